@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from api.access.commands import audit, local_actor
+from api.access.commands import keys as keys_commands
 from api.cli.check import check, fsck
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
@@ -18,9 +20,13 @@ from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
 from api.cli.simulator.recommend import recommend_command
 from api.cli.simulator.simulate import simulate
-from api.cli.status import status
+from api.cli.status import status, top
 from api.cli.store_commands import app as store_commands
-from api.cli.store_place import ConfiguredDeployment, ConfiguredStore, configured_store
+from api.cli.store_place import (
+    ConfiguredDeployment,
+    ConfiguredStore,
+    configured_store,
+)
 from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
 from api.config.loader import load
@@ -32,7 +38,8 @@ from api.processes.devices import check_gpus
 from api.shadow.command import shadow
 from api.terminal.console import unbreakable_console
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
-from api.terminal.printable import print_error
+from api.terminal.printable import print_error, printable
+from eplb import __version__
 from eplb.errors import EplbError
 from eplb.package_check import check_packages
 
@@ -44,6 +51,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(simulate)
 app.command(name="recommend")(recommend_command)
@@ -52,13 +60,32 @@ app.command(name="config")(config_command)
 app.command()(observability)
 app.command()(support_bundle)
 app.command("compile")(compile_kernels)
-for one in (serve, controller, host_cache, launch, check, fsck, status):
+for one in (serve, controller, host_cache, launch, check, fsck, status, top, audit):
     app.command()(one)
 for beside in (plan, convert, validate, shadow):
     app.command()(beside)
 app.add_typer(store_commands, name="store")
+app.add_typer(keys_commands, name="keys")
 
 Reason = Annotated[str, typer.Option(help="Reason; stored with the change.")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"eplb {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Take the options of every command."""
 
 
 @app.command()
@@ -160,7 +187,7 @@ def _switch(url: str | None, name: str | None, *, movement: bool, reason: str) -
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    typer.echo(change)
+    typer.echo(f"{change}\nby {local_actor()}: {printable(reason)}")
     if not has_reports:
         typer.echo(
             "eplb: no rank reports to this store: the switch is written, and may have no effect",

@@ -1,10 +1,11 @@
-"""``eplb status``: how a deployment stands, for people and for scripts."""
+"""``eplb status`` and ``eplb top``: how a deployment stands, for people and for scripts."""
 
 from __future__ import annotations
 
 import json
 import os
 from contextlib import closing
+from threading import Event
 from typing import Annotated
 
 import typer
@@ -13,10 +14,13 @@ from api.cli.config import named_settings
 from api.cli.deploy import Config, Setting, refused
 from api.cli.store_place import configured_store, open_existing
 from api.config.loader import load
+from api.interrupts import StopSignals
+from api.terminal.console import unbreakable_console
 from eplb.errors import EplbError
 from telemetry.stores.redis.connection.address import without_password
 
 NOT_OK = 1
+LOOK_S = 0.25
 
 
 def status(
@@ -43,3 +47,37 @@ def status(
     typer.echo(json.dumps(found.as_json(), indent=1) if json_output else render(found))
     if not found.is_ok:
         raise typer.Exit(NOT_OK)
+
+
+def top(
+    config: Config = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    setting: Setting = None,
+) -> None:
+    """Watch a deployment in the terminal: verdict, load of ranks, imbalance, migration, decisions.
+
+    It reads the store alone, and ends with Ctrl-C. Without a terminal it prints a line for each
+    window and event.
+    """
+    # Imported here: it needs the extra "api".
+    from api.deploy.status import check_configured
+    from api.monitor.monitor import Monitor
+    from api.terminal.live import LiveView
+    from api.terminal.picture import render
+
+    console, stop = unbreakable_console(), StopSignals()
+    try:
+        loaded = load({}, config=config, environ=os.environ, named=named_settings(setting or []))
+        url, deployment = configured_store(loaded=loaded)
+        with closing(open_existing(url, deployment)) as store:
+            check_configured(store, loaded.settings, os.environ)
+            monitor = Monitor(store)
+            if once:
+                monitor.refresh()
+                console.print(render(monitor.snapshot(), console.width, max(40, console.height)))
+                return
+            with LiveView(monitor, console=console):
+                while not stop.received:
+                    Event().wait(LOOK_S)
+    except EplbError as exc:
+        raise refused(exc) from exc

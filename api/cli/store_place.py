@@ -50,6 +50,18 @@ def configured_store(
     return store or url, deployment or configured.name
 
 
+def audit_folder(url: str) -> Path:
+    """Return the folder whose audit has the changes of a store: its own, else as configured.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    path = file_of(url)
+    if path is not None and path.is_file():
+        return path.parent
+    return load({}, config=None, environ=os.environ).settings.deployment.state_dir
+
+
 def open_existing(url: str, deployment: str) -> LoadStore:
     """Open a store that a deployment has run in.
 

@@ -6,7 +6,8 @@ import time
 from contextlib import closing
 from threading import Event
 
-from api.cli.store_place import open_existing
+from api.access.commands import note
+from api.cli.store_place import audit_folder, open_existing
 from eplb.clock import Clock, Deadline
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.store import LoadStore, RunInfo
@@ -29,6 +30,8 @@ def switch_movement(url: str, deployment: str, *, movement: bool, reason: str) -
         info = store.current_run()
         assert info is not None, "a deployment that never ran is refused"
         before = store.control()
+        # Before it is done: a change that the audit cannot hold is not made.
+        note(audit_folder(url), deployment, "resume" if movement else "pause", reason, "asked")
         store.change_live({"movement": movement}, reason=reason)
         reported, expected = _reported(store, info)
     was, now = ("on" if on else "off" for on in (before.movement, movement))

@@ -64,7 +64,12 @@ def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
         supervisor = Supervisor(settings.supervision.settings())
         http, limits = settings.http, settings.http.limits()
         app = create_app(
-            store, metrics_level=http.metrics_level, supervision=supervisor.view, limits=limits
+            store,
+            metrics_level=http.metrics_level,
+            supervision=supervisor.view,
+            limits=limits,
+            state_dir=settings.deployment.state_dir,
+            is_watching=True,
         )
         service = HttpService(
             app, http.host, http.port, limits=limits, certificate=http.certificate

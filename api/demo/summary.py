@@ -65,8 +65,8 @@ def summarise(
             {
                 "window": score.index,
                 "last_step": score.last_step,
-                "measured": round(score.measured, 4),
-                "contiguous": round(score.contiguous, 4),
+                "measured": _rounded(score.measured),
+                "contiguous": _rounded(score.contiguous),
                 "generation": score.generation,
                 "is_migrating": score.is_migrating,
             }
@@ -211,12 +211,18 @@ def _text(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return round(median(values), 4) if values else None
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(median(known), 4) if known else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return round(mean(values), 4) if values else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(mean(known), 4) if known else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

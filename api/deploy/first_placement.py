@@ -17,7 +17,7 @@ from api.config.live import overriding
 from api.deploy.checkpoint import ServedCheckpoint, record_checkpoint
 from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, offset_text
 from api.deploy.secret import Secret
-from api.monitor.health import CLOCK_TOLERANCE_S
+from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits

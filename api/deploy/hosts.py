@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from api.monitor.health import CLOCK_TOLERANCE_S
+from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.errors import ConfigError
 from telemetry.store import Details, EventStore

@@ -67,6 +67,8 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             supervision=supervisor.view,
             limits=limits,
             token=token,
+            state_dir=deployment.state_dir,
+            is_watching=True,
         )
         service = HttpService(
             app,

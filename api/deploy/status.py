@@ -10,22 +10,23 @@ from typing import Any
 from api.config.tree import Settings
 from api.deploy.deployment import secret_of
 from api.deploy.first_placement import check_secret, last_start
-from api.monitor.health import leadership, problems
+from api.monitor.health import leadership
 from api.monitor.monitor import Monitor
 from api.monitor.snapshot import MigrationProgress, RankView, WindowScore
+from api.monitor.verdict import Around, Grade, verdict
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import topology_from_dict
 from eplb.versions import HOST_CACHE
 from telemetry.joining import host_caches, serving
 from telemetry.store import LoadStore
 
-STALLED_AFTER_S = 30.0
-
 
 @dataclass(frozen=True)
 class Status:
     """A deployment at one moment."""
 
+    verdict: Grade
+    reason: str  # of the verdict
     deployment: str
     store: str  # without a password
     leader: str  # its process; "": none leads
@@ -85,11 +86,14 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         StoreError: the store cannot be read.
     """
     now = time.time() if now is None else now
-    monitor = Monitor(store)
+    monitor = Monitor(store, clock=lambda: now)
     monitor.refresh()
     seen, leads = monitor.snapshot(), leadership(store, now)
+    judged = verdict(seen, Around(why_no_leader=leads.why_none))
     complete = [score for score in seen.series if score.is_complete]
     return Status(
+        verdict=judged.grade,
+        reason=judged.reason,
         deployment=seen.deployment,
         store=store_shown,
         leader=leads.leader,
@@ -106,7 +110,7 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         movement=seen.movement,
         observe=seen.observe,
         versions=_versions(store, now),
-        problems=tuple(problems(seen, leads, STALLED_AFTER_S)),
+        problems=judged.problems,
     )
 
 
@@ -131,6 +135,8 @@ def render(status: Status) -> str:
         else f"generation {status.generation}, step {status.step}, run {status.run}",
         "imbalance": "no complete window yet"
         if window is None
+        else "no tokens in the latest window"
+        if window.measured is None
         else f"{window.measured:.2f} in the latest window, {window.contiguous:.2f} unbalanced",
         "migration": "none"
         if moving is None
@@ -144,7 +150,8 @@ def render(status: Status) -> str:
     }
     lines["versions"] = "; ".join(f"{names}: {version}" for version, names in alike.items())
     lines["versions"] = lines["versions"] or "none"
-    text = [f"{name:<11}{line}" for name, line in lines.items()]
+    text = [f"{status.verdict}: {status.reason}"]
+    text += [f"{name:<11}{line}" for name, line in lines.items()]
     if status.ranks:
         text.append("rank  host  state    generation  step      last report")
     for view in status.ranks:
@@ -152,7 +159,7 @@ def render(status: Status) -> str:
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
         host = status.node_of_rank[view.rank]
         text.append(f"{view.rank:<6}{host:<6}{state:<9}{view.generation:<12}{view.step:<10}{age}")
-    text += [f"problem    {one}" for one in status.problems] or ["status     ok"]
+    text += [f"problem    {one}" for one in status.problems]
     return "\n".join(text)
 
 

@@ -10,7 +10,10 @@ for the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +23,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 
-from api.http.authentication import Authentication
+from api.access.audit import Audit
+from api.access.authentication import Authentication
+from api.access.changes import Changes
+from api.access.keys import Actor
 from api.http.guard import Guard, check_request
 from api.http.latest import WAIT_S, LatestAnswer
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
@@ -41,18 +47,23 @@ from api.http.requests import (
     RollbackRequest,
 )
 from api.http.schemas import (
+    AuditAnswer,
+    AuditPage,
     ControlAnswer,
     EventAnswer,
     Health,
+    HistoryAnswer,
     Imbalance,
     Load,
     PlacementAnswer,
     PlacementLine,
     PlanAnswer,
+    RebalanceAnswer,
     State,
     TaskAnswer,
+    WhoAnswer,
 )
-from api.http.service import AdminService
+from api.http.service import AdminService, Refused
 from api.metrics.definitions import Level
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
@@ -112,10 +123,10 @@ def get_metrics(service: Service) -> Response:
     return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 
-@watch.get("/state", summary="Everything at a glance")
-def get_state(service: Service) -> State:
+@watch.get("/state", summary="Everything at a glance", response_model=State)
+def get_state(service: Service) -> Response:
     """The data of the page: ranks, latest heatmap, migration, bytes, decisions, switches."""
-    return service.state()
+    return _json(service.once_a_reading("state", service.state))
 
 
 @watch.get("/load", summary="Load windows with their matrices")
@@ -132,10 +143,43 @@ def get_imbalance(
     return service.imbalance(last)
 
 
-@watch.get("/placement", summary="A committed placement", responses=documented(404))
-def get_placement(service: Service, generation: Id | None = None) -> PlacementAnswer:
+@watch.get(
+    "/history",
+    summary="Imbalance by wall-clock time, over all runs",
+    response_model=HistoryAnswer,
+)
+def get_history(
+    service: Service,
+    seconds: Annotated[int, Query(ge=60, le=86_400)] = 900,
+    points: Annotated[int, Query(ge=10, le=2000)] = 400,
+) -> Response:
+    """The latest `seconds` in about `points` points; marks are restarts, rebalances, switches."""
+    made = partial(service.history, seconds, points)
+    return _json(service.once_a_reading(f"history {seconds} {points}", made))
+
+
+def _json(made: bytes) -> Response:
+    return Response(made, media_type="application/json")
+
+
+@watch.get("/rebalances", summary="The latest migrations")
+def get_rebalances(
+    service: Service, limit: Annotated[int, Query(ge=1, le=200)] = 20
+) -> list[RebalanceAnswer]:
+    """Newest first: what each was to bring, what it cost, what it brought."""
+    return service.rebalances(limit)
+
+
+@watch.get(
+    "/placement",
+    summary="A committed placement",
+    response_model=PlacementAnswer,
+    responses=documented(404),
+)
+def get_placement(service: Service, generation: Id | None = None) -> Response:
     """The one that serves, or the one of a generation."""
-    return service.placement(generation)
+    made = partial(service.placement, generation)
+    return _json(service.once_a_reading(f"placement {generation}", made))
 
 
 @watch.get("/placements", summary="History of placements")
@@ -157,9 +201,10 @@ def get_events(
     service: Service,
     after: Id = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    latest: Annotated[int | None, Query(ge=1, le=1000)] = None,
 ) -> list[EventAnswer]:
-    """Oldest first, past an id: repeat with the last id to continue."""
-    return service.events(after, limit)
+    """Oldest first, past an id or the `latest` so many: repeat with the last id to continue."""
+    return service.events(after, limit) if latest is None else service.latest_events(latest)
 
 
 @watch.get("/tasks/{task_id}", summary="One task", responses=documented(404))
@@ -183,6 +228,28 @@ def get_tasks(
 def post_cancel(service: Service, task_id: TaskId, body: ReasonRequest) -> TaskAnswer:
     """Only before the controller begins it; a migration is stopped by a pause."""
     return service.cancel(task_id, body.reason)
+
+
+@watch.get("/whoami", summary="Who asks")
+async def get_whoami(request: Request) -> WhoAnswer:
+    """Name and role of the key."""
+    actor: Actor = request.state.actor
+    return WhoAnswer.model_validate({"name": actor.name, "role": actor.role.label})
+
+
+@watch.get("/audit", summary="Who changed what, and why", responses=documented(403, 404))
+def get_audit(
+    request: Request,
+    before: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> AuditPage:
+    """Newest first, those before a number: give `next` as `before` to continue."""
+    audit: Audit | None = request.app.state.audit
+    if audit is None:
+        raise Refused(404, "this service keeps no audit, expected one with a state folder")
+    found = audit.page(before, limit)
+    following = found[-1].number if found and found[-1].number > 1 else None
+    return AuditPage(entries=[AuditAnswer.model_validate(one) for one in found], next=following)
 
 
 @act.post(
@@ -272,12 +339,30 @@ def create_app(
     supervision: Callable[[], SupervisionView] = SupervisionView,
     limits: HttpLimits = DEFAULT_LIMITS,
     token: str | None = None,
+    state_dir: Path | None = None,
+    is_watching: bool = False,
 ) -> FastAPI:
     """Make the service of one deployment; ``HttpService`` binds it to a port.
 
     Args:
-        token: that every request but the two probes has to prove; None: only this host can ask.
+        is_watching: whether the store is read in the background while the service runs; otherwise
+            it is read when it is asked.
+        token: that a request but the two probes may prove in place of an access key; None: without
+            keys only this host can ask.
+        state_dir: that has the access keys and the audit; None: there are neither.
     """
+    service = AdminService(
+        store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
+    )
+
+    @asynccontextmanager
+    async def watching(app: FastAPI) -> AsyncIterator[None]:
+        service.reader.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.reader.stop)
+
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
         title="EPLB admin API",
@@ -286,15 +371,15 @@ def create_app(
         redoc_url=None,
         openapi_url=None,  # the document has a route like all others
         dependencies=[Depends(check_request)],
-    )
-    service = AdminService(
-        store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
+        lifespan=watching if is_watching else None,
     )
     app.state.service = service
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
+    # The last is the outermost: a stranger's body is not read, and what is refused is no change.
+    app.state.audit = None if state_dir is None else Audit(state_dir)
+    app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
     app.add_middleware(Guard, limits=limits, any_host=token is not None)
-    if token is not None:  # around the guard: a stranger's body is not read
-        app.add_middleware(Authentication, token=token)
+    app.add_middleware(Authentication, token=token, state_dir=state_dir)
     for router in (probes, watch, act):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

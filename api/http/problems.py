@@ -31,6 +31,7 @@ TITLES = {
     413: "Body too large",
     415: "Unsupported media type",
     422: "Request refused",
+    429: "Too many failed logins",
     503: "Not ready",
 }
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.monitor.verdict import Grade
+
 
 class Answer(BaseModel):
     """An answer made from a dataclass of the same field names."""
@@ -36,11 +38,12 @@ class Score(Answer):
     index: int
     first_step: int
     last_step: int
-    measured: float
-    contiguous: float
+    measured: float | None = Field(description="null: no tokens")
+    contiguous: float | None
     generation: int
     is_complete: bool
     is_migrating: bool = Field(description="served by more than that one placement")
+    time: float | None = Field(description="of its newest sample")
 
 
 class Mark(Answer):
@@ -56,6 +59,7 @@ class Mark(Answer):
 class DecisionAnswer(Answer):
     """One decision of the controller."""
 
+    id: int = Field(description="of its event")
     time: float
     decision: str
     reason: str
@@ -65,6 +69,57 @@ class DecisionAnswer(Answer):
     moves: int
     bytes: int
     generation: int
+
+
+class HistoryPointAnswer(Answer):
+    """The windows of one stretch of time."""
+
+    time: float
+    measured: float | None = Field(description="mean of its windows; null: no tokens")
+    contiguous: float | None
+    generation: int
+    run: str
+    is_migrating: bool
+    is_joined: bool = Field(description="to the point before it; false: there is a gap")
+    windows: int
+
+
+class HistoryMarkAnswer(Answer):
+    """A restart, a death, a rebalance or a switch."""
+
+    time: float
+    kind: Literal["restart", "death", "MOVE", "RESPLIT", "HELD", "ROLLBACK", "pause", "resume"]
+    text: str
+    generation: int | None
+
+
+class HistoryAnswer(Answer):
+    """Imbalance by wall-clock time, over all runs."""
+
+    since: float
+    until: float
+    points: list[HistoryPointAnswer]
+    marks: list[HistoryMarkAnswer]
+
+
+class RebalanceAnswer(Answer):
+    """One migration: what it was to bring, what it cost, and what it brought."""
+
+    plan_id: int
+    generation: int
+    decision: str
+    trigger: str
+    reason: str
+    offered: float
+    ended: float | None = Field(description="null: it is open")
+    outcome: Literal["committed", "aborted", "rejected"] | None
+    end_reason: str | None
+    moves: int
+    bytes: int
+    imbalance_before: float | None
+    imbalance_predicted: float | None
+    gain_promised: float | None = Field(description="reduction of imbalance, once it was judged")
+    gain_realised: float | None
 
 
 class Progress(Answer):
@@ -106,6 +161,8 @@ class EventAnswer(Answer):
 class State(Answer):
     """Everything at a glance, without matrices of history."""
 
+    verdict: Grade = Field(description="stopped, blind, degraded or serving")
+    reason: str = Field(description="of the verdict, in one sentence")
     deployment: str
     run: str | None
     time: float
@@ -131,14 +188,20 @@ class State(Answer):
     )
     progress_of: str = Field(description="its rank, its thread, and the current work")
     last_score: Score | None
-    heatmap: list[list[float]] | None = Field(description="[L, R] rank load over mean")
-    expert_heat: list[list[float]] | None = Field(description="[L, E] expert load over mean")
+    token_age_s: float | None = Field(description="since the newest token; null: none in this run")
+    heatmap: list[list[float] | None] | None = Field(
+        description="[L, R] rank load over mean; null for a layer without tokens"
+    )
+    expert_heat: list[list[float] | None] | None = Field(
+        description="[L, E] expert load over mean; null for a layer without tokens"
+    )
     phase: str
     migration: Progress | None
     bytes_by_source: dict[str, int]
     experts_moved: int
     swap_pauses_ms: list[float] = Field(description="the latest of every rank")
     decisions: list[DecisionAnswer]
+    last_rebalance: RebalanceAnswer | None
     samples_stored: int
     samples_lost: int
     movement: bool
@@ -189,6 +252,35 @@ class PlacementAnswer(PlacementLine):
     num_experts: int
     slot_to_expert: list[list[int]] = Field(description="[L, S], -1 is an empty slot")
     slot_share: list[list[float]] = Field(description="[L, S] part of its expert's tokens")
+
+
+class WhoAnswer(Answer):
+    """Who sends the request."""
+
+    name: str
+    role: Literal["viewer", "operator", "admin"]
+
+
+class AuditAnswer(Answer):
+    """One line of the audit."""
+
+    number: int
+    time: float
+    actor: str
+    role: str
+    address: str
+    request: str = Field(description="the same in both lines of one request")
+    action: str
+    reason: str
+    outcome: str = Field(description="asked, then the status of the answer")
+    hash: str
+
+
+class AuditPage(Answer):
+    """Lines of the audit, newest first."""
+
+    entries: list[AuditAnswer]
+    next: int | None = Field(description="for `before`, of the next page; null: there is none")
 
 
 class TransactionAnswer(Answer):

@@ -71,7 +71,7 @@ class HttpService:
             log_config=None,  # its loggers are the process's: escaped, and limited in number
             log_level="warning",
             access_log=False,
-            lifespan="off",
+            lifespan="on",
             timeout_graceful_shutdown=int(STOP_TIMEOUT_S / 2),
             ssl_certfile=certificate.chain if certificate else None,
             ssl_keyfile=certificate.key if certificate else None,

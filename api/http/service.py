@@ -13,6 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.schemas import (
@@ -20,6 +22,7 @@ from api.http.schemas import (
     DecisionAnswer,
     EventAnswer,
     Health,
+    HistoryAnswer,
     Imbalance,
     Load,
     LoadWindow,
@@ -29,6 +32,7 @@ from api.http.schemas import (
     PlacementLine,
     PlanAnswer,
     Progress,
+    RebalanceAnswer,
     Score,
     State,
     TaskAnswer,
@@ -36,11 +40,12 @@ from api.http.schemas import (
 )
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
-from api.monitor.health import leadership, problems
+from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
-from api.monitor.readiness import leaderless, unready
+from api.monitor.reader import Reader, Reading
 from api.monitor.snapshot import Snapshot
+from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.errors import EplbError
@@ -77,14 +82,16 @@ class AdminService:
         supervision: Callable[[], SupervisionView] = SupervisionView,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.store, self._monitor = store, Monitor(store, supervision=supervision)
-        self.metrics = Exposition(store, self._monitor, metrics_level)
+        self.store = store
+        self._monitor = Monitor(store, history=History(), supervision=supervision)
+        self.reader = Reader(store, self._monitor, stalled_after_s=stalled_after_s)
+        self.metrics = Exposition(store, self._monitor, metrics_level, reader=self.reader)
+        self._made: tuple[Reading | None, dict[str, bytes]] = (None, {})  # of the latest reading
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
         self._clock = clock
 
     def _snapshot(self) -> Snapshot:
-        self._monitor.refresh()
-        return self._monitor.snapshot()
+        return self.reader.reading().seen
 
     # -- questions
     def health(self) -> Health:
@@ -97,37 +104,50 @@ class AdminService:
         Raises:
             Refused: no run, ranks that are silent or frozen, no step or no leader for too long.
         """
-        seen = self._snapshot()
-        leads = leadership(self.store, time.time())
-        why_not = unready(seen, self._stalled_after_s) or leaderless(
-            leads.why_none, leads.turn_age_s, self._stalled_after_s
-        )
+        reading = self.reader.reading()
+        seen, leads = reading.seen, reading.leads
+        around = Around(leads.why_none, turn_age_s=leads.turn_age_s)
+        why_not = reading.unread or unready(seen, self._stalled_after_s, around)
         if why_not is not None:
             raise Refused(503, why_not)
         return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
 
     def state(self) -> State:
         """Everything at a glance."""
-        seen = self._snapshot()
-        leads = leadership(self.store, time.time())
+        reading = self.reader.reading()
+        seen, leads, judged = reading.seen, reading.leads, reading.judged
+        latest = self._monitor.rebalances()[:1]
         fields: dict[str, Any] = {
+            "verdict": judged.grade,
+            "reason": judged.reason,
+            "problems": list(judged.problems),
             "leader": leads.leader,
             "starting": leads.starting,
             "led_s": leads.held_s,
             "turn_age_s": leads.turn_age_s,
-            "problems": list(problems(seen, leads, self._stalled_after_s)),
+            "last_rebalance": latest[0] if latest else None,
         }
         others = State.model_fields.keys() - fields.keys()
         fields |= {name: getattr(seen, name) for name in others}
         # Three digits are more than a picture shows, and a third of the bytes.
         for name in ("heatmap", "expert_heat"):
             heat = fields[name]
-            fields[name] = None if heat is None else np.round(heat, 3).tolist()
+            fields[name] = None if heat is None else _rows(heat)
         return State.model_validate(fields, from_attributes=True)
+
+    def once_a_reading(self, name: str, make: Callable[[], BaseModel]) -> bytes:
+        """Make an answer as JSON, once for each reading of the store: many may ask for it."""
+        reading = self.reader.reading()
+        of, made = self._made
+        if of is not reading:  # of two threads at once both make it, and either is right
+            self._made = of, made = reading, {}
+        if name not in made:
+            made[name] = make().model_dump_json().encode()
+        return made[name]
 
     def load(self, last: int) -> Load:
         """The latest windows with their matrices."""
-        self._monitor.refresh()
+        self._snapshot()
         windows = self._monitor.windows(last)
         return Load(
             windows=[LoadWindow.model_validate(window) for window in windows],
@@ -142,6 +162,25 @@ class AdminService:
             windows=[Score.model_validate(score) for score in seen.series[-last:]],
             rebalances=[Mark.model_validate(mark) for mark in seen.marks],
         )
+
+    def history(self, seconds: int, points: int) -> HistoryAnswer:
+        """Imbalance of the latest stretch of time, of all runs."""
+        until = self._snapshot().time
+        since = until - seconds
+        return HistoryAnswer.model_validate(
+            {
+                "since": since,
+                "until": until,
+                "points": self._monitor.points(since, until, points),
+                "marks": self._monitor.history_marks(since, until),
+            },
+            from_attributes=True,
+        )
+
+    def rebalances(self, limit: int) -> list[RebalanceAnswer]:
+        """The latest migrations of all runs, newest first."""
+        self._snapshot()
+        return [RebalanceAnswer.model_validate(one) for one in self._monitor.rebalances()[:limit]]
 
     def placement(self, generation: int | None) -> PlacementAnswer:
         """The committed placement, or the one of a generation.
@@ -196,6 +235,11 @@ class AdminService:
         """Events past an id, oldest first."""
         found = self.store.events(after=after, limit=limit)
         return [EventAnswer(**asdict(event)) for event in found]
+
+    def latest_events(self, limit: int) -> list[EventAnswer]:
+        """The latest events, oldest first."""
+        found = self.store.latest_events(limit=limit)
+        return [EventAnswer(**asdict(event)) for event in reversed(found)]
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.
@@ -299,6 +343,13 @@ class AdminService:
             raise Refused(422, "the body names no switch, expected movement or observe")
         state = self.store.change_live(changes, reason=request.reason)
         return ControlAnswer.model_validate(state.control)
+
+
+def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
+    """Rows of ratios; None for a layer without tokens."""
+    is_empty = np.isnan(heat[:, 0])  # [L]; a row is all NaN or has none
+    rows: list[list[float]] = np.round(heat, 3).tolist()
+    return [None if is_empty[layer] else row for layer, row in enumerate(rows)]
 
 
 def _placement_line(line: CommittedPlacement) -> dict[str, Any]:

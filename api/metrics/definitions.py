@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isnan
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from api.monitor.drift_watch import largest_layer
 from api.monitor.health import Leadership
 from api.monitor.snapshot import PHASES, Snapshot
 from api.monitor.tally import Durations
+from api.monitor.verdict import Grade, Verdict, verdict
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
@@ -61,12 +63,14 @@ class Scrape:
     backend: str  # kind of store
     leads: Leadership
     received: NDArray[np.int64] | None = None  # [L, R] if requested
+    judged: Verdict | None = None  # None: by the snapshot alone
 
 
 def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
     """Give every metric of a deployment; one whose figure is not known yet has no series."""
     seen = scrape.seen
     yield _gauge("build_info", "1; the label is the version.", {__version__: 1}, "version")
+    yield from _verdict(scrape)
     yield from _health(seen)
     yield from _leader(scrape)
     yield from _supervision(seen)
@@ -77,6 +81,18 @@ def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
     yield from _telemetry(scrape)
     if level != "default":
         yield from _per_layer(scrape)
+
+
+def _verdict(scrape: Scrape) -> Iterator[Metric]:
+    judged = scrape.judged or verdict(scrape.seen)
+    grades = {grade.value: float(grade is judged.grade) for grade in Grade}
+    yield _gauge(
+        "verdict", "1 for the verdict of now; its reason is on the page.", grades, "verdict"
+    )
+    silent_help = "Ranks that did not report lately, or never."
+    yield _gauge("ranks_silent", silent_help, len(scrape.seen.silent_ranks))
+    uncounted_help = "Ranks whose counters stay at zero while those of others grow."
+    yield _gauge("ranks_uncounted", uncounted_help, len(scrape.seen.uncounted_ranks))
 
 
 def _health(seen: Snapshot) -> Iterator[Metric]:
@@ -93,7 +109,9 @@ def _health(seen: Snapshot) -> Iterator[Metric]:
     mismatch_help = "Ranks that serve another generation than the committed one."
     yield _gauge("placement_mismatch_ranks", mismatch_help, len(mismatched))
     failures_help = "Failures of mover threads; a second one disables migrations on the rank."
-    yield _counter("mover_failures", failures_help, seen.mover_failures)
+    yield _counter(
+        "mover_failures", failures_help, seen.mover_failures + seen.earlier.mover_failures
+    )
     anomalies_help = "Anomalies: refused load, no plan, exit of a rank, lost contents of the store."
     yield _counter("anomalies", anomalies_help, seen.anomalies, "type")
 
@@ -125,8 +143,8 @@ def _supervision(seen: Snapshot) -> Iterator[Metric]:
     yield _gauge("process_up", up_help, up, "process")
     restarts_help = "Restarts of processes that do not serve, since the deployment was started."
     yield _counter("process_restarts", restarts_help, restarts, "process")
-    token_help = "Time since all ranks had last finished a step."
-    yield _gauge("token_age_seconds", token_help, seen.supervision.token_age_s)
+    token_help = "Time since the newest token, by steps of all ranks or else by load samples."
+    yield _gauge("token_age_seconds", token_help, seen.token_age_s)
     unserved = seen.supervision.unserved_s
     unserved_help = "Time without tokens around restarts of ranks, from the last token on."
     yield _counter("unserved_seconds", unserved_help, {} if unserved is None else unserved)
@@ -134,9 +152,10 @@ def _supervision(seen: Snapshot) -> Iterator[Metric]:
 
 def _balance(scrape: Scrape) -> Iterator[Metric]:
     seen, ratio = scrape.seen, None
+    heat = _with_tokens(seen.heatmap)
     figures: dict[tuple[str, ...], Figure] = {}
-    if seen.heatmap is not None and scrape.latest is not None:
-        busiest = seen.heatmap.max(axis=1)  # [L] max over mean rank load
+    if heat is not None and scrape.latest is not None:
+        busiest = heat.max(axis=1)  # [L] max over mean rank load
         by_agg = {
             "mean": (1 / busiest).mean(),
             "p95": 1 / np.quantile(busiest, 0.95),
@@ -192,26 +211,33 @@ def _layers_pending(scrape: Scrape) -> int:
 
 
 def _bytes_and_experts(seen: Snapshot) -> Iterator[Metric]:
+    before = seen.earlier
     by_link = dict.fromkeys(LINK_OF_SOURCE.values(), 0)
     for source, link in LINK_OF_SOURCE.items():
         by_link[link] += seen.bytes_by_source.get(source, 0)
+        by_link[link] += before.bytes_by_source.get(source, 0)
     bytes_help = (
         "Bytes of experts by link; disk: into the host cache; inter: from another host, into the "
         "host cache or into a rank."
     )
     yield _counter("migrated_bytes", bytes_help, by_link, "link")
-    yield _counter("migrated_experts", "Experts swapped into slots.", seen.experts_moved)
+    moved_help = "Experts swapped into slots."
+    yield _counter("migrated_experts", moved_help, seen.experts_moved + before.experts_moved)
     failures_help = "Records with a wrong checksum, staged or live."
-    yield _counter("digest_failures", failures_help, seen.digest_failures)
+    yield _counter("digest_failures", failures_help, seen.digest_failures + before.digest_failures)
     scrubbed_help = "Live slots checked in idle steps, by result."
-    yield _counter("scrubbed_slots", scrubbed_help, seen.scrubbed_slots, "result")
+    scrubbed = {
+        result: count + before.scrubbed.get(result, 0)
+        for result, count in seen.scrubbed_slots.items()
+    }
+    yield _counter("scrubbed_slots", scrubbed_help, scrubbed, "result")
 
 
 def _telemetry(scrape: Scrape) -> Iterator[Metric]:
-    lost = scrape.seen.samples_lost
-    samples = {"stored": scrape.samples_stored, "dropped": lost} | dict(
-        scrape.seen.samples_excluded
-    )
+    before = scrape.seen.earlier
+    lost = scrape.seen.samples_lost + before.samples_lost
+    stored = scrape.samples_stored + before.samples_stored
+    samples = {"stored": stored, "dropped": lost} | dict(scrape.seen.samples_excluded)
     samples_help = "Load samples: stored, dropped by ranks, excluded by the controller, by reason."
     yield _counter("telemetry_samples", samples_help, samples, "result")
     dropped_help = "Samples that ranks dropped because the store was slow or unreachable."
@@ -219,13 +245,21 @@ def _telemetry(scrape: Scrape) -> Iterator[Metric]:
     lag_help = "Age of the newest sample of the rank that is furthest behind."
     yield _gauge("telemetry_lag_seconds", lag_help, scrape.seen.sample_age_s)
     errors_help = "Attempts of ranks to write to the store that failed."
-    errors = {scrape.backend: scrape.seen.store_errors}
+    errors = {scrape.backend: scrape.seen.store_errors + before.store_errors}
     yield _counter("store_errors", errors_help, errors, "backend")
+
+
+def _with_tokens(heat: NDArray[np.float64] | None) -> NDArray[np.float64] | None:
+    """The rows of layers with tokens; None: no layer has any, which is no perfect balance."""
+    if heat is None or np.isnan(heat).all():
+        return None
+    return heat[~np.isnan(heat).any(axis=1)]
 
 
 def _per_layer(scrape: Scrape) -> Iterator[Metric]:
     heat = scrape.seen.heatmap
     even = {} if heat is None else dict(enumerate((1 / heat.max(axis=1)).tolist()))
+    even = {layer: figure for layer, figure in even.items() if not isnan(figure)}
     even_help = "Mean over busiest rank load of the latest window, layer by layer."
     by_layer = {str(layer): figure for layer, figure in even.items()}
     yield _gauge("layer_balancedness", even_help, by_layer, "layer")

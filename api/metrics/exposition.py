@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.drift_watch import DriftWatch
-from api.monitor.health import leadership
 from api.monitor.monitor import KEPT_WINDOWS, Monitor
+from api.monitor.reader import Reader
 from api.monitor.tally import BUCKETS_S, Durations
 from eplb.errors import ConfigError
 from telemetry.store import LoadStore
@@ -31,7 +31,14 @@ class Exposition:
         ConfigError: an unknown level.
     """
 
-    def __init__(self, store: LoadStore, monitor: Monitor, level: Level = "default") -> None:
+    def __init__(
+        self,
+        store: LoadStore,
+        monitor: Monitor,
+        level: Level = "default",
+        *,
+        reader: Reader | None = None,
+    ) -> None:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
         from prometheus_client.registry import Collector
 
@@ -39,6 +46,7 @@ class Exposition:
             known = ", ".join(get_args(Level))
             raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
         self._store, self._monitor, self._level = store, monitor, level
+        self._reader = reader or Reader(store, monitor)
         self._drift = DriftWatch()
         self.content_type = CONTENT_TYPE_LATEST
         exposition = self
@@ -67,17 +75,18 @@ class Exposition:
             yield _family(metric, scrape.seen.deployment)
 
     def _scrape(self) -> Scrape:
-        self._monitor.refresh()
-        seen = self._monitor.snapshot()
+        reading = self._reader.reading()
+        seen = reading.seen
         windows = self._monitor.windows(KEPT_WINDOWS)
         counts = self._store.sample_counts(seen.run) if seen.run is not None else {}
         return Scrape(
             seen=seen,
+            judged=reading.judged,
             latest=windows[-1] if windows else None,
             drift=self._drift.update(seen, windows),
             migration=self._store.published(),
             samples_stored=sum(counts.values()),
-            leads=leadership(self._store, seen.time),
+            leads=reading.leads,
             backend=type(self._store).__name__.removesuffix("Store").lower(),
             received=self._monitor.received() if self._level == "rank" else None,
         )

@@ -1,1 +1,1 @@
-"""Reads the store for every view: snapshot, readiness, tallies."""
+"""Reads the store for every view: snapshot, verdict, tallies."""

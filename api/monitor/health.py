@@ -1,17 +1,13 @@
-"""Who leads a deployment, and all that is wrong with it, from its store alone."""
+"""Who leads a deployment, from its store alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from api.monitor.readiness import unready
-from api.monitor.snapshot import Snapshot
 from telemetry.events import STARTING
 from telemetry.store import LoadStore, events_backwards
 from telemetry.stores.holder import is_dead, shown
 
-CLOCK_TOLERANCE_S = 1.0
 STARTING_SHOWN_S = 600.0  # longer than any supervisor waits for progress of a start
 
 
@@ -60,24 +56,3 @@ def _starting(store: LoadStore, now: float) -> str:
         return ""
     work, age_s = latest.detail.get("work"), max(0.0, now - latest.time)
     return f"{shown(holder)} is starting: {work}, as of {age_s:.0f} s ago"
-
-
-def problems(seen: Snapshot, leads: Leadership, stalled_after_s: float) -> Iterator[str]:
-    """Give all that is wrong, the controller first."""
-    if leads.why_none:
-        yield leads.why_none
-    if seen.uncounted_ranks:
-        ranks = ", ".join(map(str, seen.uncounted_ranks))
-        yield (
-            f"rank {ranks}: the counters stay at zero while those of other ranks grow, expected "
-            "tokens for the experts that it holds: its dispatcher does not count"
-        )
-    if ahead := [view for view in seen.ranks if view.ahead_s > CLOCK_TOLERANCE_S]:
-        ranks, most_s = ", ".join(str(view.rank) for view in ahead), max(v.ahead_s for v in ahead)
-        yield (
-            f"rank {ranks}: reports are dated {most_s:.0f} s ahead of this host's clock, expected "
-            f"at most {CLOCK_TOLERANCE_S:g} s: synchronise the clocks (NTP); samples that are 60 s "
-            "ahead are refused"
-        )
-    if reason := unready(seen, stalled_after_s):
-        yield reason

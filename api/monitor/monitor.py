@@ -17,7 +17,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
+from api.monitor.rebalances import Rebalance, RebalanceLog
+from api.monitor.rollup_scores import minute_scores
 from api.monitor.snapshot import (
+    Death,
     Decision,
     RankView,
     RebalanceMark,
@@ -33,12 +37,14 @@ from api.monitor.snapshot import (
     slowest_phase,
     swap_pauses_ms,
 )
-from api.monitor.tally import RunTally, SampleTally, oldest_progress, scrubbed_slots
+from api.monitor.tally import Carried, RunTally, SampleTally, oldest_progress, scrubbed_slots
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
+from eplb.errors import HistoryError
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from telemetry.events import PlanEnd, plan_end
+from telemetry.retention.folding import RunShape
 from telemetry.store import Event, LoadStore, RankState, RunInfo
 from telemetry.windows.folder import Window
 from telemetry.windows.intake import Intake
@@ -55,6 +61,7 @@ class Monitor:
     """Follow one deployment. Any thread may call any method.
 
     Args:
+        history: of all runs that the store has, which then are read too; None: none is kept.
         clock: seconds since the epoch; gives how long a rank has been silent.
         supervision: what the process that supervises others knows; by default none does.
     """
@@ -63,6 +70,7 @@ class Monitor:
         self,
         store: LoadStore,
         *,
+        history: History | None = None,
         clock: Clock = time.time,
         supervision: Callable[[], SupervisionView] = SupervisionView,
     ) -> None:
@@ -74,7 +82,10 @@ class Monitor:
         self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         # Of the current run, with their times, by generation.
         self._commits: dict[int, tuple[PlanEnd, float]] = {}
+        self._history, self._carried = history, Carried()
+        self._rebalances = RebalanceLog(history)
         self._tally = RunTally()
+        self._death: Death | None = None
         self._control = store.control()
         self._committed = store.committed()
         self._published = store.published()
@@ -86,8 +97,10 @@ class Monitor:
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
         self._samples = SampleTally()
+        self._step_at: tuple[int, float | None] = (-1, None)  # highest step, when it was seen anew
         self._windows: dict[int, Window] = {}  # by index, oldest first
         self._scores: dict[int, WindowScore] = {}  # by index, oldest first
+        self._time_of: dict[int, float] = {}  # window -> time of its newest sample
         if info is None:
             return
         self._topology = topology_from_dict(dict(info.topology))
@@ -104,6 +117,8 @@ class Monitor:
         with self._lock:
             info = self._store.current_run()
             if info is not None and (self._info is None or info.run != self._info.run):
+                if self._history is not None:
+                    self._read_runs_before(info)
                 self._follow(info)
             self._read_events()
             self._control = self._store.control()
@@ -111,7 +126,40 @@ class Monitor:
             self._published = self._store.published()
             if self._info is not None:
                 self._states = self._store.rank_states(self._info.run)
+                self._note_steps()
                 self._read_samples(self._info.run)
+            if self._history is not None:
+                self._history.age(self._clock())
+
+    def _read_runs_before(self, latest: RunInfo) -> None:
+        """Read what the store has of the runs from the one that was followed to the latest."""
+        assert self._history is not None, "without a history no run but the latest is read"
+        runs = self._store.runs()
+        known = self._info
+        for info in runs:
+            if info.run == latest.run or (known is not None and info.time < known.time):
+                continue
+            if known is None or info.run != known.run:
+                try:
+                    RunShape.of(info)
+                except HistoryError:
+                    continue  # its samples are in no window of any reader
+                self._follow(info)
+            self._read_samples(info.run)
+            counts = self._store.sample_counts(info.run)
+            self._carried = self._carried.plus(
+                self._store.rank_states(info.run), sum(counts.values())
+            )
+        if known is None:
+            since = self._clock() - KEPT_S
+            self._history.note_minutes(minute_scores(self._store, runs, since))
+
+    def _note_steps(self) -> None:
+        """Note when the steps were seen to advance; the first sight of them proves nothing."""
+        step = max((state.step for state in self._states), default=-1)
+        known, _ = self._step_at
+        if step != known:
+            self._step_at = (step, self._clock() if known >= 0 else None)
 
     def _read_events(self) -> None:
         while new := self._store.events(after=self._last_event, limit=KEPT_EVENTS):
@@ -122,30 +170,39 @@ class Monitor:
 
     def _note(self, event: Event) -> None:
         self._tally.note(event)
-        if event.kind == "run":  # what was decided and committed before belongs to another run
-            self._decisions.clear()
+        self._rebalances.note(event)
+        if event.kind == "run":  # marks are placed by steps, and those of another run are others
             self._commits.clear()
-            self._tally = RunTally()
         elif event.kind == "plan":
             self._decisions.append(decision_of(event))
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
+        if event.kind == "recovery" or (
+            event.kind == "error" and event.detail.get("where") == "ranks"
+        ):
+            why = event.detail.get("message") or event.detail.get("reason")
+            self._death = Death(event.time, str(why or "a rank died"))
 
     def _read_samples(self, run: str) -> None:
+        # Windows are scored before the folder drops them: a page is half of what it keeps.
+        page = min(SAMPLES_PER_READ, max(1, self._topology.num_ranks * KEPT_WINDOWS // 2))
         while True:
-            rows = self._store.samples(run, after=self._cursor, limit=SAMPLES_PER_READ)
+            rows = self._store.samples(run, after=self._cursor, limit=page)
             if not rows:
                 break
             self._intake.take([sample for _, sample in rows], self._clock(), self._note_sample)
             self._samples_read += len(rows)
             self._cursor = rows[-1][0]
+            self._score_windows()
         self._score_windows()
 
     def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
-        self._samples.note(sample, self._folder.index_of(sample))
+        index = self._folder.index_of(sample)
+        self._samples.note(sample, index)
+        self._time_of[index] = max(sample.time, self._time_of.get(index, sample.time))
 
     def _score_windows(self) -> None:
         """Score what is new or changed; a late sample changes an old window."""
@@ -157,10 +214,14 @@ class Monitor:
         settled = [one for one in held if one.is_complete or one.index < newest - 1]
         for window in settled:
             if self._windows.get(window.index) is not window:
-                self._scores[window.index] = self._score(window, window.index in in_migration)
+                score = self._score(window, window.index in in_migration)
+                self._scores[window.index] = score
+                if self._history is not None:
+                    self._history.note(window.run, score)
         self._windows = {window.index: window for window in settled}
         kept = sorted(self._scores)[-KEPT_SCORES:]
         self._scores = {index: self._scores[index] for index in kept}
+        self._time_of = {at: when for at, when in self._time_of.items() if at >= oldest}
 
     def _score(self, window: Window, is_in_migration: bool) -> WindowScore:
         in_order = contiguous_load(window.tokens, self._topology.num_ranks)
@@ -173,12 +234,28 @@ class Monitor:
             generation=max(window.generations, default=0),
             is_complete=window.is_complete,
             is_migrating=is_in_migration or len(window.generations) > 1,
+            time=self._time_of.get(window.index),
         )
 
     def windows(self, last: int) -> list[Window]:
         """Return the latest windows with their matrices, oldest first."""
         with self._lock:
             return list(self._windows.values())[-last:] if last > 0 else []
+
+    def points(self, since: float, until: float, most: int) -> list[HistoryPoint]:
+        """Return imbalance over a range of time, of all runs; nothing where none is kept."""
+        with self._lock:
+            return [] if self._history is None else self._history.points(since, until, most)
+
+    def history_marks(self, since: float, until: float) -> list[HistoryMark]:
+        """Return what happened in a range of time."""
+        with self._lock:
+            return [] if self._history is None else self._history.marks(since, until)
+
+    def rebalances(self) -> tuple[Rebalance, ...]:
+        """Return the migrations of all runs, newest first."""
+        with self._lock:
+            return self._rebalances.latest()
 
     def snapshot(self) -> Snapshot:
         """Put together what the last ``refresh`` found."""
@@ -187,6 +264,7 @@ class Monitor:
             latest = next(reversed(self._windows.values()), None)
             ranks = self._rank_views(now)
             age_s, stuck = oldest_progress(self._states, now)
+            stepped = self._step_at[1]
             return Snapshot(
                 deployment=self._store.deployment,
                 run=info.run if info else None,
@@ -223,6 +301,11 @@ class Monitor:
                 store_errors=detail_sum(self._states, "store_errors"),
                 uncounted_ranks=self._samples.uncounted(),
                 sample_age_s=self._samples.age_s(now),
+                token_time=self._samples.token_time,
+                sample_every_s=self._sample_every_s(),
+                step_age_s=None if stepped is None else max(0.0, now - stepped),
+                death=self._death,
+                earlier=self._carried,
                 supervision=self._supervision(),
                 **self._tally.shown(),
             )
@@ -231,6 +314,14 @@ class Monitor:
         """[L, R] tokens that each rank received over all samples read so far; None without one."""
         with self._lock:
             return self._samples.received(self._topology.num_ranks) if self._info else None
+
+    def _sample_every_s(self) -> float:
+        """About how long a rank takes to its next sample: its window, and its way to the store."""
+        if self._info is None:
+            return 0.0
+        step_ms = max((float(one.detail.get("step_ms") or 0) for one in self._states), default=0.0)
+        window_s = self._info.window_seconds or self._info.window_steps * step_ms / 1e3
+        return window_s + max((state.report_every_s for state in self._states), default=0.0)
 
     def _rank_views(self, now: float) -> tuple[RankView, ...]:
         if self._info is None:

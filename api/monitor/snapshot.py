@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from api.monitor.tally import Durations
+from api.monitor.tally import Carried, Durations
 from api.processes.supervision import SupervisionView
 from eplb.core.topology import Topology
 from eplb.measure.balance import imbalance_of
@@ -31,11 +31,12 @@ class WindowScore:
     index: int
     first_step: int
     last_step: int
-    measured: float  # mean over layers of max / mean of what the ranks received
-    contiguous: float  # the same window, had experts lain on the ranks in order
+    measured: float | None  # mean over layers of max / mean of what the ranks received; None: no
+    contiguous: float | None  # tokens. The same window, had experts lain on the ranks in order
     generation: int  # the newest that served in this window
     is_complete: bool
     is_migrating: bool  # experts moved in it, or part of a plan served uncommitted
+    time: float | None = None  # of its newest sample
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,14 @@ class MigrationProgress:
         if not self.num_transactions:
             return 1.0
         return (self.staged_part + self.applied / self.num_transactions) / 2
+
+
+@dataclass(frozen=True)
+class Death:
+    """The latest death of ranks on record."""
+
+    time: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -148,12 +157,24 @@ class Snapshot:
     store_errors: int = 0  # failed attempts of ranks to write to the store
     uncounted_ranks: tuple[int, ...] = ()  # no token of theirs was counted; see SampleTally
     sample_age_s: float | None = None  # newest sample of the rank that is furthest behind
+    token_time: float | None = None  # of the newest sample with a token; None: none in this run
+    sample_every_s: float = 0.0  # about, between two samples of a rank; 0: not known
+    step_age_s: float | None = None  # since the steps were last seen to advance; None: never seen
+    death: Death | None = None  # the latest
+    earlier: Carried = field(default_factory=Carried)  # counters of the runs before this one
     supervision: SupervisionView = field(default_factory=SupervisionView)
 
     @property
     def silent_ranks(self) -> tuple[int, ...]:
         """Ranks that never reported, or not lately."""
         return tuple(view.rank for view in self.ranks if not view.is_alive)
+
+    @property
+    def token_age_s(self) -> float | None:
+        """Time since the newest token, by the supervisor of ranks or else by samples."""
+        if self.supervision.token_age_s is not None or self.token_time is None:
+            return self.supervision.token_age_s
+        return max(0.0, self.time - self.token_time)
 
     @property
     def last_score(self) -> WindowScore | None:
@@ -172,15 +193,18 @@ def contiguous_load(tokens: NDArray[np.int64], num_ranks: int) -> NDArray[np.int
     return load
 
 
-def mean_imbalance(load: NDArray[np.int64], topology: Topology) -> float:
-    """Mean over layers of the imbalance of a rank load [L, R]."""
-    return float(imbalance_of(load.astype(np.float64), topology).mean())
+def mean_imbalance(load: NDArray[np.int64], topology: Topology) -> float | None:
+    """Mean imbalance of the layers of a rank load [L, R] that have tokens; None: none has any."""
+    has_tokens = load.any(axis=1)
+    if not has_tokens.any():
+        return None
+    return float(imbalance_of(load[has_tokens].astype(np.float64), topology).mean())
 
 
 def relative(load: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each row over its mean; a row without tokens is all 1."""
+    """Each row over its mean; a row without tokens is all NaN."""
     mean = load.mean(axis=1, keepdims=True)
-    ratio: NDArray[np.float64] = np.ones(load.shape)
+    ratio: NDArray[np.float64] = np.full(load.shape, np.nan)
     np.divide(load, mean, out=ratio, where=mean > 0)
     ratio.flags.writeable = False
     return ratio

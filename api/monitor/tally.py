@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Durations:
 
 
 class RunTally:
-    """Counts the plans of the current run, from the store's events in order."""
+    """Counts the plans of all runs, from the store's events in order: a death resets nothing."""
 
     def __init__(self) -> None:
         self.ended_plans = Counter(dict.fromkeys(OUTCOME_OF_EVENT.values(), 0))  # by outcome
@@ -56,6 +56,7 @@ class RunTally:
         )
         self.anomalies = Counter(dict.fromkeys(ANOMALIES, 0))  # by type
         self.excluded = dict.fromkeys(EXCLUDED, 0)  # samples, as the controller reported last
+        self._excluded_before = Counter(self.excluded)  # of earlier runs
         self.plan_s = Durations()
         self.rebalance_s = Durations()  # from offered to committed
         self._trigger = UNTOLD  # of the plan noted last
@@ -64,6 +65,9 @@ class RunTally:
     def note(self, event: Event) -> None:
         """Count one more event."""
         detail = event.detail
+        if event.kind == "run":
+            self._excluded_before.update(self.excluded)
+            self.excluded = dict.fromkeys(EXCLUDED, 0)
         if "samples" in detail:
             self.excluded = {name: int(detail["samples"].get(name, 0)) for name in EXCLUDED}
         if event.kind == "plan":
@@ -91,7 +95,9 @@ class RunTally:
             "decided": dict(self.decided),
             "rebalances": dict(self.rebalances),
             "anomalies": dict(self.anomalies),
-            "samples_excluded": dict(self.excluded),
+            "samples_excluded": {
+                name: self._excluded_before[name] + self.excluded[name] for name in EXCLUDED
+            },
             "plan_s": self.plan_s,
             "rebalance_s": self.rebalance_s,
         }
@@ -117,12 +123,15 @@ class SampleTally:
         self._first: dict[int, LoadSample] = {}  # rank -> first sample of its newest generation
         self._steps: Counter[int] = Counter()  # of each rank's samples
         self._in_migration: set[int] = set()  # windows
+        self.token_time: float | None = None  # of the newest sample with a token
 
     def note(self, sample: LoadSample, window: int) -> None:
         """Count one more sample, of a window."""
         self._newest[sample.rank] = max(sample.time, self._newest.get(sample.rank, sample.time))
         self._steps[sample.rank] += sample.last_step - sample.first_step + 1
         received = sample.tokens.sum(axis=1)
+        if received.any():
+            self.token_time = max(sample.time, self.token_time or sample.time)
         self._received[sample.rank] = self._received.get(sample.rank, 0) + received
         if self._is_in_migration(sample):
             self._in_migration.add(window)
@@ -177,6 +186,41 @@ class SampleTally:
             return None
         silent = np.zeros_like(next(iter(self._received.values())))
         return np.stack([self._received.get(r, silent) for r in range(num_ranks)], axis=1)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Counters of the ranks of runs that have ended, as the ranks reported them last."""
+
+    bytes_by_source: Mapping[str, int] = field(default_factory=dict)
+    scrubbed: Mapping[str, int] = field(default_factory=dict)
+    experts_moved: int = 0
+    samples_lost: int = 0
+    store_errors: int = 0
+    digest_failures: int = 0
+    mover_failures: int = 0
+    samples_stored: int = 0
+
+    def plus(self, states: Sequence[RankState], samples_stored: int) -> Carried:
+        """Give the counters with those of one run more."""
+
+        def total(key: str) -> int:
+            return sum(int(state.detail.get(key, 0)) for state in states)
+
+        moved, scrubbed = Counter(self.bytes_by_source), Counter(self.scrubbed)
+        for state in states:
+            moved.update(state.detail.get("bytes_by_source", {}))
+            scrubbed.update(state.detail.get("scrubbed", {}))
+        return Carried(
+            bytes_by_source=moved,
+            scrubbed=scrubbed,
+            experts_moved=self.experts_moved + total("experts_moved"),
+            samples_lost=self.samples_lost + total("samples_lost"),
+            store_errors=self.store_errors + total("store_errors"),
+            digest_failures=self.digest_failures + sum(one.digest_failures for one in states),
+            mover_failures=self.mover_failures + sum(one.mover_failures for one in states),
+            samples_stored=self.samples_stored + samples_stored,
+        )
 
 
 def scrubbed_slots(states: Iterable[RankState]) -> dict[str, int]:

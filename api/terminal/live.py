@@ -131,10 +131,12 @@ def event_lines(event: Event) -> Iterator[str]:
 def window_line(score: WindowScore) -> str:
     """Give a window as one line."""
     notes = " migrating" * score.is_migrating + " incomplete" * (not score.is_complete)
+    figures = "imbalance=none unbalanced=none no tokens"
+    if score.measured is not None and score.contiguous is not None:
+        figures = f"imbalance={score.measured:.3f} unbalanced={score.contiguous:.3f}"
     return (
         f"generation={score.generation} window={score.index} "
-        f"steps={score.first_step}..{score.last_step} imbalance={score.measured:.3f} "
-        f"unbalanced={score.contiguous:.3f}{notes}"
+        f"steps={score.first_step}..{score.last_step} {figures}{notes}"
     )
 
 

@@ -7,11 +7,13 @@ gives up layers and decisions, the last ones first, down to 80 x 24.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isnan
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from api.monitor.snapshot import Snapshot, WindowScore
+from api.monitor.verdict import Grade, verdict
 from api.terminal.printable import printable
 
 PLOT_ROWS = 6
@@ -29,13 +31,19 @@ HEAT: tuple[tuple[float, str], ...] = (  # up to this ratio of the mean, this co
     (1.50, "color(166)"),
     (float("inf"), "color(160)"),
 )
+GRADE_STYLE = {
+    Grade.SERVING: "bold black on green",
+    Grade.DEGRADED: "bold black on yellow",
+    Grade.STOPPED: "bold white on red",
+    Grade.BLIND: "bold white on magenta",
+}
 DECISION_STYLE = {"MOVE": "bold black on cyan", "RESPLIT": "cyan", "KEEP": QUIET}
 BYTES_PER_UNIT = 1000.0
 
 
 def render(snapshot: Snapshot, width: int = 100, height: int = 30) -> RenderableType:
     """Draw a snapshot, at most ``width`` columns and ``height`` rows."""
-    head = [_header(snapshot), _switches(snapshot)]
+    head = [_verdict(snapshot), _header(snapshot), _switches(snapshot)]
     if snapshot.run is None:
         waiting = Text("No run has begun: waiting for ranks to report.", style=QUIET)
         return Group(*_printable(head), waiting)
@@ -60,6 +68,12 @@ def _printable(parts: list[Text]) -> list[Text]:
     return parts
 
 
+def _verdict(seen: Snapshot) -> Text:
+    judged = verdict(seen)
+    style = GRADE_STYLE[judged.grade]
+    return Text.assemble((f" {judged.grade} ", style), f" {judged.reason}", no_wrap=True)
+
+
 def _header(seen: Snapshot) -> Text:
     line = Text.assemble(
         (f" {seen.deployment} ", "bold black on cyan"),
@@ -71,9 +85,11 @@ def _header(seen: Snapshot) -> Text:
         (seen.phase, f"bold {ACCENT}" if seen.phase != "idle" else "bold"),
     )
     score = seen.last_score
-    if score is not None:
+    if score is not None and score.measured is not None and score.contiguous is not None:
         line.append("  imbalance ").append(f"{score.measured:.2f}", "bold")
         line.append(f" (unbalanced {score.contiguous:.2f})", QUIET)
+    elif score is not None:
+        line.append("  no tokens", BAD)
     return line
 
 
@@ -105,8 +121,9 @@ def _heatmap(seen: Snapshot, width: int, num_rows: int) -> list[Text]:
     for layer in range(shown):
         line = Text(f" {layer:>6} ", style=QUIET, no_wrap=True)
         for ratio in seen.heatmap[layer].tolist():
-            label = f"{ratio:.2f}".center(cell) if cell >= 5 else " " * cell
-            line.append(label, f"rgb(240,240,240) on {_colour(ratio)}")
+            shown_ratio = "-" if isnan(ratio) else f"{ratio:.2f}"
+            label = shown_ratio.center(cell) if cell >= 5 else " " * cell
+            line.append(label, QUIET if isnan(ratio) else f"rgb(240,240,240) on {_colour(ratio)}")
         lines.append(line)
     if shown < num_layers:
         lines.append(Text(f"        and {num_layers - shown} more layers", style=QUIET))
@@ -133,7 +150,7 @@ def _plot(seen: Snapshot, width: int) -> list[Text]:
     scores = [score for score in seen.series if score.is_complete][-(width - 8) :]
     if not scores:
         return []
-    most = max(1.1, *(max(score.measured, score.contiguous) for score in scores))
+    most = max(1.1, *(max(score.measured or 0, score.contiguous or 0) for score in scores))
     columns = max(1, min(4, (width - 8) // len(scores)))  # of each window
     rows = [Text(no_wrap=True) for _ in range(PLOT_ROWS)]
     for row, line in enumerate(rows):
@@ -148,6 +165,8 @@ def _plot(seen: Snapshot, width: int) -> list[Text]:
 
 def _plot_cell(score: WindowScore, row: int, most: float) -> tuple[str, str]:
     """One character; ``row`` counts from the bottom, where imbalance is 1."""
+    if score.measured is None or score.contiguous is None:
+        return " ", QUIET  # no tokens
     scale = PLOT_ROWS * 8 / (most - 1.0)
     filled = round((score.measured - 1.0) * scale) - 8 * row
     contiguous = min(PLOT_ROWS - 1, int((score.contiguous - 1.0) * scale / 8))

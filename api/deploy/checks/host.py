@@ -22,7 +22,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, is_own, offset_text
 from api.deploy.model import check_checkpoint
-from api.monitor.health import CLOCK_TOLERANCE_S
+from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.errors import CheckpointError, ConfigError, EplbError
 from eplb.versions import CONTROLLER, RANKS, Announcement

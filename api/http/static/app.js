@@ -1,46 +1,62 @@
-// The page: polls the service every second, shows the answers, and posts the user's requests.
+// The page: polls the service, shows the answers, and posts the user's requests.
 
-import { drawChart, drawExpertCanvas, drawRankTable, element } from "/static/draw.js";
-import { count, plural, sentence, size } from "/static/words.js";
+import { Chart } from "/static/chart.js";
+import { $, element, figures, keyed, set, show, text } from "/static/dom.js";
+import { drawExperts, drawRanks, readOut } from "/static/heat.js";
+import { act } from "/static/acts.js";
+import { ago, count, decisionFigures, plural, sentence, size, took, when } from "/static/words.js";
 
-const PERIOD_MS = 1000, TIMEOUT_MS = 20000, WINDOWS_SHOWN = 400, EVENTS_SHOWN = 200;
+const PERIOD_MS = 1000, TIMEOUT_MS = 20000, EVENTS_SHOWN = 200, POINTS = 400;
 const PHASES = ["idle", "preload", "stage", "swap"];
-const $ = (id) => document.getElementById(id);
-const api = (path) => `/api/v1/${path}`;
+const RANGES = [900, 3600, 86400];
 
-let state = null, imbalance = { windows: [], rebalances: [] }, events = [], lastEvent = 0;
+let state = null, history = null, events = [], lastEvent = null, historyDue = 0;
 
-async function ask(path, options = {}) {
-  const response = await fetch(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
+const chart = new Chart($("chart"), (point) => text($("readout"), point === null ? "" :
+  `${new Date(point.time * 1000).toLocaleTimeString("en-GB")}: measured ${point.measured.toFixed(3)}, ` +
+  `unbalanced ${point.contiguous.toFixed(3)}, generation ${point.generation}` +
+  (point.is_migrating ? ", migrating" : "")));
+
+export async function ask(path, options = {}) {
+  const response = await fetch(`/api/v1/${path}`, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.detail ?? `${response.status} from ${path}`);
   return answer;
 }
 
-function send(method, path, body) {
-  const headers = { "Content-Type": "application/json" };
-  return ask(api(path), { method, headers, body: JSON.stringify(body) });
-}
-
+// Only the latest events are read: a store may have a hundred thousand.
 async function readEvents() {
-  for (;;) {
-    const fresh = await ask(api(`events?after=${lastEvent}&limit=1000`));
-    if (!fresh.length) return;
-    lastEvent = fresh.at(-1).id;
-    events = [...events, ...fresh].slice(-EVENTS_SHOWN);
-  }
+  const fresh = await ask(lastEvent === null ? `events?latest=${EVENTS_SHOWN}` :
+    `events?after=${lastEvent}&limit=1000`);
+  lastEvent = fresh.at(-1)?.id ?? lastEvent ?? 0;
+  if (fresh.length) events = [...events, ...fresh].slice(-EVENTS_SHOWN);
 }
 
-async function refresh() {
+// The range is the page's address, so that a view can be sent to someone.
+const range = () => {
+  const asked = Number(/range=(\d+)/.exec(location.hash)?.[1]);
+  return RANGES.includes(asked) ? asked : RANGES[0];
+};
+
+async function readHistory() {
+  if (performance.now() < historyDue) return;
+  const seconds = range();
+  const found = await ask(`history?seconds=${seconds}&points=${POINTS}`);
+  if (seconds !== range()) return;  // another range was chosen meanwhile
+  history = found;
+  historyDue = performance.now() + Math.min(60, seconds / POINTS) * 1000 - PERIOD_MS / 2;
+}
+
+export async function refresh() {
   try {
-    [state, imbalance] = await Promise.all([
-      ask(api("state")), ask(api(`imbalance?last=${WINDOWS_SHOWN}`)), readEvents(),
-    ]);
-    $("trouble").hidden = true;
-    show();
+    const [found] = await Promise.all([ask("state"), readHistory(), readEvents()]);
+    state = found;
+    show($("trouble"), false);
+    draw();
   } catch (error) {
-    $("trouble").textContent = `No new data: ${error.message}. Retrying.`;
-    $("trouble").hidden = false;
+    text($("trouble"), `No new data: ${error.message}. Retrying.`);
+    show($("trouble"), true);
+    if (state === null || Date.now() / 1000 - state.time > 5) showVerdict("blind", "the service does not answer this page");
   }
 }
 
@@ -49,227 +65,171 @@ async function follow() {
   setTimeout(follow, PERIOD_MS);
 }
 
-// -- formats
-const clock = (seconds) => new Date(seconds * 1000)
-  .toLocaleTimeString("en-GB", { timeZoneName: "short" });
-const when = (seconds) => element("time", { class: "when",
-  datetime: new Date(seconds * 1000).toISOString(),
-  title: new Date(seconds * 1000).toISOString() }, clock(seconds));
-
-// -- pieces
-function show() {
+function draw() {
+  const started = performance.now();
+  showVerdict(state.verdict, state.reason);
   showHeader();
   showSummary();
-  showChart();
-  showHeat();
+  showLast();
   showMigration();
+  if (history !== null) chart.draw(history);
+  showHeat();
   showBytes();
   showDecisions();
   showEvents();
+  performance.measure("draw", { start: started });
 }
 
-function list(pairs) {
-  return pairs.map(([name, value, more]) => element("div", {}, element("dt", {}, name),
-    element("dd", {}, value, ...(more ? [" ", element("small", {}, more)] : []))));
+// -- pieces
+function showVerdict(grade, reason) {
+  set($("verdict"), { class: `verdict ${grade}` });
+  text($("grade"), grade);
+  text($("why"), reason);
+  const title = `${grade}: ${state?.deployment ?? "EPLB"}`;
+  if (document.title !== title) document.title = title;
 }
 
 function showHeader() {
-  const wrong = state.problems.length;
-  $("health").textContent = wrong ? plural(wrong, "problem") : "healthy";
-  $("health").className = wrong ? "pill bad" : "pill good";
-  $("problems").hidden = !wrong;
-  $("problems").replaceChildren(...state.problems.map((one) => element("li", {}, one)));
-  $("deployment").textContent = state.deployment + (state.run === null ? "" :
+  const further = state.problems.slice(1);
+  show($("problems"), further.length > 0);
+  keyed($("problems"), further, (one) => one.split(",")[0], () => element("li"), text);
+  text($("deployment"), state.deployment + (state.run === null ? "" :
     `: ${plural(state.num_layers, "MoE layer")} × ${plural(state.num_experts, "expert")} in ` +
-    `${plural(state.num_slots, "slot")}, run ${state.run}`);
-  $("facts").replaceChildren(...list([
-    ["generation", state.generation ?? "none"], ["step", count(state.step)], ["phase", state.phase],
-  ]));
-  $("switches").replaceChildren(
-    element("li", { class: state.movement ? "good" : "bad" }, `movement ${state.movement ? "on" : "off"}`),
-    element("li", { class: state.observe ? "bad" : "" }, `observe ${state.observe ? "on" : "off"}`));
-  $("movement").textContent = state.movement ? "Pause movement" : "Resume movement";
+    `${plural(state.num_slots, "slot")}, run ${state.run}`));
+  figures($("facts"), [["generation", state.generation ?? "none"], ["step", count(state.step)],
+    ["phase", state.phase]]);
+  for (const [name, isOn, isGood] of [["movement", state.movement, state.movement],
+    ["observe", state.observe, !state.observe]]) {
+    text($(`${name}-on`), `${name} ${isOn ? "on" : "off"}`);
+    set($(`${name}-on`), { class: isGood ? "good" : "bad" });
+  }
+  text($("movement"), state.movement ? "Pause movement" : "Resume movement");
 }
 
 function showSummary() {
-  const score = state.last_score, alive = state.ranks.length - state.silent_ranks.length;
+  const latest = state.last_score, score = latest?.measured == null ? null : latest;
+  const none = latest ? "no tokens" : "–", alive = state.ranks.length - state.silent_ranks.length;
   const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
-  $("summary").replaceChildren(...list([
-    ["imbalance now", score ? score.measured.toFixed(2) : "–", "busiest rank over mean"],
-    ["unbalanced", score ? score.contiguous.toFixed(2) : "–", "start placement, same window"],
+  const stepMs = state.ranks.map((rank) => rank.step_ms).filter((ms) => ms != null).toSorted((a, b) => a - b);
+  figures($("summary"), [
+    ["imbalance now", score ? score.measured.toFixed(2) : none, "busiest rank over mean"],
+    ["unbalanced", score ? score.contiguous.toFixed(2) : none, "start placement, same window"],
     ["gain", score ? `${gain} %` : "–", gain < 0 ? "more load on the busiest rank" : "less load on the busiest rank"],
-    ["ranks that report", `${alive} of ${state.ranks.length}`, ""],
+    ["newest token", state.token_age_s === null ? "none" : ago(state.token_age_s),
+      stepMs.length ? `step ${stepMs[stepMs.length >> 1].toFixed(1)} ms` : ""],
+    ["ranks that report", `${alive} of ${state.ranks.length}`,
+      state.silent_ranks.length ? `silent: ${few(state.silent_ranks)}` : ""],
     ["controller", state.leader ? "leads" : state.starting ? "starting" : "none",
       state.leader || state.starting],
-    ["moved so far", plural(state.experts_moved, "expert"),
-      `${plural(state.samples_stored, "sample")}, ${count(state.samples_lost)} lost`],
-  ]));
+  ]);
 }
 
-function showChart() {
-  drawChart($("chart"), imbalance.windows, imbalance.rebalances, (score) => {
-    $("readout").textContent = score === null ? "" :
-      `steps ${score.first_step}–${score.last_step}: measured ${score.measured.toFixed(3)}, ` +
-      `unbalanced ${score.contiguous.toFixed(3)}, generation ${score.generation}` +
-      (score.is_migrating ? ", migrating" : "");
-  });
-}
+const few = (ranks) => ranks.slice(0, 12).join(", ") + (ranks.length > 12 ? `, and ${ranks.length - 12} more` : "");
 
-function showHeat() {
-  if (state.heatmap === null) {
-    const nothing = element("p", { class: "quiet" }, "No window of load yet.");
-    $("heatmap").replaceChildren(nothing);
-    return;
-  }
-  drawRankTable($("heatmap"), state.heatmap, state.layer_ids, state.node_of_rank, state.silent_ranks);
-  drawExpertCanvas($("experts"), state.expert_heat);
-  showAxis($("experts-layers"), "layer", state.layer_ids);
-  showAxis($("experts-numbers"), "expert", [...state.expert_heat[0].keys()]);
-  const hottest = Math.max(...state.expert_heat.flat()).toFixed(1);
-  const latest = imbalance.windows.at(-1);
-  $("heat-note").textContent = latest ?
-    `Latest window, steps ${latest.first_step}–${latest.last_step}` +
-    (latest.is_complete ? "." : ", incomplete: not every rank reported.") : "";
-  const notes = state.ranks.filter((rank) => rank.frozen).map((rank) => `Migrations are disabled on rank ${rank.rank}: ${rank.frozen}.`);
-  if (state.silent_ranks.length) notes.unshift(`Silent ranks: ${state.silent_ranks.join(", ")}.`);
-  $("heat-note").textContent += ` ${notes.join(" ")}`;
-  $("experts-note").textContent =
-    `Same window; the hottest expert has ${hottest} × the mean of its layer.`;
-}
-
-// At most eight of the names, each beside the middle of its row or column.
-function showAxis(host, title, names) {
-  const gap = Math.ceil(names.length / 8);
-  const ticks = names.map((name, at) => [name, at]).filter(([, at]) => at % gap === 0);
-  host.replaceChildren(element("b", {}, title), ...ticks.map(([name, at]) => {
-    const tick = element("span", {}, name);
-    tick.style.setProperty("--at", `${(100 * (at + 0.5)) / names.length}%`);
-    return tick;
-  }));
+function showLast() {
+  const last = state.last_rebalance;
+  if (last === null) return;
+  text($("last-reason"), `${last.decision}, ${last.outcome ?? "open"}: ${last.reason}` +
+    (last.outcome && last.outcome !== "committed" ? ` (${last.end_reason})` : ""));
+  const fixed = (value) => (value == null ? "–" : value.toFixed(2));
+  const pause = Math.max(...state.swap_pauses_ms, 0);
+  figures($("last"), [
+    ["when", ago(state.time - (last.ended ?? last.offered)), last.ended === null ? "open since" : `plan ${last.plan_id}, generation ${last.generation}`],
+    ["cost", `${plural(last.moves, "move")}`, `${size(last.bytes)}, ${last.ended === null ? "open" : took(last.ended - last.offered)}` +
+      (pause ? `, pause ${pause.toFixed(1)} ms` : "")],
+    ["predicted", `${fixed(last.imbalance_before)} → ${fixed(last.imbalance_predicted)}`, "imbalance"],
+    ["realised", last.gain_realised == null ? "not judged" : `−${fixed(last.gain_realised)}`,
+      last.gain_promised == null ? "needs windows under the plan" : `imbalance, of ${fixed(last.gain_promised)} promised`],
+  ]);
 }
 
 function showMigration() {
-  const open = state.migration;
-  const phases = element("ul", { class: "phases", "aria-label": "Phase" }, ...PHASES.map((phase) =>
-    element("li", phase === state.phase ? { class: "on", "aria-current": "step" } : {}, phase)));
-  if (state.phase === "aborted") phases.append(element("li", { class: "aborted" }, "aborted"));
-  if (open === null) {
-    $("migration").replaceChildren(phases, element("p", { class: "quiet" }, "No migration is open."));
-    return;
+  const open = state.migration, shown = [...PHASES, ...(state.phase === "aborted" ? ["aborted"] : [])];
+  keyed($("phases"), shown, (phase) => phase, (phase) => element("li", {}, phase), (node, phase) => {
+    set(node, { class: phase !== state.phase ? "" : phase === "aborted" ? "aborted" : "on" });
+    if (phase === state.phase) set(node, { "aria-current": "step" });
+    else node.removeAttribute("aria-current");
+  });
+  show($("progress"), open !== null);
+  if (open !== null) {
+    set($("progress"), { "aria-valuenow": Math.round(100 * open.fraction) });
+    $("progress").firstChild.style.width = `${(100 * open.fraction).toFixed(1)}%`;
   }
-  const fill = element("span");
-  fill.style.width = `${(100 * open.fraction).toFixed(1)}%`;
-  const bar = element("div", { class: "bar", role: "progressbar", "aria-valuemin": 0,
-    "aria-valuemax": 100, "aria-valuenow": Math.round(100 * open.fraction),
-    "aria-label": "Migration" }, fill);
-  $("migration").replaceChildren(phases, bar,
-    element("p", {}, `Plan ${open.plan_id}: generation ${open.base_generation} → ${open.target_generation}`),
-    element("p", { class: "quiet" }, `${open.applied} of ${plural(open.num_transactions, "transaction")} served, ` +
-      `${Math.round(100 * open.staged_part)} % staged, ${plural(open.num_moves, "move")} ` +
-      `in ${plural(open.layers.length, "layer")}`));
+  text($("migration"), open === null ? "No migration is open." :
+    `Plan ${open.plan_id}: generation ${open.base_generation} → ${open.target_generation}, ` +
+    `${open.applied} of ${plural(open.num_transactions, "transaction")} served, ` +
+    `${Math.round(100 * open.staged_part)} % staged, ${plural(open.num_moves, "move")} in ${plural(open.layers.length, "layer")}`);
+}
+
+function showHeat() {
+  if (state.heatmap === null) return;
+  const hosts = { table: $("heatmap"), picture: $("rank-picture"), canvas: $("ranks"),
+    layers: $("rank-layers"), ranks: $("rank-numbers"), silent: $("rank-silent") };
+  drawRanks(hosts, state.heatmap, state.layer_ids, state.node_of_rank, state.silent_ranks);
+  drawExperts({ canvas: $("experts"), layers: $("experts-layers"), numbers: $("experts-numbers") },
+    state.expert_heat, state.layer_ids, state.num_experts);
+  const worst = worstLayer(), frozen = state.ranks.filter((rank) => rank.frozen);
+  text($("heat-note"), ["Latest window.", worst,
+    ...frozen.slice(0, 3).map((rank) => `Migrations are disabled on rank ${rank.rank}: ${rank.frozen}.`)].join(" "));
+  const hottest = Math.max(0, ...state.expert_heat.flatMap((row) => row ?? []));
+  text($("experts-note"), `Same window; the hottest expert has ${hottest.toFixed(1)} × the mean of its layer.`);
+}
+
+function worstLayer() {
+  let worst = { ratio: 0 };
+  state.heatmap.forEach((row, at) => row?.forEach((ratio, rank) => {
+    if (ratio > worst.ratio) worst = { ratio, rank, layer: state.layer_ids[at] };
+  }));
+  if (!worst.ratio) return "No layer has tokens.";
+  return `Worst: layer ${worst.layer}, rank ${worst.rank} with ${worst.ratio.toFixed(2)} × mean.`;
 }
 
 function showBytes() {
   const most = Math.max(1, ...Object.values(state.bytes_by_source));
-  $("bytes").replaceChildren(...Object.entries(state.bytes_by_source).map(([source, bytes]) => {
-    const fill = element("span");
-    fill.style.width = `${(100 * bytes) / most}%`;
-    return element("div", { class: "source" }, element("span", {}, source.replace("_", " ")),
-      element("div", { class: "bar" }, fill), element("b", {}, size(bytes)));
-  }));
+  keyed($("bytes"), Object.entries(state.bytes_by_source), ([source]) => source,
+    ([source]) => element("div", { class: "source" }, element("span", {}, source.replace("_", " ")),
+      element("div", { class: "bar" }, element("span")), element("b")),
+    (node, [, bytes]) => {
+      node.children[1].firstChild.style.width = `${(100 * bytes) / most}%`;
+      text(node.children[2], size(bytes));
+    });
   const pauses = state.swap_pauses_ms.toSorted((a, b) => a - b);
-  $("pauses").textContent = !pauses.length ? "" :
-    `Swap pause: median ${pauses[pauses.length >> 1].toFixed(2)} ms, ` +
-    `longest ${pauses.at(-1).toFixed(2)} ms of ${count(pauses.length)}.`;
-}
-
-function decisionFigures(decision) {
-  const parts = [];
-  if (decision.imbalance_before != null) {
-    const after = decision.imbalance_after == null ? "" : ` → ${decision.imbalance_after.toFixed(2)}`;
-    parts.push(`imbalance ${decision.imbalance_before.toFixed(2)}${after}`);
-  }
-  if (decision.moves) parts.push(`${plural(decision.moves, "move")}, ${size(decision.bytes ?? 0)}`);
-  if (decision.policy) parts.push(`policy ${decision.policy}`);
-  if (decision.generation != null) parts.push(`generation ${decision.generation}`);
-  return parts.join(" · ");
-}
-
-function showList(host, entries, none) {
-  const shown = entries.length ? entries : [element("p", { class: "quiet" }, none)];
-  host.replaceChildren(...shown);
+  text($("pauses"), `${plural(state.experts_moved, "expert")} moved, ${plural(state.samples_stored, "sample")}, ` +
+    `${count(state.samples_lost)} lost.` + (!pauses.length ? "" :
+    ` Swap pause: median ${pauses[pauses.length >> 1].toFixed(2)} ms, longest ${pauses.at(-1).toFixed(2)} ms.`));
 }
 
 function showDecisions() {
-  const entries = state.decisions.toReversed().map((decision) => element("div", { class: "entry" },
-    when(decision.time),
-    element("span", { class: `tag ${decision.decision}` }, decision.decision), decision.reason,
-    element("div", { class: "figures" }, decisionFigures(decision))));
-  showList($("decisions"), entries, "No decision yet: the controller waits for complete windows.");
+  show($("no-decision"), !state.decisions.length);
+  keyed($("decisions"), state.decisions.toReversed(), (one) => one.id, (one) => {
+    const kind = one.reason.includes(" (not moved: ") ? "HELD" : one.decision;
+    return element("div", { class: "entry" }, when(one.time), element("span", { class: `tag ${kind}` }, kind),
+      one.reason, element("div", { class: "figures" }, decisionFigures(one)));
+  });
 }
 
 function showEvents() {
-  const entries = events.toReversed().map((event) => element("div", { class: "entry" },
-    when(event.time), element("span", { class: `tag ${event.kind}` }, event.kind),
-    element("span", { class: "figures" }, sentence(event))));
-  showList($("events"), entries, "No event yet.");
+  show($("no-event"), !events.length);
+  keyed($("events"), events.toReversed(), (one) => one.id, (one) => element("div", { class: "entry" },
+    when(one.time), element("span", { class: `tag ${one.kind}` }, one.kind),
+    element("span", { class: "figures" }, sentence(one))));
 }
 
-// -- acts
-function reason(otherwise) {
-  return $("reason").value.trim() || otherwise;
-}
-
-async function act(button, doing, request) {
-  button.disabled = true;
-  $("answer").replaceChildren(element("p", { class: "quiet" }, doing));
-  try {
-    $("answer").replaceChildren(...await request());
-  } catch (error) {
-    $("answer").replaceChildren(element("p", { class: "bad" }, error.message));
-  } finally {
-    button.disabled = false;
-    await refresh();
+// -- the user
+function showRange() {
+  for (const button of $("ranges").children) {
+    set(button, { "aria-pressed": Number(button.dataset.seconds) === range() });
   }
 }
 
-async function rebalance(dryRun) {
-  const why = reason(dryRun ? "dry run from the page" : "rebalance from the page");
-  const task = await send("POST", "rebalances", { dry_run: dryRun, reason: why });
-  if (task.state !== "done") {
-    return [element("p", {}, `Task ${task.id} is ${task.state}: no answer of the controller yet.`)];
-  }
-  const result = task.result;
-  return [
-    element("p", {}, element("span", { class: `tag ${result.decision}` }, result.decision ?? "done"),
-      result.reason ?? ""),
-    element("p", { class: "quiet" }, decisionFigures({
-      imbalance_before: result.before, imbalance_after: result.after, moves: result.num_moves,
-      bytes: Object.values(result.bytes_by_link ?? {}).reduce((sum, bytes) => sum + bytes, 0),
-      policy: result.policy, generation: result.base_generation,
-    })),
-    ...(result.published ? [element("p", {}, `Published as plan ${result.plan_id}.`)] : []),
-  ];
-}
-
-$("dry-run").addEventListener("click", () =>
-  act($("dry-run"), "Requesting a plan from the controller.", () => rebalance(true)));
-
-$("rebalance").addEventListener("click", () => $("sure").showModal());
-$("sure").addEventListener("close", () => {
-  if ($("sure").returnValue !== "yes") return;
-  $("sure").returnValue = "";
-  act($("rebalance"), "Requesting a migration from the controller.", () => rebalance(false));
+$("ranges").addEventListener("click", (event) => {
+  if (event.target.dataset.seconds) location.hash = `range=${event.target.dataset.seconds}`;
 });
-
-$("movement").addEventListener("click", () => {
-  const verb = state?.movement === false ? "resume" : "pause";
-  act($("movement"), "Setting the switch.", async () => {
-    const control = await send("POST", verb, { reason: reason(`${verb}d from the page`) });
-    return [element("p", {}, `Movement is ${control.movement ? "on" : "off"}.`)];
-  });
-});
-
-new ResizeObserver(() => state && showChart()).observe($("chart"));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state && show());
+addEventListener("hashchange", () => { showRange(); historyDue = 0; refresh(); });
+act(() => state);
+readOut($("ranks"), $("rank-readout"));
+readOut($("experts"), $("expert-readout"));
+new ResizeObserver(() => history && chart.draw(history)).observe($("chart"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state && draw());
+showRange();
 follow();

@@ -1,5 +1,7 @@
 // Figures and events as people read them.
 
+import { element } from "/static/dom.js";
+
 export const count = (number) => number.toLocaleString("en");
 export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
@@ -54,4 +56,30 @@ function plain(value) {
 export function sentence(event) {
   const text = (SENTENCES[event.kind] ?? plain)(event.detail);
   return /[.!?]$/.test(text) ? text : `${text}.`;
+}
+
+export const took = (seconds) => (seconds < 100 ? `${seconds.toFixed(1)} s` : `${Math.round(seconds / 60)} min`);
+
+export function ago(seconds) {
+  if (seconds < 100) return `${Math.max(0, Math.round(seconds))} s ago`;
+  if (seconds < 6000) return `${Math.round(seconds / 60)} min ago`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
+}
+
+const clock = (seconds) => new Date(seconds * 1000)
+  .toLocaleTimeString("en-GB", { timeZoneName: "short" });
+export const when = (seconds) => element("time", { class: "when",
+  datetime: new Date(seconds * 1000).toISOString(),
+  title: new Date(seconds * 1000).toISOString() }, clock(seconds));
+
+export function decisionFigures(decision) {
+  const parts = [];
+  if (decision.imbalance_before != null) {
+    const after = decision.imbalance_after == null ? "" : ` → ${decision.imbalance_after.toFixed(2)}`;
+    parts.push(`imbalance ${decision.imbalance_before.toFixed(2)}${after}`);
+  }
+  if (decision.moves) parts.push(`${plural(decision.moves, "move")}, ${size(decision.bytes ?? 0)}`);
+  if (decision.policy) parts.push(`policy ${decision.policy}`);
+  if (decision.generation != null) parts.push(`generation ${decision.generation}`);
+  return parts.join(" · ");
 }

@@ -12,6 +12,8 @@ import torch
 from rank_reports import rank_report
 from typer.testing import CliRunner
 
+from api.access.audit import Audit
+from api.access.commands import local_actor
 from api.cli.main import app
 from eplb.errors import StoreError
 from telemetry import open_store
@@ -173,7 +175,9 @@ def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(tmp_path: Pa
         with reporting(store):
             status, output, _ = run("pause", "--store", str(path), "--reason", "too hot")
         said = f"demo: movement off (was on); 1 ranks of run {RUN.run} reported since\n"
-        assert (status, output) == (0, said)
+        assert (status, output) == (0, f"{said}by {local_actor()}: too hot\n")
+        (audited,) = Audit(tmp_path).entries()
+        assert (audited.action, audited.reason) == ("pause", "too hot")
         assert store.control() == Control(movement=False, observe=True)
         assert store.events()[-1].detail["reason"] == "too hot"
 

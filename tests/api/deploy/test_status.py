@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -41,7 +42,9 @@ def store(tmp_path: Path) -> Iterator[LoadStore]:
         for rank, tokens in enumerate(([60, 20], [20, 0])):
             held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
             load = np.array([tokens])
-            opened.append([LoadSample("west", "a", rank, 0, 0.0, 0, 0, "mixed", 1, held, load)])
+            opened.append(
+                [LoadSample("west", "a", rank, 0, time.time(), 0, 0, "mixed", 1, held, load)]
+            )
         report(opened, time.time())
         opened.acquire_lease("someone", 60.0)
         yield opened
@@ -74,7 +77,7 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     assert "switches   movement on, observe off" in shown
     ours, unknown = Announcement(RANKS, "a").version, "eplb 0.1.0 or earlier (protocol 1)"
     assert f"versions   ranks: {ours}; controller: {unknown}" in shown
-    assert "status     ok" in shown
+    assert shown.startswith("serving: 2 ranks serve, at step 7\n")
 
 
 def test_json_has_what_the_text_has(tmp_path: Path, store: LoadStore) -> None:
@@ -92,12 +95,17 @@ def test_json_has_what_the_text_has(tmp_path: Path, store: LoadStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_rank_1", "of_rank_0", "is_reported"),
-    [(0, 20_000, True), (0, 10_000, False), (1, 20_000, False), (0, 0, False)],
+    ("of_rank_1", "of_rank_0", "reported"),
+    [
+        (0, 20_000, "rank 1: the counters stay at zero while those of other ranks grow"),
+        (0, 10_000, None),
+        (1, 20_000, None),
+        (0, 0, "no token was counted since the run began 0 s ago"),
+    ],
     ids=["never counted", "too few tokens", "cold", "all idle"],
 )
 def test_rank_whose_counters_stay_at_zero_is_a_problem(
-    tmp_path: Path, of_rank_0: int, of_rank_1: int, is_reported: bool
+    tmp_path: Path, of_rank_0: int, of_rank_1: int, reported: str | None
 ) -> None:
     with closing(open_store(tmp_path / "store.sqlite", "west")) as opened:
         shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
@@ -106,14 +114,16 @@ def test_rank_whose_counters_stay_at_zero_is_a_problem(
         for rank, tokens in enumerate((of_rank_0, of_rank_1)):
             held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
             load = np.array([[tokens, 0]])
-            opened.append([LoadSample("west", "a", rank, 0, 0.0, 0, 255, "mixed", 1, held, load)])
+            opened.append(
+                [LoadSample("west", "a", rank, 0, time.time(), 0, 255, "mixed", 1, held, load)]
+            )
         report(opened, time.time())
         opened.acquire_lease("someone", 60.0)
 
         problems = read_status(opened, "here").problems
 
-    words = ("rank 1: the counters stay at zero while those of other ranks grow",)
-    assert tuple(one.partition(",")[0] for one in problems) == (words if is_reported else ())
+    found = [re.sub(r"\d+ s ago", "0 s ago", one.partition(",")[0]) for one in problems]
+    assert found == ([] if reported is None else [reported])
 
 
 @pytest.mark.parametrize(
@@ -192,7 +202,8 @@ def test_lease_that_ran_out_names_who_led(tmp_path: Path, store: LoadStore) -> N
     found = read_status(store, "s", now=time.time() + 100.0)
 
     assert found.leader == ""
-    assert found.problems[0].startswith("no controller leads: the lease of 'someone' ran out ")
+    why = "no controller leads: the lease of 'someone' ran out "
+    assert any(one.startswith(why) for one in found.problems)
     assert "leader     none" in render(found)
 
 
@@ -237,3 +248,15 @@ def test_deployment_that_cannot_be_read_has_status_2(tmp_path: Path) -> None:
         f"eplb: there is no store at {tmp_path}/store.sqlite, expected the file of a deployment\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["eplb.toml"]
+
+
+def test_top_shows_the_verdict_in_its_first_line_and_why(tmp_path: Path, store: LoadStore) -> None:
+    file = tmp_path / "eplb.toml"
+    file.write_text(f'[deployment]\nname = "west"\nstore = "{tmp_path}/store.sqlite"\n')
+    report(store, time.time() - 600.0)
+
+    found = CliRunner().invoke(app, ["top", "--once"], env={"EPLB_CONFIG": str(file)})
+
+    assert found.exit_code == 0, found.output
+    assert found.output.startswith(" blind  silent ranks: 0, 1")
+    assert "imbalance 1.60" in found.output

@@ -508,7 +508,8 @@ def test_dry_run_is_true_or_false_and_nothing_like_it(
         ("/api/v1/state?x=1", "GET /api/v1/state: unknown query parameter 'x', expected none"),
         (
             "/api/v1/events?afetr=1",
-            "GET /api/v1/events: unknown query parameter 'afetr', expected one of: after, limit",
+            "GET /api/v1/events: unknown query parameter 'afetr', expected one of: "
+            "after, latest, limit",
         ),
         (
             "/api/v1/load?last=1&last=2",
@@ -546,7 +547,7 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 19
+    assert len(paths) == 22
 
 
 def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:

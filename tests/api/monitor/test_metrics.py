@@ -18,6 +18,7 @@ from api.http.app import create_app
 from api.http.server import HttpService
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
+from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
@@ -37,6 +38,9 @@ FIRST = Placement(np.array([[0, 1, 2, -1]] * 2), num_experts=3, generation=1)
 SECOND = Placement(np.array([[0, 1, 0, 2]] * 2), num_experts=3, generation=2)
 TYPES = {
     "eplb_build_info": "gauge",
+    "eplb_verdict": "gauge",
+    "eplb_ranks_silent": "gauge",
+    "eplb_ranks_uncounted": "gauge",
     "eplb_progress_age_seconds": "gauge",
     "eplb_ranks_alive": "gauge",
     "eplb_ranks_frozen": "gauge",
@@ -139,7 +143,8 @@ def store() -> Iterator[MemoryStore]:
 
 def text_of(store: LoadStore, now: float = NOW + 1, level: Level = "default") -> str:
     """What a process that has just been started exposes."""
-    return Exposition(store, Monitor(store, clock=lambda: now), level).text().decode()
+    monitor = Monitor(store, history=History(), clock=lambda: now)
+    return Exposition(store, monitor, level).text().decode()
 
 
 def view_of(age_s: float, state: ProcessState, restarts: int) -> ProcessView:
@@ -388,14 +393,25 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
     assert after["eplb_telemetry_samples_total"][("stored",)] == 4
 
 
-def test_counters_of_another_run_are_its_own(store: MemoryStore) -> None:
+def test_no_counter_falls_when_the_ranks_start_again(store: MemoryStore) -> None:
+    monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
+    watching = Exposition(store, monitor)
+    store.add_event("error", {"where": "load", "message": "m", "samples": {"late": 3}})
+    before = figures_in(watching.text().decode())
     model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
     store.begin_run(RunInfo("b", NOW, model, topology, window_steps=2))
+    store.report(rank_report("b", 0, time=NOW, experts_moved=1, bytes_by_source={"peer": 5}))
 
-    found = figures_in(text_of(store))
-
-    assert set(found["eplb_rebalances_total"].values()) == {0}
-    assert found["eplb_telemetry_samples_total"] == {("stored",): 0, ("dropped",): 0} | EXCLUDED
+    # One process has seen the first run, the other was started after it.
+    for after in (figures_in(watching.text().decode()), figures_in(text_of(store))):
+        for name in (name for name in before if name.endswith("_total")):
+            assert {one: after[name][one] >= figure for one, figure in before[name].items()} == (
+                dict.fromkeys(before[name], True)
+            ), name
+        assert after["eplb_migrated_experts_total"][()] == 4 + 1
+        assert after["eplb_migrated_bytes_total"]["intra",] == 300 + 5
+        assert after["eplb_telemetry_samples_total"]["late",] == 3
+        assert after["eplb_telemetry_samples_total"]["stored",] == 4
 
 
 def test_metrics_are_served_and_the_global_registry_stays_empty(

@@ -11,8 +11,8 @@ from rank_reports import rank_report
 from rich.console import Console
 
 from api.monitor.monitor import Monitor
-from api.monitor.readiness import unready
 from api.monitor.snapshot import WindowScore, contiguous_load
+from api.monitor.verdict import unready
 from api.terminal.live import LiveView, PlainLines, window_line
 from api.terminal.picture import in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
@@ -190,14 +190,15 @@ def test_monitor_reads_each_sample_once(store: MemoryStore) -> None:
     assert (seen.samples_stored, len(seen.decisions), len(seen.marks)) == (6, 1, 1)
 
 
-def test_another_run_starts_with_nothing(store: MemoryStore) -> None:
+def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: MemoryStore) -> None:
     monitor = Monitor(store, clock=lambda: NOW)
     monitor.refresh()
     a_run(store, "b")
     monitor.refresh()
 
     seen = monitor.snapshot()
-    assert (seen.run, seen.series, seen.marks, seen.decisions) == ("b", (), (), ())
+    assert (seen.run, seen.series, seen.marks) == ("b", (), ())
+    assert [one.decision for one in seen.decisions] == ["MOVE"]
     assert (seen.samples_stored, seen.generation) == (0, 2)
 
 

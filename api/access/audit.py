@@ -1,0 +1,163 @@
+"""The audit: every change with its actor and reason, in a file that is only appended to.
+
+    {"number": 7, ..., "before": HASH OF 6, "hash": HASH OF 7}    one line each
+
+Each line has the hash of the one before it, so a line that was changed, removed or inserted breaks
+the chain. Lines that were cut off at the end break nothing: compare the number and hash of the last
+line with a copy that is kept elsewhere (``eplb audit --verify`` prints both).
+
+A change is written before it is done, and its outcome after it: a disk that is full refuses the
+change, and not its record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from fcntl import LOCK_EX, LOCK_SH, flock
+from pathlib import Path
+
+from eplb.errors import EplbError
+
+AUDIT_FILE = "audit.jsonl"  # in the state folder
+START = "0" * 64  # the hash before the first line
+MOST_BYTES = 16_384  # of a line
+MOST_TEXT = 600  # characters of a reason or detail
+
+
+class AuditError(EplbError):
+    """The audit cannot be written or read, or its chain is broken."""
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """One line."""
+
+    time: float  # seconds since the epoch
+    deployment: str
+    actor: str  # name of a key, or who else it was
+    role: str
+    address: str  # of the client; "local": a command on this host
+    request: str  # the same in both lines of one request
+    action: str  # method and path, or the command
+    reason: str
+    outcome: str  # "asked", then the status of the answer
+    number: int = 0
+    before: str = ""
+    hash: str = ""
+
+    def sealed(self, number: int, before: str) -> AuditEntry:
+        """Give it its place in the chain."""
+        placed = replace(self, number=number, before=before, hash="")
+        return replace(placed, hash=placed.digest())
+
+    def digest(self) -> str:
+        """Hash of everything but the hash."""
+        fields = asdict(self) | {"hash": ""}
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Audit:
+    """The audit of a state folder. Any thread and process may append."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.path = state_dir / AUDIT_FILE
+
+    def append(self, entry: AuditEntry) -> AuditEntry:
+        """Add a line, and return once it is on the disk.
+
+        Raises:
+            AuditError: it cannot be written; nothing was added.
+        """
+        entry = replace(entry, reason=entry.reason[:MOST_TEXT], action=entry.action[:MOST_TEXT])
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a+b", opener=_private) as file:
+                flock(file, LOCK_EX)
+                last, end = self._last(file.fileno())
+                sealed = entry.sealed(
+                    1 if last is None else last.number + 1, START if last is None else last.hash
+                )
+                line = json.dumps(asdict(sealed), separators=(",", ":")).encode() + b"\n"
+                try:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(file.fileno(), end)  # a torn line would break the chain
+                    raise
+        except OSError as exc:
+            raise AuditError(f"the audit {self.path} cannot be written: {exc}") from exc
+        return sealed
+
+    def _last(self, descriptor: int) -> tuple[AuditEntry | None, int]:
+        """The last line, and where the file ends."""
+        size = os.fstat(descriptor).st_size
+        start = max(0, size - 2 * MOST_BYTES)
+        tail = os.pread(descriptor, size - start, start).rstrip(b"\n").rpartition(b"\n")[2]
+        return (_entry(tail, "last line") if tail else None), size
+
+    def entries(self) -> Iterator[AuditEntry]:
+        """Give the lines, oldest first.
+
+        Raises:
+            AuditError: a line cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                flock(file, LOCK_SH)
+                for number, line in enumerate(file, start=1):
+                    yield _entry(line, f"line {number}")
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            raise AuditError(f"the audit {self.path} cannot be read: {exc}") from exc
+
+    def page(self, before: int | None, limit: int) -> list[AuditEntry]:
+        """Return the latest lines before a number, newest first.
+
+        Raises:
+            AuditError: as ``entries``.
+        """
+        kept: deque[AuditEntry] = deque(maxlen=limit)
+        for entry in self.entries():
+            if before is not None and entry.number >= before:
+                break
+            kept.append(entry)
+        return list(reversed(kept))
+
+    def verify(self) -> AuditEntry | None:
+        """Follow the whole chain and return its last line; None: there is no line.
+
+        Raises:
+            AuditError: it is broken; the first wrong line is named.
+        """
+        before, last = START, None
+        for number, entry in enumerate(self.entries(), start=1):
+            if entry.number != number:
+                raise AuditError(f"line {number} has number {entry.number}, expected {number}")
+            if entry.before != before:
+                raise AuditError(f"line {number} follows {entry.before}, expected {before}")
+            if entry.digest() != entry.hash:
+                raise AuditError(
+                    f"line {number} was changed: its hash is {entry.digest()}, "
+                    f"expected {entry.hash}"
+                )
+            before, last = entry.hash, entry
+        return last
+
+
+def _entry(line: bytes, where: str) -> AuditEntry:
+    try:
+        return AuditEntry(**json.loads(line))
+    except (ValueError, TypeError) as exc:
+        raise AuditError(f"{where} of the audit is no entry: {exc}") from exc
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,194 @@
+"""Changes over HTTP: each is in the audit, and one that is repeated is done once.
+
+    Authentication -> Guard -> Changes -> route
+
+A change is in the audit before it is done, and its outcome after it. Where the audit cannot be
+written nothing is changed. A POST with an ``Idempotency-Key`` is done once: the same request again
+gets the stored answer, another body under the same key is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.access.audit import Audit, AuditEntry, AuditError
+from api.access.authentication import OF_HOST, client_address
+from api.access.keys import Actor
+from api.http.guard import SAFE_METHODS, replayed, whole_body
+from api.http.limits import HttpLimits
+from api.http.problems import problem
+from eplb.clock import Clock
+
+KEPT_ANSWERS, KEPT_ANSWERS_S = 1000, 24 * 3600.0
+MOST_KEY = 200  # characters of an idempotency key
+HEADER = "idempotency-key"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Answer:
+    """A request with an idempotency key, and what it was answered with."""
+
+    body: str  # its digest
+    time: float
+    messages: list[Message] = field(default_factory=list)
+    is_done: bool = False
+
+
+class Changes:
+    """ASGI middleware around the routes.
+
+    Args:
+        deployment: named in the audit.
+        state_dir: that has the audit; None: there is none.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        deployment: str,
+        limits: HttpLimits,
+        state_dir: Path | None,
+        clock: Clock = time.time,
+    ) -> None:
+        self._app, self._deployment, self._clock = app, deployment, clock
+        self._limits = limits
+        self._audit = None if state_dir is None else Audit(state_dir)
+        self._answers: OrderedDict[tuple[str, str, str], _Answer] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass the request on."""
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
+            await self._app(scope, receive, send)
+            return
+        body = await whole_body(receive, self._limits.max_body_bytes)
+        if body is None:
+            return
+        actor: Actor = scope.get("state", {}).get("actor", OF_HOST)
+        key = Headers(scope=scope).get(HEADER)
+        if key is None or scope["method"] != "POST":
+            await self._audited(scope, body, receive, send, actor)
+            return
+        if not 1 <= len(key) <= MOST_KEY:
+            detail = f"an idempotency key of {len(key)} characters, expected 1 to {MOST_KEY}"
+            await problem(422, detail)(scope, receive, send)
+            return
+        place, digest = (actor.name, scope["path"], key), sha256(body).hexdigest()
+        known = self._known(place)
+        if known is None:
+            answer = self._answers[place] = _Answer(digest, self._clock())
+            await self._kept(answer, place, scope, body, receive, send, actor)
+        elif known.body != digest:
+            detail = "this idempotency key was used for another body, expected the same"
+            await problem(422, detail)(scope, receive, send)
+        elif not known.is_done:
+            detail = "the request with this idempotency key is in progress, expected its end first"
+            await problem(409, detail, {"Retry-After": "1"})(scope, receive, send)
+        else:
+            for message in known.messages:
+                await send(_marked(message))
+
+    def _known(self, place: tuple[str, str, str]) -> _Answer | None:
+        limit = self._clock() - KEPT_ANSWERS_S
+        while self._answers:
+            oldest = next(iter(self._answers.values()))
+            if len(self._answers) <= KEPT_ANSWERS and oldest.time >= limit:
+                break
+            self._answers.popitem(last=False)
+        return self._answers.get(place)
+
+    async def _kept(
+        self,
+        answer: _Answer,
+        place: tuple[str, str, str],
+        scope: Scope,
+        body: bytes,
+        receive: Receive,
+        send: Send,
+        actor: Actor,
+    ) -> None:
+        async def keep(message: Message) -> None:
+            answer.messages.append(message)
+            # Before it is sent: whoever has the answer may repeat the request at once.
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                answer.is_done = answer.messages[0]["status"] < 500
+            await send(message)
+
+        try:
+            await self._audited(scope, body, receive, keep, actor)
+        finally:
+            if not answer.is_done:  # a fault of the service: the client may try again
+                self._answers.pop(place, None)
+
+    async def _audited(
+        self, scope: Scope, body: bytes, receive: Receive, send: Send, actor: Actor
+    ) -> None:
+        if self._audit is None:
+            await self._app(scope, replayed(body, receive), send)
+            return
+        entry = AuditEntry(
+            time=self._clock(),
+            deployment=self._deployment,
+            actor=actor.name,
+            role=actor.role.label,
+            address=client_address(scope),
+            request=uuid.uuid4().hex,
+            action=f"{scope['method']} {scope['path']}",
+            reason=_reason(body),
+            outcome="asked",
+        )
+        try:
+            await run_in_threadpool(self._audit.append, entry)
+        except AuditError as exc:
+            log.error("%s", exc)
+            await problem(503, f"nothing was changed: {exc}")(scope, receive, send)
+            return
+        status = 500
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = entry.request
+            await send(message)
+
+        try:
+            await self._app(scope, replayed(body, receive), note)
+        finally:
+            ended = replace(entry, time=self._clock(), outcome=str(status))
+            try:
+                await run_in_threadpool(self._audit.append, ended)
+            except AuditError as exc:  # it was asked for, which is in the audit
+                log.error("the outcome of request %s, %d: %s", entry.request, status, exc)
+
+
+def _reason(body: bytes) -> str:
+    """The reason in a body; the route refuses what is no body of it."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return ""
+    return str(found.get("reason", "")) if isinstance(found, dict) else ""
+
+
+def _marked(message: Message) -> Message:
+    if message["type"] != "http.response.start":
+        return message
+    marked = dict(message) | {"headers": list(message["headers"])}
+    MutableHeaders(raw=marked["headers"])["Idempotency-Replayed"] = "true"
+    return marked

@@ -1,0 +1,172 @@
+"""``eplb keys`` and ``eplb audit``: access keys, and who changed what and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.access.audit import START, Audit, AuditEntry, AuditError
+from api.access.keys import AccessKeys, Role
+from api.cli.config import named_settings
+from api.cli.deploy import Config, Setting, refused
+from api.config.loader import load
+from api.terminal.printable import printable
+from eplb.errors import EplbError
+
+WRONG_RESULT = 1
+
+keys = typer.Typer(help="Access keys of the HTTP service.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="Name of the key: who has it.")]
+Reason = Annotated[str, typer.Option(help="Reason; stored in the audit.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def local_actor() -> str:
+    """Return the user of this process and its host, as the audit names them."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def note(state_dir: Path, deployment: str, action: str, reason: str, outcome: str) -> None:
+    """Add what a command of this host did to the audit.
+
+    Raises:
+        AuditError: it cannot be written.
+    """
+    entry = AuditEntry(
+        time=time.time(),
+        deployment=deployment,
+        actor=local_actor(),
+        role=Role.ADMIN.label,
+        address="local",
+        request="",
+        action=action,
+        reason=reason,
+        outcome=outcome,
+    )
+    Audit(state_dir).append(entry)
+
+
+def _place(config: Path | None, setting: list[str] | None) -> tuple[Path, str]:
+    loaded = load({}, config=config, environ=os.environ, named=named_settings(setting or []))
+    deployment = loaded.settings.deployment
+    return deployment.state_dir, deployment.name
+
+
+@keys.command("add")
+def add_key(
+    name: Name,
+    role: Annotated[str, typer.Option(help="viewer, operator or admin.")] = "viewer",
+    reason: Reason = "added from the command line",
+    config: Config = None,
+    setting: Setting = None,
+) -> None:
+    """Add a key and print it, once: the file has its salted hash alone.
+
+    The first key closes a service that was open to every user of this host.
+    """
+    try:
+        state_dir, deployment = _place(config, setting)
+        note(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason, "asked")
+        key = AccessKeys(state_dir).add(name, role)
+    except EplbError as exc:
+        raise refused(exc) from exc
+    typer.echo(key)
+    typer.echo(f"eplb: {name} is {role}, by {local_actor()}; the key is not shown again", err=True)
+
+
+@keys.command("remove")
+def remove_key(
+    name: Name,
+    reason: Reason = "removed from the command line",
+    config: Config = None,
+    setting: Setting = None,
+) -> None:
+    """Remove a key; the next request with it is refused."""
+    try:
+        state_dir, deployment = _place(config, setting)
+        note(state_dir, deployment, f"keys remove {name[:100]}", reason, "asked")
+        AccessKeys(state_dir).remove(name)
+    except EplbError as exc:
+        raise refused(exc) from exc
+    typer.echo(f"{name} is removed, by {local_actor()}: {printable(reason)}")
+
+
+@keys.command("list")
+def list_keys(json_output: AsJson = False, config: Config = None, setting: Setting = None) -> None:
+    """List names and roles."""
+    try:
+        state_dir, _ = _place(config, setting)
+        found = AccessKeys(state_dir).all()
+    except EplbError as exc:
+        raise refused(exc) from exc
+    if json_output:
+        shown = [{"name": one.name, "role": one.role, "created": one.created} for one in found]
+        typer.echo(json.dumps(shown, indent=1))
+        return
+    for one in found:
+        typer.echo(f"{one.name:<24}{one.role:<10}{_at(one.created)}")
+
+
+def audit(
+    last: Annotated[int, typer.Option(min=1, help="How many lines, the latest.")] = 20,
+    verify: Annotated[bool, typer.Option("--verify", help="Follow the chain of hashes.")] = False,
+    expect: Annotated[
+        str | None, typer.Option(help="With --verify: NUMBER:HASH of a line noted earlier.")
+    ] = None,
+    json_output: AsJson = False,
+    config: Config = None,
+    setting: Setting = None,
+) -> None:
+    """Show who changed what, when and why; or verify that no line was changed.
+
+    Lines that were cut off at the end leave a chain that holds: keep NUMBER:HASH, which --verify
+    prints, at another place, and give it as --expect later. Exit status 1: the chain is broken.
+    """
+    try:
+        state_dir, _ = _place(config, setting)
+        kept = Audit(state_dir)
+        if verify:
+            _verify(kept, expect)
+            return
+        found = kept.page(None, last)
+    except AuditError as exc:
+        typer.echo(f"eplb: {exc}", err=True)
+        raise typer.Exit(WRONG_RESULT) from exc
+    except EplbError as exc:
+        raise refused(exc) from exc
+    if json_output:
+        typer.echo(json.dumps([asdict(one) for one in found], indent=1))
+        return
+    for one in reversed(found):
+        why = f": {one.reason}" if one.reason else ""
+        line = f"{_at(one.time)} {one.deployment} {one.actor} ({one.role}) from {one.address}"
+        typer.echo(printable(f"{line} {one.action} {one.outcome}{why}"))
+
+
+def _verify(kept: Audit, expect: str | None) -> None:
+    last = kept.verify()
+    number, mark = (0, START) if last is None else (last.number, last.hash)
+    if expect is not None:
+        wanted, _, noted = expect.partition(":")
+        hashes = {str(one.number): one.hash for one in kept.entries()} | {"0": START}
+        if hashes.get(wanted) != noted:
+            found = hashes.get(wanted, "no such line")
+            raise AuditError(f"line {wanted} has the hash {found}, expected {noted}")
+    typer.echo(f"{number} lines, the chain holds; the last is {number}:{mark}")
+
+
+def _at(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) + " UTC"

@@ -1,0 +1,126 @@
+"""Reads a store in the background, so that history is kept and answers wait for no store.
+
+    store -> every second, or when it changes -> Monitor.refresh -> Reading
+
+A store that fails or hangs ends nothing: the latest reading stays, and its age is part of the
+verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from api.monitor.health import Leadership, leadership
+from api.monitor.monitor import Monitor
+from api.monitor.snapshot import Snapshot
+from api.monitor.verdict import STALLED_AFTER_S, Around, Verdict, verdict
+from eplb.clock import Clock
+from eplb.errors import EplbError
+from telemetry.store import LoadStore
+
+PERIOD_S = 1.0
+LEAST_S = 0.2  # between two readings, however often the store changes
+UNREAD_S = 5.0  # without a reading: the store does not answer
+STOP_DEADLINE_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What one look at the store has found."""
+
+    seen: Snapshot
+    leads: Leadership
+    judged: Verdict
+    unread: str = ""  # why it is old; "": the store answers
+
+
+class Reader:
+    """Reads on its own thread between ``start`` and ``stop``, else whenever it is asked.
+
+    Args:
+        monitor: follows the store; this object refreshes it.
+        stalled_after_s: of the verdict.
+        clock: of the age of a reading.
+    """
+
+    def __init__(
+        self,
+        store: LoadStore,
+        monitor: Monitor,
+        *,
+        stalled_after_s: float = STALLED_AFTER_S,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store, self._monitor, self._clock = store, monitor, clock
+        self._stalled_after_s = stalled_after_s
+        self._lock = threading.Lock()
+        self._latest: Reading | None = None
+        self._read_at, self._failure = clock(), ""
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to read in the background."""
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._run, name="eplb-reader", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; one that hangs in the store is a daemon, and is left behind."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(STOP_DEADLINE_S)
+            self._thread = None
+
+    def reading(self) -> Reading:
+        """Return the latest reading; without a thread, or before its first one, read now.
+
+        Raises:
+            StoreError: the store cannot be read, and never was.
+        """
+        with self._lock:
+            latest, age_s, why = self._latest, self._clock() - self._read_at, self._failure
+        if self._thread is None or latest is None:
+            return self._read()
+        if not why and age_s <= UNREAD_S:
+            return latest
+        leads = latest.leads
+        why = why or "it does not answer"
+        around = Around(leads.why_none, age_s, why, leads.turn_age_s)
+        judged = verdict(latest.seen, around, self._stalled_after_s)
+        return Reading(latest.seen, latest.leads, judged, judged.reason)
+
+    def _read(self) -> Reading:
+        self._monitor.refresh()
+        seen = self._monitor.snapshot()
+        leads = leadership(self._store, seen.time)
+        around = Around(leads.why_none, turn_age_s=leads.turn_age_s)
+        judged = verdict(seen, around, self._stalled_after_s)
+        found = Reading(seen, leads, judged)
+        with self._lock:
+            self._latest, self._read_at, self._failure = found, self._clock(), ""
+        return found
+
+    def _run(self) -> None:
+        version = 0
+        while not self._stopped.is_set():
+            try:
+                self._read()
+                version = self._store.wait(version, PERIOD_S)
+            except EplbError as exc:
+                self._failed(f"{type(exc).__name__}: {exc}")
+                self._stopped.wait(PERIOD_S)
+            except Exception as exc:  # a fault here must not end the watching without a word
+                log.exception("the reader of the store failed")
+                self._failed(repr(exc))
+                self._stopped.wait(PERIOD_S)
+            self._stopped.wait(LEAST_S)
+
+    def _failed(self, why: str) -> None:
+        with self._lock:
+            self._failure = why

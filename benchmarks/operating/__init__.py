@@ -1,0 +1,1 @@
+"""Measures of the service and the page that an operator keeps open."""

@@ -1,0 +1,309 @@
+"""Roles, failed logins, the audit of every change, and requests that are repeated."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from api.access.audit import Audit, AuditEntry, AuditError
+from api.access.authentication import FAILURES, FAILURES_S, FailedLogins, role_for
+from api.access.keys import AccessKeys, Role
+from api.cli.main import app as commands
+from api.http.app import create_app
+from api.http.server import HttpService
+from eplb.errors import ConfigError
+from telemetry.stores.memory import MemoryStore
+
+DEADLINE_S = 20.0
+PAUSE = {"reason": "maintenance"}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[httpx.Client]:
+    store = MemoryStore("d")
+    started = HttpService(create_app(store, state_dir=tmp_path, plan_wait_s=0.0))
+    started.start()
+    with httpx.Client(base_url=started.url, timeout=DEADLINE_S) as client:
+        yield client
+    started.stop()
+    store.close()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def lines(folder: Path) -> list[AuditEntry]:
+    return list(Audit(folder).entries())
+
+
+def test_each_role_may_do_what_those_before_it_may_and_no_more(
+    service: httpx.Client, tmp_path: Path
+) -> None:
+    keys = {
+        role: bearer(AccessKeys(tmp_path).add(role, role))
+        for role in ("viewer", "operator", "admin")
+    }
+
+    def statuses(method: str, path: str, body: object = None, **more: str) -> list[int]:
+        return [
+            service.request(method, path, json=body, headers=key | more).status_code
+            for key in keys.values()
+        ]
+
+    assert statuses("GET", "/api/v1/state") == [200, 200, 200]
+    assert statuses("GET", "/api/v1/audit") == [403, 200, 200]
+    assert statuses("POST", "/api/v1/pause", PAUSE) == [403, 200, 200]
+    settings = {"reason": "r", "plan_windows": 8}
+    changed = statuses("PATCH", "/api/v1/settings", settings, **{"if-match": "*"})
+    assert changed == [403, 403, 200]
+    who = service.get("/api/v1/whoami", headers=keys["operator"]).json()
+    assert who == {"name": "operator", "role": "operator"}
+
+
+def test_removed_key_and_unknown_key_are_refused_at_the_next_request(
+    service: httpx.Client, tmp_path: Path
+) -> None:
+    assert service.get("/api/v1/state").status_code == 200  # no file of keys: open to this host
+    key = bearer(AccessKeys(tmp_path).add("alice", "viewer"))
+    assert service.get("/api/v1/state").status_code == 401
+    assert service.get("/api/v1/state", headers=key).status_code == 200
+    browser = service.get("/", auth=("any", key["authorization"].split()[1]))
+    assert browser.status_code == 200
+
+    AccessKeys(tmp_path).remove("alice")
+    assert service.get("/api/v1/state", headers=key).status_code == 401
+    assert service.get("/livez").status_code == 200
+
+
+def test_file_has_salted_hashes_and_no_log_has_a_key(
+    service: httpx.Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    first, second = (AccessKeys(tmp_path).add(name, "admin") for name in ("a", "b"))
+    wrong = first[:-1] + ("0" if first[-1] != "0" else "1")
+    refused = service.get("/api/v1/state", headers=bearer(wrong))
+    service.post("/api/v1/pause", json=PAUSE, headers=bearer(first))
+
+    written = "".join(path.read_text() for path in tmp_path.iterdir() if path.is_file())
+    for secret in (first, second, wrong, first.rpartition("_")[2], second.rpartition("_")[2]):
+        assert secret not in written + caplog.text + refused.text
+    assert "failed login of 127.0.0.1: GET /api/v1/state" in caplog.text
+    records = json.loads((tmp_path / "access-keys.json").read_text())["keys"]
+    assert len({one["salt"] for one in records}) == 2
+    assert (tmp_path / "access-keys.json").stat().st_mode & 0o077 == 0
+
+
+def test_keys_that_others_can_read_close_the_service(service: httpx.Client, tmp_path: Path) -> None:
+    key = bearer(AccessKeys(tmp_path).add("alice", "admin"))
+    (tmp_path / "access-keys.json").chmod(0o644)
+    os.utime(tmp_path / "access-keys.json", (1, 1))
+
+    answer = service.get("/api/v1/state", headers=key)
+
+    assert answer.status_code == 503
+    assert "has mode 644, expected 600" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(("name", "role"), [("A", "admin"), ("", "admin"), ("a", "root")])
+def test_key_with_an_unusable_name_or_role_is_refused(tmp_path: Path, name: str, role: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        AccessKeys(tmp_path).add(name, role)
+    assert not AccessKeys(tmp_path).exists
+
+
+def test_failed_logins_of_an_address_are_limited_for_a_while() -> None:
+    now = [0.0]
+    failed = FailedLogins(lambda: now[0])
+
+    assert [failed.wait_s("a") for _ in range(FAILURES)] == [0.0] * FAILURES
+    assert failed.wait_s("a") == FAILURES_S
+    assert failed.wait_s("b") == 0.0
+    now[0] = FAILURES_S
+    assert failed.wait_s("a") == 0.0
+
+
+def test_address_with_too_many_failed_logins_gets_429_and_a_right_key_still_200(
+    service: httpx.Client, tmp_path: Path
+) -> None:
+    key = bearer(AccessKeys(tmp_path).add("alice", "viewer"))
+    statuses = [
+        service.get("/api/v1/state", headers=bearer("wrong")).status_code
+        for _ in range(FAILURES + 1)
+    ]
+
+    assert statuses == [401] * FAILURES + [429]
+    assert service.get("/api/v1/state", headers=key).status_code == 200
+
+
+def test_reads_need_a_viewer_and_unknown_changes_an_operator() -> None:
+    assert role_for("GET", "/api/v1/anything") is Role.VIEWER
+    assert role_for("POST", "/api/v1/explanations") is Role.VIEWER
+    assert role_for("DELETE", "/api/v1/anything") is Role.OPERATOR
+    assert role_for("PATCH", "/api/v1/settings") is Role.ADMIN
+
+
+def test_change_is_in_the_audit_before_and_after_it_is_done(
+    service: httpx.Client, tmp_path: Path
+) -> None:
+    key = AccessKeys(tmp_path).add("alice", "operator")
+    done = service.post("/api/v1/pause", json=PAUSE, headers=bearer(key))
+    refused = service.post("/api/v1/pause", json={}, headers=bearer(key))
+    service.get("/api/v1/state", headers=bearer(key))
+    asked, answered, *others = lines(tmp_path)
+
+    assert (asked.actor, asked.role, asked.address) == ("alice", "operator", "127.0.0.1")
+    assert (asked.action, asked.reason) == ("POST /api/v1/pause", "maintenance")
+    assert (asked.outcome, answered.outcome) == ("asked", "200")
+    assert asked.request == answered.request == done.headers["x-request-id"]
+    assert [one.outcome for one in others] == ["asked", "422"]
+    assert refused.headers["x-request-id"] == others[0].request
+    first = service.get("/api/v1/audit?limit=3", headers=bearer(key)).json()
+    assert [one["number"] for one in first["entries"]] == [4, 3, 2]
+    rest = service.get(f"/api/v1/audit?before={first['next']}", headers=bearer(key)).json()
+    assert ([one["number"] for one in rest["entries"]], rest["next"]) == ([1], None)
+
+
+def test_change_that_cannot_be_audited_is_not_done(service: httpx.Client, tmp_path: Path) -> None:
+    (tmp_path / "audit.jsonl").mkdir()
+
+    answer = service.post("/api/v1/pause", json=PAUSE)
+
+    assert answer.status_code == 503
+    assert answer.json()["detail"].startswith("nothing was changed: the audit ")
+    assert service.get("/api/v1/state").json()["movement"] is True
+
+
+def entry(number: int) -> AuditEntry:
+    return AuditEntry(float(number), "d", "a", "admin", "local", "", "pause", f"r{number}", "asked")
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda kept: [*kept[:1], kept[1].replace("r2", "r9"), *kept[2:]], "line 2 was changed"),
+        (lambda kept: [kept[0], *kept[2:]], "line 2 has number 3, expected 2"),
+        (lambda kept: [kept[0], kept[2], kept[1], *kept[3:]], "line 2 has number 3, expected 2"),
+        (lambda kept: [*kept[:3], "{}"], "line 4 of the audit is no entry"),
+    ],
+    ids=["changed", "removed", "swapped", "malformed"],
+)
+def test_audit_that_was_changed_is_found(tmp_path: Path, damage: object, found: str) -> None:
+    audit = Audit(tmp_path)
+    for number in range(1, 5):
+        audit.append(entry(number))
+    last = audit.verify()
+    assert last is not None
+    assert last.number == 4
+
+    kept = audit.path.read_text().splitlines()
+    audit.path.write_text("\n".join(damage(kept)) + "\n")  # type: ignore[operator]
+
+    with pytest.raises(AuditError, match=found):
+        audit.verify()
+
+
+def test_line_with_its_own_hash_after_another_one_breaks_the_chain(tmp_path: Path) -> None:
+    audit = Audit(tmp_path)
+    for number in range(1, 4):
+        audit.append(entry(number))
+    kept = audit.path.read_text().splitlines()
+    forged = entry(9).sealed(2, "0" * 64)
+    kept[1] = json.dumps(vars(forged))
+    audit.path.write_text("\n".join(kept) + "\n")
+
+    with pytest.raises(AuditError, match="line 2 follows 0000"):
+        audit.verify()
+
+
+def test_processes_that_append_at_once_make_one_chain(tmp_path: Path) -> None:
+    writers = [
+        threading.Thread(target=lambda: [Audit(tmp_path).append(entry(n)) for n in range(20)])
+        for _ in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(DEADLINE_S)
+    last = Audit(tmp_path).verify()
+
+    assert last is not None
+    assert last.number == 80
+
+
+def run(folder: Path, *words: str) -> tuple[int, str]:
+    file = folder / "eplb.toml"
+    file.write_text(f'[deployment]\nname = "west"\nstate_dir = "{folder}"\n')
+    found = CliRunner().invoke(commands, list(words), env={"EPLB_CONFIG": str(file)})
+    return found.exit_code, found.output
+
+
+def test_commands_add_list_and_remove_keys_and_the_audit_has_each(tmp_path: Path) -> None:
+    status, shown = run(tmp_path, "keys", "add", "alice", "--role", "operator", "--reason", "new")
+    actor = AccessKeys(tmp_path).actor(shown.split()[0])
+    listed = run(tmp_path, "keys", "list")[1]
+    removed = run(tmp_path, "keys", "remove", "alice")
+    again = run(tmp_path, "keys", "remove", "alice")
+    told = run(tmp_path, "audit")[1]
+
+    assert (status, actor.role if actor else None) == (0, Role.OPERATOR)
+    assert listed.split()[:2] == ["alice", "operator"]
+    assert removed[0] == 0
+    assert again == (2, "eplb: there is no key 'alice', expected one of: none\n")
+    assert "keys add alice operator asked: new" in told
+
+
+def test_audit_command_verifies_the_chain_against_a_noted_line(tmp_path: Path) -> None:
+    run(tmp_path, "keys", "add", "alice")
+    run(tmp_path, "keys", "add", "bob")
+    status, shown = run(tmp_path, "audit", "--verify")
+    mark = shown.split()[-1]
+    held = run(tmp_path, "audit", "--verify", "--expect", mark)
+    file = tmp_path / "audit.jsonl"
+    file.write_text(file.read_text().splitlines()[0] + "\n")  # cut off at the end
+    cut = run(tmp_path, "audit", "--verify")
+    found = run(tmp_path, "audit", "--verify", "--expect", mark)
+
+    assert (status, held[0], cut[0]) == (0, 0, 0)
+    assert shown.startswith("2 lines, the chain holds; the last is 2:")
+    assert found[0] == 1
+    assert "line 2 has the hash no such line, expected " in found[1]
+
+
+def test_repeated_request_is_done_once_and_another_body_is_refused(
+    service: httpx.Client, tmp_path: Path
+) -> None:
+    key = {"idempotency-key": "one"}
+    first = service.post("/api/v1/rebalances", json={"reason": "r"}, headers=key)
+    again = service.post("/api/v1/rebalances", json={"reason": "r"}, headers=key)
+    other = service.post("/api/v1/rebalances", json={"reason": "s"}, headers=key)
+    fresh = service.post("/api/v1/rebalances", json={"reason": "r"})
+
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert again.json() == first.json()
+    assert again.headers["idempotency-replayed"] == "true"
+    assert (other.status_code, other.headers["content-type"]) == (422, "application/problem+json")
+    assert fresh.json()["id"] == first.json()["id"] + 1
+    assert len(lines(tmp_path)) == 4  # the repeated and the refused one changed nothing
+
+
+def test_key_of_an_idempotent_request_is_bounded(service: httpx.Client) -> None:
+    answer = service.post("/api/v1/pause", json=PAUSE, headers={"idempotency-key": "k" * 201})
+
+    assert answer.status_code == 422
+
+
+@pytest.mark.parametrize("option", ["--version", "-h"])
+def test_command_line_has_version_and_short_help(option: str) -> None:
+    found = CliRunner().invoke(commands, [option])
+
+    assert found.exit_code == 0
+    assert found.output.startswith("eplb ") if option == "--version" else "Usage" in found.output

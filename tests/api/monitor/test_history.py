@@ -1,0 +1,216 @@
+"""History by wall-clock time: over runs, restarts of the reader, gaps, and pruned samples."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from api.monitor.history import MINUTE_S, History, MinuteScore
+from api.monitor.monitor import KEPT_WINDOWS, Monitor
+from api.monitor.reader import Reader
+from api.monitor.snapshot import WindowScore
+from api.monitor.verdict import Grade
+from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
+from eplb.errors import StoreError
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from telemetry import open_store
+from telemetry.retention.pruning import Keeper, Retention
+from telemetry.store import LoadStore, RunInfo
+from telemetry.stores.memory import MemoryStore
+
+MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
+SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
+START = 120_000.0  # a whole minute
+DEADLINE_S = 30.0
+
+
+def begin(store: LoadStore, run: str, at: float) -> None:
+    shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+    store.begin_run(RunInfo(run, at, *shapes, window_steps=1))
+
+
+def serve(store: LoadStore, run: str, windows: range, at: float, tokens: int = 60) -> None:
+    """One window a second, of imbalance 1.6 with 60 tokens, of none with none."""
+    samples = []
+    for window in windows:
+        for rank, load in enumerate(([tokens, tokens // 3], [tokens // 3, 0])):
+            held = FIRST.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+            when, step = at + window, (window, window)
+            samples.append(
+                LoadSample("d", run, rank, window, when, *step, "mixed", 1, held, np.array([load]))
+            )
+    store.append(samples)
+
+
+def watched(store: LoadStore, now: float) -> Monitor:
+    monitor = Monitor(store, history=History(), clock=lambda: now)
+    monitor.refresh()
+    return monitor
+
+
+def score(index: int, at: float, measured: float | None = 1.5) -> WindowScore:
+    return WindowScore(index, index, index, measured, measured, 1, True, False, at)
+
+
+def test_reader_that_starts_late_has_all_windows_of_all_runs_that_the_store_has() -> None:
+    store = MemoryStore("d", clock=lambda: START)
+    begin(store, "a", START)
+    serve(store, "a", range(4 * KEPT_WINDOWS), START)
+    begin(store, "b", START + 300)
+    serve(store, "b", range(20), START + 300)
+
+    points = watched(store, START + 330).points(START, START + 330, 2000)
+
+    assert sum(point.windows for point in points) == 4 * KEPT_WINDOWS + 20
+    assert {point.measured for point in points} == {1.6}
+    assert [point.run for point in points] == ["a"] * 4 * KEPT_WINDOWS + ["b"] * 20
+
+
+def test_gap_is_a_gap_and_a_restart_within_the_usual_time_is_none() -> None:
+    store = MemoryStore("d", clock=lambda: START)
+    begin(store, "a", START)
+    serve(store, "a", range(10), START)  # until +9
+    begin(store, "b", START + 10)
+    serve(store, "b", range(10), START + 11)  # from +11: joined
+    serve(store, "b", range(40, 50), START + 11)  # from +51: not
+
+    points = watched(store, START + 61).points(START, START + 61, 200)
+
+    assert [round(point.time - START) for point in points if not point.is_joined] == [0, 51]
+
+
+def test_a_window_without_tokens_has_no_imbalance_and_leaves_others_theirs() -> None:
+    store = MemoryStore("d", clock=lambda: START)
+    begin(store, "a", START)
+    serve(store, "a", range(10), START)
+    serve(store, "a", range(10, 20), START, tokens=0)
+    monitor = watched(store, START + 20)
+
+    assert {point.measured for point in monitor.points(START, START + 9.5, 10)} == {1.6}
+    assert {point.measured for point in monitor.points(START + 10, START + 20, 10)} == {None}
+
+
+def test_minutes_whose_samples_were_pruned_come_from_roll_ups() -> None:
+    store = MemoryStore("d", clock=lambda: START)
+    begin(store, "a", START)
+    serve(store, "a", range(300), START)
+    Keeper(store, Retention(samples_s=120.0)).turn(START + 300)
+
+    points = watched(store, START + 300).points(START, START + 300, 2000)
+
+    assert [round(point.time - START) for point in points][:4] == [60, 120, 180, 181]
+    assert {point.measured for point in points} == {1.6}
+
+
+def test_windows_of_more_than_an_hour_ago_are_means_of_a_minute_for_a_day() -> None:
+    history = History()
+    for index in range(60 * 30):
+        history.note("a", score(index, START + 2 * index, 1.0 + index % 2))
+    history.age(START + 7200)
+    points = history.points(START, START + 7200, 2000)
+
+    assert len(points) == 60
+    assert sum(point.windows for point in points) == 60 * 30
+    assert {point.measured for point in points} == {1.5}
+    history.age(START + 24 * 3600 + 3600 + 10 * MINUTE_S)
+    assert history.points(0.0, START + 7200, 2000) == []
+
+
+def test_roll_up_of_a_minute_of_which_windows_are_known_counts_once() -> None:
+    history = History()
+    history.note("a", score(0, START + 30))
+    known, new = (
+        MinuteScore("a", start, 1.2, 1.2, 1, False) for start in (START, START + MINUTE_S)
+    )
+    history.note_minutes([known, new])
+
+    assert [point.measured for point in history.points(START, START + 300, 10)] == [1.5, 1.2]
+
+
+def test_rebalance_has_its_cost_what_it_promised_and_what_it_gave() -> None:
+    store = MemoryStore("d", clock=lambda: START)
+    begin(store, "a", START)
+    store.commit(FIRST, expected=None, reason="start")
+    decided = {"decision": "MOVE", "reason": "worth it", "trigger": "load", "bytes": 7000}
+    held = {"decision": "MOVE", "reason": "worth it (not moved: observe is on)"}
+    store.add_event("plan", held)
+    store.add_event("plan", decided | {"imbalance_before": 1.6, "imbalance_after": 1.1})
+    migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id())
+    store.publish(migration)
+    monitor = watched(store, START)
+    (is_open,) = monitor.rebalances()
+    store.commit(SECOND, expected=1, plan_id=migration.plan_id, reason="served")
+    store.add_event(
+        "promise", {"generation": 2, "promised": 0.5, "given": 0.4, "record": [0.5, 0.4]}
+    )
+    store.change_live({"movement": False}, reason="maintenance")
+    monitor.refresh()
+    (ended,) = monitor.rebalances()
+
+    assert (is_open.outcome, is_open.ended) == (None, None)
+    assert (ended.outcome, ended.decision, ended.moves, ended.bytes) == (
+        "committed",
+        "MOVE",
+        len(migration.moves),
+        7000,
+    )
+    assert (ended.imbalance_before, ended.imbalance_predicted) == (1.6, 1.1)
+    assert (ended.gain_promised, ended.gain_realised) == (0.5, 0.4)
+    marks = monitor.history_marks(START - 1, START + 1)
+    assert [mark.kind for mark in marks] == ["restart", "HELD", "MOVE", "pause"]
+    assert marks[-1].text == "maintenance"
+
+
+def test_reader_keeps_history_while_nobody_asks(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store.sqlite", "d")
+    begin(store, "a", START)
+    monitor = Monitor(store, history=History(), clock=lambda: START + 30)
+    reader = Reader(store, monitor)
+    reader.start()
+    serve(store, "a", range(20), START)
+    until = time.monotonic() + DEADLINE_S
+    while not monitor.points(START, START + 30, 100):
+        assert time.monotonic() < until, "no window was read in the background"
+        threading.Event().wait(0.05)
+    reader.stop()
+    store.close()
+
+    assert len(monitor.points(START, START + 30, 2000)) == 20
+
+
+class Failing(MemoryStore):
+    """A store that can fail, as a full disk makes it."""
+
+    is_broken = False
+
+    def current_run(self) -> RunInfo | None:
+        if self.is_broken:
+            raise StoreError("disk I/O error")
+        return super().current_run()
+
+
+def test_store_that_fails_makes_the_verdict_blind_and_ends_no_reader() -> None:
+    store = Failing("d")
+    begin(store, "a", time.time())
+    reader = Reader(store, Monitor(store, history=History()))
+    reader.start()
+    reader.reading()
+    store.is_broken = True
+    until = time.monotonic() + DEADLINE_S
+    while not (failed := reader.reading()).unread:
+        assert time.monotonic() < until, "the failure is not in the verdict"
+        threading.Event().wait(0.05)
+    assert failed.judged.grade is Grade.BLIND
+    assert failed.judged.reason.startswith("the store has not been read for ")
+    assert "disk I/O error" in failed.judged.reason
+
+    store.is_broken = False
+    while reader.reading().unread:
+        assert time.monotonic() < until, "the reader has not read again"
+        threading.Event().wait(0.05)
+    reader.stop()

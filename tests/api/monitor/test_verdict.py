@@ -1,0 +1,216 @@
+"""The verdict: what is never green, and what each reason says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from api.metrics.definitions import Scrape, metrics_of
+from api.monitor.health import Leadership
+from api.monitor.monitor import Monitor
+from api.monitor.snapshot import Death, RankView, Snapshot, mean_imbalance, relative
+from api.monitor.verdict import Around, Grade, findings, unready, verdict
+from api.processes.supervision import ProcessState, ProcessView, SupervisionView
+from eplb import Topology
+from telemetry.stores.memory import MemoryStore
+
+NOW = 1000.0
+NO_LEADER = Leadership("", 0.0, "", "no controller leads")
+EMPTY = Monitor(MemoryStore("d"), clock=lambda: NOW).snapshot()
+
+
+def rank(number: int, **values: Any) -> RankView:
+    idle: dict[str, Any] = {"phase": "idle", "is_alive": True, "age_s": 0.1, "step_ms": 20.0}
+    return RankView(**{"rank": number, "step": 7, "generation": 1, "frozen": ""} | idle | values)
+
+
+SILENT = {"is_alive": False, "age_s": 20.0}
+SERVES = replace(
+    EMPTY,
+    run="a",
+    started=NOW - 600,
+    step=7,
+    ranks=(rank(0), rank(1)),
+    progress_age_s=0.5,
+    progress_of="rank 0, step: waiting for the next",
+    token_time=NOW - 2,
+    sample_age_s=2.0,
+)
+
+
+def seen(**changes: Any) -> Snapshot:
+    return replace(SERVES, **changes)
+
+
+def supervised(**values: Any) -> Snapshot:
+    return seen(supervision=SupervisionView(**values))
+
+
+def process(state: ProcessState) -> ProcessView:
+    return ProcessView("the controller", "controller", state, 0.1, False, 3, "exit status 1")
+
+
+@pytest.mark.parametrize(
+    ("one", "around", "grade", "reason"),
+    [
+        (seen(), Around(), Grade.SERVING, "2 ranks serve, at step 7"),
+        (seen(movement=False), Around(), Grade.SERVING, "2 ranks serve, at step 7; movement is of"),
+        (EMPTY, Around(), Grade.BLIND, "no run has begun, expected one"),
+        (
+            seen(),
+            Around(unread_s=12, unread_why="disk I/O error"),
+            Grade.BLIND,
+            "the store has not been read for 12 s: disk I/O error",
+        ),
+        (seen(ranks=(rank(0), rank(1, **SILENT))), Around(), Grade.DEGRADED, "silent ranks: 1, "),
+        (
+            seen(ranks=(rank(0, **SILENT), rank(1, **SILENT)), token_time=NOW - 90),
+            Around(),
+            Grade.BLIND,
+            "silent ranks: 0, 1, ",
+        ),
+        (
+            seen(token_time=NOW - 56),
+            Around(),
+            Grade.STOPPED,
+            "no token for 56 s, expected within 30 s; no step was seen either",
+        ),
+        (
+            seen(token_time=NOW - 56, step_age_s=1.0),
+            Around(),
+            Grade.BLIND,
+            "no token for 56 s, expected within 30 s, while steps advance: no request came, or ",
+        ),
+        (
+            seen(token_time=None),
+            Around(),
+            Grade.BLIND,
+            "no token was counted since the run began 600 s ago",
+        ),
+        (
+            seen(token_time=None, sample_age_s=None, started=NOW - 5),
+            Around(),
+            Grade.DEGRADED,
+            "no load was reported since the run began 5 s ago",
+        ),
+        (
+            seen(death=Death(NOW - 1, "rank 3 died: SIGKILL")),
+            Around(),
+            Grade.STOPPED,
+            "no token since 1 s ago: rank 3 died: SIGKILL",
+        ),
+        (
+            supervised(token_age_s=56.0),
+            Around(),
+            Grade.STOPPED,
+            "no step of all ranks for 56 s, expected within 30 s",
+        ),
+        (
+            seen(progress_age_s=31.0, progress_of="rank 1, step: dispatch"),
+            Around(),
+            Grade.STOPPED,
+            "no progress for 31.0 s, expected at most 30 s: rank 1, step: dispatch",
+        ),
+        (
+            seen(progress_age_s=31.0, progress_of="rank 1, mover: pulling"),
+            Around(),
+            Grade.DEGRADED,
+            "no progress for 31.0 s, expected at most 30 s: rank 1, mover: pulling",
+        ),
+        (seen(uncounted_ranks=(1,)), Around(), Grade.DEGRADED, "rank 1: the counters stay at zero"),
+        (seen(), Around(why_no_leader="no controller leads"), Grade.DEGRADED, "no controller lead"),
+        (
+            supervised(processes=(process(ProcessState.BACK_OFF),)),
+            Around(),
+            Grade.DEGRADED,
+            "the controller is down and will be restarted: exit status 1",
+        ),
+        (
+            seen(ranks=(rank(0), rank(1, frozen="a torn copy"))),
+            Around(),
+            Grade.DEGRADED,
+            "rank 1 has migrations disabled: a torn copy",
+        ),
+    ],
+)
+def test_verdict_has_the_grade_and_the_reason_of_the_worst_finding(
+    one: Snapshot, around: Around, grade: Grade, reason: str
+) -> None:
+    judged = verdict(one, around)
+
+    assert judged.grade is grade
+    assert judged.reason.startswith(reason)
+    assert (judged.problems == ()) is (grade is Grade.SERVING)
+
+
+def test_worst_finding_comes_first_and_all_are_listed() -> None:
+    judged = verdict(
+        seen(ranks=(rank(0), rank(1, **SILENT)), token_time=NOW - 56),
+        Around(why_no_leader="no controller leads"),
+    )
+
+    assert judged.line.startswith("stopped: no token for 56 s")
+    assert [one.split(",")[0] for one in judged.problems] == [
+        "no token for 56 s",
+        "silent ranks: 1",
+        "no controller leads",
+    ]
+
+
+def test_deployment_that_samples_seldom_is_not_stopped_between_two_samples() -> None:
+    assert verdict(seen(token_time=NOW - 56, sample_every_s=20.0)).grade is Grade.SERVING
+    assert verdict(seen(token_time=NOW - 61, sample_every_s=20.0)).grade is Grade.STOPPED
+
+
+def test_death_is_over_once_a_later_token_was_counted() -> None:
+    assert verdict(seen(death=Death(NOW - 3, "rank 3 died"))).grade is Grade.SERVING
+
+
+def test_readiness_is_the_worst_of_the_findings_that_keep_requests_away() -> None:
+    idle = seen(token_time=NOW - 3600)
+    judged = seen(ranks=(rank(0), rank(1, **SILENT)))
+
+    # Without requests there are no tokens: a deployment that is idle must get the first one.
+    assert (verdict(idle).grade, unready(idle)) == (Grade.STOPPED, None)
+    assert unready(judged) == verdict(judged).reason
+
+
+def test_metric_of_the_verdict_is_that_of_the_page() -> None:
+    stopped = seen(token_time=NOW - 56)
+    found = {
+        one.name: one.figures
+        for one in metrics_of(Scrape(stopped, None, None, None, 0, "memory", NO_LEADER))
+    }
+
+    grades = {labels[0]: figure for labels, figure in found["eplb_verdict"].items()}
+    assert grades == {"stopped": 1, "blind": 0, "degraded": 0, "serving": 0}
+    assert found["eplb_token_age_seconds"] == {(): 56.0}
+    assert found["eplb_controller_leads"] == {(): 0.0}
+
+
+def test_zero_tokens_are_no_perfect_balance() -> None:
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1)
+    none, half = np.zeros((2, 2), dtype=np.int64), np.array([[0, 0], [30, 10]])
+
+    assert mean_imbalance(none, ranks) is None
+    assert mean_imbalance(half, ranks) == 1.5  # of the one layer with tokens
+    assert np.isnan(relative(half)[0]).all()
+    scrape = Scrape(seen(heatmap=relative(none)), None, None, None, 0, "memory", NO_LEADER)
+    found = {one.name: one.figures for one in metrics_of(scrape)}
+    assert found["eplb_balancedness"] == {}
+
+
+def test_many_ranks_are_named_as_stretches() -> None:
+    silent = {*range(20, 32), 40}
+    ranks = tuple(rank(one, **(SILENT if one in silent else {})) for one in range(64))
+
+    assert verdict(seen(ranks=ranks)).reason.startswith("silent ranks: 20-31, 40, expected")
+
+
+def test_every_finding_has_a_text() -> None:
+    worst = seen(ranks=(rank(0, ahead_s=60.0), rank(1, **SILENT)), uncounted_ranks=(0,))
+
+    assert all(one.text for one in findings(worst, Around("no leader", 3.0, "gone"), 30.0))
