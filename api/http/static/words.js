@@ -67,7 +67,10 @@ export function ago(seconds) {
 }
 
 const clock = (seconds) => new Date(seconds * 1000)
-  .toLocaleTimeString("en-GB", { timeZoneName: "short" });
+  .toLocaleTimeString("en-GB", {
+    // Named, or hours before 10 have one digit.
+    hour: "2-digit", minute: "2-digit", second: "2-digit", timeZoneName: "short",
+  });
 export const when = (seconds) => element("time", { class: "when",
   datetime: new Date(seconds * 1000).toISOString(),
   title: new Date(seconds * 1000).toISOString() }, clock(seconds));
