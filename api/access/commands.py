@@ -121,7 +121,9 @@ def list_keys(json_output: AsJson = False, config: Config = None, setting: Setti
 
 
 def audit(
-    last: Annotated[int, typer.Option(min=1, help="How many lines, the latest.")] = 20,
+    last: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="How many lines, the latest.")
+    ] = 20,
     verify: Annotated[bool, typer.Option("--verify", help="Follow the chain of hashes.")] = False,
     expect: Annotated[
         str | None, typer.Option(help="With --verify: NUMBER:HASH of a line noted earlier.")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from eplb.policies.table import POLICIES
 
-MAX_ID = 2**63 - 1  # of tasks, events and generations: the largest integer of every store
+MAX_ID = 2**53 - 1  # of tasks, events and generations: what every reader of JSON holds exactly
 MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement
 
 
