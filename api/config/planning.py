@@ -57,7 +57,7 @@ class Planner(Section):
     rank_speed: str = setting(
         PlannerRequest.rank_speed,
         "measured speeds, `rank:speed, ...`; 1 is nominal, and that of ranks without one",
-        max_length=100_000,
+        max_length=20_000,
         live=True,
     )
     forecast_weight: Number = setting(

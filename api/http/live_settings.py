@@ -40,6 +40,10 @@ class SettingsAnswer(Answer):
     settings: list[SettingAnswer]
 
 
+_SPEED = r"[0-9]{1,6}:(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,5}(\.[0-9]{1,6})?)"
+SPEEDS = rf"^({_SPEED}(, ?{_SPEED})*)?$"  # rank:speed, ...; that each rank is named once is left
+
+
 def _fields() -> dict[str, Any]:
     """The live settings as fields of a body: bounds and meaning as in the tree of settings."""
     found: dict[str, Any] = {}
@@ -47,6 +51,8 @@ def _fields() -> dict[str, Any]:
         of_type: Any = known.field.annotation
         for constraint in known.field.metadata:
             of_type = Annotated[of_type, constraint]
+        if name == "rank_speed":
+            of_type = Annotated[of_type, Field(pattern=SPEEDS)]
         if known.field.annotation is int:
             of_type = Annotated[of_type, *WHOLE]
         meaning = f"{known.field.description}; null: the static value"

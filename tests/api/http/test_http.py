@@ -482,11 +482,11 @@ def test_page_of_the_service_itself_may_change_state(
     "path", ["tasks/{}", "placement?generation={}", "events?after={}"], ids=lambda path: path[:6]
 )
 def test_id_beyond_what_a_store_can_hold_is_refused(client: httpx.Client, path: str) -> None:
-    for number in (2**63, -1, 10**30):
+    for number in (2**53, -1, 10**30):
         answer = client.get("/api/v1/" + path.format(number))
         assert "input should be" in refusal(answer, 422)
 
-    assert client.get("/api/v1/" + path.format(2**63 - 1)).status_code in (200, 404)
+    assert client.get("/api/v1/" + path.format(2**53 - 1)).status_code in (200, 404)
 
 
 @pytest.mark.parametrize("value", ["no", "off", "false", 0, 1, None, 0.0, []])
