@@ -77,6 +77,7 @@ def test_window_is_judged_under_what_was_planned_before_it() -> None:
     assert comparison.engine.serving is not served[0]  # planned on that window, for the next one
 
 
+@pytest.mark.slow
 def test_course_decides_as_the_controller_does() -> None:
     load = generate(Workload("gamma", layers=2, experts=8, windows=24), seed=3).tokens
     load = np.concatenate([load, load[:, :, ::-1]])
