@@ -115,7 +115,7 @@ class Reader:
             except EplbError as exc:
                 self._failed(f"{type(exc).__name__}: {exc}")
                 self._stopped.wait(PERIOD_S)
-            except Exception as exc:  # a fault here must not end the watching without a word
+            except Exception as exc:  # logged, and a reason of the verdict
                 log.exception("the reader of the store failed")
                 self._failed(repr(exc))
                 self._stopped.wait(PERIOD_S)

@@ -16,7 +16,9 @@ from simulations.shadow.comparison import Comparison
 from simulations.shadow.report import Prices, report
 from simulations.shadow.windows import Source
 
-LOOK_EVERY_S = 0.2  # for a stop, while waiting for the next poll
+# Between two checks for a stop while waiting for the next poll. No event: a signal handler that
+# sets one can deadlock with the wait that it interrupts.
+LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ DEADLINE_S = 30.0
 
 
 def control_until_killed(pipe: Connection, url: str, holder: str, ttl_s: float) -> None:
-    """A controller's process. It begins when it is told to."""
+    """Run a controller from the first message on, until the process is killed."""
     pipe.recv()
     pipe.send(os.getpid())
     with closing(open_store(url, "test")) as store:
