@@ -11,7 +11,7 @@ from api.config.reference import toml_value
 from api.config.tree import Known, Settings, known_names, known_settings
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from rebalance.controller.planner_request import speeds_of
+from rebalance.controller.planner_request import redundancy_of, speeds_of
 from telemetry.live import LiveChange, LiveSettings, LiveState, Value
 
 
@@ -46,16 +46,17 @@ def parsed_changes(texts: Mapping[str, str | None], *, given_by: str) -> dict[st
 
 
 def check_policy(changes: Mapping[str, Value | None]) -> None:
-    """Refuse a placement policy that is not there, and rank speeds that cannot be read.
+    """Refuse a placement policy that is not there, and lists of figures that cannot be read.
 
     Raises:
-        ConfigError: the policy is unknown, or the text is no list of speeds.
+        ConfigError: the policy is unknown, or a text is no list of speeds or of slots.
     """
     policy, speeds = changes.get("policy"), changes.get("rank_speed")
     if policy is not None:
         policy_named(str(policy))
     if speeds is not None:
         speeds_of(str(speeds))
+    redundancy_of(str(changes.get("redundancy") or ""))
 
 
 def overriding(state: LiveState) -> list[str]:

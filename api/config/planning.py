@@ -60,6 +60,13 @@ class Planner(Section):
         max_length=20_000,
         live=True,
     )
+    redundancy: str = setting(
+        PlannerRequest.redundancy,
+        "redundant slots that a layer uses, `layer:slots, ...`, layers from 0; those without one "
+        "use all",
+        max_length=20_000,
+        live=True,
+    )
     forecast_weight: Number = setting(
         PlannerRequest.forecast_weight,
         "weight of a forecast of the next window beside the past windows; 0: no forecast",

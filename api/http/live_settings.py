@@ -42,6 +42,9 @@ class SettingsAnswer(Answer):
 
 _SPEED = r"[0-9]{1,6}:(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,5}(\.[0-9]{1,6})?)"
 SPEEDS = rf"^({_SPEED}(, ?{_SPEED})*)?$"  # rank:speed, ...; that each rank is named once is left
+_SLOTS = r"[0-9]{1,6}:[0-9]{1,6}"
+# Lists of figures: what the form leaves to the service is that nothing is named twice.
+FORMS = {"rank_speed": SPEEDS, "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$"}
 
 
 def _fields() -> dict[str, Any]:
@@ -51,8 +54,8 @@ def _fields() -> dict[str, Any]:
         of_type: Any = known.field.annotation
         for constraint in known.field.metadata:
             of_type = Annotated[of_type, constraint]
-        if name == "rank_speed":
-            of_type = Annotated[of_type, Field(pattern=SPEEDS)]
+        if name in FORMS:
+            of_type = Annotated[of_type, Field(pattern=FORMS[name])]
         if known.field.annotation is int:
             of_type = Annotated[of_type, *WHOLE]
         meaning = f"{known.field.description}; null: the static value"

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY
+from eplb.decision.triggers import ACTS
 from telemetry.events import OUTCOME_OF_EVENT, plan_end, plan_offer
 from telemetry.store import Event, Outcome, RankState
 
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
-TRIGGERS = ("load", "request")  # the controller's own, after a window; requested by a person
 UNTOLD = "untold"  # a migration that no noted plan led to
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".
 ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
@@ -52,7 +52,7 @@ class RunTally:
         self.ended_plans = Counter(dict.fromkeys(OUTCOME_OF_EVENT.values(), 0))  # by outcome
         self.decided: Counter[tuple[str, ...]] = Counter()  # by (policy, decision)
         self.rebalances: Counter[tuple[str, ...]] = Counter(  # by (trigger, outcome)
-            {(trigger, outcome): 0 for trigger in TRIGGERS for outcome in self.ended_plans}
+            {(trigger, outcome): 0 for trigger in ACTS for outcome in self.ended_plans}
         )
         self.anomalies = Counter(dict.fromkeys(ANOMALIES, 0))  # by type
         self.excluded = dict.fromkeys(EXCLUDED, 0)  # samples, as the controller reported last

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from eplb.errors import ConfigError
 
 Trigger = Literal["membership", "first", "change", "interval", "imbalance", "load"]
+# What the event of a decision names: a trigger; an operator; either's way to an earlier placement.
+ACTS = (*get_args(Trigger), "request", "rollback")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eplb.clock import Clock
-from eplb.core.load import LoadHistory, Phase
+from eplb.core.load import Phase
 from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
 from eplb.measure.balance import imbalance
 from rebalance.controller.load import Group
+from rebalance.controller.planning import Past
 from telemetry.store import CommittedPlacement
 from telemetry.windows.folder import Window
 
@@ -28,29 +29,29 @@ class Due:
         self._clock = clock
         self.state = TriggerState()
         self._seen = -1  # index of the newest window whose tokens were counted
-        self._num_past = 0  # windows that a plan would have looked at, the last time
+        self._looked_upto = -1  # last step at which a change of load was found
         self._changed = False
 
     def ranks_changed(self) -> None:
         """Note another run: its windows count from the start."""
         is_first = self.state.generation < 0
         self.state = TriggerState(is_member_change=not is_first)
-        self._seen, self._num_past, self._changed = -1, 0, False
+        self._seen, self._looked_upto, self._changed = -1, -1, False
 
     @property
     def memory(self) -> tuple[TriggerState, int, int, bool]:
         """All that is remembered; a caller that could not plan puts it back."""
-        return self.state, self._seen, self._num_past, self._changed
+        return self.state, self._seen, self._looked_upto, self._changed
 
     @memory.setter
     def memory(self, memory: tuple[TriggerState, int, int, bool]) -> None:
-        self.state, self._seen, self._num_past, self._changed = memory
+        self.state, self._seen, self._looked_upto, self._changed = memory
 
     def trigger(
         self,
         rules: TriggerRules,
         windows: Sequence[Window],
-        past: LoadHistory,
+        past: Past,
         committed: CommittedPlacement,
         group: Group,
     ) -> str | None:
@@ -83,10 +84,14 @@ class Due:
         tokens = latest.tokens[None]
         return float(imbalance(tokens, committed.placement, group.topology).mean())
 
-    def _is_changed(self, past: LoadHistory) -> bool:
-        """Whether the load changed suddenly since the last plan: the planner's history is cut."""
-        self._changed |= past.num_windows < self._num_past
-        self._num_past = past.num_windows
+    def _is_changed(self, past: Past) -> bool:
+        """Whether the load changed suddenly since the last plan.
+
+        Further windows move the estimate of when it changed by one or two. So it is another change
+        only if it came after all that was known when the one before was found.
+        """
+        if past.changed_at > self._looked_upto:
+            self._changed, self._looked_upto = True, past.upto
         return self._changed
 
 

@@ -219,8 +219,8 @@ class Controller:
         trigger = self._due.trigger(self._settings.triggers, windows, past, committed, group)
         if trigger is None:
             return
-        proposal = self._plan(group, past, serving, self._settings.policy)
-        self._suggest(candidates_for(past.tokens.sum(axis=0), serving, group.topology))
+        proposal = self._plan(group, past.history, serving, self._settings.policy)
+        self._suggest(candidates_for(past.history.tokens.sum(axis=0), serving, group.topology))
         if proposal.decision is Decision.KEEP:
             self._note_keep(proposal, windows[-1].index, trigger)
             return
@@ -303,7 +303,7 @@ class Controller:
         if past is None:
             raise EplbError(f"{why}: found no complete window of load, expected one for its price")
         return self._planning.plan_back(
-            group, self._settings, past, serving, earlier.placement, why
+            group, self._settings, past.history, serving, earlier.placement, why
         )
 
     def _carry_out(
@@ -352,6 +352,8 @@ class Controller:
             return None
         if is_promise:
             self._planning.published(proposal, current, migration.target)
+        else:
+            self._planning.taken_back()
         return migration
 
     def _note_keep(self, proposal: Plan, window: int, trigger: str) -> None:
@@ -426,7 +428,7 @@ class Controller:
             proposal = self._plan_back(group, generation, serving, why, last=windows)
         else:
             policy = str(task.request.get("policy") or self._settings.policy)
-            proposal = self._plan(group, past, serving, policy)
+            proposal = self._plan(group, past.history, serving, policy)
         if task.kind == "explain":
             layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
             return TaskResult(detail=proposal.explain(layer, expert).to_dict())

@@ -5,6 +5,7 @@ All are settings of the deployment. What was asked is recorded with each plan.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -18,12 +19,14 @@ from eplb.core.problem import Objective
 from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
 from eplb.decision.coverage import Coverage, coverage_of
+from eplb.decision.redundancy import slots_per_layer
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from telemetry.forecast.forecasters import Ewma
 
 HALF_LIFE = 4.0  # windows, of the forecast
 SHOWN = 32  # uncovered experts that an event lists
+MOST_SLOTS = 2**31
 SHOWN_TEXT = 4096  # characters of a setting; 320 ranks with speeds of two digits take 2,800
 
 
@@ -39,6 +42,7 @@ class PlannerRequest:
     dispatch: str = DispatchRule.WEIGHTED.value  # by which the engine chooses replicas
     min_domains: int = 1  # failure domains of each expert, as far as slots allow
     rank_speed: str = ""  # "rank:speed, ..."; 1 is nominal, and that of all others
+    redundancy: str = ""  # "layer:slots, ..."; redundant slots of a layer; the others use all
     forecast_weight: float = 0.0  # of the forecast beside the past windows; 0: no forecast
 
     def __post_init__(self) -> None:
@@ -54,6 +58,7 @@ class PlannerRequest:
                 f"forecast_weight is {self.forecast_weight}, expected 0 or more and below 1"
             )
         speeds_of(self.rank_speed)
+        redundancy_of(self.redundancy)
 
     def topology(self, topology: Topology) -> Topology:
         """The topology with the measured speeds.
@@ -74,10 +79,34 @@ class PlannerRequest:
         return replace(topology, rank_speed=found)
 
     def coverage(self, past: LoadHistory, topology: Topology, num_groups: int) -> Coverage:
-        """Constraints on failure domains that fit, and the experts that they leave out."""
+        """Constraints on slots, those on failure domains that fit, and the experts left out.
+
+        Raises:
+            ConfigError: ``redundancy`` of a layer that is not there, or of more slots.
+        """
         tokens = past.tokens.sum(axis=0)
-        room = room_of(Constraints(), topology, len(tokens))
-        return coverage_of(tokens, room, topology, self.min_domains, num_groups)
+        slots = self.slots(topology, *tokens.shape)
+        room = room_of(Constraints(slots=slots), topology, len(tokens))
+        found = coverage_of(tokens, room, topology, self.min_domains, num_groups)
+        return replace(found, constraints=replace(found.constraints, slots=slots))
+
+    def slots(
+        self, topology: Topology, num_layers: int, num_experts: int
+    ) -> NDArray[np.int64] | None:
+        """[L, R] slots that layers may use; None: all. Those of dead ranks are not missed."""
+        asked = redundancy_of(self.redundancy)
+        if not asked:
+            return None
+        live = int(topology.slots_of_rank[topology.alive].sum())
+        counts, most = np.full(num_layers, live), topology.num_slots - num_experts
+        for layer, redundant in asked.items():
+            if layer >= num_layers or redundant > most:
+                raise ConfigError(
+                    f"redundancy gives layer {layer} {redundant} redundant slots, expected layers "
+                    f"0..{num_layers - 1} and 0..{most} slots"
+                )
+            counts[layer] = min(num_experts + redundant, live)
+        return slots_per_layer(counts, topology)
 
     def scenarios(self, past: LoadHistory) -> Scenarios | None:
         """The forecast of the next window, or None."""
@@ -91,9 +120,10 @@ class PlannerRequest:
     def recorded(self, coverage: Coverage) -> dict[str, Any]:
         """What was asked and what of it does not fit, as details of an event."""
         asked = dict(vars(self))
-        if len(self.rank_speed) > SHOWN_TEXT:
-            digest = sha256(self.rank_speed.encode()).hexdigest()
-            asked["rank_speed"] = f"{len(self.rank_speed)} characters, sha256 {digest}"
+        for name in ("rank_speed", "redundancy"):
+            if len(text := asked[name]) > SHOWN_TEXT:
+                digest = sha256(text.encode()).hexdigest()
+                asked[name] = f"{len(text)} characters, sha256 {digest}"
         if coverage.uncovered:
             asked["num_uncovered"] = len(coverage.uncovered)
             asked["uncovered"] = [list(one) for one in coverage.uncovered[:SHOWN]]
@@ -109,16 +139,38 @@ def speeds_of(text: str) -> dict[int, float]:
         ConfigError: something else.
     """
     speeds: dict[int, float] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        rank, _, speed = part.partition(":")
-        try:
-            number, value = int(rank), float(speed)
-        except ValueError:
-            number, value = -1, 0.0
-        if number < 0 or not 0 < value < float("inf") or number in speeds:
+    for part, rank, speed in _pairs(text):
+        if rank < 0 or not 0 < speed < float("inf") or rank in speeds:
             raise ConfigError(
                 f"rank_speed has {part!r}, expected rank:speed for each rank once, such as "
                 "'3:0.8, 7:0.9', speeds above 0"
             )
-        speeds[number] = value
+        speeds[rank] = speed
     return speeds
+
+
+def redundancy_of(text: str) -> dict[int, int]:
+    """Read "layer:slots, layer:slots".
+
+    Raises:
+        ConfigError: something else.
+    """
+    slots: dict[int, int] = {}
+    for part, layer, count in _pairs(text):
+        if layer < 0 or not 0 <= count < MOST_SLOTS or count % 1 or layer in slots:
+            raise ConfigError(
+                f"redundancy has {part!r}, expected layer:slots for each layer once, such as "
+                "'0:16, 7:4', whole numbers of 0 or more"
+            )
+        slots[layer] = int(count)
+    return slots
+
+
+def _pairs(text: str) -> Iterator[tuple[str, int, float]]:
+    """Each "number:figure" of a list, as text and read; (text, -1, -1) where it is none."""
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        number, _, figure = part.partition(":")
+        try:
+            yield part, int(number), float(figure)
+        except ValueError:
+            yield part, -1, -1.0

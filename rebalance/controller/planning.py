@@ -6,7 +6,7 @@ Policies do not see spare slots, so placements are compacted before a plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from eplb.clock import Clock
 from eplb.core.constraints import Constraints
@@ -22,7 +22,7 @@ from eplb.planner import Plan, plan, plan_to
 from rebalance.controller.load import Group
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
 from rebalance.controller.track_record import Judged, Promises, TrackRecord
-from telemetry.drift.detector import LOOK_BACK, planning_history
+from telemetry.drift.detector import LOOK_BACK, windows_since_change
 from telemetry.windows.folder import Window, history
 
 
@@ -131,15 +131,31 @@ class Planning:
         """Hold a published plan to its promise."""
         self._record().published(proposal, base, target)
 
+    def taken_back(self) -> None:
+        """Hold no plan so far to its promise: the way to an earlier placement is published."""
+        self._record().taken_back()
+
     def _record(self) -> TrackRecord:
         self._track = self._track or TrackRecord(self._store)
         return self._track
 
 
-def planned_on(windows: Sequence[Window], last: int) -> LoadHistory | None:
+class Past(NamedTuple):
+    """The load that a plan looks at."""
+
+    history: LoadHistory
+    upto: int  # its last step
+    changed_at: int  # first step after the latest sudden change; -1: there is none
+
+
+def planned_on(windows: Sequence[Window], last: int) -> Past | None:
     """The latest complete windows, none from before a sudden change of load; None without any."""
     seen = history(windows, last=max(last, LOOK_BACK))
-    return planning_history(seen, last=last) if seen is not None else None
+    if seen is None:
+        return None
+    since = windows_since_change(seen)
+    changed_at = int(seen.first_step[-since]) if since < seen.num_windows else -1
+    return Past(seen.latest(min(last, since)), int(seen.last_step[-1]), changed_at)
 
 
 def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:

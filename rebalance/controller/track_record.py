@@ -1,14 +1,17 @@
 """Compares the promised with the measured gain of the controller's plans.
 
-A committed plan is judged once enough windows were measured under its placement. The sums are
-stored as an event, so that a restarted controller continues from them. It also finds the plan that
-an earlier controller published and nobody has judged yet.
+A committed plan is judged once enough windows were measured since it serves: each window's load
+under the placement before it and under its own. The sums are stored as an event, so that a
+restarted controller continues from them. It also finds the plans that an earlier controller
+published and nobody has judged yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +26,7 @@ from telemetry.store import Event, EventStore, PlacementStore, events_backwards
 from telemetry.windows.folder import Window
 
 KIND = "promise"  # of the event
+MOST_OPEN = 8  # promises; one for each window until the first is judged, and some more
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,16 @@ class Judged(NamedTuple):
 
 
 class TrackRecord:
-    """Judges each MOVE after it has served, and keeps the sums.
+    """Judges each MOVE and each RESPLIT after it has served, and keeps the sums.
 
-    A RESPLIT is a new generation with the same slots, and does not end a judgement.
+    A RESPLIT is a new generation with the same slots, and does not end a judgement. So several
+    plans may be open: a MOVE, and the shares that followed it.
     """
 
     def __init__(self, store: Promises) -> None:
         self._store = store
         self.record = _latest(store)
-        self._open = _unjudged(store)
+        self._open = deque(_unjudged(store), MOST_OPEN)  # oldest first
         self._serving: Placement | None = None
         self._generations: set[int] = set()  # with the experts where they are now
 
@@ -66,37 +71,45 @@ class TrackRecord:
             self._generations = set()
         self._generations.add(committed.generation)
         self._serving = committed
-        others = (not window.generations <= self._generations for window in reversed(windows))
-        return next((count for count, other in enumerate(others) if other), len(windows))
+        return _latest_under(self._generations, windows)
 
     def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
-        """Hold a plan to what it promises; only the latest one can be judged."""
-        if proposal.decision is Decision.MOVE:
-            self._open = Promise(base, target, proposal.before - proposal.after)
+        """Hold a plan to what it promises; one that had to be made may promise no gain."""
+        gain = proposal.before - proposal.after
+        if proposal.decision is not Decision.KEEP and 0 < gain < inf:
+            before = [one for one in self._open if one.target.generation < target.generation]
+            self._open = deque(before, MOST_OPEN)
+            self._open.append(Promise(base, target, gain))
+
+    def taken_back(self) -> None:
+        """Judge none of the plans so far, because the way to an earlier placement is published."""
+        self._open.clear()
 
     def is_judging(self, committed: Placement) -> bool:
         """Whether a plan serves that has not had its windows yet."""
-        return self._open is not None and committed.generation >= self._open.target.generation
+        return any(committed.generation >= one.target.generation for one in self._open)
 
     def judge(
         self, windows: Sequence[Window], committed: Placement, topology: Topology
     ) -> Judged | None:
-        """Judge the open promise by the windows that came under it, once they are enough.
+        """Judge the oldest promise whose windows are enough, by all windows that came under it.
 
         Returns:
             The promise that was judged now, and what it gave; None: there was none to judge.
         """
-        promise, count = self._open, self.unseen(windows, committed)
-        if promise is None or committed.generation < promise.target.generation:
-            return None
-        if not np.array_equal(committed.slot_to_expert, promise.target.slot_to_expert):
-            self._open = None  # dropped half-way, or another placement came
-            return None
-        if count < ENOUGH:
-            return None
-        given = promise.given(np.stack([window.tokens for window in windows[-count:]]), topology)
+        self.unseen(windows, committed)
+        self._open = deque((one for one in self._open if _may_serve(one, committed)), MOST_OPEN)
+        for promise in self._open:
+            since = {one for one in self._generations if one >= promise.target.generation}
+            count = _latest_under(since, windows)
+            if count >= ENOUGH:
+                self._open.remove(promise)
+                return self._judged(promise, windows[-count:], topology)
+        return None
+
+    def _judged(self, promise: Promise, windows: Sequence[Window], topology: Topology) -> Judged:
+        given = promise.given(np.stack([window.tokens for window in windows]), topology)
         self.record = self.record.with_plan(promise.gain, given)
-        self._open = None
         judgement = Judgement(
             promise.target.generation,
             round(promise.gain, 6),
@@ -107,34 +120,61 @@ class TrackRecord:
         return Judged(promise, given)
 
 
-def _unjudged(store: Promises) -> Promise | None:
-    """The promise of the latest published plan, if it is a MOVE that nobody has judged."""
+def _latest_under(generations: Collection[int], windows: Sequence[Window]) -> int:
+    """Number of latest windows in which none but these generations served."""
+    others = (not window.generations <= set(generations) for window in reversed(windows))
+    return next((count for count, other in enumerate(others) if other), len(windows))
+
+
+def _may_serve(promise: Promise, committed: Placement) -> bool:
+    """Whether the promised placement serves, with later shares perhaps, or may still come.
+
+    It does not where it was dropped half-way, or other slots came after it.
+    """
+    target = promise.target
+    if committed.generation == target.generation:
+        return committed.hash == target.hash
+    is_to_come = committed.generation < target.generation
+    return is_to_come or np.array_equal(committed.slot_to_expert, target.slot_to_expert)
+
+
+def _unjudged(store: Promises) -> list[Promise]:
+    """The promises of the latest published plans that nobody has judged, oldest first."""
+    found: list[Promise] = []
     offer: PlanOffer | None = None
+    judged, num_offers = -1, 0  # the newest generation that was judged
     for event in events_backwards(store, {KIND, "publish", "plan"}):
         if event.kind == KIND:
-            return None  # everything before was judged, or followed by what was
-        if event.kind == "publish":
-            offer = offer or plan_offer(event)
-        elif offer is not None and event.detail.get("decision") == Decision.RESPLIT.value:
-            offer = None  # the slots stay, and so does the promise of the MOVE before it
+            judged = max(judged, read_event(event, Judgement).generation)
+        elif event.kind == "publish":
+            offer, num_offers = plan_offer(event), num_offers + 1
+            if offer is None or offer.generation <= judged or num_offers > MOST_OPEN:
+                break  # everything before was judged too, or dropped
         elif offer is not None:
-            return _promise(store, offer, event)
-    return None
+            if event.detail.get("trigger") == "rollback":
+                break  # it judged none of those before
+            held = _promise(store, offer, event)
+            found, offer = found + held, None
+            if held and event.detail.get("decision") == Decision.MOVE.value:
+                break  # it ended those before
+    return found[::-1]
 
 
-def _promise(store: Promises, offer: PlanOffer, decision: Event) -> Promise | None:
+def _promise(store: Promises, offer: PlanOffer, decision: Event) -> list[Promise]:
+    """The promise of a published plan; empty where it was dropped, or promised nothing."""
     detail = decision.detail
     before, after = detail.get("imbalance_before"), detail.get("imbalance_after")
-    is_other = detail.get("generation") != offer.base_generation
-    if is_other or before is None or after is None or detail.get("trigger") == "rollback":
-        return None  # a rollback promises no gain
+    if detail.get("generation") != offer.base_generation or before is None or after is None:
+        return []
+    if before <= after:
+        return []
     base, target = store.placement(offer.base_generation), store.placement(offer.generation)
     published = store.published()
     if published is not None and published.plan_id == offer.plan_id:
-        return Promise(published.base, published.target, before - after)
+        return [Promise(published.base, published.target, before - after)]
     if base is None or target is None or target.plan_id != offer.plan_id:
-        return None
-    return Promise(base.placement, target.placement, before - after)
+        return []
+    return [Promise(base.placement, target.placement, before - after)]
 
 
 def _latest(store: EventStore) -> Record:

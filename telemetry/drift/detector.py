@@ -143,6 +143,17 @@ def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Ch
     return found
 
 
+def windows_since_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> int:
+    """Return the number of latest windows since the latest sudden change; all where there is none.
+
+    Args:
+        history: as ``last_change``.
+        false_alarm: as ``last_change``.
+    """
+    change = last_change(history, false_alarm=false_alarm)
+    return history.num_windows - (change.index if change is not None else 0)
+
+
 def planning_history(
     history: LoadHistory, *, last: int, false_alarm: float = FALSE_ALARM
 ) -> LoadHistory:
@@ -152,9 +163,7 @@ def planning_history(
         history: more windows than ``last``, so that a change can be distinguished from noise.
         last: windows that a plan looks at when nothing changes.
     """
-    change = last_change(history, false_alarm=false_alarm)
-    since = history.num_windows - (change.index if change is not None else 0)
-    return history.latest(min(last, since))
+    return history.latest(min(last, windows_since_change(history, false_alarm=false_alarm)))
 
 
 def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> Change | None:

@@ -438,6 +438,7 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
         "dispatch": "even",
         "min_domains": 2,
         "rank_speed": "1:0.5",
+        "redundancy": "0:1",
         "forecast_weight": 0.25,
         "expert_part": 0.5,
         "bytes_per_s": 1e9,

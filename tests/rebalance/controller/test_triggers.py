@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from controlled_deployment import (
-    EVEN,
     SETTINGS,
     SKEWED,
     START,
@@ -17,6 +17,7 @@ from controlled_deployment import (
 )
 
 from eplb.core.load import Phase
+from eplb.core.placement import EMPTY, Placement
 from eplb.decision.promises import ENOUGH
 from eplb.decision.triggers import TriggerRules
 from rebalance.controller.loop import Controller
@@ -87,14 +88,15 @@ def test_first_window_and_then_the_interval_are_triggers(clock: Clock) -> None:
 
 def test_imbalance_above_the_limit_is_a_trigger_until_it_is_armed_again(clock: Clock) -> None:
     watched = Watched(clock, start_imbalance=1.4, rearm_imbalance=1.2)
-    # No commit arms it again, and no change of the load is a trigger of its own.
-    watched.store.change_live({"stage": "observe", "plan_windows": 1}, reason="a test")
-    assert watched.serve(EVEN, windows=2) == ["first"]
+    # No commit arms it again, and so few tokens show no change of load: it may be chance.
+    watched.store.change_live({"stage": "observe"}, reason="a test")
+    even, skewed = [3, 3, 3, 3], [7, 3, 1, 1]
+    assert watched.serve(even, windows=2) == ["first"]
 
-    assert watched.serve(SKEWED) == ["imbalance"]
-    assert watched.serve(SKEWED, windows=2) == []  # hysteresis
-    assert watched.serve(EVEN) == []
-    assert watched.serve(SKEWED) == ["imbalance"]
+    assert watched.serve(skewed) == ["imbalance"]
+    assert watched.serve(skewed, windows=2) == []  # hysteresis
+    assert watched.serve(even) == []
+    assert watched.serve(skewed) == ["imbalance"]
 
 
 def test_sudden_change_of_load_is_a_trigger(clock: Clock) -> None:
@@ -103,6 +105,18 @@ def test_sudden_change_of_load_is_a_trigger(clock: Clock) -> None:
     assert watched.serve(SKEWED, windows=6) == []
 
     assert watched.serve(REVERSED) == ["change"]
+
+
+@pytest.mark.parametrize("plan_windows", [1, 2, 16])
+def test_each_sudden_change_is_one_trigger_however_few_windows_are_planned_on(
+    clock: Clock, plan_windows: int
+) -> None:
+    watched = Watched(clock, interval_s=RARELY_S)
+    watched.store.change_live({"plan_windows": plan_windows, "stage": "observe"}, reason="a test")
+    assert watched.serve(SKEWED, windows=6) == ["first"]
+
+    assert watched.serve(REVERSED, windows=8) == ["change"]
+    assert watched.serve(SKEWED, windows=8) == ["change"]
 
 
 def test_other_ranks_are_a_trigger_despite_the_cool_down(clock: Clock) -> None:
@@ -173,6 +187,66 @@ def test_decode_counts_where_ranks_do_nothing_else(clock: Clock, planned_on: Pha
 
 
 # -- what is recorded
+
+# Expert 0 is on both ranks. Even shares make 1.3 of the first load, and 3:1 makes 1.0.
+REPLICATED = Placement(np.array([[0, 1, EMPTY, 2, 3, 0]]), num_experts=4)
+FOR_SHARES = [60_000, 5_000, 17_500, 17_500]
+AGAINST_SHARES = [60_000, 35_000, 2_500, 2_500]
+
+
+@pytest.fixture
+def split_again(clock: Clock) -> Watched:
+    """A deployment whose generation 1 has other shares than generation 0, and the same slots."""
+    watched = Watched(clock, interval_s=RARELY_S)
+    watched.store.commit(REPLICATED.with_generation(1), expected=0, reason="a test")
+    watched.deployment.serve(FOR_SHARES)
+    assert [one["decision"] for one in watched.decided()] == ["RESPLIT"]
+    assert not watched.deployment.swap().moves
+    # The planner answers none of what follows, so that the plan is judged as it is.
+    watched.store.change_live({"pay_back_s": 0.0}, reason="a test")
+    return watched
+
+
+def test_realised_gain_of_a_resplit_is_recorded(split_again: Watched) -> None:
+    split_again.serve(FOR_SHARES, windows=ENOUGH + 1)
+
+    (promise,) = events(split_again.store, "promise")
+    assert promise.detail["generation"] == 2
+    assert promise.detail["given"] == pytest.approx(0.3, abs=0.02)
+
+
+def test_resplit_that_made_its_windows_worse_is_taken_back(split_again: Watched) -> None:
+    split_again.store.change_live({"rollback_loss": 0.2}, reason="a test")
+
+    split_again.serve(AGAINST_SHARES, windows=ENOUGH)
+
+    (promise,) = events(split_again.store, "promise")
+    assert promise.detail["given"] == pytest.approx(-0.3, abs=0.02)
+    back = split_again.deployment.swap()
+    assert np.allclose(back.target.slot_share, REPLICATED.slot_share)
+    split_again.serve(AGAINST_SHARES, windows=ENOUGH + 1)
+    assert len(events(split_again.store, "promise")) == 1, "the way back promises nothing"
+
+
+def test_new_leader_judges_a_move_and_the_resplit_that_followed(clock: Clock) -> None:
+    watched = Watched(clock)
+    watched.serve(SKEWED)
+    watched.deployment.swap()
+    watched.store.change_live({"bytes_per_s": 1.0, "plan_windows": 1}, reason="only shares")
+    watched.serve([45_000, 5_000, 25_000, 25_000])
+    assert not watched.deployment.swap().moves
+    watched.controller.close()
+
+    watched.store.change_live({"pay_back_s": 0.0}, reason="a test")
+    watched.controller = Controller(watched.store, SETTINGS, clock=clock)
+    watched.serve(SKEWED, windows=ENOUGH + 2)
+
+    found = [
+        (one.detail["generation"], one.detail["given"]) for one in events(watched.store, "promise")
+    ]
+    assert [generation for generation, _ in found] == [1, 2]
+    assert found[0][1] == pytest.approx(0.6, abs=0.05)
+    assert found[1][1] < 0
 
 
 def test_decision_has_before_prediction_cost_and_what_was_asked(clock: Clock) -> None:
