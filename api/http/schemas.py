@@ -69,6 +69,15 @@ class DecisionAnswer(Answer):
     moves: int
     bytes: int
     generation: int
+    trigger: str = Field(description="what made the plan due, `request` or `rollback`")
+    actor: str = Field(description="the controller, or the task of an operator")
+    stage: str = Field(description="of the rollout")
+    plan_id: int | None = Field(description="of its migration; null: nothing was published")
+    outcome: Literal["committed", "aborted", "rejected"] | None = Field(
+        description="of that migration; null: it is open, or there is none"
+    )
+    gain_promised: float | None = Field(description="reduction of imbalance, once it was judged")
+    gain_realised: float | None
 
 
 class HistoryPointAnswer(Answer):
@@ -107,8 +116,11 @@ class RebalanceAnswer(Answer):
 
     plan_id: int
     generation: int
+    decision_id: int | None = Field(description="of the event that decided it")
     decision: str
     trigger: str
+    actor: str
+    stage: str
     reason: str
     offered: float
     ended: float | None = Field(description="null: it is open")

@@ -289,7 +289,7 @@ class Monitor:
                 bytes_by_source=bytes_by_source(self._states),
                 experts_moved=detail_sum(self._states, "experts_moved"),
                 swap_pauses_ms=swap_pauses_ms(self._states),
-                decisions=tuple(self._decisions),
+                decisions=self._rebalances.followed(self._decisions),
                 events=tuple(self._events),
                 samples_stored=self._samples_read,
                 samples_lost=detail_sum(self._states, "samples_lost"),

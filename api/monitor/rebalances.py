@@ -7,9 +7,11 @@ A plan that was decided and held back is HELD: its event says why nothing moved.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from api.monitor.history import History, HistoryMark, MarkKind
+from api.monitor.snapshot import Decision
 from telemetry.events import OUTCOME_OF_EVENT, PlanEnd, plan_end, plan_offer, read_event
 from telemetry.store import Event
 
@@ -23,8 +25,11 @@ class Rebalance:
 
     plan_id: int
     generation: int  # that it leads to
+    decision_id: int | None  # of the event that decided it; None: there was none
     decision: str  # MOVE or RESPLIT
-    trigger: str  # load, request or rollback
+    trigger: str  # one of eplb.decision.triggers.ACTS
+    actor: str  # the controller, or the task of an operator
+    stage: str  # of the rollout
     reason: str
     offered: float  # seconds since the epoch
     ended: float | None  # None: it is open
@@ -51,6 +56,19 @@ class RebalanceLog:
         """Give the kept ones, newest first."""
         return tuple(reversed(self._rebalances.values()))
 
+    def followed(self, decisions: Iterable[Decision]) -> tuple[Decision, ...]:
+        """Give decisions with how the migration of each ended, and what it brought."""
+        of_decision = {one.decision_id: one for one in self._rebalances.values()}
+
+        def with_end(decision: Decision) -> Decision:
+            one = of_decision.get(decision.id)
+            if one is None:
+                return decision
+            gains = {"gain_promised": one.gain_promised, "gain_realised": one.gain_realised}
+            return replace(decision, plan_id=one.plan_id, outcome=one.outcome, **gains)
+
+        return tuple(with_end(one) for one in decisions)
+
     def note(self, event: Event) -> None:
         """Follow one more event."""
         detail = event.detail
@@ -75,12 +93,16 @@ class RebalanceLog:
 
     def _offered(self, event: Event, plan_id: int, generation: int, moves: int) -> None:
         plan = {} if self._plan is None else dict(self._plan.detail)
+        decision_id = None if self._plan is None else self._plan.id
         self._plan = None
         self._rebalances[plan_id] = Rebalance(
             plan_id=plan_id,
             generation=generation,
+            decision_id=decision_id,
             decision=str(plan.get("decision", "MOVE")),
             trigger=str(plan.get("trigger", "")),
+            actor=str(plan.get("actor", "")),
+            stage=str(plan.get("stage", "")),
             reason=str(plan.get("reason", "")),
             offered=event.time,
             ended=None,

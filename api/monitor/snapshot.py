@@ -52,7 +52,7 @@ class RebalanceMark:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the controller decided on one plan, and why."""
+    """What the controller decided on one plan, why, at whose word, and what came of it."""
 
     id: int  # of its event
     time: float
@@ -64,6 +64,13 @@ class Decision:
     moves: int
     bytes: int
     generation: int
+    trigger: str = ""  # one of eplb.decision.triggers.ACTS; "": the event has none
+    actor: str = ""  # the controller, or the task of an operator
+    stage: str = ""  # of the rollout
+    plan_id: int | None = None  # of its migration; None: nothing was published
+    outcome: str | None = None  # of that migration; None: it is open, or there is none
+    gain_promised: float | None = None  # reduction of imbalance, once it was judged
+    gain_realised: float | None = None
 
 
 @dataclass(frozen=True)
@@ -284,4 +291,7 @@ def decision_of(event: Event) -> Decision:
         moves=int(detail.get("moves", 0)),
         bytes=int(detail.get("bytes", 0)),
         generation=int(detail.get("generation", 0)),
+        trigger=str(detail.get("trigger", "")),
+        actor=str(detail.get("actor", "")),
+        stage=str(detail.get("stage", "")),
     )

@@ -4,7 +4,7 @@ import { Chart } from "/static/chart.js";
 import { $, element, figures, keyed, set, show, text } from "/static/dom.js";
 import { drawExperts, drawRanks, readOut } from "/static/heat.js";
 import { act } from "/static/acts.js";
-import { ago, count, decisionFigures, plural, sentence, size, took, when } from "/static/words.js";
+import { ago, change, count, decisionFigures, origin, plural, realised, sentence, size, took, when } from "/static/words.js";
 
 const PERIOD_MS = 1000, TIMEOUT_MS = 20000, EVENTS_SHOWN = 200, POINTS = 400;
 const PHASES = ["idle", "preload", "stage", "swap"];
@@ -138,8 +138,10 @@ function showLast() {
     ["cost", `${plural(last.moves, "move")}`, `${size(last.bytes)}, ${last.ended === null ? "open" : took(last.ended - last.offered)}` +
       (pause ? `, pause ${pause.toFixed(1)} ms` : "")],
     ["predicted", `${fixed(last.imbalance_before)} → ${fixed(last.imbalance_predicted)}`, "imbalance"],
-    ["realised", last.gain_realised == null ? "not judged" : `−${fixed(last.gain_realised)}`,
-      last.gain_promised == null ? "needs windows under the plan" : `imbalance, of ${fixed(last.gain_promised)} promised`],
+    ["realised", last.gain_realised == null ? "not judged" : change(last.gain_realised),
+      last.gain_promised == null ? "needs windows under the plan" : `imbalance, of ${change(last.gain_promised)} promised`],
+    ["trigger", last.trigger || "unknown", last.actor && `by ${last.actor}`],
+    ["stage", last.stage || "unknown", "of the rollout"],
   ]);
 }
 
@@ -204,8 +206,9 @@ function showDecisions() {
   keyed($("decisions"), state.decisions.toReversed(), (one) => one.id, (one) => {
     const kind = one.reason.includes(" (not moved: ") ? "HELD" : one.decision;
     return element("div", { class: "entry" }, when(one.time), element("span", { class: `tag ${kind}` }, kind),
-      one.reason, element("div", { class: "figures" }, decisionFigures(one)));
-  });
+      one.reason, element("div", { class: "figures" }, origin(one)),
+      element("div", { class: "figures" }, decisionFigures(one)), element("div", { class: "figures brought-by" }));
+  }, (node, one) => text(node.lastChild, realised(one)));  // it comes later than the rest
 }
 
 function showEvents() {

@@ -75,11 +75,28 @@ export const when = (seconds) => element("time", { class: "when",
   datetime: new Date(seconds * 1000).toISOString(),
   title: new Date(seconds * 1000).toISOString() }, clock(seconds));
 
+// What made the plan due, at whose word, in which stage of the rollout.
+export const origin = (one) => [
+  one.trigger && `trigger ${one.trigger}`, one.actor && `by ${one.actor}`, one.stage && `stage ${one.stage}`,
+].filter(Boolean).join(" · ");
+
+// A reduction of imbalance, as its change: less is better.
+export const change = (gain) => `${gain > 0 ? "−" : gain < 0 ? "+" : ""}${Math.abs(gain).toFixed(3)}`;
+
+export function realised(one) {
+  if (one.plan_id == null) return "";
+  if (one.gain_realised != null) {
+    return `realised ${change(one.gain_realised)}` +
+      (one.gain_promised == null ? "" : ` of ${change(one.gain_promised)} promised`);
+  }
+  return one.outcome === null ? "migration open" : one.outcome === "committed" ? "committed, not judged yet" : one.outcome;
+}
+
 export function decisionFigures(decision) {
   const parts = [];
   if (decision.imbalance_before != null) {
-    const after = decision.imbalance_after == null ? "" : ` → ${decision.imbalance_after.toFixed(2)}`;
-    parts.push(`imbalance ${decision.imbalance_before.toFixed(2)}${after}`);
+    const after = decision.imbalance_after == null ? "" : ` → ${decision.imbalance_after.toFixed(3)} predicted`;
+    parts.push(`imbalance ${decision.imbalance_before.toFixed(3)}${after}`);
   }
   if (decision.moves) parts.push(`${plural(decision.moves, "move")}, ${size(decision.bytes ?? 0)}`);
   if (decision.policy) parts.push(`policy ${decision.policy}`);

@@ -235,7 +235,8 @@ def test_range_is_chosen_by_a_button_and_is_the_address(page: Any) -> None:
 def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
     page: Any, store: MemoryStore
 ) -> None:
-    decided = {"decision": "MOVE", "reason": "worth it", "bytes": 7_000_000, "trigger": "load"}
+    decided = {"decision": "MOVE", "reason": "worth it", "bytes": 7_000_000}
+    decided |= {"trigger": "request", "actor": "task 3", "stage": "propose"}
     store.add_event("plan", decided | {"imbalance_before": 1.6, "imbalance_after": 1.1})
     second = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
     migration = build_migration(FIRST, second, TOPOLOGY, plan_id=store.next_plan_id())
@@ -244,12 +245,18 @@ def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
     store.add_event(
         "promise", {"generation": 2, "promised": 0.5, "given": 0.4, "record": [0.5, 0.4]}
     )
-    page.locator("#last", has_text="of 0.50 promised").wait_for()
+    page.locator("#last", has_text="of \N{MINUS SIGN}0.500 promised").wait_for()
 
     shown = page.locator("#last").inner_text()
     assert "1.60 → 1.10" in shown
     assert "7.0 MB" in shown
-    assert "0.40" in shown
+    assert "\N{MINUS SIGN}0.400" in shown
+    assert "by task 3" in shown
+    assert "propose" in shown
+    entry = page.locator("#decisions .entry", has_text="worth it").inner_text()
+    assert "trigger request · by task 3 · stage propose" in entry
+    assert "imbalance 1.600 → 1.100 predicted" in entry
+    assert "realised \N{MINUS SIGN}0.400 of \N{MINUS SIGN}0.500 promised" in entry
     page.locator("#chart .mark.MOVE title").wait_for(state="attached")
 
 
