@@ -4,7 +4,7 @@ import { Chart } from "/static/chart.js";
 import { $, element, figures, keyed, set, show, text } from "/static/dom.js";
 import { drawExperts, drawRanks, readOut } from "/static/heat.js";
 import { act } from "/static/acts.js";
-import { ago, change, count, decisionFigures, origin, plural, realised, sentence, size, took, when } from "/static/words.js";
+import { ago, change, count, decisionFigures, origin, parted, plural, realised, sentence, size, took, when } from "/static/words.js";
 
 const PERIOD_MS = 1000, TIMEOUT_MS = 20000, EVENTS_SHOWN = 200, POINTS = 400;
 const PHASES = ["idle", "preload", "stage", "swap"];
@@ -139,9 +139,9 @@ function showLast() {
       (pause ? `, pause ${pause.toFixed(1)} ms` : "")],
     ["predicted", `${fixed(last.imbalance_before)} → ${fixed(last.imbalance_predicted)}`, "imbalance"],
     ["realised", last.gain_realised == null ? "not judged" : change(last.gain_realised),
-      last.gain_promised == null ? "needs windows under the plan" : `imbalance, of ${change(last.gain_promised)} promised`],
-    ["trigger", last.trigger || "unknown", last.actor && `by ${last.actor}`],
-    ["stage", last.stage || "unknown", "of the rollout"],
+      last.trigger === "rollback" ? "a rollback promises no gain" : last.gain_promised == null ? "needs windows under the plan" : `imbalance, of ${change(last.gain_promised)} promised`],
+    ["trigger", last.trigger || "unknown", [last.actor && `by ${last.actor}`, last.stage && `stage ${last.stage}`]
+      .filter(Boolean).join(", ")],
   ]);
 }
 
@@ -206,9 +206,12 @@ function showDecisions() {
   keyed($("decisions"), state.decisions.toReversed(), (one) => one.id, (one) => {
     const kind = one.reason.includes(" (not moved: ") ? "HELD" : one.decision;
     return element("div", { class: "entry" }, when(one.time), element("span", { class: `tag ${kind}` }, kind),
-      one.reason, element("div", { class: "figures" }, origin(one)),
-      element("div", { class: "figures" }, decisionFigures(one)), element("div", { class: "figures brought-by" }));
-  }, (node, one) => text(node.lastChild, realised(one)));  // it comes later than the rest
+      one.reason, element("div", { class: "figures" }, ...parted(origin(one))),
+      element("div", { class: "figures" }, ...parted(decisionFigures(one))), element("div"));
+  }, (node, one) => {  // it comes later than the rest
+    text(node.lastChild, realised(one));
+    set(node.lastChild, { class: one.gain_realised < 0 ? "figures brought-by bad" : "figures brought-by" });
+  });
 }
 
 function showEvents() {

@@ -89,8 +89,13 @@ export function realised(one) {
     return `realised ${change(one.gain_realised)}` +
       (one.gain_promised == null ? "" : ` of ${change(one.gain_promised)} promised`);
   }
-  return one.outcome === null ? "migration open" : one.outcome === "committed" ? "committed, not judged yet" : one.outcome;
+  if (one.outcome !== "committed") return one.outcome ?? "migration open";
+  return one.trigger === "rollback" ? "committed; a rollback promises no gain" : "committed, not judged yet";
 }
+
+// Its parts break as wholes.
+export const parted = (text) => text.split(" · ").flatMap((part, at) =>
+  [at ? " · " : "", element("span", { class: "part" }, part)]);
 
 export function decisionFigures(decision) {
   const parts = [];
