@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 ENGINES := vllm sglang
 
+# Tests start hundreds of processes: each would compile the project's modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow test-gpu test-engines check bench clean
 
 demo: $(VENV)/.all
