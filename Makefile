@@ -15,8 +15,9 @@ demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
 
 # Four at once, which wait as long as they compute; file by file: a file's tests share what they start.
+# The order of files is that of tests/conftest.py.
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 4 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --timeout 3600 $(ARGS)
