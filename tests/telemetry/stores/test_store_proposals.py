@@ -96,7 +96,9 @@ def test_proposal_is_carried_out_once(store: LoadStore) -> None:
     store.publish(first, approval=Approval(added.id, "bob", "go"))
     store.withdraw(first.plan_id, outcome="aborted", reason="too late")
 
-    with pytest.raises(ProposalEnded, match=f"proposal {added.id} is approved .go., expected it"):
+    with pytest.raises(
+        ProposalEnded, match=rf"proposal {added.id} is approved \(go\), expected it"
+    ):
         store.publish(migration_of(store), approval=Approval(added.id, "carol", "again"))
 
     assert store.published() is None
@@ -108,7 +110,7 @@ def test_rejected_proposal_is_not_carried_out(store: LoadStore) -> None:
     ended = store.reject(added.id, by="bob", reason="not tonight")
 
     assert (ended.state, ended.ended_by) == ("rejected", "bob")
-    with pytest.raises(ProposalEnded, match="is rejected .not tonight., expected it open"):
+    with pytest.raises(ProposalEnded, match=r"is rejected \(not tonight\), expected it open"):
         store.publish(migration_of(store), approval=Approval(added.id, "carol", "go"))
     with pytest.raises(ProposalEnded, match="is rejected"):
         store.reject(added.id, by="bob", reason="twice")
