@@ -50,7 +50,7 @@ def drafted(
         [move.layer, move.expert, move.dst_slot, move.source.name.lower(), move.src_slot]
         for move in plan.moves[:KEPT_MOVES]
     ]
-    detail = {"plan": plan.to_dict(), "moves": moves, "explanation": _explained(plan)}
+    detail = {"plan": plan.to_dict(), "move_list": moves, "explanation": _explained(plan)}
     return proposal, Content(target, detail)
 
 

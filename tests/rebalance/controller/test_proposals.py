@@ -83,7 +83,7 @@ def test_requested_proposal_has_figures_moves_and_explanation(
     assert found.summary["decision"] == "MOVE"
     assert found.summary["imbalance_before"] == pytest.approx(1.6)
     assert (
-        len(content.detail["moves"])
+        len(content.detail["move_list"])
         == found.summary["moves"]
         == content.detail["plan"]["num_moves"]
     )
