@@ -431,6 +431,7 @@ def create_app(
     token: str | None = None,
     state_dir: Path | None = None,
     is_watching: bool = False,
+    actor: Actor | None = None,
 ) -> FastAPI:
     """Make the service of one deployment; ``HttpService`` binds it to a port.
 
@@ -440,6 +441,7 @@ def create_app(
         token: that a request but the two probes may prove in place of an access key; None: without
             keys only this host can ask.
         state_dir: that has the access keys and the audit; None: there are neither.
+        actor: who sends every request, for an application that is bound to no port.
     """
     service = AdminService(
         store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
@@ -469,7 +471,7 @@ def create_app(
     app.state.audit = None if state_dir is None else Audit(state_dir)
     app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
     app.add_middleware(Guard, limits=limits, any_host=token is not None)
-    app.add_middleware(Authentication, token=token, state_dir=state_dir)
+    app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
     for router in (probes, watch, act):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

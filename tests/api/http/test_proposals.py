@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from controlled_deployment import EVEN, SETTINGS, SKEWED, START, Deployment
+from controlled_deployment import EVEN, START, Deployment, planned_by_request
 
 from api.http.app import create_app
 from api.http.server import HttpService
 from eplb.core.placement import Placement
-from rebalance.controller.loop import Controller
 from telemetry import open_store
 from telemetry.store import Control, LoadStore
 
@@ -28,24 +25,13 @@ Open = Callable[[], httpx.Client]
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LoadStore]:
     with closing(open_store(tmp_path / "store.sqlite", "test")) as opened:
-        opened.commit(START, expected=None, reason="start")
         yield opened
 
 
 @pytest.fixture
 def deployment(store: LoadStore) -> Iterator[Deployment]:
-    """Ranks that served skewed load, and a controller that plans by request alone."""
-    served = Deployment(store)
-    served.serve(SKEWED)
-    controller = Controller(store, replace(SETTINGS, stage="propose", task_expiry_s=0.0))
-    store.set_control(Control(movement=False), reason="no plan of its own")
-    controller.turn()
-    stopping = threading.Event()
-    thread = threading.Thread(target=controller.run, args=(stopping.is_set,))
-    thread.start()
-    yield served
-    stopping.set()
-    thread.join(DEADLINE_S)
+    with planned_by_request(store) as served:
+        yield served
 
 
 @pytest.fixture
@@ -130,6 +116,8 @@ def test_proposal_that_is_not_open_is_refused(
 def test_change_with_a_stale_tag_is_refused_before_it_is_a_task(
     store: LoadStore, open_service: Open, path: str, body: dict[str, object]
 ) -> None:
+    store.commit(START, expected=None, reason="start")
+
     refused = open_service().post(f"/{path}", json=body, headers={"If-Match": '"3"'})
 
     assert detail(refused, 412) == 'the generation that serves is "0", expected "3"'
