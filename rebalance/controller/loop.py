@@ -41,7 +41,7 @@ from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan
 from rebalance.controller.planning import Planning, planned_on, summary
-from rebalance.controller.proposals import CONTROLLER, drafted, to_carry_out, waiting
+from rebalance.controller.proposals import CONTROLLER, Why, drafted, to_carry_out, waiting
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
 from rebalance.controller.track_record import Judged
@@ -232,9 +232,8 @@ class Controller:
             proposal = for_few_layers(proposal, self._settings.stage_layers)
         why = self._held_back(control, serving)
         if not why and self._settings.stage == "propose":
-            waits = waiting(self._store) or self._propose(
-                group, proposal, serving, by=CONTROLLER, trigger=trigger, reason=proposal.reason
-            )
+            own = Why(CONTROLLER, trigger, proposal.reason)
+            waits = waiting(self._store) or self._propose(group, proposal, serving, own)
             why = f"proposal {waits.id} waits for an approval"
         self._note(proposal, windows[-1].index, held_back=why, trigger=trigger)
         if not why:
@@ -334,16 +333,11 @@ class Controller:
         return expand(proposal.target, current, group.topology, spare_slots)
 
     def _propose(
-        self,
-        group: Group,
-        proposal: Plan,
-        serving: Placement,
-        lasts_s: float = LASTS_S,
-        **why: str,
+        self, group: Group, proposal: Plan, serving: Placement, why: Why, lasts_s: float = LASTS_S
     ) -> Proposal:
         """Store a plan until somebody decides on it."""
         target, now = self._target(group, proposal, serving), self._clock()
-        made = drafted(proposal, target, serving, now=now, lasts_s=lasts_s, **why)
+        made = drafted(proposal, target, serving, now=now, lasts_s=lasts_s, why=why)
         return self._store.propose(*made, fence=self._lease.token)
 
     def _publish(
@@ -484,9 +478,7 @@ class Controller:
         asked = task.request
         by, reason = (str(asked.get(name, "")) for name in ("by", "reason"))
         lasts_s = float(asked.get("expires_s", LASTS_S))
-        made = self._propose(
-            group, proposal, serving, lasts_s, by=by, trigger="request", reason=reason
-        )
+        made = self._propose(group, proposal, serving, Why(by, "request", reason), lasts_s)
         return TaskResult(detail={"proposal": made.id})
 
     def _approve(

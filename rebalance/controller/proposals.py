@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,14 @@ EXPLAINED_LAYERS = 4  # that gain most
 KEPT_MOVES = 5000  # of the list, for display; the target has them all
 
 
+class Why(NamedTuple):
+    """Why a proposal is made."""
+
+    by: str
+    trigger: str
+    reason: str
+
+
 def drafted(
     plan: Plan,
     target: Placement,
@@ -26,7 +34,7 @@ def drafted(
     *,
     now: float,
     lasts_s: float,
-    **why: str,
+    why: Why,
 ) -> tuple[Proposal, Content]:
     """Make a proposal of a plan.
 
@@ -36,7 +44,7 @@ def drafted(
         serving: the base of the migration.
         now: seconds since the epoch.
         lasts_s: how long it can be approved.
-        why: ``by``, ``trigger`` and ``reason`` of the proposal.
+        why: it is made.
     """
     proposal = Proposal(
         time=now,
@@ -44,7 +52,9 @@ def drafted(
         base_generation=serving.generation,
         base_hash=serving.hash,
         summary=summary(plan),
-        **why,
+        by=why.by,
+        trigger=why.trigger,
+        reason=why.reason,
     )
     moves = [
         [move.layer, move.expert, move.dst_slot, move.source.name.lower(), move.src_slot]
