@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from api.access.commands import audit, local_actor
+from api.access.commands import audit
 from api.access.commands import keys as keys_commands
+from api.access.local import local_actor
 from api.cli.admin.commands import (
     approve,
     events,
@@ -76,7 +78,7 @@ for one in (serve, controller, host_cache, launch, check, fsck, status, top, aud
     app.command()(one)
 for beside in (plan, convert, validate, shadow):
     app.command()(beside)
-EXAMPLES = {
+EXAMPLES: dict[Callable[..., None], str] = {
     proposals: "eplb proposals --service http://127.0.0.1:8765",
     propose: "eplb propose --reason 'evening load' --store .eplb/store.sqlite",
     explain: "eplb explain 12; eplb explain --layer 3 --expert 17",

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from api.access.commands import local_actor
 from api.access.keys import Actor, Role
+from api.access.local import local_actor
 from api.cli.store_place import audit_folder, configured_store, open_existing
 from eplb.errors import ConfigError, EplbError
 

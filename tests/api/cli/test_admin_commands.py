@@ -14,7 +14,7 @@ from controlled_deployment import START, Deployment, planned_by_request
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
-from api.access.commands import local_actor
+from api.access.local import local_actor
 from api.cli.main import EXAMPLES, app
 from api.http.app import create_app
 from api.http.server import HttpService
