@@ -23,6 +23,7 @@ from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import Announcement
 from telemetry.live import Control as Control
 from telemetry.live import LiveSettings, LiveState, Value
+from telemetry.proposals import Approval, Content, Proposal
 from telemetry.retention.rollup import Rollup
 
 Details = Mapping[str, Any]  # JSON-ready values
@@ -278,15 +279,19 @@ class PlacementStore(Protocol):
     def next_plan_id(self) -> int:
         """Reserve a plan id that was never given out before."""
 
-    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
+    def publish(
+        self, migration: Migration, *, fence: int | None = None, approval: Approval | None = None
+    ) -> None:
         """Offer a migration to the ranks.
 
         Args:
             fence: the token of the writer's lease, run out or not; None for a writer that needs
                 none.
+            approval: of the proposal that it carries out, which is approved in the same change.
 
         Raises:
             StaleGeneration: its base is not the committed placement, or another is still open.
+            ProposalEnded: the proposal is not open any more, or there is none.
             FencedOut: ``fence`` is not the newest token: another controller has taken the lease
                 since, or the store never gave this token out. Nothing is changed.
         """
@@ -302,6 +307,33 @@ class PlacementStore(Protocol):
         Raises:
             FencedOut: as ``publish``.
         """
+
+
+class ProposalStore(Protocol):
+    """Plans that wait for an approval; see ``telemetry/proposals.py``."""
+
+    def propose(
+        self, proposal: Proposal, content: Content, *, fence: int | None = None
+    ) -> Proposal:
+        """Store a proposal and return it with its id; the oldest are forgotten.
+
+        Raises:
+            StaleGeneration: its base is not the committed placement.
+            FencedOut: as ``publish``.
+        """
+
+    def reject(self, proposal_id: int, *, by: str, reason: str) -> Proposal:
+        """End an open proposal without carrying it out.
+
+        Raises:
+            ProposalEnded: it is not open any more, or there is none.
+        """
+
+    def proposals(self) -> list[Proposal]:
+        """Return all that are kept, oldest first, each in the state that it has now."""
+
+    def proposal_content(self, proposal_id: int) -> Content | None:
+        """Return the rest of a proposal; None: there is no such proposal."""
 
 
 class RecoveryStore(Protocol):
@@ -494,6 +526,7 @@ class LoadStore(
     RollupStore,
     LeaseStore,
     PlacementStore,
+    ProposalStore,
     RecoveryStore,
     EventStore,
     TaskStore,

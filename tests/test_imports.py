@@ -76,7 +76,7 @@ RULES = {
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
         "numpy torch typer rich pydantic fastapi starlette uvicorn h11 sse_starlette "
-        "prometheus_client",
+        "prometheus_client httpx",
     ),
 }
 OURS = frozenset(folder for folder in RULES if "/" not in folder)

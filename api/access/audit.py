@@ -15,10 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_SH, flock
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from eplb.errors import EplbError
@@ -121,15 +121,28 @@ class Audit:
     def page(self, before: int | None, limit: int) -> list[AuditEntry]:
         """Return the latest lines before a number, newest first.
 
+        Only these lines are read, and those that the search for the number looks at.
+
         Raises:
             AuditError: as ``entries``.
         """
-        kept: deque[AuditEntry] = deque(maxlen=limit)
-        for entry in self.entries():
-            if before is not None and entry.number >= before:
-                break
-            kept.append(entry)
-        return list(reversed(kept))
+        found: list[AuditEntry] = []
+        try:
+            with self.path.open("rb") as file:
+                flock(file, LOCK_SH)
+                if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
+                    return []
+                with mmap(file.fileno(), 0, access=ACCESS_READ) as text:
+                    end = len(text) if before is None else _start_of(text, before)
+                    while end and len(found) < limit:
+                        start = text.rfind(b"\n", 0, end - 1) + 1
+                        found.append(_entry(text[start:end], f"line at byte {start}"))
+                        end = start
+        except FileNotFoundError:
+            return []
+        except OSError as exc:
+            raise AuditError(f"the audit {self.path} cannot be read: {exc}") from exc
+        return found
 
     def verify(self) -> AuditEntry | None:
         """Follow the whole chain and return its last line; None: there is no line.
@@ -150,6 +163,20 @@ class Audit:
                 )
             before, last = entry.hash, entry
         return last
+
+
+def _start_of(text: mmap, number: int) -> int:
+    """Where the first line with that number or a greater one begins: numbers only grow."""
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high) // 2
+        start, last = text.rfind(b"\n", 0, middle) + 1, text.find(b"\n", middle)
+        end = len(text) if last < 0 else last + 1
+        if _entry(text[start:end], f"line at byte {start}").number >= number:
+            high = start
+        else:
+            low = end
+    return low
 
 
 def _entry(line: bytes, where: str) -> AuditEntry:

@@ -74,6 +74,8 @@ class Authentication:
     Args:
         token: of the deployment; None: it has no secret.
         state_dir: that has the access keys; None: there are none.
+        actor: who sends every request: an application in the process of its one user asks for no
+            proof.
     """
 
     def __init__(
@@ -83,10 +85,11 @@ class Authentication:
         token: str | None,
         state_dir: Path | None,
         failed: FailedLogins | None = None,
+        actor: Actor | None = None,
     ) -> None:
         self._app, self._token = app, None if token is None else token.encode()
         self._keys = None if state_dir is None else AccessKeys(state_dir)
-        self._failed = failed or FailedLogins()
+        self._failed, self._only = failed or FailedLogins(), actor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
@@ -112,6 +115,8 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _actor(self, scope: Scope) -> Actor | None:
+        if self._only is not None:
+            return self._only
         has_keys = self._keys is not None and self._keys.exists
         if self._token is None and not has_keys:
             return OF_HOST

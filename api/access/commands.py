@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
-import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from api.access.audit import START, Audit, AuditEntry, AuditError
-from api.access.keys import AccessKeys, Role
+from api.access.audit import START, Audit, AuditError
+from api.access.keys import AccessKeys
+from api.access.local import local_actor, note
 from api.cli.config import named_settings
 from api.cli.deploy import Config, Setting, refused
 from api.config.loader import load
@@ -28,35 +27,6 @@ keys = typer.Typer(help="Access keys of the HTTP service.", no_args_is_help=True
 Name = Annotated[str, typer.Argument(help="Name of the key: who has it.")]
 Reason = Annotated[str, typer.Option(help="Reason; stored in the audit.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def local_actor() -> str:
-    """Return the user of this process and its host, as the audit names them."""
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
-
-
-def note(state_dir: Path, deployment: str, action: str, reason: str, outcome: str) -> None:
-    """Add what a command of this host did to the audit.
-
-    Raises:
-        AuditError: it cannot be written.
-    """
-    entry = AuditEntry(
-        time=time.time(),
-        deployment=deployment,
-        actor=local_actor(),
-        role=Role.ADMIN.label,
-        address="local",
-        request="",
-        action=action,
-        reason=reason,
-        outcome=outcome,
-    )
-    Audit(state_dir).append(entry)
 
 
 def _place(config: Path | None, setting: list[str] | None) -> tuple[Path, str]:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.store_place import DEFAULT_STORE, StoreUrl, open_existing
+from api.access.local import note
+from api.cli.store_place import DEFAULT_STORE, StoreUrl, audit_folder, open_existing
 from api.config.live import live_page, parsed_changes
 from api.config.loader import load
 from api.config.reference import effective, reference_page
@@ -69,6 +70,9 @@ def _live_settings(url: str, deployment: str, texts: dict[str, str | None], reas
         state = store.live()
         if texts:
             changes = parsed_changes(texts, given_by="--set")
+            given = ", ".join(f"{name}={value}" for name, value in changes.items())
+            # Before it is done: a change that the audit cannot hold is not made.
+            note(audit_folder(url), deployment, f"config --live {given}", reason, "asked")
             state = store.change_live(changes, expected=state.revision, reason=reason)
         return live_page(deployment, state)
 

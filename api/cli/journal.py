@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from api.terminal.printable import print_error, printable
+from api.terminal.table import plain_table
 from eplb.errors import ConfigError, EplbError
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ def journal(
 
 def render(entries: Sequence[Entry]) -> Table:
     """Give entries as a table, a rule between two starts."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("time", "rank", "step", "gen", "plan"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(("time", "rank", "step", "gen", "plan"))
     table.add_column("what", no_wrap=True)
     table.add_column("detail", overflow="fold")
     for number, entry in enumerate(entries):

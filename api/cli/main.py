@@ -5,13 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from api.access.commands import audit, local_actor
+from api.access.commands import audit
 from api.access.commands import keys as keys_commands
+from api.access.local import local_actor
+from api.cli.admin.commands import (
+    approve,
+    events,
+    explain,
+    proposals,
+    propose,
+    ranks,
+    rebalance,
+    reject,
+    rollback,
+    tasks,
+)
 from api.cli.check import check, fsck
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
@@ -64,6 +78,20 @@ for one in (serve, controller, host_cache, launch, check, fsck, status, top, aud
     app.command()(one)
 for beside in (plan, convert, validate, shadow):
     app.command()(beside)
+EXAMPLES: dict[Callable[..., None], str] = {
+    proposals: "eplb proposals --service http://127.0.0.1:8765",
+    propose: "eplb propose --reason 'evening load' --store .eplb/store.sqlite",
+    explain: "eplb explain 12; eplb explain --layer 3 --expert 17",
+    approve: "eplb approve 12 --reason 'looks right' --if-generation 41",
+    reject: "eplb reject 12 --reason 'not tonight'",
+    rebalance: "eplb rebalance --reason 'hot expert' --move",
+    rollback: "eplb rollback 40 --reason 'answers got slower' --move",
+    tasks: "eplb tasks --state failed; eplb tasks --cancel 7",
+    events: "eplb events --last 100 --json",
+    ranks: "eplb ranks --store redis://HOST:PORT --deployment prod",
+}
+for asks, example in EXAMPLES.items():
+    app.command(epilog=f"Example: {example}")(asks)
 app.add_typer(store_commands, name="store")
 app.add_typer(keys_commands, name="keys")
 

@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from threading import Event
 
-from api.access.commands import note
+from api.access.local import note
 from api.cli.store_place import audit_folder, open_existing
 from eplb.clock import Clock, Deadline
 from eplb.migration.serialisation import topology_from_dict

@@ -38,10 +38,12 @@ from api.http.live_settings import (
     settings_answer,
 )
 from api.http.problems import correct_media_types, documented, report_problems
+from api.http.proposals import Proposals
 from api.http.requests import (
     MAX_ID,
     ControlRequest,
     ExplainRequest,
+    ProposalRequest,
     ReasonRequest,
     RebalanceRequest,
     RollbackRequest,
@@ -58,16 +60,19 @@ from api.http.schemas import (
     PlacementAnswer,
     PlacementLine,
     PlanAnswer,
+    ProposalAnswer,
+    ProposalLine,
     RebalanceAnswer,
     State,
     TaskAnswer,
     WhoAnswer,
 )
-from api.http.service import AdminService, Refused
+from api.http.service import AdminService, Refused, generation_tag
 from api.metrics.definitions import Level
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
 from eplb import __version__
+from telemetry.proposals import ProposalState
 from telemetry.store import LoadStore, TaskState
 
 STATIC = Path(__file__).parent / "static"
@@ -78,9 +83,29 @@ async def _service(request: Request) -> AdminService:
     return service
 
 
+async def _proposals(request: Request) -> Proposals:
+    return Proposals(request.app.state.service)
+
+
+async def _actor(request: Request) -> str:
+    actor: Actor = request.state.actor
+    return actor.name
+
+
+Waiting = Annotated[Proposals, Depends(_proposals)]
+By = Annotated[str, Depends(_actor)]
 Service = Annotated[AdminService, Depends(_service)]
 Id = Annotated[int, Query(ge=0, le=MAX_ID)]
 TaskId = Annotated[int, InPath(ge=0, le=MAX_ID)]
+ProposalId = Annotated[int, InPath(ge=0, le=MAX_ID)]
+IfGeneration = Annotated[
+    str | None,
+    Header(
+        alias="if-match",
+        pattern=r'^(\*|"[0-9]{1,19}")$',
+        description="the generation that must serve, in quotes; *: any",
+    ),
+]
 IfMatch = Annotated[
     str, Header(pattern=r'^(\*|"[0-9]{1,19}")$', description="the ETag that was read, or *")
 ]
@@ -177,9 +202,14 @@ def get_rebalances(
     responses=documented(404),
 )
 def get_placement(service: Service, generation: Id | None = None) -> Response:
-    """The one that serves, or the one of a generation."""
+    """The one that serves, or the one of a generation; its `ETag` is for `If-Match`."""
+    if generation is None and (committed := service.store.committed()) is not None:
+        generation = committed.placement.generation
     made = partial(service.placement, generation)
-    return _json(service.once_a_reading(f"placement {generation}", made))
+    answer = _json(service.once_a_reading(f"placement {generation}", made))
+    if generation is not None:
+        answer.headers["ETag"] = generation_tag(generation)
+    return answer
 
 
 @watch.get("/placements", summary="History of placements")
@@ -255,21 +285,81 @@ def get_audit(
 @act.post(
     "/rebalances",
     summary="Plan now; move only when dry_run is false",
-    responses=TASK_ANSWERS,
+    responses=TASK_ANSWERS | documented(412),
 )
-def post_rebalance(service: Service, body: RebalanceRequest, response: Response) -> TaskAnswer:
+def post_rebalance(
+    service: Service, body: RebalanceRequest, response: Response, if_match: IfGeneration = None
+) -> TaskAnswer:
     """Submits a task to the controller and waits a while for its result."""
-    return _answered(service.rebalance(body), response)
+    return _answered(service.rebalance(body, if_match), response)
 
 
 @act.post(
     "/rollbacks",
     summary="Back to an earlier placement; move only when dry_run is false",
+    responses=TASK_ANSWERS | documented(412),
+)
+def post_rollback(
+    service: Service, body: RollbackRequest, response: Response, if_match: IfGeneration = None
+) -> TaskAnswer:
+    """Submits a task to the controller and waits a while for its result."""
+    return _answered(service.rollback(body, if_match), response)
+
+
+@watch.get("/proposals", summary="Plans that wait for an approval")
+def get_proposals(waiting: Waiting, state: ProposalState | None = None) -> list[ProposalLine]:
+    """Newest first, the latest 50: open ones, and how the others ended."""
+    return waiting.all(state)
+
+
+@watch.get("/proposals/{proposal_id}", summary="One proposal", responses=documented(404))
+def get_proposal(waiting: Waiting, proposal_id: ProposalId) -> ProposalAnswer:
+    """With its target, its moves, what it changes in each layer, and why."""
+    return waiting.one(proposal_id)
+
+
+@act.post(
+    "/proposals",
+    summary="Plan now and store the plan; nothing moves",
+    status_code=201,
+    response_model=ProposalAnswer,
     responses=TASK_ANSWERS,
 )
-def post_rollback(service: Service, body: RollbackRequest, response: Response) -> TaskAnswer:
-    """Submits a task to the controller and waits a while for its result."""
-    return _answered(service.rollback(body), response)
+def post_proposal(waiting: Waiting, body: ProposalRequest, by: By) -> Response:
+    """Submits a task to the controller and waits a while; `Location` is of the proposal."""
+    made = waiting.create(body, by)
+    status, kind = (202, "tasks") if isinstance(made, TaskAnswer) else (201, "proposals")
+    place = {"Location": f"/api/v1/{kind}/{made.id}"}
+    return Response(made.model_dump_json(), status, place, "application/json")
+
+
+@act.post(
+    "/proposals/{proposal_id}/approve",
+    summary="Carry out a proposal",
+    responses=TASK_ANSWERS | documented(404, 412),
+)
+def post_approval(
+    waiting: Waiting,
+    proposal_id: ProposalId,
+    body: ReasonRequest,
+    by: By,
+    response: Response,
+    if_match: IfGeneration = None,
+) -> TaskAnswer:
+    """Moves to exactly the stored target, or to none: 409 when its base moved on."""
+    return _answered(waiting.approve(proposal_id, body.reason, by, if_match), response)
+
+
+@act.post(
+    "/proposals/{proposal_id}/reject",
+    summary="End a proposal",
+    responses=documented(404, 409),
+)
+def post_rejection(
+    waiting: Waiting, proposal_id: ProposalId, body: ReasonRequest, by: By
+) -> ProposalLine:
+    """It can be approved no more."""
+    return waiting.reject(proposal_id, body.reason, by)
 
 
 @act.post(
@@ -341,6 +431,7 @@ def create_app(
     token: str | None = None,
     state_dir: Path | None = None,
     is_watching: bool = False,
+    actor: Actor | None = None,
 ) -> FastAPI:
     """Make the service of one deployment; ``HttpService`` binds it to a port.
 
@@ -350,6 +441,7 @@ def create_app(
         token: that a request but the two probes may prove in place of an access key; None: without
             keys only this host can ask.
         state_dir: that has the access keys and the audit; None: there are neither.
+        actor: who sends every request, for an application that is bound to no port.
     """
     service = AdminService(
         store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
@@ -379,7 +471,7 @@ def create_app(
     app.state.audit = None if state_dir is None else Audit(state_dir)
     app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
     app.add_middleware(Guard, limits=limits, any_host=token is not None)
-    app.add_middleware(Authentication, token=token, state_dir=state_dir)
+    app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
     for router in (probes, watch, act):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

@@ -7,8 +7,10 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from eplb.policies.table import POLICIES
+from telemetry.proposals import LASTS_S
 
 MAX_ID = 2**53 - 1  # of tasks, events and generations: what every reader of JSON holds exactly
+MOST_LASTS_S = 7 * 86_400
 MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement
 
 
@@ -59,6 +61,16 @@ class RebalanceRequest(Body):
     policy: Policy = None
 
 
+class ProposalRequest(Body):
+    """Ask the controller for a plan now, and store it until somebody decides on it."""
+
+    reason: Reason
+    policy: Policy = None
+    expires_s: Annotated[int, Field(ge=1, le=MOST_LASTS_S), *WHOLE] = Field(
+        int(LASTS_S), description="for how long it can be approved"
+    )
+
+
 class RollbackRequest(Body):
     """Ask the controller for the way back to an earlier placement, or for what it would cost.
 
@@ -81,7 +93,7 @@ class ExplainRequest(Body):
 
 
 class ReasonRequest(Body):
-    """Pause or resume."""
+    """Pause, resume, cancel, approve or reject."""
 
     reason: Reason
 

@@ -326,6 +326,53 @@ class PlanEnd(Answer):
     time: float
 
 
+class ProposalLine(Answer):
+    """A proposal: a plan that waits for an approval."""
+
+    id: int
+    time: float
+    expires: float = Field(description="after which it cannot be approved")
+    state: Literal["open", "approved", "rejected", "expired"]
+    by: str = Field(description="who asked for it; controller: its own, in the stage propose")
+    trigger: str
+    reason: str = Field(description="why it was asked for")
+    base_generation: int = Field(description="it is carried out on this one or not at all")
+    target_generation: int
+    decision: str
+    plan_reason: str
+    policy: str
+    imbalance_before: float | None
+    imbalance_after: float
+    expected_gain: float
+    moves: int
+    bytes: int
+    cost_s: float = Field(description="serving time that its moves and swaps take")
+    ended: float | None
+    ended_by: str
+    end_reason: str
+    plan_id: int | None = Field(description="of the migration that carried it out")
+
+
+class LayerText(Answer):
+    """What a plan changes in one layer, and why."""
+
+    layer: int
+    sentences: list[str]
+
+
+class ProposalAnswer(ProposalLine):
+    """A proposal with its target."""
+
+    plan: dict[str, Any] = Field(description="figures per layer, before and after, and by link")
+    move_list: list[tuple[int, int, int, str, int]] = Field(
+        description="layer, expert, to slot, source, from slot; the first 5,000"
+    )
+    explanation: list[LayerText] = Field(description="of the layers that gain most")
+    slot_to_expert: list[list[int]] = Field(description="[L, S] of the target, -1 is empty")
+    slot_share: list[list[float]] = Field(description="[L, S] of the target")
+    plan_end: PlanEnd | None = Field(description="how its migration ended; null: it has not")
+
+
 class TaskAnswer(Answer):
     """A request that the controller works off."""
 

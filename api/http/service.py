@@ -270,27 +270,34 @@ class AdminService:
             raise Refused(409, f"task {task_id} is {answer.state}, expected it queued")
         return answer
 
-    def rebalance(self, request: RebalanceRequest) -> TaskAnswer:
+    def rebalance(self, request: RebalanceRequest, if_match: str | None = None) -> TaskAnswer:
         """Ask the controller, and wait for a while; the task may not be done when this returns.
 
+        Args:
+            request: the request.
+            if_match: the generation on which alone it is carried out, as an entity tag.
+
         Raises:
-            Refused: movement is off, a migration is open, or the controller refuses.
+            Refused: another generation serves, movement is off, a migration is open, or the
+                controller refuses.
             ConfigError: an unknown policy.
         """
         if request.policy is not None:
             policy_named(request.policy)
-        self._check_may_move(request.dry_run)
-        return self._ask("rebalance", request.model_dump(exclude_none=True))
+        expected = self.check_generation(if_match)
+        self.check_may_move(request.dry_run)
+        return self.ask("rebalance", request.model_dump(exclude_none=True), expected)
 
-    def rollback(self, request: RollbackRequest) -> TaskAnswer:
+    def rollback(self, request: RollbackRequest, if_match: str | None = None) -> TaskAnswer:
         """Ask the controller for the way back to an earlier placement; else as ``rebalance``.
 
         Raises:
             Refused: movement is off, a migration is open, or the controller refuses: no such
                 generation, or ranks that cannot serve it.
         """
-        self._check_may_move(request.dry_run)
-        return self._ask("rollback", request.model_dump())
+        expected = self.check_generation(if_match)
+        self.check_may_move(request.dry_run)
+        return self.ask("rollback", request.model_dump(), expected)
 
     def explain(self, request: ExplainRequest) -> TaskAnswer:
         """Ask the controller why an expert is where a plan has it; nothing moves.
@@ -301,15 +308,49 @@ class AdminService:
         """
         if request.policy is not None:
             policy_named(request.policy)
-        return self._ask("explain", request.model_dump(exclude_none=True))
+        return self.ask("explain", request.model_dump(exclude_none=True))
 
-    def _ask(self, kind: str, asked: dict[str, Any]) -> TaskAnswer:
+    def ask(self, kind: str, asked: dict[str, Any], expected: int | None = None) -> TaskAnswer:
+        """Submit a task to the controller and wait a while for its result.
+
+        Args:
+            kind: of the task.
+            asked: its request.
+            expected: the generation on which alone it is carried out; None: on any.
+
+        Raises:
+            Refused: the controller refuses.
+        """
+        if expected is not None:
+            asked = asked | {"if_generation": expected}
         task = self._wait_for(self.store.submit(kind, asked))
         if task.state == "failed":
+            # The controller checks the generation again, when it begins the task.
+            if expected is not None:
+                self.check_generation(generation_tag(expected))
             raise Refused(409, f"task {task.id}: {task.result.error or 'no reason was given'}")
         return task_answer(self.store, task)
 
-    def _check_may_move(self, is_dry_run: bool) -> None:
+    def check_generation(self, if_match: str | None) -> int | None:
+        """Return the generation in an entity tag; None: any.
+
+        Raises:
+            Refused: another one serves.
+        """
+        if if_match in (None, "*"):
+            return None
+        committed = self.store.committed()
+        serving = "none" if committed is None else generation_tag(committed.placement.generation)
+        if serving != if_match:
+            raise Refused(412, f"the generation that serves is {serving}, expected {if_match}")
+        return int(if_match.strip('"'))
+
+    def check_may_move(self, is_dry_run: bool) -> None:
+        """Refuse what no controller would carry out now.
+
+        Raises:
+            Refused: movement is off, or a migration is open.
+        """
         control, migration = self.store.control(), self.store.published()
         if not is_dry_run and not control.movement:
             raise Refused(409, "movement is off, expected it on; a dry run is possible")
@@ -343,6 +384,11 @@ class AdminService:
             raise Refused(422, "the body names no switch, expected movement or observe")
         state = self.store.change_live(changes, reason=request.reason)
         return ControlAnswer.model_validate(state.control)
+
+
+def generation_tag(generation: int) -> str:
+    """Give a generation as an entity tag (RFC 9110, 8.8.3)."""
+    return f'"{generation}"'
 
 
 def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:

@@ -4,7 +4,7 @@
        ^__________|^__________|^________|         back: the controller, on a breach
 
 observe   plans are recorded, nothing else
-propose   plans are recorded as proposals; an operator carries one out by a request
+propose   plans are stored as proposals; an operator approves one
 layers    the few layers that gain most move
 all       the whole plan
 """

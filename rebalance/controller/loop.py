@@ -33,22 +33,26 @@ from eplb.migration.candidates import Candidates, candidates_for
 from eplb.migration.spares import expand
 from eplb.planner import Plan
 from eplb.policies.table import policy_named
-from eplb.versions import CONTROLLER, Announcement, refusal
+from eplb.versions import CONTROLLER as COMPONENT
+from eplb.versions import Announcement, refusal
 from rebalance.controller.due import Due
 from rebalance.controller.failures import Failures
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan
 from rebalance.controller.planning import Planning, planned_on, summary
+from rebalance.controller.proposals import CONTROLLER, Why, drafted, to_carry_out, waiting
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
 from rebalance.controller.track_record import Judged
 from telemetry.joining import ranks_of
 from telemetry.log_context import set_log_fields
+from telemetry.proposals import LASTS_S, Approval, Proposal
 from telemetry.retention.pruning import Keeper
 from telemetry.store import Control, LoadStore, Task, TaskResult
 
 KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
+KINDS = ("rebalance", "rollback", "explain", "propose", "approve")  # of tasks
 PAUSE_WINDOWS = 16  # after a rollback by rule: the history is then of windows after it
 
 log = logging.getLogger(__name__)
@@ -132,7 +136,7 @@ class Controller:
 
     def _check_version(self, group: Group) -> None:
         """Stop leading while the ranks are of a version that this controller cannot work with."""
-        joining = Announcement(CONTROLLER, self._lease.holder)
+        joining = Announcement(COMPONENT, self._lease.holder)
         why = refusal(joining, ranks_of(self._store, group.run.run))
         self._fits_ranks = not why
         if why:
@@ -227,6 +231,10 @@ class Controller:
         if self._settings.stage == "layers":
             proposal = for_few_layers(proposal, self._settings.stage_layers)
         why = self._held_back(control, serving)
+        if not why and self._settings.stage == "propose":
+            own = Why(CONTROLLER, trigger, proposal.reason)
+            waits = waiting(self._store) or self._propose(group, proposal, serving, own)
+            why = f"proposal {waits.id} waits for an approval"
         self._note(proposal, windows[-1].index, held_back=why, trigger=trigger)
         if not why:
             self._publish(group, proposal, serving)
@@ -237,8 +245,6 @@ class Controller:
             return "observe only"
         if not control.movement:
             return "movement is switched off"
-        if self._settings.stage == "propose":
-            return "a proposal: a request for a rebalance carries it out"
         if self._settings.stage == "layers" and self._planning.is_judging(serving):
             return f"the plan before it is judged first, on {ENOUGH} windows"
         return self._paused() or self._failures.held_back(self._settings.back_off_s)
@@ -319,17 +325,39 @@ class Controller:
         if candidates != self._store.candidates():
             self._store.suggest(candidates)
 
+    def _target(self, group: Group, proposal: Plan, current: Placement) -> Placement:
+        """The plan's target with the spare slots of the deployment."""
+        spare_slots = self._settings.spare_slots
+        if not spare_slots:
+            return proposal.target
+        return expand(proposal.target, current, group.topology, spare_slots)
+
+    def _propose(
+        self, group: Group, proposal: Plan, serving: Placement, why: Why, lasts_s: float = LASTS_S
+    ) -> Proposal:
+        """Store a plan until somebody decides on it."""
+        target, now = self._target(group, proposal, serving), self._clock()
+        made = drafted(proposal, target, serving, now=now, lasts_s=lasts_s, why=why)
+        return self._store.propose(*made, fence=self._lease.token)
+
     def _publish(
-        self, group: Group, proposal: Plan, current: Placement, *, is_promise: bool = True
+        self,
+        group: Group,
+        proposal: Plan,
+        current: Placement,
+        *,
+        is_promise: bool = True,
+        target: Placement | None = None,
+        approval: Approval | None = None,
     ) -> Migration | None:
         """Offer the way from ``current``, which the plan was made for, to the plan's target.
 
         Args:
             is_promise: whether the plan is held to its gain; a rollback promises none.
+            target: exactly this one in place of the plan's.
+            approval: of the proposal that is carried out.
         """
-        target, spare_slots = proposal.target, self._settings.spare_slots
-        if spare_slots:
-            target = expand(target, current, group.topology, spare_slots)
+        target = target or self._target(group, proposal, current)
         served = self._served_weights()
         if served is None:
             log.info(
@@ -346,7 +374,7 @@ class Controller:
             weights_version=served,
         )
         try:
-            self._store.publish(migration, fence=self._lease.token)
+            self._store.publish(migration, fence=self._lease.token, approval=approval)
         except StaleGeneration as exc:
             log.info("plan_id=%d not published: %s", migration.plan_id, exc)
             return None
@@ -410,17 +438,18 @@ class Controller:
             self._store.finish(task.id, "failed", result, fence=self._lease.token)
 
     def _work_off(self, group: Group, task: Task) -> TaskResult:
-        if task.kind not in ("rebalance", "rollback", "explain"):
-            raise EplbError(
-                f"task {task.id} is of kind {task.kind!r}, expected 'rebalance', 'rollback' or "
-                "'explain'"
-            )
+        if task.kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise EplbError(f"task {task.id} is of kind {task.kind!r}, expected one of: {known}")
         self._refuse_if_expired(task)
         committed = self._store.committed()
         past = planned_on(group.complete_windows(), self._settings.plan_windows)
         if committed is None or past is None:
             raise EplbError("no complete window of load yet, expected at least one to plan on")
         serving = committed.placement
+        _refuse_if_stale(task, serving)
+        if task.kind == "approve":
+            return self._approve(group, task, past, serving)
         if task.kind == "rollback":
             generation = int(task.request["generation"])
             why = f"rollback to generation {generation} ({task.request.get('reason', '')})"
@@ -432,6 +461,8 @@ class Controller:
         if task.kind == "explain":
             layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
             return TaskResult(detail=proposal.explain(layer, expert).to_dict())
+        if task.kind == "propose":
+            return self._propose_for(group, task, proposal, serving)
         is_dry = bool(task.request.get("dry_run", True))
         detail = proposal.to_dict() | {"dry_run": is_dry}
         if is_dry or proposal.decision is Decision.KEEP:
@@ -440,6 +471,36 @@ class Controller:
         trigger = "request" if task.kind == "rebalance" else task.kind
         migration = self._carry_out(group, proposal, serving, trigger, f"task {task.id}")
         return TaskResult(plan_id=migration.plan_id if migration else 0, detail=detail)
+
+    def _propose_for(
+        self, group: Group, task: Task, proposal: Plan, serving: Placement
+    ) -> TaskResult:
+        if proposal.decision is Decision.KEEP:
+            raise EplbError(f"no proposal, because the plan is KEEP: {proposal.reason}")
+        asked = task.request
+        by, reason = (str(asked.get(name, "")) for name in ("by", "reason"))
+        lasts_s = float(asked.get("expires_s", LASTS_S))
+        made = self._propose(group, proposal, serving, Why(by, "request", reason), lasts_s)
+        return TaskResult(detail={"proposal": made.id})
+
+    def _approve(
+        self, group: Group, task: Task, past: LoadHistory, serving: Placement
+    ) -> TaskResult:
+        """Publish the way to exactly the target that is stored; its price is of the load now."""
+        by, reason = (str(task.request.get(name, "")) for name in ("by", "reason"))
+        found, target = to_carry_out(self._store, int(task.request["proposal"]), serving)
+        self._refuse_if_held_back()
+        why = f"proposal {found.id}, approved by {by} ({reason})"
+        proposal = self._planning.plan_back(group, self._settings, past, serving, target, why)
+        self._note(proposal, self._planned_window, trigger="approval", actor=f"task {task.id}")
+        approval = Approval(found.id, by, reason)
+        migration = self._publish(group, proposal, serving, target=target, approval=approval)
+        if migration is None:
+            raise EplbError(
+                f"proposal {found.id} was not published: found another plan, or ranks without a "
+                "common version of weights; approve it again"
+            )
+        return TaskResult(plan_id=migration.plan_id, detail=proposal.to_dict())
 
     def _refuse_if_expired(self, task: Task) -> None:
         age_s, limit_s = self._clock() - task.time, self._settings.task_expiry_s
@@ -459,3 +520,12 @@ class Controller:
             )
         if self._store.published() is not None:
             raise EplbError("a migration is open already, expected none")
+
+
+def _refuse_if_stale(task: Task, serving: Placement) -> None:
+    wanted = task.request.get("if_generation")
+    if wanted is not None and int(wanted) != serving.generation:
+        raise StaleGeneration(
+            f"found generation {serving.generation} serving, expected generation {wanted} as "
+            "asked for"
+        )

@@ -9,7 +9,7 @@ calls.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -25,6 +25,16 @@ from telemetry.live import (
     Value,
     changed,
     started,
+)
+from telemetry.proposals import (
+    Approval,
+    Content,
+    Proposal,
+    ProposalEnded,
+    check_open,
+    check_proposed,
+    standing,
+    to_forget,
 )
 from telemetry.records.task_codec import result_from_text, result_to_text
 from telemetry.store import (
@@ -94,6 +104,18 @@ class Ledger(Protocol):
 
     def reserve_plan_ids(self, up_to: int) -> int:
         """Note ids as given out, and return the greatest that is."""
+
+    def proposals(self) -> Sequence[Proposal]:
+        """Return all proposals as they are stored."""
+
+    def add_proposal(self, proposal: Proposal, content: Content) -> None:
+        """Write a new proposal."""
+
+    def put_proposal(self, proposal: Proposal) -> None:
+        """Write a proposal that changed its state."""
+
+    def drop_proposal(self, proposal_id: int) -> None:
+        """Forget a proposal and its content."""
 
     def recovery(self) -> Recovery | None:
         """Return the latest record of a recovery."""
@@ -250,7 +272,9 @@ class DecidingStore(ABC):
         """Reserve a plan id."""
         return self._decide("next plan id", lambda ledger: ledger.next_plan_id())
 
-    def publish(self, migration: Migration, *, fence: int | None = None) -> None:
+    def publish(
+        self, migration: Migration, *, fence: int | None = None, approval: Approval | None = None
+    ) -> None:
         """Offer a migration to the ranks."""
         plan_id = migration.plan_id
 
@@ -261,11 +285,41 @@ class DecidingStore(ABC):
                 plan_id, open_plan_id=ledger.open_plan_id(), is_known=is_known
             )
             commit_rules.check_base(migration, ledger.committed())
+            if approval is not None:
+                found = _open_proposal(ledger, approval.proposal)
+                _end(ledger, replace(found, plan_id=plan_id), "approved", approval)
             ledger.open_migration(migration)
             ledger.reserve_plan_ids(plan_id)
             ledger.add_event("publish", vars(PlanOffer.of(migration)))
 
         self._decide(f"publish of plan {plan_id}", decision)
+
+    def propose(
+        self, proposal: Proposal, content: Content, *, fence: int | None = None
+    ) -> Proposal:
+        """Store a proposal."""
+
+        def decision(ledger: Ledger) -> Proposal:
+            _check_fence(ledger, fence)
+            now, committed = ledger.time, ledger.committed()
+            check_proposed(proposal, committed)
+            for old in to_forget(standing(one, now, committed) for one in ledger.proposals()):
+                ledger.drop_proposal(old)
+            added = replace(proposal, id=ledger.next_plan_id(), summary=as_stored(proposal.summary))
+            ledger.add_proposal(added, content)
+            _note_proposal(ledger, added, added.by, added.reason)
+            return added
+
+        return self._decide("a new proposal", decision)
+
+    def reject(self, proposal_id: int, *, by: str, reason: str) -> Proposal:
+        """End an open proposal."""
+
+        def decision(ledger: Ledger) -> Proposal:
+            found = _open_proposal(ledger, proposal_id)
+            return _end(ledger, found, "rejected", Approval(proposal_id, by, reason))
+
+        return self._decide(f"end of proposal {proposal_id}", decision)
 
     def withdraw(
         self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
@@ -440,6 +494,29 @@ class DecidingStore(ABC):
 def _check_fence(ledger: Ledger, fence: int | None) -> None:
     if fence is not None:
         commit_rules.check_fence(fence, ledger.latest_lease("controller"))
+
+
+def _open_proposal(ledger: Ledger, proposal_id: int) -> Proposal:
+    now, committed = ledger.time, ledger.committed()
+    for found in ledger.proposals():
+        if found.id == proposal_id:
+            check_open(standing(found, now, committed))
+            return found
+    raise ProposalEnded(f"there is no proposal {proposal_id}")
+
+
+def _end(ledger: Ledger, found: Proposal, state: str, decided: Approval) -> Proposal:
+    ended = replace(
+        found, state=state, ended=ledger.time, ended_by=decided.by, end_reason=decided.reason
+    )
+    ledger.put_proposal(ended)
+    _note_proposal(ledger, ended, decided.by, decided.reason)
+    return ended
+
+
+def _note_proposal(ledger: Ledger, proposal: Proposal, actor: str, reason: str) -> None:
+    fields = {"proposal": proposal.id, "state": proposal.state, "actor": actor, "reason": reason}
+    ledger.add_event("proposal", fields | {"generation": proposal.base_generation})
 
 
 def _drop(ledger: Ledger, plan_id: int, outcome: Outcome, reason: str) -> None:

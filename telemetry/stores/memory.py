@@ -19,6 +19,7 @@ from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import Announcement
 from telemetry.live import LiveState
+from telemetry.proposals import Content, Proposal, standing
 from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.retention.rollup import Rollup
 from telemetry.store import (
@@ -158,6 +159,17 @@ class MemoryStore(DecidingStore):
         """Return the open migration."""
         with self._use():
             return self.ledger.published
+
+    def proposals(self) -> list[Proposal]:
+        """Return all proposals, oldest first."""
+        with self._use():
+            now, committed = self.ledger.time, self.ledger.committed()
+            return [standing(one, now, committed) for one in self.ledger.proposals()]
+
+    def proposal_content(self, proposal_id: int) -> Content | None:
+        """Return the rest of a proposal."""
+        with self._use():
+            return self.ledger.contents.get(proposal_id)
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write a survivor report."""

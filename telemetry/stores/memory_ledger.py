@@ -8,6 +8,7 @@ from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery
 from eplb.versions import Announcement
 from telemetry.live import LiveState
+from telemetry.proposals import Content, Proposal
 from telemetry.store import (
     CommittedPlacement,
     Details,
@@ -37,6 +38,8 @@ class MemoryLedger:
         self._plan_ids: set[int] = set()  # published so far
         self._last_plan_id = 0
         self.latest_recovery: Recovery | None = None
+        self._proposals: dict[int, Proposal] = {}
+        self.contents: dict[int, Content] = {}  # of the proposals
         self.live_state = LiveState()
         self.tasks: list[Task] = []  # numbered from 1
         self.events = EventTable()
@@ -112,6 +115,23 @@ class MemoryLedger:
         """Note ids as given out, and return the greatest that is."""
         self._last_plan_id = max(self._last_plan_id, up_to)
         return self._last_plan_id
+
+    def proposals(self) -> list[Proposal]:
+        """Return all proposals as they are stored."""
+        return list(self._proposals.values())
+
+    def add_proposal(self, proposal: Proposal, content: Content) -> None:
+        """Write a new proposal."""
+        self.put_proposal(proposal)
+        self.contents[proposal.id] = content
+
+    def put_proposal(self, proposal: Proposal) -> None:
+        """Write a proposal that changed its state."""
+        self._proposals[proposal.id] = proposal
+
+    def drop_proposal(self, proposal_id: int) -> None:
+        """Forget a proposal and its content."""
+        del self._proposals[proposal_id], self.contents[proposal_id]
 
     def recovery(self) -> Recovery | None:
         """Return the latest record of a recovery."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +18,7 @@ from eplb.core.topology import Topology
 from eplb.migration.build import Migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
-from telemetry.store import Event, LoadStore, RunInfo, Task
+from telemetry.store import Control, Event, LoadStore, RunInfo, Task
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -108,6 +111,28 @@ class Deployment:
         migration = self.store.published()
         assert migration is not None
         return migration
+
+
+@contextmanager
+def planned_by_request(store: LoadStore) -> Iterator[Deployment]:
+    """Give ranks that served skewed load, with a controller at work that plans when it is asked.
+
+    Movement is off, so that it publishes no plan of its own.
+    """
+    store.commit(START, expected=None, reason="start")
+    served = Deployment(store)
+    served.serve(SKEWED)
+    store.set_control(Control(movement=False), reason="no plan of its own")
+    controller = Controller(store, replace(SETTINGS, stage="propose", task_expiry_s=0.0))
+    controller.turn()
+    stopping = threading.Event()
+    thread = threading.Thread(target=controller.run, args=(stopping.is_set,))
+    thread.start()
+    try:
+        yield served
+    finally:
+        stopping.set()
+        thread.join()
 
 
 def events(store: LoadStore, kind: str) -> list[Event]:

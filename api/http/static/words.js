@@ -29,6 +29,7 @@ const SENTENCES = {
     (d.state === "leads" ? "has it" : `lost it${why(d)}`),
   plan: (d) => `${d.decision} from generation ${d.generation}`,  // whole in the list of decisions
   promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,
+  proposal: (d) => `Proposal ${d.proposal} by ${d.actor} is ${d.state}${why(d)}`,
   publish: (d) => `Plan ${d.plan_id} is offered: ${plural(d.moves, "move")} in ` +
     `${plural(d.transactions, "transaction")}, to generation ${d.generation}`,
   recovery: (d) => `Ranks ${d.survivors?.join(", ")} continue with generation ${d.generation}${why(d)}`,

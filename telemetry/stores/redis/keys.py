@@ -17,6 +17,7 @@ server, where a script may use them together.
     words:RUN:MEMBERSHIP HASH rank -> survivor report
     tasks        HASH    id -> task; queued, running, tasks:done and tasks:failed ZSET: ids
     events       STREAM  id-0: time, kind, detail
+    proposals    HASH    id -> proposal; proposal_contents HASH id -> the rest of it
     announced    HASH    component and name -> version of a process
     receipt:ID   STRING  answer to a change of the last two minutes
     wake         channel: a change was made; a hint, never data
@@ -49,6 +50,8 @@ class Keys:
         self.placements, self.migration = self.of("placements"), self.of("migration")
         self.plans, self.announced = self.of("plans"), self.of("announced")
         self.tasks = self.of("tasks")
+        self.proposals = self.of("proposals")
+        self.proposal_contents = self.of("proposal_contents")
         self.queued, self.running = self.of("queued"), self.of("running")
 
     def tasks_in(self, state: TaskState) -> str:

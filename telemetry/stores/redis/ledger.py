@@ -10,6 +10,13 @@ from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
 from eplb.versions import Announcement
 from telemetry.live import LiveState
+from telemetry.proposals import (
+    Content,
+    Proposal,
+    content_to_bytes,
+    proposal_from_text,
+    proposal_to_text,
+)
 from telemetry.records.live_codec import live_to_text
 from telemetry.store import Details, Lease, LeaseOf, Outcome, RunInfo, Task
 from telemetry.stores import commit_rules
@@ -127,6 +134,26 @@ class RedisLedger:
         if up_to > last:
             self.change.give_out("plan_id", up_to, self.state)
         return max(last, up_to)
+
+    def proposals(self) -> list[Proposal]:
+        """Return all proposals as they are stored, oldest first."""
+        found = map(proposal_from_text, self.link.read("HVALS", self.keys.proposals))
+        return sorted(found, key=lambda one: one.id)
+
+    def add_proposal(self, proposal: Proposal, content: Content) -> None:
+        """Write a new proposal."""
+        packed = content_to_bytes(content)
+        self.change.write("HSET", self.keys.proposal_contents, proposal.id, packed)
+        self.put_proposal(proposal)
+
+    def put_proposal(self, proposal: Proposal) -> None:
+        """Write a proposal that changed its state."""
+        self.change.write("HSET", self.keys.proposals, proposal.id, proposal_to_text(proposal))
+
+    def drop_proposal(self, proposal_id: int) -> None:
+        """Forget a proposal and its content."""
+        self.change.write("HDEL", self.keys.proposals, proposal_id)
+        self.change.write("HDEL", self.keys.proposal_contents, proposal_id)
 
     def recovery(self) -> Recovery | None:
         """Return the latest record of a recovery."""

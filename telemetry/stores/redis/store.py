@@ -18,6 +18,7 @@ from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import Announcement
 from telemetry.live import LiveState
+from telemetry.proposals import Content, Proposal, content_from_bytes, standing
 from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.retention.rollup import Rollup
@@ -167,6 +168,17 @@ class RedisStore(DecidingStore):
     def published(self) -> Migration | None:
         """Return the open migration."""
         return self._placements.published()
+
+    def proposals(self) -> list[Proposal]:
+        """Return all proposals, oldest first."""
+        state = self._changes.look()
+        ledger = RedisLedger(self.link, self._keys, state, Change(self._keys))
+        return [standing(one, state.time, state.committed) for one in ledger.proposals()]
+
+    def proposal_content(self, proposal_id: int) -> Content | None:
+        """Return the rest of a proposal."""
+        found = self.link.read("HGET", self._keys.proposal_contents, proposal_id)
+        return content_from_bytes(found) if found is not None else None
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write a survivor report."""

@@ -16,6 +16,13 @@ from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import migration_to_bytes, placement_to_bytes
 from eplb.versions import Announcement
 from telemetry.live import LiveState
+from telemetry.proposals import (
+    Content,
+    Proposal,
+    content_to_bytes,
+    proposal_from_text,
+    proposal_to_text,
+)
 from telemetry.records.live_codec import live_from_text, live_to_text
 from telemetry.records.task_codec import result_to_text
 from telemetry.store import Details, Lease, LeaseOf, Outcome, RunInfo, Task, TaskResult
@@ -114,6 +121,25 @@ class Change:
         found = self._one(queries.LAST_PLAN_ID)
         assert found is not None, "the deployment was registered when the store was opened"
         return int(found[0])
+
+    def proposals(self) -> list[Proposal]:
+        """Return all proposals as they are stored."""
+        found = self.connection.execute(queries.PROPOSALS, (self.deployment,))
+        return [proposal_from_text(text) for (text,) in found]
+
+    def add_proposal(self, proposal: Proposal, content: Content) -> None:
+        """Write a new proposal."""
+        row = (self.deployment, proposal.id, proposal_to_text(proposal), content_to_bytes(content))
+        self.connection.execute(queries.INSERT_PROPOSAL, row)
+
+    def put_proposal(self, proposal: Proposal) -> None:
+        """Write a proposal that changed its state."""
+        row = (proposal_to_text(proposal), self.deployment, proposal.id)
+        self.connection.execute(queries.PUT_PROPOSAL, row)
+
+    def drop_proposal(self, proposal_id: int) -> None:
+        """Forget a proposal and its content."""
+        self.connection.execute(queries.DROP_PROPOSAL, (self.deployment, proposal_id))
 
     def recovery(self) -> Recovery | None:
         """Return the latest record of a recovery."""

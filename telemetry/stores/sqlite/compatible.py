@@ -17,6 +17,11 @@ CREATE TABLE IF NOT EXISTS announced (
     PRIMARY KEY (deployment, component, name))
 """,
     """
+CREATE TABLE IF NOT EXISTS proposal (
+    deployment TEXT NOT NULL, id INTEGER NOT NULL, line TEXT NOT NULL, content BLOB NOT NULL,
+    PRIMARY KEY (deployment, id))
+""",
+    """
 CREATE VIEW IF NOT EXISTS rank_state AS SELECT
     deployment, run, rank,
     json_extract(record, '$.time') AS time, json_extract(record, '$.step') AS step,

@@ -22,6 +22,13 @@ from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import Announcement
 from telemetry.live import LiveState
+from telemetry.proposals import (
+    Content,
+    Proposal,
+    content_from_bytes,
+    proposal_from_text,
+    standing,
+)
 from telemetry.records.live_codec import live_from_text
 from telemetry.records.rank_state_codec import rank_state_from_text, rank_state_to_text
 from telemetry.records.sample_codec import SAMPLE_VERSION
@@ -164,6 +171,18 @@ class SqliteStore(DecidingStore):
     def published(self) -> Migration | None:
         """Return the open migration."""
         return self._placements.published()
+
+    def proposals(self) -> list[Proposal]:
+        """Return all proposals, oldest first."""
+        found = [proposal_from_text(text) for (text,) in self._rows(queries.PROPOSALS)]
+        latest = self._rows(queries.LATEST_HASH)  # after them: a base never serves again
+        committed = (latest[0][0], latest[0][1]) if latest else None
+        return [standing(one, self._clock(), committed) for one in found]
+
+    def proposal_content(self, proposal_id: int) -> Content | None:
+        """Return the rest of a proposal."""
+        found = self._rows(queries.PROPOSAL_CONTENT, proposal_id)
+        return content_from_bytes(found[0][0]) if found else None
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write a survivor report."""

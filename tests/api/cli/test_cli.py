@@ -13,7 +13,7 @@ from rank_reports import rank_report
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
-from api.access.commands import local_actor
+from api.access.local import local_actor
 from api.cli.main import app
 from eplb.errors import StoreError
 from telemetry import open_store

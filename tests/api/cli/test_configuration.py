@@ -12,6 +12,8 @@ from click.testing import Result
 from repository import ROOT
 from typer.testing import CliRunner
 
+from api.access.audit import Audit
+from api.access.local import local_actor
 from api.cli.main import app
 from api.config.fields import about
 from api.config.live import static_layer
@@ -318,6 +320,22 @@ def test_live_config_changes_a_setting_and_removes_it(tmp_path: Path) -> None:
 
         assert live_config(path, "--unset", "pay_back_s").exit_code == 0
         assert store.live().live == LiveSettings(observe=True)
+    audited = [(one.action, one.reason, one.actor) for one in Audit(tmp_path).entries()]
+    assert audited == [
+        ("config --live pay_back_s=300.0, observe=True", "look", local_actor()),
+        ("config --live pay_back_s=None", "changed from the command line", local_actor()),
+    ]
+
+
+def test_live_config_that_cannot_be_audited_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(started(path)) as store:
+        (tmp_path / "audit.jsonl").mkdir()
+
+        result = live_config(path, "--set", "observe=true")
+
+        assert (result.exit_code, "cannot be written" in result.output) == (2, True)
+        assert store.live().live == LiveSettings()
 
 
 @pytest.mark.parametrize(

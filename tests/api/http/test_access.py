@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -189,6 +190,33 @@ def test_change_that_cannot_be_audited_is_not_done(service: httpx.Client, tmp_pa
 
 def entry(number: int) -> AuditEntry:
     return AuditEntry(float(number), "d", "a", "admin", "local", "", "pause", f"r{number}", "asked")
+
+
+@pytest.mark.parametrize("before", [None, 1, 2, 3, 17, 40, 41, 99])
+@pytest.mark.parametrize("limit", [1, 7, 100])
+def test_page_of_the_audit_is_what_all_of_it_gives(
+    tmp_path: Path, before: int | None, limit: int
+) -> None:
+    audit = Audit(tmp_path)
+    assert audit.page(before, limit) == []
+    for number in range(1, 41):
+        audit.append(replace(entry(number), reason="r" * (number * 7 % 40)))
+
+    older = [one for one in audit.entries() if before is None or one.number < before]
+
+    assert audit.page(before, limit) == older[::-1][:limit]
+
+
+def test_latest_page_does_not_read_the_lines_before_it(tmp_path: Path) -> None:
+    audit = Audit(tmp_path)
+    for number in range(1, 5):
+        audit.append(entry(number))
+    text = audit.path.read_bytes()
+    audit.path.write_bytes(b"#" * text.index(b"\n") + text[text.index(b"\n") :])
+
+    assert [one.number for one in audit.page(None, 2)] == [4, 3]
+    with pytest.raises(AuditError, match="line at byte 0 of the audit is no entry"):
+        audit.page(None, 4)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ def test_rollout_goes_from_observing_to_all_layers(deployment: Deployment, clock
     deployment.serve(SKEWED)
     controller.turn()
     assert store.published() is None
-    assert "(not moved: a proposal: a request for a rebalance carries it out)" in last_reason(
-        deployment
+    (waiting,) = store.proposals()
+    assert last_reason(deployment).endswith(
+        f"(not moved: proposal {waiting.id} waits for an approval)"
     )
 
     store.change_live({"stage": "layers"}, reason="a first layer")

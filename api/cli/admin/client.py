@@ -1,0 +1,123 @@
+"""The admin API for commands: the routes of a service, or the same routes on a store.
+
+On a store the application runs in this process, so a command does the same in both ways: the same
+checks, the same audit. The actor is then the user of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
+
+import httpx
+
+from api.access.keys import Actor, Role
+from api.access.local import local_actor
+from api.cli.store_place import audit_folder, configured_store, open_existing
+from eplb.errors import ConfigError, EplbError
+
+MARGIN_S = 30.0  # beyond the time that the service waits for the controller
+IN_SERVICE_S = 10.0  # for which a service waits for the controller
+KEY = "EPLB_KEY"  # the environment variable with the key of a service: arguments are listed by ps
+
+
+class AdminRefused(EplbError):
+    """The API refused a request; ``status`` is of its answer."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class Answer(NamedTuple):
+    """An answer of the API."""
+
+    status: int
+    body: Any  # of its JSON
+
+
+class Place(NamedTuple):
+    """Which API is asked, as given on the command line."""
+
+    service: str | None
+    store: str | None
+    deployment: str | None
+    wait_s: float = IN_SERVICE_S
+
+
+def ask(
+    place: Place,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    if_generation: int | None = None,
+    **params: Any,
+) -> Answer:
+    """Send one request, and return its answer.
+
+    Args:
+        place: of the API.
+        method: of HTTP.
+        path: below ``/api/v1``.
+        body: sent as JSON.
+        if_generation: the generation that must serve.
+        params: of the query; those that are None are not sent.
+
+    Raises:
+        AdminRefused: the API refuses.
+        ConfigError: there is no service at the URL, or the store cannot be used.
+        StoreError: the store cannot be used.
+    """
+    headers = {} if if_generation is None else {"If-Match": f'"{if_generation}"'}
+    given = {name: value for name, value in params.items() if value is not None}
+    with ExitStack() as stack:
+        client = _of_service(place.service) if place.service else _of_store(place, stack)
+        answer = asyncio.run(
+            _sent(client, method, f"/api/v1{path}", json=body, headers=headers, params=given)
+        )
+    try:
+        found = answer.json()
+    except ValueError as exc:
+        raise ConfigError(
+            f"{answer.url} answered with no JSON, expected a service of eplb"
+        ) from exc
+    if answer.status_code >= 400:
+        raise AdminRefused(answer.status_code, str(found.get("detail", found)))
+    return Answer(answer.status_code, found)
+
+
+async def _sent(client: httpx.AsyncClient, method: str, path: str, **parts: Any) -> httpx.Response:
+    async with client:
+        try:
+            return await client.request(method, path, **parts)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            where = client.base_url
+            raise ConfigError(f"no answer of a service at {where}: {exc or type(exc)}") from exc
+
+
+def _of_service(url: str) -> httpx.AsyncClient:
+    key = os.environ.get(KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--service is {url!r}, expected http://HOST:PORT or https://HOST:PORT")
+    try:
+        return httpx.AsyncClient(base_url=url, headers=headers, timeout=IN_SERVICE_S + MARGIN_S)
+    except httpx.InvalidURL as exc:
+        raise ConfigError(f"--service is {url!r}: {exc}") from exc
+
+
+def _of_store(place: Place, stack: ExitStack) -> httpx.AsyncClient:
+    # Imported here: it needs the extra "api", and --help does not.
+    from api.http.app import create_app
+
+    url, deployment = configured_store(place.store, place.deployment)
+    store = stack.enter_context(closing(open_existing(url, deployment)))
+    actor = Actor(local_actor(), Role.ADMIN)
+    app = create_app(store, plan_wait_s=place.wait_s, state_dir=audit_folder(url), actor=actor)
+    transport = httpx.ASGITransport(app, client=("local", 0))
+    limit_s = place.wait_s + MARGIN_S
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=limit_s)

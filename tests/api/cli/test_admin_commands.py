@@ -1,0 +1,142 @@
+"""Commands of an operator against a store and against a service, with a real controller."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from controlled_deployment import START, Deployment, planned_by_request
+from typer.testing import CliRunner
+
+from api.access.audit import Audit
+from api.access.local import local_actor
+from api.cli.main import EXAMPLES, app
+from api.http.app import create_app
+from api.http.server import HttpService
+from telemetry import open_store
+from telemetry.store import Control
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    with (
+        closing(open_store(tmp_path / "store.sqlite", "test")) as store,
+        planned_by_request(store) as served,
+    ):
+        yield served
+
+
+class Shell:
+    """Runs commands on one deployment."""
+
+    def __init__(self, *place: str) -> None:
+        self.place = place
+
+    def run(self, *words: str) -> tuple[int, str]:
+        """Return exit status, and output with errors."""
+        done = CliRunner().invoke(app, [*words, *self.place])
+        return done.exit_code, done.output
+
+    def json(self, *words: str, status: int = 0) -> Any:
+        """Return the JSON that a command prints."""
+        code, output = self.run(*words, "--json")
+        assert code == status, output
+        return json.loads(output)
+
+
+@pytest.fixture
+def on_store(tmp_path: Path) -> Shell:
+    return Shell("--store", str(tmp_path / "store.sqlite"), "--deployment", "test")
+
+
+def test_operator_proposes_approves_and_goes_back_on_a_store(
+    deployment: Deployment, on_store: Shell, tmp_path: Path
+) -> None:
+    store = deployment.store
+    status, text = on_store.run("propose", "--reason", "evening load")
+    assert status == 0, text
+    number = str(store.proposals()[0].id)
+    assert f"eplb approve {number} carries it out while generation 0 serves" in text
+    assert re.search(rf"^ *{number} +open .* MOVE +1\.600 .*evening load$", text, re.MULTILINE)
+    status, text = on_store.run("approve", number)
+    assert (status, "movement is off" in text) == (1, True)
+    store.set_control(Control(), reason="go on")
+
+    status, text = on_store.run("approve", number, "--if-generation", "7")
+    assert (status, 'is "0", expected "7"' in text) == (1, True)
+    status, text = on_store.run("approve", number, "--if-generation", "0")
+    assert (status, "is published to the ranks" in text) == (0, True), text
+    deployment.swap()
+    (found,) = on_store.json("proposals")
+    assert (found["state"], found["ended_by"]) == ("approved", local_actor())
+    dry = on_store.json("rollback", "0")["result"]
+    assert (dry["dry_run"], dry["published"]) == (True, False)
+    assert store.published() is None
+    assert on_store.json("tasks", "--state", "failed") == []
+    audited = [one.action for one in Audit(tmp_path).entries() if one.outcome == "asked"]
+    assert audited[0] == "POST /api/v1/proposals"
+    assert audited[-1] == "POST /api/v1/rollbacks"
+
+
+def test_operator_reads_and_rejects_at_a_service(deployment: Deployment) -> None:
+    service = HttpService(create_app(deployment.store, plan_wait_s=60.0))
+    service.start()
+    try:
+        shell = Shell("--service", service.url)
+        number = str(shell.json("propose")["id"])
+        status, text = shell.run("explain", number)
+        assert (status, "layer 0" in text.lower()) == (0, True), text
+        assert "eplb: found neither a proposal alone nor" in shell.run("explain")[1]
+        assert shell.run("explain", "--layer", "0", "--expert", "0")[0] == 0
+        assert shell.json("reject", number, "--reason", "not tonight")["state"] == "rejected"
+        assert shell.run("reject", number)[0] == 1
+        assert [one["rank"] for one in shell.json("ranks")] == [0, 1]
+        assert "rejected" in shell.run("events", "--last", "5")[1]
+        dry = shell.json("rebalance")["result"]
+        assert (dry["decision"], dry["published"]) == ("MOVE", False)
+    finally:
+        service.stop()
+    status, text = shell.run("ranks")
+    assert (status, "no answer of a service at" in text) == (2, True)
+
+
+def test_request_without_a_controller_is_queued_and_cancelled(
+    tmp_path: Path, on_store: Shell
+) -> None:
+    with closing(open_store(tmp_path / "store.sqlite", "test")) as store:
+        store.commit(START, expected=None, reason="start")
+        Deployment(store)
+
+        task = on_store.json("propose", "--wait", "0", status=3)
+
+        assert (task["kind"], task["state"]) == ("propose", "queued")
+        status, text = on_store.run("tasks", "--cancel", str(task["id"]))
+        assert (status, "cancelled: from the command line" in text) == (0, True), text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["ranks", "--service", "ftp://x"], "--service is 'ftp://x', expected http://HOST:PORT"),
+        (["tasks", "--store", "/nowhere/s.sqlite"], "there is no store at /nowhere/s.sqlite"),
+    ],
+)
+def test_place_that_cannot_be_asked_is_bad_input(words: list[str], sentence: str) -> None:
+    done = CliRunner().invoke(app, words)
+
+    assert done.exit_code == 2
+    assert sentence in done.output
+
+
+def test_every_command_of_an_operator_has_an_example_in_its_help() -> None:
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
+
+    assert {command.__name__ for command in EXAMPLES} <= known
+    assert all(
+        command.epilog for command in app.registered_commands if command.callback in EXAMPLES
+    )

@@ -1,0 +1,124 @@
+"""Proposals and If-Match over a real port, with a real controller on a SQLite store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import httpx
+import pytest
+from controlled_deployment import EVEN, START, Deployment, planned_by_request
+
+from api.http.app import create_app
+from api.http.server import HttpService
+from eplb.core.placement import Placement
+from telemetry import open_store
+from telemetry.store import Control, LoadStore
+
+DEADLINE_S = 60.0
+OTHER = Placement(START.slot_to_expert, 4, generation=1)
+WHY = {"reason": "hot expert"}
+Open = Callable[[], httpx.Client]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LoadStore]:
+    with closing(open_store(tmp_path / "store.sqlite", "test")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def deployment(store: LoadStore) -> Iterator[Deployment]:
+    with planned_by_request(store) as served:
+        yield served
+
+
+@pytest.fixture
+def open_service(store: LoadStore) -> Iterator[Open]:
+    """Start a service on the store; each call another, as after a restart."""
+    with ExitStack() as stack:
+
+        def start() -> httpx.Client:
+            service = HttpService(create_app(store, plan_wait_s=DEADLINE_S))
+            service.start()
+            stack.callback(service.stop)
+            return stack.enter_context(httpx.Client(base_url=f"{service.url}/api/v1", timeout=90))
+
+        yield start
+
+
+def detail(response: httpx.Response, status: int) -> str:
+    assert response.status_code == status, response.text
+    return str(response.json()["detail"])
+
+
+def test_proposal_is_made_read_and_carried_out_after_a_restart(
+    deployment: Deployment, open_service: Open
+) -> None:
+    made = open_service().post("/proposals", json=WHY)
+    client = open_service()
+    listed = client.get("/proposals", params={"state": "open"}).json()
+
+    assert made.status_code == 201, made.text
+    proposal = made.json()
+    path = f"/proposals/{proposal['id']}"
+    assert made.headers["Location"] == f"/api/v1{path}"
+    assert [one["id"] for one in listed] == [proposal["id"]]
+    assert client.get(path).json() == proposal
+    assert (proposal["state"], proposal["by"]) == ("open", "a user of this host")
+    assert proposal["imbalance_before"] == pytest.approx(1.6)
+    assert len(proposal["move_list"]) == proposal["moves"] > 0
+    assert proposal["explanation"][0]["sentences"]
+    assert "movement is off" in detail(client.post(f"{path}/approve", json=WHY), 409)
+    deployment.store.set_control(Control(), reason="go on")
+    deployment.serve(EVEN)
+    stale = client.post(f"{path}/approve", json=WHY, headers={"If-Match": '"7"'})
+    assert detail(stale, 412) == 'the generation that serves is "0", expected "7"'
+
+    tag = client.get("/placement").headers["ETag"]
+    approved = client.post(f"{path}/approve", json=WHY, headers={"If-Match": tag})
+
+    assert approved.status_code == 200, approved.text
+    migration = deployment.swap()
+    assert approved.json()["result"]["plan_id"] == migration.plan_id
+    assert migration.target.slot_to_expert.tolist() == proposal["slot_to_expert"]
+    ended = client.get(path).json()
+    assert (ended["state"], ended["plan_id"]) == ("approved", migration.plan_id)
+    assert ended["plan_end"]["outcome"] == "committed"
+    again = client.post(f"{path}/approve", json=WHY)
+    assert "is approved (hot expert), expected it open" in detail(again, 409)
+
+
+def test_proposal_that_is_not_open_is_refused(
+    deployment: Deployment, open_service: Open, store: LoadStore
+) -> None:
+    client = open_service()
+    first, second = (client.post("/proposals", json=WHY).json()["id"] for _ in range(2))
+
+    rejected = client.post(f"/proposals/{first}/reject", json={"reason": "not tonight"})
+    store.commit(OTHER, expected=0, reason="by hand")
+
+    assert rejected.json()["state"] == "rejected"
+    for act in ("approve", "reject"):
+        why_not = detail(client.post(f"/proposals/{first}/{act}", json=WHY), 409)
+        assert why_not == f"proposal {first} is rejected (not tonight), expected it open"
+        why_not = detail(client.post(f"/proposals/{second}/{act}", json=WHY), 409)
+        assert "base moved on: found generation 1 committed, expected generation 0" in why_not
+        missing = client.post(f"/proposals/99/{act}", json=WHY)
+        assert detail(missing, 404) == "there is no proposal 99"
+    assert store.published() is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("rebalances", WHY), ("rollbacks", WHY | {"generation": 0})]
+)
+def test_change_with_a_stale_tag_is_refused_before_it_is_a_task(
+    store: LoadStore, open_service: Open, path: str, body: dict[str, object]
+) -> None:
+    store.commit(START, expected=None, reason="start")
+
+    refused = open_service().post(f"/{path}", json=body, headers={"If-Match": '"3"'})
+
+    assert detail(refused, 412) == 'the generation that serves is "0", expected "3"'
+    assert store.tasks("queued") == []

@@ -1,0 +1,203 @@
+"""Proposals: made by request or in the stage "propose", approved, refused, and carried out once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from controlled_deployment import EVEN, SETTINGS, SKEWED, START, Clock, Deployment, events
+
+from eplb.core.placement import EMPTY, Placement
+from eplb.migration.build import Pace
+from rebalance.controller.loop import Controller
+from telemetry.proposals import LASTS_S
+from telemetry.store import Control, Task
+from telemetry.stores.memory import MemoryStore
+
+OTHER = Placement(np.array([[0, 1, 2, 2, 3, EMPTY]]), num_experts=4, generation=1)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def deployment(clock: Clock) -> Deployment:
+    store = MemoryStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    return Deployment(store)
+
+
+@pytest.fixture
+def controller(deployment: Deployment, clock: Clock) -> Controller:
+    settings = replace(SETTINGS, stage="propose", task_expiry_s=0.0)
+    return Controller(deployment.store, settings, clock=clock)
+
+
+def ask(deployment: Deployment, controller: Controller, kind: str, **request: object) -> Task:
+    """Return a task that the controller has worked off."""
+    task = deployment.store.submit(kind, {"by": "alice", "reason": "hot expert"} | request)
+    controller.turn()
+    ended = deployment.store.task(task.id)
+    assert ended is not None
+    return ended
+
+
+def propose(deployment: Deployment, controller: Controller) -> int:
+    """Return the proposal that is made by request, on even load so that none is made without."""
+    deployment.serve(SKEWED)
+    deployment.store.set_control(Control(movement=False), reason="no plan of its own")
+    task = ask(deployment, controller, "propose")
+    deployment.store.set_control(Control(), reason="go on")
+    assert task.state == "done", task.result.error
+    return int(task.result.detail["proposal"])
+
+
+def test_stage_propose_stores_one_proposal_until_it_ends(
+    deployment: Deployment, controller: Controller, clock: Clock
+) -> None:
+    for _ in range(3):
+        deployment.serve(SKEWED)
+        controller.turn()
+
+    (first,) = deployment.store.proposals()
+    assert (first.by, first.trigger, first.expires) == ("controller", "load", 1000.0 + LASTS_S)
+    assert deployment.store.published() is None
+    clock.now += LASTS_S
+    deployment.serve(SKEWED)
+    controller.turn()
+    assert [one.state for one in deployment.store.proposals()] == ["expired", "open"]
+
+
+def test_requested_proposal_has_figures_moves_and_explanation(
+    deployment: Deployment, controller: Controller
+) -> None:
+    number = propose(deployment, controller)
+
+    (found,) = deployment.store.proposals()
+    content = deployment.store.proposal_content(number)
+    assert content is not None
+    assert (found.id, found.by, found.reason) == (number, "alice", "hot expert")
+    assert found.summary["decision"] == "MOVE"
+    assert found.summary["imbalance_before"] == pytest.approx(1.6)
+    assert (
+        len(content.detail["move_list"])
+        == found.summary["moves"]
+        == content.detail["plan"]["num_moves"]
+    )
+    (explained,) = content.detail["explanation"]
+    assert explained["layer"] == 0
+    assert explained["sentences"]
+    assert content.target.generation == 1
+
+
+def test_approval_publishes_exactly_the_stored_target_of_an_earlier_load(
+    deployment: Deployment, controller: Controller
+) -> None:
+    number = propose(deployment, controller)
+    content = deployment.store.proposal_content(number)
+    assert content is not None
+    deployment.serve(EVEN)  # on which no plan would move anything
+
+    task = ask(deployment, controller, "approve", proposal=number, by="bob", reason="go")
+
+    assert task.state == "done", task.result.error
+    migration = deployment.swap()
+    assert migration.target.hash == content.target.hash
+    assert migration.plan_id == task.result.plan_id
+    (found,) = deployment.store.proposals()
+    assert (found.state, found.ended_by, found.plan_id) == ("approved", "bob", migration.plan_id)
+    last = events(deployment.store, "plan")[-1].detail
+    assert last["trigger"] == "approval"
+    assert last["reason"].startswith(f"proposal {number}, approved by bob (go): ")
+
+
+def test_approval_with_spare_slots_publishes_the_stored_target(clock: Clock) -> None:
+    store = MemoryStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    deployment = Deployment(store)
+    settings = replace(SETTINGS, pace=Pace(mode="flip", spare_slots=1), task_expiry_s=0.0)
+    controller = Controller(store, settings, clock=clock)
+    store.set_control(Control(observe=True), reason="no plan of its own")
+    deployment.serve([40_000, 10_000, 40_000, 10_000])
+    deployment.serve([60_000, 30_000, 5_000, 5_000])
+    task = ask(deployment, controller, "propose")
+    store.set_control(Control(), reason="go on")
+    number = task.result.detail.get("proposal")
+    assert number is not None, task.result.error
+    content = store.proposal_content(number)
+    assert content is not None
+
+    approved = ask(deployment, controller, "approve", proposal=number)
+
+    assert approved.state == "done", approved.result.error
+    assert deployment.swap().target.hash == content.target.hash
+
+
+def test_approval_on_another_base_is_refused(
+    deployment: Deployment, controller: Controller
+) -> None:
+    number = propose(deployment, controller)
+    deployment.store.commit(OTHER, expected=0, reason="by hand")
+
+    task = ask(deployment, controller, "approve", proposal=number)
+
+    assert task.state == "failed"
+    assert "base moved on: found generation 1 committed, expected generation 0" in task.result.error
+    assert deployment.store.published() is None
+
+
+def test_approval_is_refused_while_movement_is_off_and_stays_possible(
+    deployment: Deployment, controller: Controller
+) -> None:
+    number = propose(deployment, controller)
+    deployment.store.set_control(Control(movement=False), reason="incident")
+
+    refused = ask(deployment, controller, "approve", proposal=number)
+    deployment.store.set_control(Control(), reason="over")
+    carried_out = ask(deployment, controller, "approve", proposal=number)
+    again = ask(deployment, controller, "approve", proposal=number)
+
+    assert "movement is switched off" in refused.result.error
+    assert carried_out.state == "done"
+    assert f"proposal {number} is approved" in again.result.error
+
+
+def test_proposal_survives_the_controller(
+    deployment: Deployment, controller: Controller, clock: Clock
+) -> None:
+    number = propose(deployment, controller)
+    controller.close()
+    successor = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.store.set_control(Control(observe=True), reason="no plan of its own")
+    successor.turn()
+    deployment.store.set_control(Control(), reason="go on")
+
+    task = ask(deployment, successor, "approve", proposal=number)
+
+    assert task.state == "done", task.result.error
+
+
+def test_plan_that_keeps_the_placement_is_no_proposal(
+    deployment: Deployment, controller: Controller
+) -> None:
+    deployment.serve(EVEN)
+
+    task = ask(deployment, controller, "propose")
+
+    assert task.state == "failed"
+    assert task.result.error.startswith("no proposal, because the plan is KEEP: ")
+    assert deployment.store.proposals() == []
+
+
+@pytest.mark.parametrize("kind", ["rebalance", "rollback", "propose"])
+def test_request_for_another_generation_is_refused(
+    deployment: Deployment, controller: Controller, kind: str
+) -> None:
+    deployment.serve(SKEWED)
+
+    task = ask(deployment, controller, kind, if_generation=7, generation=0)
+
+    assert task.result.error == "found generation 0 serving, expected generation 7 as asked for"
