@@ -449,7 +449,7 @@ class Controller:
         serving = committed.placement
         _refuse_if_stale(task, serving)
         if task.kind == "approve":
-            return self._approve(group, task, past, serving)
+            return self._approve(group, task, past.history, serving)
         if task.kind == "rollback":
             generation = int(task.request["generation"])
             why = f"rollback to generation {generation} ({task.request.get('reason', '')})"
