@@ -64,8 +64,13 @@ class RebalanceLog:
             one = of_decision.get(decision.id)
             if one is None:
                 return decision
-            gains = {"gain_promised": one.gain_promised, "gain_realised": one.gain_realised}
-            return replace(decision, plan_id=one.plan_id, outcome=one.outcome, **gains)
+            return replace(
+                decision,
+                plan_id=one.plan_id,
+                outcome=one.outcome,
+                gain_promised=one.gain_promised,
+                gain_realised=one.gain_realised,
+            )
 
         return tuple(with_end(one) for one in decisions)
 
