@@ -181,7 +181,7 @@ def test_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: Memo
     thread.join(DEADLINE_S)
 
     assert asked == [{"reason": "curious", "dry_run": True}]
-    assert "imbalance 1.60 → 1.00" in page.locator("#answer").inner_text()
+    assert "imbalance 1.600 → 1.000 predicted" in page.locator("#answer").inner_text()
 
 
 def test_movement_is_paused_and_resumed_with_the_keyboard(page: Any, store: MemoryStore) -> None:

@@ -752,7 +752,7 @@ def test_second_real_rebalance_waits_for_the_first(deployment: Deployment) -> No
 @pytest.mark.parametrize(
     ("kind", "request_", "refusal"),
     [
-        ("fly", {}, "is of kind 'fly', expected 'rebalance', 'rollback' or 'explain'"),
+        ("fly", {}, "is of kind 'fly', expected one of: rebalance, rollback, explain, propose"),
         ("rebalance", {"policy": "best"}, "unknown policy 'best', expected one of: auto,"),
     ],
 )
