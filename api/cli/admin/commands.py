@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
+from api.http.requests import MAX_ID
 from api.terminal.printable import print_error, printable
 from api.terminal.table import print_table
 from eplb.errors import EplbError
@@ -34,8 +35,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer of the AP
 Reason = Annotated[str, typer.Option(help="Reason; stored with the request.")]
 Policy = Annotated[str | None, typer.Option(help="Placement policy; else the controller's.")]
 Move = Annotated[bool, typer.Option("--move", help="Carry it out; else it is a dry run.")]
-Number = Annotated[int, typer.Argument(min=0, help="Number of the proposal.")]
-IfGeneration = Annotated[int | None, typer.Option(min=0, help="Only if this generation serves.")]
+Number = Annotated[int, typer.Argument(min=0, max=MAX_ID, help="Number of the proposal.")]
+IfGeneration = Annotated[
+    int | None, typer.Option(min=0, max=MAX_ID, help="Only if this generation serves.")
+]
 WHY = "from the command line"
 
 
@@ -69,9 +72,11 @@ def propose(
 
 
 def explain(
-    proposal: Annotated[int | None, typer.Argument(min=0, help="A proposal.")] = None,
-    layer: Annotated[int | None, typer.Option(min=0, help="Layer, from 0; with --expert.")] = None,
-    expert: Annotated[int | None, typer.Option(min=0, help="A logical expert.")] = None,
+    proposal: Annotated[int | None, typer.Argument(min=0, max=MAX_ID, help="A proposal.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(min=0, max=65_536, help="Layer, from 0; with --expert.")
+    ] = None,
+    expert: Annotated[int | None, typer.Option(min=0, max=65_536, help="A logical expert.")] = None,
     service: Service = None,
     store: ConfiguredStore = None,
     deployment: ConfiguredDeployment = None,
@@ -139,7 +144,9 @@ def rebalance(
 
 
 def rollback(
-    generation: Annotated[int, typer.Argument(min=0, help="Whose placement is to serve again.")],
+    generation: Annotated[
+        int, typer.Argument(min=0, max=MAX_ID, help="Whose placement is to serve again.")
+    ],
     service: Service = None,
     store: ConfiguredStore = None,
     deployment: ConfiguredDeployment = None,
@@ -162,7 +169,7 @@ def tasks(
     deployment: ConfiguredDeployment = None,
     state: Annotated[str, typer.Option(help="queued, running, done or failed.")] = "queued",
     cancel: Annotated[
-        int | None, typer.Option(min=0, help="Cancel this one; it must be queued.")
+        int | None, typer.Option(min=0, max=MAX_ID, help="Cancel this one; it must be queued.")
     ] = None,
     reason: Reason = WHY,
     json_output: AsJson = False,
@@ -182,7 +189,8 @@ def events(
     deployment: ConfiguredDeployment = None,
     last: Annotated[int, typer.Option(min=1, max=1000, help="How many, the latest.")] = 20,
     after: Annotated[
-        int | None, typer.Option(min=0, help="Those past this id instead, oldest first.")
+        int | None,
+        typer.Option(min=0, max=MAX_ID, help="Those past this id instead, oldest first."),
     ] = None,
     json_output: AsJson = False,
 ) -> None:

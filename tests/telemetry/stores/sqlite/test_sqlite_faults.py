@@ -85,6 +85,7 @@ UNDO = {
         "DROP VIEW control",  # of telemetry/stores/sqlite/compatible.py, as what follows
         "DROP VIEW rank_state",
         "DROP TABLE announced",
+        "DROP TABLE proposal",
         "DROP TABLE live_settings",
         "CREATE TABLE control (deployment TEXT PRIMARY KEY, switches TEXT NOT NULL)",
         "DROP TABLE rank_report",
