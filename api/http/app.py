@@ -67,7 +67,7 @@ from api.http.schemas import (
     TaskAnswer,
     WhoAnswer,
 )
-from api.http.service import AdminService, Refused, generation_tag
+from api.http.service import ANY, AdminService, Refused, generation_tag
 from api.metrics.definitions import Level
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
@@ -98,8 +98,9 @@ Service = Annotated[AdminService, Depends(_service)]
 Id = Annotated[int, Query(ge=0, le=MAX_ID)]
 TaskId = Annotated[int, InPath(ge=0, le=MAX_ID)]
 ProposalId = Annotated[int, InPath(ge=0, le=MAX_ID)]
+# No "str | None": the document would let a client send null, which a header cannot be.
 IfGeneration = Annotated[
-    str | None,
+    str,
     Header(
         alias="if-match",
         pattern=r'^(\*|"[0-9]{1,19}")$',
@@ -288,7 +289,7 @@ def get_audit(
     responses=TASK_ANSWERS | documented(412),
 )
 def post_rebalance(
-    service: Service, body: RebalanceRequest, response: Response, if_match: IfGeneration = None
+    service: Service, body: RebalanceRequest, response: Response, if_match: IfGeneration = ANY
 ) -> TaskAnswer:
     """Submits a task to the controller and waits a while for its result."""
     return _answered(service.rebalance(body, if_match), response)
@@ -300,7 +301,7 @@ def post_rebalance(
     responses=TASK_ANSWERS | documented(412),
 )
 def post_rollback(
-    service: Service, body: RollbackRequest, response: Response, if_match: IfGeneration = None
+    service: Service, body: RollbackRequest, response: Response, if_match: IfGeneration = ANY
 ) -> TaskAnswer:
     """Submits a task to the controller and waits a while for its result."""
     return _answered(service.rollback(body, if_match), response)
@@ -344,7 +345,7 @@ def post_approval(
     body: ReasonRequest,
     by: By,
     response: Response,
-    if_match: IfGeneration = None,
+    if_match: IfGeneration = ANY,
 ) -> TaskAnswer:
     """Moves to exactly the stored target, or to none: 409 when its base moved on."""
     return _answered(waiting.approve(proposal_id, body.reason, by, if_match), response)

@@ -13,12 +13,10 @@ from pydantic import ConfigDict, Field, create_model
 from api.config.live import check_policy, live_settings
 from api.http.requests import WHOLE, Body, Policy, Reason
 from api.http.schemas import Answer
-from api.http.service import Refused
+from api.http.service import ANY, Refused
 from eplb.errors import StaleRevision
 from telemetry.live import LiveState
 from telemetry.store import LiveStore
-
-ANY_REVISION = "*"
 
 
 class SettingAnswer(Answer):
@@ -98,7 +96,7 @@ def change_settings(store: LiveStore, body: _SettingsBody, if_match: str) -> Set
     Args:
         store: that has them.
         body: the changes.
-        if_match: an entity tag, or ANY_REVISION.
+        if_match: an entity tag, or ANY.
 
     Raises:
         Refused: another change came first, or no setting was named.
@@ -108,7 +106,7 @@ def change_settings(store: LiveStore, body: _SettingsBody, if_match: str) -> Set
     if not changes:
         raise Refused(422, "the body names no setting, expected one or more beside the reason")
     check_policy(changes)
-    expected = None if if_match == ANY_REVISION else int(if_match.strip('"'))
+    expected = None if if_match == ANY else int(if_match.strip('"'))
     try:
         return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
     except StaleRevision as exc:

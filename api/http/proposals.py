@@ -59,7 +59,7 @@ class Proposals:
         made = task.result.get("proposal")
         return task if made is None else self.one(made)
 
-    def approve(self, proposal_id: int, reason: str, by: str, if_match: str | None) -> TaskAnswer:
+    def approve(self, proposal_id: int, reason: str, by: str, if_match: str) -> TaskAnswer:
         """Have the controller carry out exactly the stored target.
 
         Raises:

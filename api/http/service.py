@@ -52,6 +52,8 @@ from eplb.errors import EplbError
 from eplb.policies.table import policy_named
 from telemetry.store import CommittedPlacement, LoadStore, Task, TaskState
 
+ANY = "*"  # entity tag of whatever there is
+
 
 class Refused(EplbError):
     """A request that cannot be served; ``status`` is its HTTP status."""
@@ -270,7 +272,7 @@ class AdminService:
             raise Refused(409, f"task {task_id} is {answer.state}, expected it queued")
         return answer
 
-    def rebalance(self, request: RebalanceRequest, if_match: str | None = None) -> TaskAnswer:
+    def rebalance(self, request: RebalanceRequest, if_match: str = ANY) -> TaskAnswer:
         """Ask the controller, and wait for a while; the task may not be done when this returns.
 
         Args:
@@ -288,7 +290,7 @@ class AdminService:
         self.check_may_move(request.dry_run)
         return self.ask("rebalance", request.model_dump(exclude_none=True), expected)
 
-    def rollback(self, request: RollbackRequest, if_match: str | None = None) -> TaskAnswer:
+    def rollback(self, request: RollbackRequest, if_match: str = ANY) -> TaskAnswer:
         """Ask the controller for the way back to an earlier placement; else as ``rebalance``.
 
         Raises:
@@ -331,13 +333,13 @@ class AdminService:
             raise Refused(409, f"task {task.id}: {task.result.error or 'no reason was given'}")
         return task_answer(self.store, task)
 
-    def check_generation(self, if_match: str | None) -> int | None:
-        """Return the generation in an entity tag; None: any.
+    def check_generation(self, if_match: str) -> int | None:
+        """Return the generation in an entity tag; None: it is ANY.
 
         Raises:
             Refused: another one serves.
         """
-        if if_match in (None, "*"):
+        if if_match == ANY:
             return None
         committed = self.store.committed()
         serving = "none" if committed is None else generation_tag(committed.placement.generation)
