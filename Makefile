@@ -6,14 +6,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 ENGINES := vllm sglang
 
+# Tests start hundreds of processes: each would compile the project's modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow test-gpu test-engines check bench clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
 
 # Four at once, which wait as long as they compute; file by file: a file's tests share what they start.
+# The order of files is that of tests/conftest.py.
 test: $(VENV)/.dev
-	$(BIN)/pytest -n 4 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --timeout 3600 $(ARGS)

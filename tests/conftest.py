@@ -46,6 +46,17 @@ COMPILE_DEADLINE_S = 1800.0  # 92 s of CPU in a fresh clone; after that 3 s
 DEMO_DEADLINE_S = 90.0  # a start takes 5 s on two free cores, and much longer on busy ones
 GONE_DEADLINE_S = 20.0  # an interpreter with torch takes a second to end, on a busy machine more
 
+# Begun first: a file is run by one process, and one of these begun last would run on alone.
+LONGEST_FILES = (
+    "tests/test_documents.py",
+    "tests/api/demo/test_demo.py",
+    "tests/api/http/test_page.py",
+    "tests/api/cli/test_cli.py",
+    "tests/api/demo/test_demo_faults.py",
+    "tests/rebalance/protocol/test_protocol.py",
+    "tests/api/demo/test_demo_support.py",
+)
+
 C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one here
 
@@ -71,6 +82,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         subprocess.run(command, check=True, timeout=COMPILE_DEADLINE_S)
         if cache is not None:
             cache.set("eplb/compiled", stamp)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; the order within a file stays."""
+    longest = {ROOT / name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: longest.get(item.path, len(longest)))
 
 
 def _run_rank(rank: int, size: int, port: Path, function: RankFunction, pipe: Connection) -> None:

@@ -137,7 +137,8 @@ class Changes:
     async def _audited(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, actor: Actor
     ) -> None:
-        if self._audit is None:
+        audit = self._audit
+        if audit is None:
             await self._app(scope, replayed(body, receive), send)
             return
         entry = AuditEntry(
@@ -152,12 +153,21 @@ class Changes:
             outcome="asked",
         )
         try:
-            await run_in_threadpool(self._audit.append, entry)
+            await run_in_threadpool(audit.append, entry)
         except AuditError as exc:
             log.error("%s", exc)
             await problem(503, f"nothing was changed: {exc}")(scope, receive, send)
             return
-        status = 500
+        status, is_noted = 500, False
+
+        async def outcome() -> None:
+            nonlocal is_noted
+            is_noted = True
+            ended = replace(entry, time=self._clock(), outcome=str(status))
+            try:
+                await run_in_threadpool(audit.append, ended)
+            except AuditError as exc:  # it was asked for, which is in the audit
+                log.error("the outcome of request %s, %d: %s", entry.request, status, exc)
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -165,16 +175,15 @@ class Changes:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = entry.request
+            elif not message.get("more_body", False):
+                await outcome()  # before it is sent: whoever has the answer finds it in the audit
             await send(message)
 
         try:
             await self._app(scope, replayed(body, receive), note)
         finally:
-            ended = replace(entry, time=self._clock(), outcome=str(status))
-            try:
-                await run_in_threadpool(self._audit.append, ended)
-            except AuditError as exc:  # it was asked for, which is in the audit
-                log.error("the outcome of request %s, %d: %s", entry.request, status, exc)
+            if not is_noted:
+                await outcome()
 
 
 def _reason(body: bytes) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.kernels import (
+    BoolArray,
     ConstraintArrays,
     Demand,
     FloatArray,
@@ -78,8 +79,14 @@ def greedy(problem: Problem) -> IntArray:
     return _greedy(problem, frame)
 
 
-def refined(problem: Problem) -> IntArray:
-    """[L, S] greedy, then a search over the single windows that may change replica counts."""
+def refined(problem: Problem, only: BoolArray | None = None, effort: float = 1.0) -> IntArray:
+    """[L, S] greedy, then a search over the single windows that may change replica counts.
+
+    Args:
+        problem: windows, topology and limits.
+        only: [L] layers that are searched; the others stay greedy. None: all.
+        effort: part of the budget's steps.
+    """
     frame, demand = frame_of(problem), demand_of(problem)
     if len(demand.weight) > 1:
         held = _greedy(problem, frame)
@@ -92,6 +99,9 @@ def refined(problem: Problem) -> IntArray:
         bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), frame.zones)
         rules = rules_for(problem, demand, REFINED * bound, FINEST_GAIN, COPIES_LAST)
         stuck = STUCK * bound
+    if only is not None:
+        steps = int(effort * rules.all_steps)
+        rules = rules._replace(target=np.where(only, rules.target, inf), all_steps=steps)
     perturbation = Perturbation(_patience(problem), problem.seed, stuck, COPIES_ALWAYS)
     descend(problem, frame, demand, held, rules, perturbation)
     return held

@@ -50,6 +50,11 @@ def incremental(problem: Problem, current: Placement, only: BoolArray | None = N
 
     A layer gets a fresh plan where its expert groups are not on nodes yet, and where a fresh plan
     gains enough for each of its many moves.
+
+    Args:
+        problem: windows, topology, limits and prices.
+        current: the placement to start from.
+        only: [L] layers that are searched, with their part of the budget's steps; None: all.
     """
     base = current.slot_to_expert.astype(np.int64)
     frame, ungrouped = _frame_from(problem, current)
@@ -70,7 +75,13 @@ def incremental(problem: Problem, current: Placement, only: BoolArray | None = N
         ungrouped &= only
     if not (ungrouped | may_gain).any():
         return Improved(held, curve)
-    return _with_fresh(problem, Improved(held, curve), reached, ungrouped, may_gain)
+    found = Improved(held, curve)
+    return _with_fresh(problem, found, reached, ungrouped, may_gain, _effort(only))
+
+
+def _effort(only: BoolArray | None) -> float:
+    """Part of the budget's steps that so many layers have."""
+    return 1.0 if only is None else float(only.mean())
 
 
 def _searched(
@@ -87,6 +98,7 @@ def _searched(
     # A step that gains too little may enable one that gains more: both are selected together.
     least = max(float(problem.price.min()) * EXPLORED, WINDOWS_GAIN)
     rules = rules_for(problem, demand, target, least, COPIES_ALWAYS)
+    rules = rules._replace(all_steps=int(_effort(only) * rules.all_steps))
     ranks, node, constraints = frame.zones.ranks, frame.node, frame.constraints
     task = Task(demand, start.copy(), base, ranks, node, constraints, rules, NO_PERTURBATION)
     return improve(task, problem.budget.num_threads)
@@ -111,11 +123,14 @@ def _with_fresh(
     reached: FloatArray,
     ungrouped: BoolArray,
     may_gain: BoolArray,
+    effort: float,
 ) -> Improved:
     """Fresh plans for layers that need them, or where they pay for their moves within budget."""
     assert problem.current is not None, "there is a placement that was improved"
     base = problem.current.slot_to_expert
-    fresh = in_place(refined(problem), base, problem.topology, problem.room)
+    fresh = in_place(
+        refined(problem, ungrouped | may_gain, effort), base, problem.topology, problem.room
+    )
     score = score_of(problem, fresh)
     moves = _moves(base, found.held)
     extra = np.maximum(_moves(base, fresh) - moves, 0)

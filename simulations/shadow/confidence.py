@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri, stdtrit
 
 FEWEST = 8  # judged windows, below which nothing is concluded
 DRAWS = 2000
@@ -75,6 +74,8 @@ def difference_of(series: NDArray[np.float64], seed: int, *, least: float) -> Di
 
 
 def _interval(series: NDArray[np.float64], seed: int) -> tuple[float, float]:
+    from scipy.special import ndtri, stdtrit  # late: every start of the command line pays for it
+
     count = len(series)
     length = round(count**0.5)
     blocks = count / length

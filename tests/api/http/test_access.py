@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -11,13 +12,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Message
 from typer.testing import CliRunner
 
 from api.access.audit import Audit, AuditEntry, AuditError
 from api.access.authentication import FAILURES, FAILURES_S, FailedLogins, role_for
+from api.access.changes import Changes
 from api.access.keys import AccessKeys, Role
 from api.cli.main import app as commands
 from api.http.app import create_app
+from api.http.limits import HttpLimits
 from api.http.server import HttpService
 from eplb.errors import ConfigError
 from telemetry.stores.memory import MemoryStore
@@ -293,6 +298,24 @@ def test_repeated_request_is_done_once_and_another_body_is_refused(
     assert (other.status_code, other.headers["content-type"]) == (422, "application/problem+json")
     assert fresh.json()["id"] == first.json()["id"] + 1
     assert len(lines(tmp_path)) == 4  # the repeated and the refused one changed nothing
+
+
+def test_outcome_is_in_the_audit_before_the_answer_is_sent_whole(tmp_path: Path) -> None:
+    found: list[tuple[str, ...]] = []
+
+    async def send(message: Message) -> None:
+        found.append((message["type"], *(entry.outcome for entry in lines(tmp_path))))
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    changes = Changes(
+        PlainTextResponse("done"), deployment="d", limits=HttpLimits(), state_dir=tmp_path
+    )
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": None}
+    asyncio.run(changes(scope, receive, send))
+
+    assert found == [("http.response.start", "asked"), ("http.response.body", "asked", "200")]
 
 
 def test_key_of_an_idempotent_request_is_bounded(service: httpx.Client) -> None:

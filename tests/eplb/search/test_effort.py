@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb import Budget, Placement, Plan, Topology, plan
+from eplb import Budget, Placement, Plan, Problem, Topology, plan
+from eplb.core.load import as_history
 from eplb.decision.gate import Decision
 from eplb.errors import ConfigError
 from eplb.policies import greedy
@@ -165,3 +166,17 @@ def test_perturbation_that_finds_nothing_leaves_the_best_state(
         found.append(plan(load, ranks, seed=2).after)
 
     assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("windows", [1, 6])
+def test_search_of_some_layers_finds_what_a_search_of_all_does_and_leaves_the_others_greedy(
+    windows: int,
+) -> None:
+    problem = Problem(as_history(loads(6, 48, windows)), TWO_EACH)
+    only = np.array([True, False, False, True, False, True])
+
+    found = greedy.refined(problem, only)
+
+    assert np.array_equal(found[only], greedy.refined(problem)[only])
+    assert np.array_equal(found[~only], greedy.refined(problem, np.zeros_like(only))[~only])
+    assert not np.array_equal(found[~only], greedy.refined(problem)[~only])
