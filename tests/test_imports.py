@@ -63,7 +63,7 @@ RULES = {
         "numpy torch vllm prometheus_client starlette",
     ),
     "rebalance/engines/fsck": rule(
-        "eplb runtime rebalance.types telemetry.store", "numpy torch sglang"
+        "eplb runtime rebalance.types rebalance.engines.gauge telemetry.store", "numpy torch sglang"
     ),
     "rebalance/engines/sglang": rule(
         "eplb telemetry runtime rebalance.engines", "numpy torch sglang"

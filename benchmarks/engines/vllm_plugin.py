@@ -22,7 +22,7 @@ from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 from rebalance.engines.vllm.replica_lists import chosen_replicas, repeated_lists, repetitions
 
-SEED, RUNS = 20261122, 20
+SEED, RUNS = 20261123, 20
 LAYERS, EXPERTS, SLOTS, RANKS, NODES = 58, 256, 288, 32, 4
 TOKENS, SIGMA, DRIFT = 2_000_000, 1.0, 0.2  # of a layer in a window; of lognormal loads
 FIRST = torch.from_numpy(
@@ -40,7 +40,7 @@ def main() -> None:
 def policies() -> None:
     """One call on vLLM's first map, and one after drift, by each policy in turn."""
     made: dict[str, Any] = {"vLLM 0.33.0": DefaultEplbPolicy}
-    made |= {f"plug-in, {ms:g} ms of search": ms for ms in (1.0, 2.0, 4.0, 8.0)}
+    made |= {f"plug-in, {ms:g} ms of search": ms for ms in (2.0, 4.0, 8.0, 16.0)}
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for run in range(RUNS + 1):
         drawn = np.random.default_rng((SEED, run))

@@ -32,7 +32,7 @@ class EngineSettings:
     mover: bool = True  # check the digests of moved experts
     check: bool = True  # compare live slots with the experts of the map, now and then
     phase: str = "auto"  # of the engine's passes: auto, prefill, decode or mixed
-    plan_time_ms: float = 4.0  # of search in each plan, counted in steps
+    plan_time_ms: float = 8.0  # of search in each plan, counted in steps
     max_moved: float = 0.1  # part of all slots that one plan moves, after the first plan
     load_deadline_s: float = 60.0  # for all ranks of the group to load the plug-in
 

@@ -15,33 +15,29 @@ class VllmView:
     """The experts of one model of vLLM's ``EplbState``.
 
     Args:
-        model_state: an ``EplbModelState``.
+        model: with the tensors that vLLM moves, ``expert_weights``, and their ``moe_layers``.
+        served: [L, S] experts by slot, which commits keep current: vLLM's own map is on the device,
+            and a step does not wait for it.
         rank: in the group that balances.
         num_ranks: of that group.
     """
 
-    def __init__(self, model_state: Any, rank: int, num_ranks: int) -> None:
-        self._state, self.rank, self.num_ranks = model_state, rank, num_ranks
-        self._moved = [list(tensors) for tensors in model_state.model.expert_weights]
-        self._owners = [
-            owners_of(layer, tensors)
-            for layer, tensors in zip(model_state.model.moe_layers, self._moved, strict=True)
-        ]
+    def __init__(self, model: Any, served: NDArray[np.int64], rank: int, num_ranks: int) -> None:
+        self._model, self._served, self.rank, self.num_ranks = model, served, rank, num_ranks
+        pairs = zip(model.moe_layers, model.expert_weights, strict=True)
+        self._owners = [owners_of(layer, list(tensors)) for layer, tensors in pairs]
 
     @property
     def rows(self) -> Sequence[int]:
         """MoE layers in order."""
-        return range(len(self._moved))
+        return range(len(self._owners))
 
     def tensors(self, row: int) -> LayerTensors:
         """Return the tensors of a layer."""
-        layer = self._state.model.moe_layers[row]
-        return tensors_of(self._moved[row], layer, self._owners[row], self.rank, self.num_ranks)
+        layer, moved = self._model.moe_layers[row], list(self._model.expert_weights[row])
+        return tensors_of(moved, layer, self._owners[row], self.rank, self.num_ranks)
 
     def held(self, row: int) -> NDArray[np.int64]:
         """Return [S] experts by slot."""
-        held = getattr(self._state, "physical_to_logical_map_cpu", None)
-        if held is None:
-            held = self._state.physical_to_logical_map.cpu()
-        found: NDArray[np.int64] = held[row].numpy().astype(np.int64)
+        found: NDArray[np.int64] = self._served[row]
         return found

@@ -25,9 +25,11 @@ import torch.distributed as dist
 from eplb.core.load import Phase
 from eplb.core.placement import Placement
 from eplb.errors import EplbError
+from rebalance.engines.fsck.rank_check import RankCheck
+from rebalance.engines.fsck.sglang import SglangView
 from rebalance.engines.gauge import set_part
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.placement_check import SlotChecks
+from rebalance.engines.sglang.placement_check import rank_check
 from rebalance.engines.sglang.planner.checks import check_target
 from rebalance.engines.sglang.planner.link import PlannerLink, Question
 from rebalance.engines.sglang.planner.planning import Planned, answer_of
@@ -77,7 +79,7 @@ class Rounds:
         self._planner: PlannerLink | None = None
         self._weights: IntArray | None = None  # of the map that serves; None before the first plan
         self._is_checked, self._checked = is_checked, -1  # and the generation whose choices were
-        self.checks: SlotChecks | None = None
+        self.checks: RankCheck | None = None
         self.generation = number
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
@@ -146,8 +148,9 @@ class Rounds:
         if not self._is_checked or self._checked == self.generation:
             return
         if self.checks is None:
-            self.checks = SlotChecks(self._group, self._store, self._shape.run)
-            self.checks.begin(self._manager._get_model(), self._rank, self._shape.num_ranks)
+            num_ranks = self._shape.num_ranks
+            self.checks = rank_check(self._group, self._store, self._shape.run)
+            self.checks.begin(lambda: SglangView(self._manager._get_model(), self._rank, num_ranks))
         else:
             self.checks.after_map()
         self._checked = self.generation

@@ -79,7 +79,7 @@ def _steps(process: PluginProcess) -> Callable[[Any], Any]:
         ) -> None:
             process.before_step(self, is_dummy, is_profile, log_stats)
             own(self, is_dummy, is_profile, log_stats=log_stats)
-            process.after_step(self)
+            process.after_step(self, is_dummy, is_profile)
 
         return step
 

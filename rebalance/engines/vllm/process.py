@@ -21,14 +21,17 @@ import eplb
 from eplb.core.load import Phase
 from eplb.errors import RankError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.engines.fsck.rank_check import RankCheck
+from rebalance.engines.fsck.vllm import VllmView
 from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
 from rebalance.engines.vllm.agreement import Joined, join
 from rebalance.engines.vllm.decisions import Decisions
 from rebalance.engines.vllm.planning import Call, planned
-from rebalance.engines.vllm.recorder import MapChange, Recorder, RecorderIdentity
+from rebalance.engines.vllm.recorder import MapChange, Noted, Recorder, RecorderIdentity
 from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
+from runtime.group.agreement import gathered_large
 from telemetry.reporter.spool import Spool
 from telemetry.store import RunInfo
 
@@ -57,6 +60,7 @@ class PluginProcess:
         self.expert_bytes = self.num_experts = 0
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
         self.recorder: Recorder | None = None
+        self.checks: RankCheck | None = None  # of the slots of the first model
         self._joined: Joined | None = None
         self.refused = ""  # why the plug-in stays off in this process
         self.is_paused = False  # rank 0 keeps the map that serves
@@ -65,7 +69,7 @@ class PluginProcess:
         self._generation = 0
         self._has_changed = False
         self._on = dict.fromkeys(PARTS, False)
-        for part in PARTS:
+        for part in (*PARTS, "placement"):
             set_part("vllm", part, is_on=False)
 
     def is_on(self, part: str) -> bool:
@@ -81,6 +85,7 @@ class PluginProcess:
             "refused": self.refused,
             "is_paused": self.is_paused,
             "generation": self._generation,
+            "placement_faults": None if self.checks is None else len(self.checks.faults),
             "samples_dropped": 0 if recorder is None else recorder.num_dropped,
             "store_failures": 0 if recorder is None else recorder.num_failures,
         }
@@ -131,6 +136,11 @@ class PluginProcess:
         """Take over the model that was added last; the tap follows the first one."""
         if self._joined is None:
             return
+        self._take_over(state, num_nodes)
+        if self.checks is None and self.settings.engine.check:
+            self._begin_check()
+
+    def _take_over(self, state: Any, num_nodes: int) -> None:
         try:
             model_state = list(state.model_states.values())[-1]
             held = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
@@ -147,6 +157,25 @@ class PluginProcess:
         except Exception:
             log.exception("the EPLB plug-in could not take over the model")
             self._switch("tap", is_on=False)
+
+    def _begin_check(self) -> None:
+        """Agree on the digests of all slots; collective, whatever has failed on this rank."""
+        group = self.group
+        rank, size = group.rank_in_group, group.world_size
+
+        def make_view() -> VllmView:
+            return VllmView(self._served[0].model_state.model, self._served[0].held, rank, size)
+
+        def write(event: str, detail: dict[str, Any]) -> None:
+            if self.recorder is not None:
+                about = {"run": self.recorder.run, "rank": rank}
+                self.recorder.offer(Noted(event, about | detail))
+
+        self.checks = RankCheck("vllm", lambda own: gathered_large(own, group.cpu_group), write)
+        try:
+            self.checks.begin(make_view)
+        except Exception:  # of the collective
+            log.exception("placement check is off")
 
     def _compile(self, held: Ints, model: Any, num_nodes: int) -> None:
         """Make a plan that nobody uses: the first one compiles the planner, for seconds."""
@@ -206,10 +235,12 @@ class PluginProcess:
             log.exception("the tap of loads is switched off")
             self._switch("tap", is_on=False)
 
-    def after_step(self, state: Any) -> None:
-        """Have the next pass recorded too, whether vLLM asks for it or not."""
+    def after_step(self, state: Any, is_dummy: bool, is_profile: bool) -> None:
+        """Have the next pass recorded too, whether vLLM asks for it or not; look at a slot."""
         if self._tap is not None and self._on["tap"] and state.should_record_tensor is not None:
             state.should_record_tensor.fill_(True)
+        if self.checks is not None and not is_profile:
+            self.checks.visit(is_idle=is_dummy)
 
     def is_served(self, model_state: Any, row: Ints, layer: int) -> bool:
         """Whether a layer has this row [P] and its lists already, so that a commit is idle."""

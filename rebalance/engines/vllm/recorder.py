@@ -1,4 +1,4 @@
-"""Writes samples and maps to the store, on threads of its own.
+"""Writes samples, maps and events to the store, on threads of its own.
 
 The step path appends to a bounded queue and returns. Opening the store, waiting for a device and
 writing happen here; whatever fails is retried or counted, and never reaches the engine.
@@ -10,8 +10,10 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +47,14 @@ class MapChange:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """An event of this rank."""
+
+    kind: str
+    detail: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RecorderIdentity:
     """Whose samples these are."""
 
@@ -56,7 +66,7 @@ class RecorderIdentity:
 
 
 class Recorder:
-    """One rank's samples, and on rank 0 the maps.
+    """One rank's samples and events, and on rank 0 the maps.
 
     Args:
         identity: of the samples.
@@ -65,16 +75,22 @@ class Recorder:
 
     def __init__(self, identity: RecorderIdentity, make_spool: Callable[[], Spool] | None) -> None:
         self._identity, self._make_spool = identity, make_spool
-        self._queue: queue.Queue[Counted | MapChange] = queue.Queue(ENTRIES)
+        self._queue: queue.Queue[Counted | MapChange | Noted] = queue.Queue(ENTRIES)
         self._is_closing = threading.Event()
         self._sequence = self.num_dropped = self.num_failures = 0
         self._map: MapChange | None = None  # waits to be written
+        self._events: deque[Noted] = deque(maxlen=ENTRIES)  # wait to be written
         self._committed: int | None = None
         self._thread = threading.Thread(target=self._run, name="eplb-recorder", daemon=True)
         set_part("vllm", "reporting", is_on=False)
         self._thread.start()
 
-    def offer(self, what: Counted | MapChange) -> None:
+    @property
+    def run(self) -> str:
+        """The run that this rank records."""
+        return self._identity.info.run
+
+    def offer(self, what: Counted | MapChange | Noted) -> None:
         """Hand over. Never waits and never raises; what finds no room is counted and dropped."""
         try:
             self._queue.put_nowait(what)
@@ -103,9 +119,10 @@ class Recorder:
                 self.num_failures += 1
                 log.exception("a sample was lost")
             self._write_map(store)
+            self._write_events(store)
             stats = reporter.stats()
             if stats.errors > num_errors or stats.waiting == 0:
-                is_well = stats.errors == num_errors and self._map is None
+                is_well = stats.errors == num_errors and self._map is None and not self._events
                 set_part("vllm", "reporting", is_on=is_well)
             num_errors = stats.errors
         try:
@@ -130,9 +147,12 @@ class Recorder:
                 return None
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def _record(self, what: Counted | MapChange, reporter: Reporter) -> None:
+    def _record(self, what: Counted | MapChange | Noted, reporter: Reporter) -> None:
         if isinstance(what, MapChange):
             self._map = what
+            return
+        if isinstance(what, Noted):
+            self._events.append(what)
             return
         what.wait()
         tokens = what.tokens.numpy()
@@ -154,6 +174,16 @@ class Recorder:
             )
         )
         self._sequence += 1
+
+    def _write_events(self, store: LoadStore) -> None:
+        try:
+            while self._events:
+                store.add_event(self._events[0].kind, self._events[0].detail)
+                self._events.popleft()
+        except Exception as exc:
+            self.num_failures += 1
+            log.warning("%d events are not stored yet: %s", len(self._events), exc)
+            self._is_closing.wait(FIRST_PAUSE_S)
 
     def _write_map(self, store: LoadStore) -> None:
         if self._map is None or not self._identity.writes_maps:

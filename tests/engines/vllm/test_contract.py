@@ -22,6 +22,7 @@ from vllm_ranks import (
     settings_for,
 )
 
+from rebalance.engines.fsck import check
 from telemetry import open_store
 from telemetry.windows.cuts import CutBySteps
 from telemetry.windows.folder import WindowFolder
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def rebalances(rank: int, meet: Path, is_async: bool, times: int, store: str) -> dict[str, Any]:
     """Step until so many maps were decided; the weights match the map after each step."""
+    check.PART = 1e6  # a slot in every step
     made = make_rank(rank, meet, settings_for(store), is_async=is_async, interval=INTERVAL)
     first = generation = made.process.generation
     with_lists = step = 0
@@ -44,7 +46,9 @@ def rebalances(rank: int, meet: Path, is_async: bool, times: int, store: str) ->
             with_lists += bool((made.model_state.logical_replica_count > NUM_SLOTS).any())
         step += 1
         assert step < 4 * INTERVAL * times + 200, f"{generation - first} maps after {step} steps"
-    mover = made.model_state.communicator
+    mover, placement = made.model_state.communicator, made.process.checks
+    looked = placement.num_checked
+    placement.sweep()
     assert made.process.recorder.close(20), "the recorder ended"
     return {
         "map": made.model_state.physical_to_logical_map.tolist(),
@@ -54,6 +58,8 @@ def rebalances(rank: int, meet: Path, is_async: bool, times: int, store: str) ->
         "checked": mover.num_checked,
         "wrong": mover.num_wrong,
         "repeated": mover.num_repeated,
+        "looked": looked,
+        "faults": [str(fault) for fault in placement.faults],
     }
 
 
@@ -69,6 +75,8 @@ def test_weights_match_maps_on_every_rank_over_100_rebalances(
     assert found[0]["with_lists"] > 50, "uneven shares were served"
     assert sum(one["checked"] for one in found) > 100 * NUM_LAYERS
     assert [one["wrong"] + one["repeated"] for one in found] == [0, 0, 0, 0]
+    assert all(one["looked"] > 100 for one in found), "slots were looked at between steps"
+    assert [one["faults"] for one in found] == [[], [], [], []]
 
 
 def counted_steps(rank: int, meet: Path, store: str) -> tuple[int, int]:

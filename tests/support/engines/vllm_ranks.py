@@ -169,9 +169,24 @@ def settings_for(store: str, **engine: Any) -> PluginSettings:
 
 
 def make_rank(
-    rank: int, meet: Path, settings: PluginSettings | None, *, is_async: bool, interval: int = 8
+    rank: int,
+    meet: Path,
+    settings: PluginSettings | None,
+    *,
+    is_async: bool,
+    interval: int = 8,
+    prepare: Callable[[int, list[Layer]], None] | None = None,
 ) -> Rank:
-    """Form the group, install the plug-in, and add a model to a real ``EplbState``."""
+    """Form the group, install the plug-in, and add a model to a real ``EplbState``.
+
+    Args:
+        rank: of this process.
+        meet: file of the rendezvous.
+        settings: of the plug-in; None: without it.
+        is_async: whether vLLM moves experts in its own thread.
+        interval: steps from one rebalance to the next.
+        prepare: changes the layers of this rank after they were loaded.
+    """
     from vllm.distributed.eplb import (
         async_worker,
         eplb_communicator,
@@ -199,9 +214,10 @@ def make_rank(
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
-    layers = [
-        layer_of(n, held[rank * num_local :][:num_local], eplb_state) for n in range(NUM_LAYERS)
-    ]
+    own = held[rank * num_local :][:num_local]
+    layers = [Layer(number, own, eplb_state) for number in range(NUM_LAYERS)]
+    if prepare is not None:
+        prepare(rank, layers)
 
     class Model(MixtureOfExperts):
         num_moe_layers, num_expert_groups = NUM_LAYERS, 1
@@ -246,22 +262,24 @@ def coordinator(rank: int) -> Any:
     )  # fmt: skip
 
 
-def layer_of(number: int, experts: Any, eplb_state: Any) -> Any:
+class Layer(torch.nn.Module):
     """A layer as the model's protocol asks for it, with the weights of its local experts."""
-    rows = [weights_of(number, expert) for expert in experts]
-    weights = [torch.stack(list(column)) for column in zip(*rows, strict=True)]
-    found = SimpleNamespace(
-        layer_name=f"model.layers.{number + 3}.mlp.experts",
-        top_k=TOP_K,
-        eplb_state=eplb_state.EplbLayerState(),
-        get_expert_weights=lambda: weights,
-    )
 
-    def set_eplb_state(moe_layer_idx: int, **tensors: Any) -> None:
-        found.eplb_state.set_layer_state(moe_layer_idx, **tensors)
+    top_k = TOP_K
 
-    found.set_eplb_state = set_eplb_state
-    return found
+    def __init__(self, number: int, experts: Any, eplb_state: Any) -> None:
+        super().__init__()
+        self.layer_name = f"model.layers.{number + 3}.mlp.experts"
+        self.eplb_state = eplb_state.EplbLayerState()
+        wide, scales = zip(*(weights_of(number, expert) for expert in experts), strict=True)
+        self.register_buffer("wide", torch.stack(wide))
+        self.register_buffer("scales", torch.stack(scales))
+
+    def get_expert_weights(self) -> list[torch.Tensor]:
+        return [self.wide, self.scales]
+
+    def set_eplb_state(self, moe_layer_idx: int, **tensors: Any) -> None:
+        self.eplb_state.set_layer_state(moe_layer_idx, **tensors)
 
 
 Scenario = Callable[..., Any]
