@@ -313,7 +313,8 @@ def test_too_few_slots_are_refused() -> None:
 
 def test_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown policy 'best'.*auto, contiguous, exact, greedy"
+        ConfigError,
+        match=r"unknown policy 'best', expected one of: auto, contiguous, exact, .*greedy",
     ):
         plan(HOT_FIRST, TWO_RANKS, policy="best")
 
