@@ -23,7 +23,8 @@ def ended(store: LoadStore) -> list[Task]:
 def test_each_request_is_executed_once_although_the_leader_is_killed_among_them(
     url: str, fork: Callable[..., Any]
 ) -> None:
-    crew = {name: fork(control_until_killed, url, name, 1.0) for name in ("one", "two")}
+    # A lease that no slow turn outlives: a leader that lost it would leave its task unfinished.
+    crew = {name: fork(control_until_killed, url, name, 5.0) for name in ("one", "two")}
     with closing(open_store(url, "test")) as store:
         store.commit(START, expected=None, reason="start")
         deployment = Deployment(store)
@@ -33,6 +34,7 @@ def test_each_request_is_executed_once_although_the_leader_is_killed_among_them(
             controller.send("begin")
         deployment.serve(SKEWED)
         first = wait_for(store, "leader", store.lease).holder
+        wait_for(store, "decision on the window", lambda: events(store, "plan"))
 
         moves = store.submit("rebalance", {"dry_run": False, "reason": "now"})
         ids = [moves.id, *(store.submit("rebalance", {"n": n}).id for n in range(NUM_TASKS))]
