@@ -74,7 +74,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
     # As numba's own cache does: a file that was written again is compiled again.
-    sources = sorted(path for name in ("eplb", "runtime") for path in (ROOT / name).rglob("*.py"))
+    sources = sorted(
+        path for name in ("eplb", "runtime", "simulations") for path in (ROOT / name).rglob("*.py")
+    )
     stamp = [[str(path), path.stat().st_mtime_ns, path.stat().st_size] for path in sources]
     cache = getattr(config, "cache", None)  # none with ``-p no:cacheprovider``
     if cache is None or cache.get("eplb/compiled", None) != stamp:

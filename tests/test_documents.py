@@ -173,8 +173,10 @@ def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[
 
 
 def is_slow(block: Block) -> bool:
-    # A peer whose planning takes long; replays with many plans.
-    return "flashlb" in block.code or block.page == "docs/simulator.md"
+    # A peer that plans slowly; replays with many plans; commands that other blocks start too.
+    if "flashlb" in block.code or block.page == "docs/simulator.md":
+        return True
+    return "eplb config --live" in block.code or "--target sglang -o" in block.code
 
 
 @pytest.mark.parametrize(

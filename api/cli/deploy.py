@@ -55,13 +55,17 @@ def say(line: str) -> None:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of planner and digests, so that no start of a controller or rank waits.
+    """Compile the kernels of planner, simulator and digests, so that no start waits for them.
 
     Run it once where the project is installed, when an image is built for example: a minute. The
     kernels lie beside the installed files, or in NUMBA_CACHE_DIR.
     """
+    # Imported here: peers are the simulator's.
+    from simulations.peers.precompile import compile_peers
+
     check_packages()
     compile_planner()
+    compile_peers()
     if find_spec("torch") is not None:  # a host of controllers needs none
         from runtime.memory.shared import compile_digest
 

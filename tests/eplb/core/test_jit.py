@@ -25,15 +25,17 @@ COMPILE_AND_LIST = """
 import pkgutil
 from importlib import import_module
 from numba.core.dispatcher import Dispatcher
-import eplb, runtime
+import eplb, runtime, simulations
 from eplb.precompile import compile_planner
 from runtime.memory.shared import compile_digest
+from simulations.peers.precompile import compile_peers
 
 compile_planner()
+compile_peers()
 compile_digest()
 kernels = {
     f"{module.name}.{name}": member
-    for package in (eplb, runtime)
+    for package in (eplb, runtime, simulations)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.startswith("runtime.kernels")  # of triton, for GPUs
     for name, member in vars(import_module(module.name)).items()

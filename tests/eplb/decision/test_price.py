@@ -212,6 +212,7 @@ def test_dead_zone_ends_where_the_curve_rises() -> None:
     assert dead_zone(large) == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.slow
 def test_steady_traffic_moves_nothing_once_it_has_settled() -> None:
     found = replay(Scenario(LoadHistory(steady(3, 96)), Topology.uniform(1, 8, 5)), "auto")
 
