@@ -1,11 +1,12 @@
-// What the user may ask for: a plan, a rebalance, a pause.
+// What the user may ask for: a plan, a proposal, a decision on one, a rebalance, a pause.
 
 import { ask, refresh } from "/static/app.js";
-import { $, element } from "/static/dom.js";
-import { decisionFigures } from "/static/words.js";
+import { $, element, text } from "/static/dom.js";
+import { decideBy } from "/static/proposals.js";
+import { decisionFigures, plural, size } from "/static/words.js";
 
-function send(method, path, body) {
-  const headers = { "Content-Type": "application/json" };
+function send(method, path, body, more = {}) {
+  const headers = { "Content-Type": "application/json", ...more };
   return ask(path, { method, headers, body: JSON.stringify(body) });
 }
 
@@ -28,21 +29,69 @@ async function run(button, doing, request) {
 
 async function rebalance(dryRun) {
   const why = reason(dryRun ? "dry run from the page" : "rebalance from the page");
-  const task = await send("POST", "rebalances", { dry_run: dryRun, reason: why });
-  if (task.state !== "done") {
-    return [element("p", {}, `Task ${task.id} is ${task.state}: no answer of the controller yet.`)];
-  }
+  return planned(await send("POST", "rebalances", { dry_run: dryRun, reason: why }));
+}
+
+// What a plan would do, or does.
+function planned(task) {
+  if (task.state !== "done") return [unanswered(task)];
   const result = task.result;
   return [
     element("p", {}, element("span", { class: `tag ${result.decision}` }, result.decision ?? "done"),
       result.reason ?? ""),
     element("p", { class: "quiet" }, decisionFigures({
       imbalance_before: result.before, imbalance_after: result.after, moves: result.num_moves,
-      bytes: Object.values(result.bytes_by_link ?? {}).reduce((sum, bytes) => sum + bytes, 0),
-      policy: result.policy, generation: result.base_generation,
+      bytes: bytesOf(result), policy: result.policy, generation: result.base_generation,
     })),
     ...(result.published ? [element("p", {}, `Published as plan ${result.plan_id}.`)] : []),
   ];
+}
+
+const bytesOf = (result) => Object.values(result.bytes_by_link ?? {}).reduce((sum, bytes) => sum + bytes, 0);
+
+// To the placement before the one that serves; its price is asked for first, and shown.
+async function rollback() {
+  const [serving, before] = await ask("placements?limit=2");
+  if (before === undefined) throw new Error("no earlier placement is stored");
+  const order = { generation: before.generation, reason: reason("rolled back from the page") };
+  const same = { "If-Match": `"${serving.generation}"` };
+  const price = await send("POST", "rollbacks", { ...order, dry_run: true }, same);
+  if (price.state !== "done") return [unanswered(price)];
+  const isWanted = await sure(`Generation ${serving.generation} goes back to the placement of generation ` +
+    `${before.generation}: ${plural(price.result.num_moves, "move")}, ${size(bytesOf(price.result))}.`,
+    `Roll back to generation ${before.generation}`);
+  return isWanted ? planned(await send("POST", "rollbacks", { ...order, dry_run: false }, same)) :
+    [element("p", { class: "quiet" }, "Nothing was rolled back.")];
+}
+
+// Asks once more; resolves to whether the answer is yes.
+function sure(what, verb) {
+  const dialog = $("sure");
+  text($("sure-what"), what);
+  text($("sure-yes"), verb);
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((answer) => dialog.addEventListener("close",
+    () => answer(dialog.returnValue === "yes"), { once: true }));
+}
+
+const unanswered = (task) => element("p", {}, `Task ${task.id} is ${task.state}: no answer of the controller yet.`);
+
+async function propose() {
+  const made = await send("POST", "proposals", { reason: reason("proposed on the page") });
+  return [made.state === "open" ? element("p", {}, `Proposal ${made.id} waits for a decision.`) : unanswered(made)];
+}
+
+async function approve(one) {
+  const task = await send("POST", `proposals/${one.id}/approve`, { reason: reason("approved on the page") },
+    { "If-Match": `"${one.base_generation}"` });
+  if (task.state !== "done") return [unanswered(task)];
+  return [element("p", {}, `Proposal ${one.id} is carried out by plan ${task.result.plan_id}.`)];
+}
+
+async function reject(one) {
+  await send("POST", `proposals/${one.id}/reject`, { reason: reason("rejected on the page") });
+  return [element("p", {}, `Proposal ${one.id} is rejected.`)];
 }
 
 // Connects the buttons; `stateOf()` is the latest state.
@@ -50,11 +99,25 @@ export function act(stateOf) {
   $("dry-run").addEventListener("click", () =>
     run($("dry-run"), "Requesting a plan from the controller.", () => rebalance(true)));
 
-  $("rebalance").addEventListener("click", () => $("sure").showModal());
-  $("sure").addEventListener("close", () => {
-    if ($("sure").returnValue !== "yes") return;
-    $("sure").returnValue = "";
-    run($("rebalance"), "Requesting a migration from the controller.", () => rebalance(false));
+  $("propose").addEventListener("click", () =>
+    run($("propose"), "Requesting a proposal from the controller.", propose));
+
+  $("rebalance").addEventListener("click", async () => {
+    if (!await sure("The controller plans on the latest windows and publishes the migration if it is worth it. " +
+      "A dry run shows what would move.", "Rebalance now")) return;
+    await run($("rebalance"), "Requesting a migration from the controller.", () => rebalance(false));
+  });
+
+  $("rollback").addEventListener("click", () =>
+    run($("rollback"), "Requesting the price from the controller.", rollback));
+
+  decideBy({
+    async approve(one, button) {
+      if (!await sure(`Proposal ${one.id}: ${plural(one.moves, "move")}, ${size(one.bytes)}. ` +
+        `It is published if generation ${one.base_generation} still serves.`, `Approve proposal ${one.id}`)) return;
+      await run(button, "Requesting the migration from the controller.", () => approve(one));
+    },
+    reject: (one, button) => run(button, "Ending the proposal.", () => reject(one)),
   });
 
   $("movement").addEventListener("click", () => {

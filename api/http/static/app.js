@@ -4,6 +4,7 @@ import { Chart } from "/static/chart.js";
 import { $, element, figures, keyed, set, show, text } from "/static/dom.js";
 import { drawExperts, drawRanks, readOut } from "/static/heat.js";
 import { act } from "/static/acts.js";
+import { readProposals, showProposals } from "/static/proposals.js";
 import { ago, change, count, decisionFigures, origin, parted, plural, realised, sentence, size, took, when } from "/static/words.js";
 
 const PERIOD_MS = 1000, TIMEOUT_MS = 20000, EVENTS_SHOWN = 200, POINTS = 400;
@@ -30,6 +31,7 @@ async function readEvents() {
     `events?after=${lastEvent}&limit=1000`);
   lastEvent = fresh.at(-1)?.id ?? lastEvent ?? 0;
   if (fresh.length) events = [...events, ...fresh].slice(-EVENTS_SHOWN);
+  await readProposals(fresh);
 }
 
 // The range is the page's address, so that a view can be sent to someone.
@@ -75,6 +77,7 @@ function draw() {
   if (history !== null) chart.draw(history);
   showHeat();
   showBytes();
+  showProposals(state.time);
   showDecisions();
   showEvents();
   performance.measure("draw", { start: started });

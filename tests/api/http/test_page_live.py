@@ -1,0 +1,113 @@
+"""An operator's way through the page of a deployment that serves, in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telemetry.store import LoadStore
+
+pytestmark = pytest.mark.slow  # a demo with its ranks, and a browser
+
+CHROMIUM = shutil.which("chromium")
+DEADLINE_MS = 60_000.0
+SHOWN = os.environ.get("EPLB_TEST_PICTURES")  # a folder for pictures of each view
+
+
+@pytest.fixture
+def demo(tmp_path: Path, start_demo: Any) -> Iterator[Any]:
+    """A demo whose controller proposes and moves nothing of its own accord."""
+    started = start_demo(tmp_path, serve=True, stage="propose")
+    yield started
+    started.process.send_signal(signal.SIGINT)
+    assert started.ends() == 0
+
+
+@pytest.fixture
+def page(demo: Any) -> Iterator[Any]:
+    """Its page; what the console says of errors fails the test."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed: the page is not tested")
+    address = demo.wait_for_line("eplb demo: http://").split("eplb demo: ")[1].strip()
+    errors: list[str] = []
+    with playwright.sync_playwright() as started:
+        env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
+        browser = started.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], env=env
+        )
+        opened = browser.new_page(viewport={"width": 1280, "height": 900})
+        opened.set_default_timeout(DEADLINE_MS)
+        opened.on("pageerror", lambda error: errors.append(str(error)))
+        opened.goto(address)
+        yield opened
+        browser.close()
+    assert errors == []
+
+
+def picture(page: Any, name: str) -> None:
+    if SHOWN is not None:
+        page.screenshot(path=Path(SHOWN) / f"{name}.png", full_page=True)
+
+
+def committed(at_least: int) -> Callable[[LoadStore], Any]:
+    def look(store: LoadStore) -> Any:
+        found = store.committed()
+        return found if found and found.placement.generation >= at_least else None
+
+    return look
+
+
+def test_proposal_is_read_approved_watched_and_rolled_back_on_the_page(
+    demo: Any, page: Any
+) -> None:
+    start = demo.sees("a placement", committed(0)).placement
+    waiting = page.locator("#proposals .entry", has=page.locator(".tag.open")).first
+    waiting.wait_for()
+    proposal = re.search(r"Proposal (\d+)", waiting.inner_text())
+    assert proposal is not None
+    chosen = page.locator("#proposals .entry", has_text=f"Proposal {proposal[1]}:")
+
+    chosen.get_by_text("Moves and reasons").click()
+    chosen.locator("table.moves tbody tr").first.wait_for()
+    picture(page, "proposal")
+    page.get_by_label("Reason").fill("looks right")
+    chosen.get_by_role("button", name="Approve").click()
+    picture(page, "sure")
+    page.get_by_role("button", name=f"Approve proposal {proposal[1]}").click()
+    chosen.locator(".tag.approved").wait_for()
+    page.locator("#last-reason", has_text="committed").wait_for()
+    moved = demo.sees("the move", committed(start.generation + 1)).placement
+    picture(page, "approved")
+
+    page.get_by_label("Reason").fill("back")
+    page.get_by_role("button", name="Roll back", exact=True).click()
+    page.get_by_role("button", name=f"Roll back to generation {start.generation}").click()
+    back = demo.sees("the rollback", committed(moved.generation + 1)).placement
+    page.locator("#last", has_text="rollback").wait_for()
+    picture(page, "rolled-back")
+
+    assert (moved.slot_to_expert != start.slot_to_expert).any()
+    assert (back.slot_to_expert == start.slot_to_expert).all()
+
+
+def test_rejected_proposal_keeps_its_reason_on_the_page(demo: Any, page: Any) -> None:
+    waiting = page.locator("#proposals .entry", has=page.locator(".tag.open")).first
+    waiting.wait_for()
+    number = re.search(r"Proposal (\d+)", waiting.inner_text())
+    assert number is not None
+    chosen = page.locator("#proposals .entry", has_text=f"Proposal {number[1]}:")
+
+    page.get_by_label("Reason").fill("not today")
+    chosen.get_by_role("button", name="Reject").click()
+    chosen.locator(".tag.rejected").wait_for()
+
+    assert "not today" in chosen.inner_text()
+    assert not chosen.get_by_role("button", name="Approve").is_visible()
