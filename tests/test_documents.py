@@ -73,6 +73,11 @@ def named(block: Block) -> str:
     return block.name
 
 
+@pytest.mark.parametrize("path", [ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_text_has_no_marks_of_a_merge(path: Path) -> None:
+    assert re.findall(r"^(?:<{7}|>{7}|={7})(?: .*)?$", path.read_text(), re.MULTILINE) == []
+
+
 def test_every_block_has_a_language_that_a_test_knows() -> None:
     unknown = {block.name: block.language for block in BLOCKS if block.language not in LANGUAGES}
 

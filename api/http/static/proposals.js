@@ -47,7 +47,7 @@ function update(node, one, now) {
   const [, head, , story, buttons] = node.children;
   set(head.firstChild, { class: `tag ${one.state}` });
   text(head.firstChild, one.state);
-  text(story, [`by ${one.by}`, one.reason, ending(one, now)].filter(Boolean).join(" · "));
+  text(story, [`by ${one.by}`, one.reason !== one.plan_reason && one.reason, ending(one, now)].filter(Boolean).join(" · "));
   show(buttons, one.state === "open");
 }
 
@@ -78,7 +78,7 @@ const reasons = (layer) => [element("h3", {}, `Layer ${layer.layer}`),
 function moves(found) {
   if (!found.move_list.length) return [element("p", { class: "quiet" }, "No expert moves: only shares change.")];
   const rows = found.move_list.slice(0, MOVES_SHOWN).map((move) => element("tr", {},
-    ...move.map((value) => element("td", {}, String(value).replace("_", " ")))));
+    ...move.map((value) => element("td", {}, value === -1 ? "–" : String(value).replace("_", " ")))));
   const more = found.moves - rows.length;
   return [element("h3", {}, plural(found.moves, "move")),
     element("div", { class: "scroll" }, element("table", { class: "moves" },
