@@ -46,6 +46,7 @@ def page(demo: Any) -> Iterator[Any]:
         opened = browser.new_page(viewport={"width": 1280, "height": 900})
         opened.set_default_timeout(DEADLINE_MS)
         opened.on("pageerror", lambda error: errors.append(str(error)))
+        opened.deployment = address
         opened.goto(address)
         yield opened
         browser.close()
@@ -111,3 +112,27 @@ def test_rejected_proposal_keeps_its_reason_on_the_page(demo: Any, page: Any) ->
 
     assert "not today" in chosen.inner_text()
     assert not chosen.get_by_role("button", name="Approve").is_visible()
+
+
+def test_death_of_a_rank_is_found_out_later_on_a_page_that_was_not_open(
+    demo: Any, page: Any
+) -> None:
+    page.goto("about:blank")
+    demo.kill("rank 1")
+    demo.sees("the next start", lambda store: len(runs(store)) > 1)
+    page.goto(page.deployment + "#range=3600")
+    page.locator("#verdict.serving").wait_for()
+
+    page.locator("#chart .mark.death").first.wait_for()
+    story = page.locator("#events .entry", has_text="Ranks 0, 2, 3 continue")
+    story.wait_for()
+    picture(page, "after-a-death")
+
+    assert "rank 1" in story.inner_text()
+    assert page.locator("#problems").is_hidden()
+
+
+def runs(store: LoadStore) -> set[str]:
+    return {
+        str(event.detail["run"]) for event in store.events(limit=100_000) if event.kind == "run"
+    }
