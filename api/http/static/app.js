@@ -7,7 +7,7 @@ import { act } from "/static/acts.js";
 import { readProposals, showProposals } from "/static/proposals.js";
 import { ago, change, count, decisionFigures, origin, parted, plural, realised, sentence, size, took, when } from "/static/words.js";
 
-const PERIOD_MS = 1000, TIMEOUT_MS = 20000, EVENTS_SHOWN = 200, POINTS = 400;
+const PERIOD_MS = 1000, TIMEOUT_MS = 20000, EVENTS_READ = 1000, EVENTS_SHOWN = 200, POINTS = 400;
 const PHASES = ["idle", "preload", "stage", "swap"];
 const RANGES = [900, 3600, 86400];
 
@@ -25,12 +25,14 @@ export async function ask(path, options = {}) {
   return answer;
 }
 
-// Only the latest events are read: a store may have a hundred thousand.
+// Only the latest events are read: a store may have a hundred thousand. Plans, one for each window,
+// would hide all others; they are in the list of decisions.
 async function readEvents() {
-  const fresh = await ask(lastEvent === null ? `events?latest=${EVENTS_SHOWN}` :
+  const fresh = await ask(lastEvent === null ? `events?latest=${EVENTS_READ}` :
     `events?after=${lastEvent}&limit=1000`);
   lastEvent = fresh.at(-1)?.id ?? lastEvent ?? 0;
-  if (fresh.length) events = [...events, ...fresh].slice(-EVENTS_SHOWN);
+  const shown = fresh.filter((one) => one.kind !== "plan");
+  if (shown.length) events = [...events, ...shown].slice(-EVENTS_SHOWN);
   await readProposals(fresh);
 }
 

@@ -129,6 +129,7 @@ def test_death_of_a_rank_is_found_out_later_on_a_page_that_was_not_open(
     picture(page, "after-a-death")
 
     assert "rank 1" in story.inner_text()
+    assert page.locator("#events .entry", has_text="from generation").count() == 0
     assert page.locator("#problems").is_hidden()
 
 
