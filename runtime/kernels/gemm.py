@@ -55,7 +55,7 @@ class Tiling:
 # Two programs share a multiprocessor's 227 KiB of shared memory, each with 48 to 64 KiB of weights
 # under way: 4 TB/s times 1 us of latency, spread over 132 multiprocessors, is 30 KiB. Tiles of 128
 # outputs keep the reading of rows, from the L2 cache, low. In FP8 this is faster for prefill too
-# than one program with tiles of 128 rows, whose registers the scaled sums fill.
+# than one program with tiles of 128 rows (benchmarks/reports/2026-11-23-experts-uneven.md).
 FP8_TILES = Tiling(
     (
         Tile(33, 64, 128, 128, False, 4),
