@@ -8,11 +8,11 @@ quantised already): gate and up, the gate, down. It is captured in a CUDA graph 
 which take turns on several sets of weights, so that no launch finds its weights in the L2 cache.
 
 *Even* rows: each of 2, 9 or 36 slots has the same number. *Uneven* rows: 9 slots share rows by a
-seeded Gamma draw at three skews and five batches, with tiles chosen for the mean, as serving does,
-and for the busiest slot. The table at the end compares two predictions from the even rows alone:
-"sum of maxima" adds the time that each slot would take (whichever is longer, reading its weights or
-its products), "max of sums" adds both up over the slots and takes the longer sum. Needs torch and
-triton only.
+seeded Gamma draw at three skews and five batches, with the tiling that serving takes for the mean
+(``tiles_for`` in the files; some older ones have the busiest slot's too). The table at the end
+compares two predictions from the even rows alone: "sum of maxima" adds the time that each slot
+would take (whichever is longer, reading its weights or its products), "max of sums" adds both up
+over the slots and takes the longer sum. Needs torch and triton only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from typing import Any
 import torch
 import triton
 
-from runtime.kernels.gemm import grouped_gemm, grouped_gemm_fp8
+from runtime.kernels.gemm import (
+    BF16_DECODE,
+    BF16_PREFILL,
+    FP8_TILES,
+    MOST_DECODE_ROWS,
+    Tiling,
+    grouped_gemm,
+    grouped_gemm_fp8,
+)
 from runtime.kernels.quantise import GROUP, Quantised, silu_times_up, silu_times_up_fp8
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -91,14 +99,21 @@ class Weights:
         return Quantised(values.to(FP8), torch.rand(blocks) + 0.5)
 
 
-def layer(weights: Weights, counts: torch.Tensor, max_rows: int) -> Launch:
+def tiling_for(shape: Shape, usual: int) -> Tiling:
+    """As ``GroupedExperts`` chooses it for usual rows of a slot."""
+    if shape.dtype == "fp8":
+        return FP8_TILES
+    return BF16_DECODE if usual <= MOST_DECODE_ROWS else BF16_PREFILL
+
+
+def layer(weights: Weights, counts: torch.Tensor, tiling: Tiling) -> Launch:
     """The launch of a layer's experts on rows that lie slot by slot."""
     starts = (torch.cumsum(counts, 0) - counts).to(torch.int32)
     rows = torch.empty((int(counts.sum()), weights.shape.hidden), dtype=BF16).normal_()
     both = torch.empty((len(rows), 2 * weights.shape.intermediate), dtype=BF16)
     out = torch.empty_like(rows)
     run = _run_fp8 if weights.shape.dtype == "fp8" else _run_bf16
-    return run(weights, rows, both, out, (starts, counts), max_rows)
+    return run(weights, rows, both, out, (starts, counts), tiling)
 
 
 def _run_bf16(
@@ -107,15 +122,15 @@ def _run_bf16(
     both: torch.Tensor,
     out: torch.Tensor,
     slots: tuple[torch.Tensor, torch.Tensor],
-    usual: int,
+    tiling: Tiling,
 ) -> Launch:
     gated = torch.empty((len(rows), weights.shape.intermediate), dtype=BF16)
 
     def run(number: int) -> None:
         chosen = number % weights.num_sets
-        grouped_gemm(rows, weights.up[chosen], *slots, both, max_rows=usual)
+        grouped_gemm(rows, weights.up[chosen], *slots, both, tiling=tiling)
         silu_times_up(both, *slots, gated)
-        grouped_gemm(gated, weights.down[chosen], *slots, out, max_rows=usual)
+        grouped_gemm(gated, weights.down[chosen], *slots, out, tiling=tiling)
 
     return run
 
@@ -126,7 +141,7 @@ def _run_fp8(
     both: torch.Tensor,
     out: torch.Tensor,
     slots: tuple[torch.Tensor, torch.Tensor],
-    usual: int,
+    tiling: Tiling,
 ) -> Launch:
     shape, num_rows = weights.shape, len(rows)
     given = Quantised(rows.to(FP8), torch.rand((num_rows, shape.hidden // GROUP)) + 0.5)
@@ -137,9 +152,9 @@ def _run_fp8(
 
     def run(number: int) -> None:
         chosen = number % weights.num_sets
-        grouped_gemm_fp8(given, weights.up[chosen], *slots, both, max_rows=usual)
+        grouped_gemm_fp8(given, weights.up[chosen], *slots, both, tiling=tiling)
         silu_times_up_fp8(both, *slots, gated)
-        grouped_gemm_fp8(gated, weights.down[chosen], *slots, out, max_rows=usual)
+        grouped_gemm_fp8(gated, weights.down[chosen], *slots, out, tiling=tiling)
 
     return run
 
@@ -187,7 +202,7 @@ def even(shape: Shape, rows: tuple[int, ...], slots: tuple[int, ...]) -> list[di
         weights = Weights(shape, num_slots)
         for count in rows:
             counts = torch.full((num_slots,), count, dtype=torch.int32)
-            found = measured(layer(weights, counts, count), weights.num_sets)
+            found = measured(layer(weights, counts, tiling_for(shape, count)), weights.num_sets)
             points.append({"slots": num_slots, "rows": count, **found})
             print(
                 f"{shape.name:20} {num_slots:3} slots {count:5} rows {found['us']:10.1f} us",
@@ -209,20 +224,18 @@ def uneven(shape: Shape, batches: tuple[int, ...], draws: int) -> list[dict[str,
                 alpha = torch.full((UNEVEN_SLOTS,), concentration, device="cpu")
                 part = torch._standard_gamma(alpha, generator=generator)
                 counts = (part / part.sum() * mean * UNEVEN_SLOTS).round().int()
-                busiest = int(counts.max())
-                for tiles, usual in (("mean", mean), ("busiest", busiest)):
-                    run = layer(weights, torch.tensor(counts.tolist(), dtype=torch.int32), usual)
-                    found = measured(run, weights.num_sets)
-                    points.append(
-                        {
-                            "skew": skew,
-                            "mean_rows": mean,
-                            "draw": draw,
-                            "tiles_for": tiles,
-                            "counts": counts.tolist(),
-                            **found,
-                        }
-                    )
+                tiling = tiling_for(shape, mean)
+                run = layer(weights, torch.tensor(counts.tolist(), dtype=torch.int32), tiling)
+                points.append(
+                    {
+                        "skew": skew,
+                        "mean_rows": mean,
+                        "draw": draw,
+                        "tiles_for": "mean",
+                        "counts": counts.tolist(),
+                        **measured(run, weights.num_sets),
+                    }
+                )
     return points
 
 
@@ -248,26 +261,20 @@ def interpolated(rows: list[int], us: list[float], count: int) -> float:
 
 
 def show(shape: Shape, points: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
-    """Errors of both predictions, by skew, batch and tiles."""
+    """Errors of both predictions, by skew and batch."""
     of_nine = [point for point in points if point["slots"] == UNEVEN_SLOTS]
     print(f"\n{shape.name}: predicted over measured, mean of draws")
-    print(f"{'skew':8}{'rows':>6}  {'tiles for':10}{'us':>10}{'sum of max':>12}{'max of sums':>12}")
+    print(f"{'skew':8}{'rows':>6}{'us':>10}{'sum of max':>12}{'max of sums':>12}")
     for skew in SKEWS:
         for mean in sorted({point["mean_rows"] for point in found}):
-            for tiles in ("mean", "busiest"):
-                here = [
-                    point
-                    for point in found
-                    if (point["skew"], point["mean_rows"], point["tiles_for"])
-                    == (skew, mean, tiles)
-                ]
-                ratios = [
-                    [value / point["us"] for value in predicted(of_nine, point["counts"])]
-                    for point in here
-                ]
-                us = sum(point["us"] for point in here) / len(here)
-                one, two = (sum(column) / len(here) for column in zip(*ratios, strict=True))
-                print(f"{skew:8}{mean:6}  {tiles:10}{us:10.1f}{one:12.3f}{two:12.3f}")
+            here = [p for p in found if (p["skew"], p["mean_rows"]) == (skew, mean)]
+            ratios = [
+                [value / point["us"] for value in predicted(of_nine, point["counts"])]
+                for point in here
+            ]
+            us = sum(point["us"] for point in here) / len(here)
+            one, two = (sum(column) / len(here) for column in zip(*ratios, strict=True))
+            print(f"{skew:8}{mean:6}{us:10.1f}{one:12.3f}{two:12.3f}")
 
 
 def main() -> None:

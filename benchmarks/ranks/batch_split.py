@@ -119,6 +119,13 @@ def windows(ids: Ints, tokens: int, order: str = "mixed") -> Ints:
 
 def optimum(counts: Ints, ranks: list[Ints], num_ranks: int) -> float:
     """Least tokens of the busiest rank: the linear program on given replicas."""
+    return optimal_parts(counts, ranks, num_ranks)[0]
+
+
+def optimal_parts(
+    counts: Ints, ranks: list[Ints], num_ranks: int
+) -> tuple[float, list[tuple[int, int]], NDArray[np.float64]]:
+    """The optimum, the pairs of expert and rank, and the tokens of each pair."""
     from scipy.optimize import linprog
 
     pairs = [(expert, rank) for expert, held in enumerate(ranks) for rank in held.tolist()]
@@ -131,7 +138,7 @@ def optimum(counts: Ints, ranks: list[Ints], num_ranks: int) -> float:
     cost = np.zeros(len(pairs) + 1)
     cost[-1] = 1.0
     found = linprog(cost, on_rank, np.zeros(num_ranks), of_expert, counts, method="highs")
-    return float(found.fun)
+    return float(found.fun), pairs, found.x[:-1]
 
 
 @dataclass(frozen=True)
@@ -352,22 +359,30 @@ def busiest(case: Case, rows: int, order: str) -> Iterator[tuple[Ints, ...]]:
     for _ in range(MOST_TIMED):
         layer = int(rng.integers(placement.num_layers))
         counts = loads[half + int(rng.integers(len(loads) - half)), layer]
-        layout = split_layout(
-            placement.expert_to_slots[layer],
-            placement.slot_share[layer],
-            topology.rank_of_slot,
-            num_split=case.num_slots - placement.num_experts,
-            ways=MOST_WAYS,
-        )
-        planned = counts[placement.slot_to_expert[layer]] * placement.slot_share[layer]
-        split = planned.copy()
-        parts = split_batch(counts, layout)
-        used = layout.slot >= 0
-        split[layout.slot[used]] = parts[used]
+        planned, split = rows_of_slots(case, placement, layer, counts)
         yield tuple(
             np.rint(by_rank[by_rank.sum(axis=1).argmax()]).astype(np.int64)
             for by_rank in (planned.reshape(-1, per_rank), split.reshape(-1, per_rank))
         )
+
+
+def rows_of_slots(
+    case: Case, placement: Placement, layer: int, counts: Ints
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rows [S] with planned shares and with the split."""
+    layout = split_layout(
+        placement.expert_to_slots[layer],
+        placement.slot_share[layer],
+        case.topology.rank_of_slot,
+        num_split=case.num_slots - placement.num_experts,
+        ways=MOST_WAYS,
+    )
+    planned = counts[placement.slot_to_expert[layer]] * placement.slot_share[layer]
+    split = planned.copy()
+    parts = split_batch(counts, layout)
+    used = layout.slot >= 0
+    split[layout.slot[used]] = parts[used]
+    return planned, split
 
 
 def write_rows(path: Path) -> None:

@@ -21,7 +21,13 @@ import torch
 import triton
 
 from runtime.kernels.digest import digest_records
-from runtime.kernels.gemm import grouped_gemm, grouped_gemm_fp8
+from runtime.kernels.gemm import (
+    BF16_DECODE,
+    BF16_PREFILL,
+    MOST_DECODE_ROWS,
+    grouped_gemm,
+    grouped_gemm_fp8,
+)
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
 
@@ -168,20 +174,21 @@ def gemm_cases(outputs: int, inputs: int, rows_of_slot: int) -> list[Case]:
     rows8 = Quantised(rows.to(FP8), torch.ones((num_rows, inputs // 128)))
     out = torch.empty((num_rows, outputs), dtype=BF16)
     ends = starts + counts
+    tiling = BF16_DECODE if rows_of_slot <= MOST_DECODE_ROWS else BF16_PREFILL
     name = f"{NUM_SLOTS} slots {outputs} x {inputs}, {rows_of_slot} rows"
     flops = 2 * num_rows * outputs * inputs
     target = ">= 2.8 TB/s" if rows_of_slot <= 64 else ""
     return [
         Case(
             f"BF16 {name}",
-            lambda _: grouped_gemm(rows, weights, starts, counts, out, max_rows=rows_of_slot),
+            lambda _: grouped_gemm(rows, weights, starts, counts, out, tiling=tiling),
             2 * weights.numel(),
             flops,
             target,
         ),
         Case(
             f"FP8  {name}",
-            lambda _: grouped_gemm_fp8(rows8, weights8, starts, counts, out, max_rows=rows_of_slot),
+            lambda _: grouped_gemm_fp8(rows8, weights8, starts, counts, out),
             weights.numel(),
             flops,
         ),

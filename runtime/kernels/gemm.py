@@ -2,13 +2,14 @@
 
 Weights are read where they live, in the records of an arena, so a swap needs no copy into another
 layout. Few rows a slot (decode) are bound by reading weights once; many (prefill) by arithmetic.
+Tiles follow the rows that each slot has, which only the device knows.
 
 Shapes:  n rows, C slots, K inputs of a row, N outputs of a row.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,34 +28,56 @@ SMALLEST_TILE = 64  # K and N must be multiples: the smallest tile that tensor c
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """Tiling of a product: tiles, buffers in flight, programs on each multiprocessor."""
+class Tile:
+    """Tile of slots that have a number of rows."""
 
+    least_rows: int  # of a slot that takes it, up to the tile before in its tiling
     BLOCK_M: int  # rows
     BLOCK_N: int  # outputs
     BLOCK_K: int  # inputs of one pipeline stage
     IS_FLIPPED: bool  # weights on the left: tensor cores want 64 there, few rows would be padding
-    num_stages: int
+    STAGES: int  # buffers in flight
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles for any number of rows, most rows first, in one launch.
+
+    They share its warps and programs on each multiprocessor, and the largest of their buffers
+    counts for all.
+    """
+
+    tiles: tuple[Tile, ...]
     num_warps: int
     programs: int
 
 
-# (most rows a slot, tiling). In decode two programs share a multiprocessor's 227 KiB of shared
-# memory, each with 48 to 64 KiB of weights under way: 4 TB/s times 1 us of latency, spread over 132
-# multiprocessors, is 30 KiB. Tiles of 128 outputs keep the reading of rows, from the L2 cache, low.
-WIDE = (
-    (16, Tiling(16, 128, 128, True, 3, 4, 2)),
-    (32, Tiling(32, 128, 64, True, 5, 4, 2)),
-    (64, Tiling(64, 128, 64, False, 4, 4, 2)),
-    (256, Tiling(128, 128, 64, False, 3, 8, 2)),
+# Two programs share a multiprocessor's 227 KiB of shared memory, each with 48 to 64 KiB of weights
+# under way: 4 TB/s times 1 us of latency, spread over 132 multiprocessors, is 30 KiB. Tiles of 128
+# outputs keep the reading of rows, from the L2 cache, low. In FP8 this is faster for prefill too
+# than one program with tiles of 128 rows (benchmarks/reports/2026-11-23-experts-uneven.md).
+FP8_TILES = Tiling(
+    (
+        Tile(33, 64, 128, 128, False, 4),
+        Tile(17, 32, 128, 128, True, 4),
+        Tile(1, 16, 128, 128, True, 4),
+    ),
+    num_warps=4,
+    programs=2,
 )
-WIDE_PREFILL = Tiling(128, 256, 64, False, 4, 8, 1)
-NARROW = (
-    (16, Tiling(16, 128, 128, True, 5, 4, 2)),
-    (32, Tiling(32, 128, 128, True, 5, 4, 2)),
-    (64, Tiling(64, 128, 128, False, 4, 4, 2)),
+BF16_DECODE = Tiling(
+    (
+        Tile(193, 128, 128, 64, False, 3),
+        Tile(33, 64, 128, 64, False, 4),
+        Tile(17, 32, 128, 64, True, 5),
+        Tile(1, 16, 128, 128, True, 3),
+    ),
+    num_warps=4,
+    programs=2,
 )
-NARROW_PREFILL = Tiling(128, 128, 128, False, 5, 8, 1)
+BF16_PREFILL = Tiling((Tile(1, 128, 256, 64, False, 4),), num_warps=8, programs=1)
+MOST_DECODE_ROWS = 256  # a slot; with more rows BF16_PREFILL is faster
+MOST_ROWS = 2**31 - 1
 
 
 def grouped_gemm(
@@ -64,7 +87,7 @@ def grouped_gemm(
     counts: torch.Tensor,
     out: torch.Tensor,
     *,
-    max_rows: int,
+    tiling: Tiling = BF16_DECODE,
 ) -> None:
     """Write rows of slot c times ``weights[c]`` transposed, for every slot.
 
@@ -77,17 +100,16 @@ def grouped_gemm(
         starts: [C] int32.
         counts: [C] int32; 0 for a slot without rows.
         out: [n, N] of any floating type.
-        max_rows: most rows that a slot usually has; chooses the tiling. A slot with more is served
-            as rightly, only slower.
+        tiling: bears on time alone; BF16_PREFILL for slots of usually more than MOST_DECODE_ROWS.
     """
     check(
         rows.dtype == weights.dtype and rows.dtype in (torch.bfloat16, torch.float32),
         f"rows {describe(rows)} and weights {describe(weights)}",
         "both bfloat16 (or both float32)",
     )
-    tiling = next((tiling for most, tiling in WIDE if max_rows <= most), WIDE_PREFILL)
     if rows.dtype == torch.float32:  # twice the bytes would not fit into shared memory
-        tiling = replace(tiling, BLOCK_N=64, BLOCK_K=32, num_stages=2)
+        tiles = tuple(replace(tile, BLOCK_N=64, BLOCK_K=32, STAGES=2) for tile in tiling.tiles)
+        tiling = replace(tiling, tiles=tiles)
     _launch(Quantised(rows, rows), Quantised(weights, weights), (starts, counts), out, tiling)
 
 
@@ -98,7 +120,7 @@ def grouped_gemm_fp8(
     counts: torch.Tensor,
     out: torch.Tensor,
     *,
-    max_rows: int,
+    tiling: Tiling = FP8_TILES,
 ) -> None:
     """Do what ``grouped_gemm`` does, with e4m3 inputs that have float32 scales.
 
@@ -110,7 +132,7 @@ def grouped_gemm_fp8(
         starts: [C] int32.
         counts: [C] int32.
         out: [n, N] of any floating type.
-        max_rows: most rows that a slot usually has; chooses the tiling.
+        tiling: bears on time alone.
     """
     check(
         rows.values.dtype == weights.values.dtype == torch.float8_e4m3fn,
@@ -118,7 +140,6 @@ def grouped_gemm_fp8(
         "both float8_e4m3fn",
     )
     _check_scales(rows, weights)
-    tiling = next((tiling for most, tiling in NARROW if max_rows <= most), NARROW_PREFILL)
     _launch(rows, weights, (starts, counts), out, tiling)
 
 
@@ -134,14 +155,7 @@ def _launch(
     if out.numel() == 0:
         return
     num_slots, outputs, inputs = weights.values.shape
-    meta = asdict(
-        replace(
-            tiling,
-            BLOCK_N=largest_tile(outputs, tiling.BLOCK_N),
-            BLOCK_K=largest_tile(inputs, tiling.BLOCK_K),
-        )
-    )
-    grouped_product[(num_multiprocessors(out.device) * meta.pop("programs"),)](
+    grouped_product[(num_multiprocessors(out.device) * tiling.programs,)](
         rows.values,
         weights.values,
         rows.scales,
@@ -160,8 +174,23 @@ def _launch(
         SLOTS=triton.next_power_of_2(num_slots),
         IS_SCALED=rows.values.dtype == torch.float8_e4m3fn,
         GROUP=GROUP,
-        **meta,
+        TILES=_tiles(tiling, outputs, inputs),
+        num_warps=tiling.num_warps,
     )
+
+
+def _tiles(tiling: Tiling, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
+    """(least, most rows, BLOCK_M, BLOCK_N, BLOCK_K, flipped, stages) that divide N and K."""
+    found, most = [], MOST_ROWS
+    for tile in tiling.tiles:
+        blocks = (
+            tile.BLOCK_M,
+            largest_tile(outputs, tile.BLOCK_N),
+            largest_tile(inputs, tile.BLOCK_K),
+        )
+        found.append((tile.least_rows, most, *blocks, tile.IS_FLIPPED, tile.STAGES))
+        most = tile.least_rows - 1
+    return tuple(found)
 
 
 def _strides(row_scales: torch.Tensor) -> tuple[int, int, int, int]:

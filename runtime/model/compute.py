@@ -58,7 +58,8 @@ class GroupedExperts:
 
     Args:
         bank: of a schema ``swiglu`` in BF16, or ``swiglu_fp8``.
-        usual_rows: rows that a busy slot usually has in a step; chooses tiles, never a result.
+        usual_rows: rows that a busy slot usually has in a step: chooses between tiles for decode
+            and for prefill in BF16, never a result. Tiles follow the rows of each slot within.
     """
 
     def __init__(self, bank: ExpertBank, *, usual_rows: int) -> None:
@@ -87,18 +88,23 @@ class GroupedExperts:
         counts: torch.Tensor,
     ) -> torch.Tensor:
         # Imported here and below: the kernels need triton, which only GPU hosts have.
-        from runtime.kernels.gemm import grouped_gemm
+        from runtime.kernels.gemm import (
+            BF16_DECODE,
+            BF16_PREFILL,
+            MOST_DECODE_ROWS,
+            grouped_gemm,
+        )
         from runtime.kernels.quantise import silu_times_up
 
         assert scales is None, "FP8 rows for a BF16 bank: the dispatcher was configured otherwise"
         tensors = self._bank.weights(layer)
-        usual = self._usual_rows
+        tiling = BF16_DECODE if self._usual_rows <= MOST_DECODE_ROWS else BF16_PREFILL
         gate_up = rows.new_empty((len(rows), tensors["gate_up"].shape[1]))
-        grouped_gemm(rows, tensors["gate_up"], starts, counts, gate_up, max_rows=usual)
+        grouped_gemm(rows, tensors["gate_up"], starts, counts, gate_up, tiling=tiling)
         gated = rows.new_empty((len(rows), gate_up.shape[1] // 2))
         silu_times_up(gate_up, starts, counts, gated)
         results = torch.empty_like(rows)
-        grouped_gemm(gated, tensors["down"], starts, counts, results, max_rows=usual)
+        grouped_gemm(gated, tensors["down"], starts, counts, results, tiling=tiling)
         return results
 
     def _run_fp8(
@@ -112,7 +118,7 @@ class GroupedExperts:
         from runtime.kernels.gemm import grouped_gemm_fp8
         from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up_fp8
 
-        tensors, usual = self._bank.weights(layer), self._usual_rows
+        tensors = self._bank.weights(layer)
         num_rows, hidden = rows.shape
         given = Quantised(rows, scales) if scales is not None else _room_for_fp8(rows, hidden)
         if scales is None:
@@ -120,12 +126,12 @@ class GroupedExperts:
         up_weights = Quantised(tensors["gate_up"], tensors["gate_up_scale"])
         wide = up_weights.values.shape[1]
         gate_up = torch.empty((num_rows, wide), dtype=torch.bfloat16, device=rows.device)
-        grouped_gemm_fp8(given, up_weights, starts, counts, gate_up, max_rows=usual)
+        grouped_gemm_fp8(given, up_weights, starts, counts, gate_up)
         gated = _room_for_fp8(rows, wide // 2)
         silu_times_up_fp8(gate_up, starts, counts, gated)
         results = torch.empty((num_rows, hidden), dtype=torch.bfloat16, device=rows.device)
         down_weights = Quantised(tensors["down"], tensors["down_scale"])
-        grouped_gemm_fp8(gated, down_weights, starts, counts, results, max_rows=usual)
+        grouped_gemm_fp8(gated, down_weights, starts, counts, results)
         return results
 
 

@@ -21,7 +21,13 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from runtime.kernels.digest import digest_records
-from runtime.kernels.gemm import grouped_gemm, grouped_gemm_fp8
+from runtime.kernels.gemm import (
+    BF16_DECODE,
+    BF16_PREFILL,
+    Tiling,
+    grouped_gemm,
+    grouped_gemm_fp8,
+)
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
 
@@ -31,9 +37,10 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_REPLICAS = 7168, 2048, 256, 8, 8
 SIZES = pytest.mark.parametrize(
     ("outputs", "inputs"), [(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
 )
-MAX_ROWS = pytest.mark.parametrize("max_rows", [16, 32, 64, 256, 4096])
+TILINGS = pytest.mark.parametrize("tiling", [BF16_DECODE, BF16_PREFILL], ids=["decode", "prefill"])
 POISON = 77.0
 Weights = torch.Tensor | Quantised  # [C, N, K]
+Counts = Callable[[], torch.Tensor]
 Layout = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
 
 
@@ -43,6 +50,30 @@ def _seeded_on_the_gpu() -> Iterator[None]:
     with torch.device("cuda"):
         yield
     torch.cuda.empty_cache()
+
+
+def at_borders() -> torch.Tensor:
+    """On both sides of where another tile is taken, and of where a tile is full."""
+    return torch.tensor([0, 1, 16, 17, 32, 33, 64, 65, 0, 128, 129, 192, 193], dtype=torch.int32)
+
+
+def on_one_slot() -> torch.Tensor:
+    return torch.tensor([0, 0, 500, 0], dtype=torch.int32)
+
+
+def uneven() -> torch.Tensor:
+    return uneven_counts(8, 300)
+
+
+def few() -> torch.Tensor:
+    return uneven_counts(8, 16)
+
+
+def none() -> torch.Tensor:
+    return torch.zeros(4, dtype=torch.int32)
+
+
+COUNTS = pytest.mark.parametrize("make", [at_borders, on_one_slot, uneven, few, none])
 
 
 def uneven_counts(num_slots: int, most: int) -> torch.Tensor:
@@ -223,31 +254,37 @@ def test_digests_depend_on_every_byte_of_records_in_an_arena() -> None:
 
 @SIZES
 @LAYOUTS
-@MAX_ROWS
-def test_bf16_products(outputs: int, inputs: int, layout: Layout, max_rows: int) -> None:
-    counts = uneven_counts(8, 300)
+@COUNTS
+@TILINGS
+def test_bf16_products(
+    outputs: int, inputs: int, layout: Layout, make: Counts, tiling: Tiling
+) -> None:
+    counts = make()
     starts, num_rows = layout(counts)
-    weights, rows = bf16_slots(8, outputs, inputs), torch.randn((num_rows, inputs), dtype=BF16)
+    weights, rows = (
+        bf16_slots(len(counts), outputs, inputs),
+        torch.randn((num_rows, inputs), dtype=BF16),
+    )
     slot = slot_of_row(starts, counts, num_rows)
     rows[slot < 0] = float("nan")
     out = torch.full((num_rows, outputs), POISON, dtype=BF16)
 
-    grouped_gemm(rows, weights, starts, counts, out, max_rows=max_rows)
+    grouped_gemm(rows, weights, starts, counts, out, tiling=tiling)
 
     assert worst_error(out, rows, slot, weights) <= 1
 
 
 @SIZES
 @LAYOUTS
-@MAX_ROWS
-def test_fp8_products(outputs: int, inputs: int, layout: Layout, max_rows: int) -> None:
-    counts = uneven_counts(8, 300)
+@COUNTS
+def test_fp8_products(outputs: int, inputs: int, layout: Layout, make: Counts) -> None:
+    counts = make()
     starts, num_rows = layout(counts)
-    weights, rows = fp8_slots(8, outputs, inputs), fp8_rows(num_rows, inputs)
+    weights, rows = fp8_slots(len(counts), outputs, inputs), fp8_rows(num_rows, inputs)
     out = torch.full((num_rows, outputs), POISON, dtype=BF16)
     slot = slot_of_row(starts, counts, num_rows)
 
-    grouped_gemm_fp8(rows, weights, starts, counts, out, max_rows=max_rows)
+    grouped_gemm_fp8(rows, weights, starts, counts, out)
 
     assert worst_error(out, row_scaled(rows), slot, weights) <= 1
 
@@ -259,7 +296,7 @@ def test_fp8_rows_as_deepep_s_low_latency_mode_gives_them() -> None:
     by_slot = rows.scales.reshape(8, 64, HIDDEN // 128).mT.contiguous().mT
     out = torch.full((num_rows, 4096), POISON, dtype=BF16)
 
-    grouped_gemm_fp8(rows._replace(scales=by_slot), weights, starts, counts, out, max_rows=16)
+    grouped_gemm_fp8(rows._replace(scales=by_slot), weights, starts, counts, out)
 
     slot = slot_of_row(starts, counts, num_rows)
     assert worst_error(out, row_scaled(rows), slot, weights) <= 1
@@ -273,13 +310,12 @@ def test_slots_past_two_thousand_million_elements_are_reached() -> None:
     out = torch.full((num_rows, 4096), POISON, dtype=BF16)
     assert weights.stride(0) * 79 > 2**31
 
-    grouped_gemm(rows, weights, starts, counts, out, max_rows=16)
+    grouped_gemm(rows, weights, starts, counts, out)
 
     assert worst_error(out, rows, slot_of_row(starts, counts, num_rows), weights) <= 1
 
 
-@MAX_ROWS
-def test_expert_gives_the_same_bits_in_any_slot(max_rows: int) -> None:
+def test_expert_gives_the_same_bits_in_any_slot() -> None:
     weights = fp8_slots(6, 4096, HIDDEN)
     for tensor in weights:
         tensor.view(torch.uint8)[4].copy_(tensor.view(torch.uint8)[1])
@@ -290,7 +326,7 @@ def test_expert_gives_the_same_bits_in_any_slot(max_rows: int) -> None:
     counts = torch.tensor([0, 40, 0, 0, 40, 0], dtype=torch.int32)
     out = torch.full((80, 4096), POISON, dtype=BF16)
 
-    grouped_gemm_fp8(rows, weights, starts, counts, out, max_rows=max_rows)
+    grouped_gemm_fp8(rows, weights, starts, counts, out)
 
     assert torch.equal(out[:40].view(torch.int16), out[40:].view(torch.int16))
 
@@ -343,7 +379,7 @@ def test_gates_of_the_slots_rows(layout: Layout) -> None:
 
 def test_captured_layer_follows_counts_rows_and_swapped_weights() -> None:
     """Quantise, gate and up, gate, down: replayed with new inputs, nothing allocated."""
-    num_slots, places = 16, 64
+    num_slots, places = 16, 256  # so that slots change their tiles between replays
     num_rows = num_slots * places
     starts = torch.arange(num_slots, dtype=torch.int32) * places
     counts = torch.zeros(num_slots, dtype=torch.int32)
@@ -356,9 +392,9 @@ def test_captured_layer_follows_counts_rows_and_swapped_weights() -> None:
 
     def layer() -> None:
         quantise_rows(rows, rows8, starts=starts, counts=counts)
-        grouped_gemm_fp8(rows8, gate_up, starts, counts, both, max_rows=16)
+        grouped_gemm_fp8(rows8, gate_up, starts, counts, both)
         silu_times_up_fp8(both, starts, counts, gated)
-        grouped_gemm_fp8(gated, down, starts, counts, out, max_rows=16)
+        grouped_gemm_fp8(gated, down, starts, counts, out)
 
     graph = captured(layer)
     rows.normal_()

@@ -25,7 +25,13 @@ from runtime.kernels.batch_split import (
     split_batch,
 )
 from runtime.kernels.digest import digest_records
-from runtime.kernels.gemm import grouped_gemm, grouped_gemm_fp8
+from runtime.kernels.gemm import (
+    BF16_DECODE,
+    BF16_PREFILL,
+    Tiling,
+    grouped_gemm,
+    grouped_gemm_fp8,
+)
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
 from runtime.memory.shared import digest
@@ -33,7 +39,7 @@ from runtime.routing import RoutingTable
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 POISON = 77.0
-COUNTS = (5, 0, 70, 1)  # uneven, none, more than a tile of 64, one
+COUNTS = (5, 0, 70, 20)  # three tiles of FP8 and decode: few, none, more than one tile, some
 GAPS = (0, 2, 2, 9)  # unused rows before each slot's
 
 
@@ -63,7 +69,7 @@ def padded() -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 LAYOUTS = pytest.mark.parametrize("layout", [grouped, padded], ids=["grouped", "padded"])
-MAX_ROWS = pytest.mark.parametrize("max_rows", [16, 32, 64, 256, 4096])
+TILINGS = pytest.mark.parametrize("tiling", [BF16_DECODE, BF16_PREFILL], ids=["decode", "prefill"])
 
 
 def slot_of_row(starts: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -134,20 +140,19 @@ def test_digests_are_those_of_the_host(record_bytes: int) -> None:
 
 
 @LAYOUTS
-@MAX_ROWS
-def test_every_slot_s_rows_meet_its_own_weights(layout: Layout, max_rows: int) -> None:
+@TILINGS
+def test_every_slot_s_rows_meet_its_own_weights(layout: Layout, tiling: Tiling) -> None:
     starts, counts, num_rows = layout()
     rows, weights = random(num_rows, 128), in_arena(random(4, 192, 128, seed=1))
     slot = slot_of_row(starts, counts, num_rows)
     rows[slot < 0] = float("nan")  # a row of no slot must not touch another
     out = torch.full((num_rows, 192), POISON)
 
-    grouped_gemm(rows, weights, starts, counts, out, max_rows=max_rows)
+    grouped_gemm(rows, weights, starts, counts, out, tiling=tiling)
 
     torch.testing.assert_close(out.double(), expected(rows, weights, slot), rtol=0, atol=1e-4)
 
 
-@MAX_ROWS
 @pytest.mark.parametrize(
     ("layout", "scales"),
     [
@@ -157,9 +162,7 @@ def test_every_slot_s_rows_meet_its_own_weights(layout: Layout, max_rows: int) -
         (padded, "slot by slot"),
     ],
 )
-def test_fp8_products_carry_the_scales_of_rows_and_blocks(
-    layout: Layout, max_rows: int, scales: str
-) -> None:
+def test_fp8_products_carry_the_scales_of_rows_and_blocks(layout: Layout, scales: str) -> None:
     starts, counts, num_rows = layout()
     row_scales = random(num_rows, 3, seed=2).abs()
     rows = Quantised(random(num_rows, 384).to(FP8), row_scales)
@@ -172,7 +175,7 @@ def test_fp8_products_carry_the_scales_of_rows_and_blocks(
         rows = rows._replace(scales=row_scales.view(4, 80, 3).transpose(1, 2).contiguous().mT)
     out = torch.full((num_rows, 256), POISON)
 
-    grouped_gemm_fp8(rows, weights, starts, counts, out, max_rows=max_rows)
+    grouped_gemm_fp8(rows, weights, starts, counts, out)
 
     plain = Quantised(rows.values, row_scales)
     slot = slot_of_row(starts, counts, num_rows)
@@ -183,7 +186,7 @@ def test_fp8_products_carry_the_scales_of_rows_and_blocks(
 def test_slots_without_any_row_write_nothing() -> None:
     out = torch.full((8, 64), POISON)
 
-    grouped_gemm(random(8, 64), random(2, 64, 64), int32(0, 4), int32(0, 0), out, max_rows=16)
+    grouped_gemm(random(8, 64), random(2, 64, 64), int32(0, 4), int32(0, 0), out)
 
     assert (out == POISON).all()
 
@@ -307,13 +310,13 @@ def test_arguments_that_a_kernel_would_misread_are_rejected() -> None:
     rows, out = torch.zeros(4, 64), torch.zeros(4, 64)
 
     with pytest.raises(ValueError, match="found counts of 2 slots, expected 3"):
-        grouped_gemm(rows, torch.zeros(3, 64, 64), starts, counts, out, max_rows=4)
+        grouped_gemm(rows, torch.zeros(3, 64, 64), starts, counts, out)
     with pytest.raises(ValueError, match="N and K that are multiples of 64"):
-        grouped_gemm(rows, torch.zeros(2, 96, 64), starts, counts, out, max_rows=4)
+        grouped_gemm(rows, torch.zeros(2, 96, 64), starts, counts, out)
     with pytest.raises(ValueError, match=r"float32 \[4, 64\] and weights bfloat16"):
-        grouped_gemm(rows, torch.zeros(2, 64, 64, dtype=BF16), starts, counts, out, max_rows=4)
+        grouped_gemm(rows, torch.zeros(2, 64, 64, dtype=BF16), starts, counts, out)
     with pytest.raises(ValueError, match="two contiguous int32 vectors"):
-        grouped_gemm(rows, torch.zeros(2, 64, 64), starts.long(), counts, out, max_rows=4)
+        grouped_gemm(rows, torch.zeros(2, 64, 64), starts.long(), counts, out)
     with pytest.raises(ValueError, match=r"found records uint8 .* expected uint8"):
         digest_records(torch.zeros(2, 8, dtype=torch.uint8)[:, ::2], torch.zeros(2, 2).long())
     with pytest.raises(ValueError, match="expected two int64"):
