@@ -29,6 +29,7 @@ from telemetry.windows.folder import Window, WindowFolder, common_phase
 from telemetry.windows.run_windows import folder_of
 
 STRETCH_S = 10.0  # of samples that are read and folded at a time
+_LONGEST_S = 30 * 86_400.0  # that is passed at a time
 _PAGE = 1000  # samples
 _WINDOW_BYTES = 8 * 2**20  # of the windows that are held, which are there twice
 _LEAST_WINDOWS = 8
@@ -81,11 +82,23 @@ def load_rows(
     windows = _Windows(runs, phase)
     # Ranks have clocks of their own: a sample may be a little older than its run.
     at = max(end, min(begun - HOUR, until))
-    while at < until:
-        stretch_end = min(at + STRETCH_S, until)
-        yield from windows.read(store, at, stretch_end)
-        at = stretch_end
+    for start, stop in _stretches(store, at, until):
+        yield from windows.read(store, start, stop)
     yield from windows.rest()
+
+
+def _stretches(store: LoadStore, at: float, until: float) -> Iterator[tuple[float, float]]:
+    """Stretches of time with samples; where there are none, ever longer ones are passed."""
+    width = STRETCH_S
+    while at < until:
+        end = min(at + width, until)
+        if not store.samples_before(end, since=at, limit=1):
+            at, width = end, min(2 * width, _LONGEST_S)
+        elif width > STRETCH_S:
+            width = max(STRETCH_S, width / 8)
+        else:
+            yield at, end
+            at = end
 
 
 def _folder(info: RunInfo, keep: int = _LEAST_WINDOWS) -> WindowFolder | None:
