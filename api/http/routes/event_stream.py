@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio
 from pydantic import Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
@@ -53,8 +52,10 @@ class EventStream(EventSourceResponse):
     """The events of one client, for as long as it reads them and the service lets it."""
 
     def __init__(self, feed: EventFeed, after: int | None, limits: HttpLimits) -> None:
-        self._feed, self._limits, self._scope = feed, limits, anyio.CancelScope()
-        self._client = Client(after, self._scope.cancel)
+        self._feed, self._limits = feed, limits
+        self._client = Client(after, self._drop)
+        self._sending: asyncio.Task[None] | None = None
+        self._is_dropped = False
         super().__init__(
             self._events(),
             ping=HEARTBEAT_S,
@@ -71,13 +72,22 @@ class EventStream(EventSourceResponse):
             await problem(503, detail, {"Retry-After": "10"})(scope, receive, send)
             return
         self._feed.add(self._client)
+        # A task of its own, because the client may be dropped while it waits for the network.
+        self._sending = asyncio.create_task(super().__call__(scope, receive, send))
         try:
-            with self._scope:
-                await super().__call__(scope, receive, send)
+            await self._sending
         except SendTimeoutError:
             self._feed.dropped += 1
+        except asyncio.CancelledError:
+            if not self._is_dropped:
+                raise
         finally:
             self._feed.discard(self._client)
+
+    def _drop(self) -> None:
+        self._is_dropped = True
+        if self._sending is not None:
+            self._sending.cancel()
 
     async def _events(self) -> AsyncIterator[bytes]:
         yield f"retry: {RETRY_MS}\n\n".encode()

@@ -91,8 +91,8 @@ def _written(
         size += len(text)
         if size > most_bytes:
             raise TooLarge(
-                f"{number} rows up to time {row.time:.3f} take {most_bytes} bytes, expected a "
-                "range with fewer"
+                f"{number} rows up to time {row.time:.3f} take more than {most_bytes} bytes, "
+                "expected a range with fewer"
             )
         file.write(text)
         if form == "json":
