@@ -90,9 +90,15 @@ class EventFeed:
         self._clients.discard(client)
 
     async def next(self, client: Client) -> bytes:
-        """Wait for events past the client's position, and move it past what is returned."""
+        """Wait for events past the client's position, and move it past what is returned.
+
+        Returns:
+            Their text; empty once the feed is closed.
+        """
         while True:
             news = self._news
+            if self._is_closed.is_set():
+                return b""
             if client.after is not None and self._floor is not None:
                 first = bisect_right(self._ids, client.after)
                 if first < len(self._ids):
@@ -111,11 +117,7 @@ class EventFeed:
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._end_all)
-
-    def _end_all(self) -> None:
-        for client in list(self._clients):
-            client.drop()
+                loop.call_soon_threadsafe(lambda: self._news.set())
 
     def _chunk(self, client: Client, first: int) -> bytes:
         last, size = first, 0

@@ -99,6 +99,8 @@ class EventStream(EventSourceResponse):
                     chunk = await self._feed.next(self._client)
             except TimeoutError:
                 return
+            if not chunk:  # the service stops
+                return
             if self._client.has_missed:
                 self._client.has_missed = False
                 yield b"event: missed\ndata: {}\n\n"

@@ -20,7 +20,7 @@ from api.http.server import HttpService
 from telemetry.store import Event
 from telemetry.stores.memory import MemoryStore
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 PATH = "/api/v1/events/stream"
 LIMITS = replace(DEFAULT_LIMITS, max_streams=2, stream_s=DEADLINE_S)
 
@@ -181,8 +181,7 @@ def test_service_stops_while_a_stream_is_open(store: CountingStore) -> None:
     with stream(service, after=0) as opened:
         begun = time.monotonic()
         threading.Thread(target=lambda: (service.stop(), ended.set())).start()
-        with pytest.raises(httpx.RemoteProtocolError):
-            opened.message()
+        assert opened.message() == {}
 
         assert ended.wait(DEADLINE_S)
         assert time.monotonic() - begun < 5.0
