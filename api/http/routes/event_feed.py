@@ -179,16 +179,18 @@ class EventFeed:
                     found = self._store.latest_events(limit=self._kept_events)[::-1]
                     last = found[-1].id if found else 0
                     # The store may have forgotten those before the oldest, or never had them.
-                    self._call(found, found[0].id - 1 if found else 0)
+                    self._call(is_closed, found, found[0].id - 1 if found else 0)
                 while found := self._store.events(after=last, limit=self._kept_events):
                     last = found[-1].id
-                    self._call(found, None)
+                    self._call(is_closed, found, None)
                 version = self._store.wait(version, WAIT_S)
             except EplbError as exc:
                 log.warning("events cannot be read: %s", exc)
                 is_closed.wait(WAIT_S)
 
-    def _call(self, found: list[Event], floor: int | None) -> None:
+    def _call(self, is_closed: threading.Event, found: list[Event], floor: int | None) -> None:
+        if is_closed.is_set():
+            return
         texts = [(one.id, event_text(one)) for one in found]
         assert self._loop is not None, "the thread starts with a loop"
         with contextlib.suppress(RuntimeError):  # the loop has ended
