@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -97,12 +97,15 @@ def get_load_matrix(
 
 def add_load_matrix(watch: APIRouter) -> None:
     """Add the route."""
-    others = {kind: {"schema": {"type": "string"}} for kind in list(MEDIA_TYPES.values())[1:]}
+    content = {kind: {"schema": {"type": "string"}} for kind in list(MEDIA_TYPES.values())[1:]}
+    others: dict[int | str, dict[str, Any]] = {
+        200: {"description": "The matrix", "content": content}
+    }
     watch.get(
         "/load/matrix",
         summary="Load over a range of time as a matrix",
         response_model=LoadMatrix,
-        responses={200: {"description": "The matrix", "content": others}} | documented(406, 409),
+        responses=others | documented(406, 409),
     )(get_load_matrix)
 
 

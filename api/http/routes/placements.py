@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,12 +160,13 @@ def add_placement_routes(watch: APIRouter) -> None:
         summary="What differs between two placements",
         responses=documented(404, 409),
     )(get_diff)
-    files = {media_type: {"schema": {}} for _, media_type in NAME_OF.values()}
+    content = {media_type: {"schema": dict[str, Any]()} for _, media_type in NAME_OF.values()}
+    file: dict[int | str, dict[str, Any]] = {200: {"description": "The file", "content": content}}
     watch.get(
         "/placements/{generation}/export",
         summary="A placement as an engine's file",
         response_class=Response,
-        responses={200: {"description": "The file", "content": files}} | documented(404, 409),
+        responses=file | documented(404, 409),
     )(get_export)
 
 
