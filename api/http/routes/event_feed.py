@@ -185,7 +185,8 @@ class EventFeed:
                     self._call(is_closed, found, None)
                 version = self._store.wait(version, WAIT_S)
             except EplbError as exc:
-                log.warning("events cannot be read: %s", exc)
+                if not is_closed.is_set():  # else the store may be closed too
+                    log.warning("events cannot be read: %s", exc)
                 is_closed.wait(WAIT_S)
 
     def _call(self, is_closed: threading.Event, found: list[Event], floor: int | None) -> None:

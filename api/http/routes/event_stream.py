@@ -28,7 +28,9 @@ LAST_ID = "Last-Event-ID"
 RETRY_MS = 1000  # after which a browser connects again
 HEARTBEAT_S = 15.0
 EVENT = {"id": 41, "time": 1790000000.0, "kind": "commit", "detail": {"generation": 7}}
-EXAMPLE = f"id: 41\ndata: {json.dumps(EVENT)}\n\n"
+EXAMPLE = {"id": "41", "event": "message", "data": json.dumps(EVENT)}
+TEXTS = {name: {"type": "string"} for name in EXAMPLE}
+OF_EVENT = {"type": "object", "properties": TEXTS, "required": ["data"]}  # of each, as it is parsed
 DOCUMENT: dict[str, Any] = {
     "parameters": [
         {
@@ -43,7 +45,7 @@ DOCUMENT: dict[str, Any] = {
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Events; `retry` and comments as heartbeats",
-        "content": {"text/event-stream": {"schema": {"type": "string"}, "example": EXAMPLE}},
+        "content": {"text/event-stream": {"schema": OF_EVENT, "example": EXAMPLE}},
     }
 }
 
