@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal, Protocol
 
 from eplb.core.load import LoadSample
@@ -183,9 +184,13 @@ class SampleStore(Protocol):
         """
 
     def samples_before(
-        self, before_time: float, *, after: int = 0, limit: int = 10_000
+        self, before_time: float, *, since: float = -inf, after: int = 0, limit: int = 10_000
     ) -> list[tuple[int, LoadSample]]:
-        """Return what ``prune(before_time)`` would forget, of every run; else as ``samples``."""
+        """Return what ``prune(before_time)`` would forget, of every run; else as ``samples``.
+
+        Args:
+            since: samples taken before that are left out, and not read.
+        """
 
     def sample_counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
@@ -250,8 +255,10 @@ class PlacementStore(Protocol):
     def placement(self, generation: int) -> CommittedPlacement | None:
         """Return the placement that was committed as this generation, or None."""
 
-    def placements(self, limit: int = 100) -> list[CommittedPlacement]:
-        """Return the latest committed placements, newest first."""
+    def placements(
+        self, limit: int = 100, *, before: int | None = None
+    ) -> list[CommittedPlacement]:
+        """Return committed placements below the generation ``before``, newest first; None: all."""
 
     def commit(
         self,

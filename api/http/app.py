@@ -48,6 +48,9 @@ from api.http.requests import (
     RebalanceRequest,
     RollbackRequest,
 )
+from api.http.routes.event_stream import add_event_stream
+from api.http.routes.load_matrix import add_load_matrix
+from api.http.routes.placements import add_placement_routes
 from api.http.schemas import (
     AuditAnswer,
     AuditPage,
@@ -58,7 +61,6 @@ from api.http.schemas import (
     Imbalance,
     Load,
     PlacementAnswer,
-    PlacementLine,
     PlanAnswer,
     ProposalAnswer,
     ProposalLine,
@@ -161,6 +163,9 @@ def get_load(service: Service, last: Annotated[int, Query(ge=1, le=KEPT_WINDOWS)
     return service.load(last)
 
 
+add_load_matrix(watch)
+
+
 @watch.get("/imbalance", summary="Imbalance over time")
 def get_imbalance(
     service: Service, last: Annotated[int, Query(ge=1, le=KEPT_SCORES)] = KEPT_SCORES
@@ -213,12 +218,7 @@ def get_placement(service: Service, generation: Id | None = None) -> Response:
     return answer
 
 
-@watch.get("/placements", summary="History of placements")
-def get_placements(
-    service: Service, limit: Annotated[int, Query(ge=1, le=1000)] = 100
-) -> list[PlacementLine]:
-    """Newest first, with the reason of each."""
-    return service.placements(limit)
+add_placement_routes(watch)
 
 
 @watch.get("/plan", summary="The open migration and the last decision")
@@ -236,6 +236,9 @@ def get_events(
 ) -> list[EventAnswer]:
     """Oldest first, past an id or the `latest` so many: repeat with the last id to continue."""
     return service.events(after, limit) if latest is None else service.latest_events(latest)
+
+
+add_event_stream(watch)
 
 
 @watch.get("/tasks/{task_id}", summary="One task", responses=documented(404))
@@ -466,7 +469,7 @@ def create_app(
         dependencies=[Depends(check_request)],
         lifespan=watching if is_watching else None,
     )
-    app.state.service = service
+    app.state.service, app.state.limits = service, limits
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
     # The last is the outermost: a stranger's body is not read, and what is refused is no change.
     app.state.audit = None if state_dir is None else Audit(state_dir)

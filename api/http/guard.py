@@ -17,7 +17,7 @@ from api.http.limits import HttpLimits
 from api.http.problems import problem
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
-PROBES = frozenset({"/livez", "/readyz"})  # they need no thread
+THREADLESS = frozenset({"/livez", "/readyz", "/api/v1/events/stream"})  # they take no thread
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -49,7 +49,7 @@ class Guard:
             detail = f"more than {most_bytes} bytes of body, expected fewer"
             await problem(413, detail)(scope, receive, send)
             return
-        takes_thread = scope["path"] not in PROBES
+        takes_thread = scope["path"] not in THREADLESS
         if takes_thread and self._under_way >= self._limits.max_requests:
             detail = f"{self._under_way} requests are in progress, expected fewer"
             await problem(503, detail, {"Retry-After": "1"})(scope, receive, send)

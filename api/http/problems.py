@@ -26,6 +26,7 @@ TITLES = {
     403: "Forbidden",
     404: "Not found",
     405: "Method not allowed",
+    406: "Not acceptable",
     409: "Conflict",
     412: "Precondition failed",
     413: "Body too large",

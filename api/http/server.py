@@ -77,7 +77,7 @@ class HttpService:
             ssl_keyfile=certificate.key if certificate else None,
         )
         self._config, self._server = config, _Server(config, limits)
-        self._limits = limits
+        self._app, self._limits = app, limits
         self._bound = bound
         self._thread: threading.Thread | None = None
 
@@ -95,6 +95,7 @@ class HttpService:
     def start(self) -> None:
         """Bind, and return once requests are answered. Again, when its thread has ended."""
         self._server = _Server(self._config, self._limits)
+        self._app.state.service.feed.open()
         bound = self._bound or bound_socket(self._host, self._port)
         self._bound, self._port = None, bound.getsockname()[1]
         self._thread = threading.Thread(
@@ -118,6 +119,7 @@ class HttpService:
         if self._thread is None:
             return
         self._server.should_exit = True
+        self._app.state.service.feed.close()  # its streams would outlast every deadline
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise ConfigError(

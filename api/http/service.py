@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
+from api.http.routes.event_feed import EventFeed
 from api.http.schemas import (
     ControlAnswer,
     DecisionAnswer,
@@ -87,7 +88,10 @@ class AdminService:
         self.store = store
         self._monitor = Monitor(store, history=History(), supervision=supervision)
         self.reader = Reader(store, self._monitor, stalled_after_s=stalled_after_s)
-        self.metrics = Exposition(store, self._monitor, metrics_level, reader=self.reader)
+        self.feed = EventFeed(store)
+        self.metrics = Exposition(
+            store, self._monitor, metrics_level, reader=self.reader, feed=self.feed
+        )
         self._made: tuple[Reading | None, dict[str, bytes]] = (None, {})  # of the latest reading
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
         self._clock = clock
@@ -200,15 +204,16 @@ class AdminService:
             raise Refused(404, f"the store holds no placement that is {wanted}")
         placement = found.placement
         return PlacementAnswer(
-            **_placement_line(found),
+            **placement_line(found),
             num_experts=placement.num_experts,
             slot_to_expert=placement.slot_to_expert.tolist(),
             slot_share=placement.slot_share.tolist(),
         )
 
-    def placements(self, limit: int) -> list[PlacementLine]:
-        """The history of placements, newest first."""
-        return [PlacementLine(**_placement_line(line)) for line in self.store.placements(limit)]
+    def placements(self, limit: int, before: int | None = None) -> list[PlacementLine]:
+        """The history of placements below a generation, newest first; None: all."""
+        found = self.store.placements(limit, before=before)
+        return [PlacementLine(**placement_line(line)) for line in found]
 
     def plan(self) -> PlanAnswer:
         """The open migration and the last decision."""
@@ -400,7 +405,8 @@ def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
     return [None if is_empty[layer] else row for layer, row in enumerate(rows)]
 
 
-def _placement_line(line: CommittedPlacement) -> dict[str, Any]:
+def placement_line(line: CommittedPlacement) -> dict[str, Any]:
+    """Give the fields of a PlacementLine."""
     placement = line.placement
     in_use = (placement.slot_to_expert >= 0).sum(axis=1)
     return {

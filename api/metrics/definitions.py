@@ -64,6 +64,7 @@ class Scrape:
     leads: Leadership
     received: NDArray[np.int64] | None = None  # [L, R] if requested
     judged: Verdict | None = None  # None: by the snapshot alone
+    event_streams: tuple[int, int] | None = None  # open, and dropped as too slow
 
 
 def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
@@ -79,6 +80,7 @@ def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
     yield from _rebalances(scrape)
     yield from _bytes_and_experts(seen)
     yield from _telemetry(scrape)
+    yield from _event_streams(scrape)
     if level != "default":
         yield from _per_layer(scrape)
 
@@ -93,6 +95,15 @@ def _verdict(scrape: Scrape) -> Iterator[Metric]:
     yield _gauge("ranks_silent", silent_help, len(scrape.seen.silent_ranks))
     uncounted_help = "Ranks whose counters stay at zero while those of others grow."
     yield _gauge("ranks_uncounted", uncounted_help, len(scrape.seen.uncounted_ranks))
+
+
+def _event_streams(scrape: Scrape) -> Iterator[Metric]:
+    if scrape.event_streams is None:
+        return
+    num_open, num_dropped = scrape.event_streams
+    yield _gauge("event_streams", "Open streams of events of this service.", num_open)
+    dropped_help = "Streams of events that were dropped, because they were read too slowly."
+    yield _counter("event_streams_dropped", dropped_help, num_dropped)
 
 
 def _health(seen: Snapshot) -> Iterator[Metric]:

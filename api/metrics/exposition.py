@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
+from api.http.routes.event_feed import EventFeed
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.drift_watch import DriftWatch
 from api.monitor.monitor import KEPT_WINDOWS, Monitor
@@ -24,6 +25,7 @@ class Exposition:
     """A registry of its own, over one monitor.
 
     Args:
+        feed: of the event streams; None: there are none.
         level: ``layer`` adds a series per layer, ``rank`` one per layer and rank as well.
 
     Raises:
@@ -38,6 +40,7 @@ class Exposition:
         level: Level = "default",
         *,
         reader: Reader | None = None,
+        feed: EventFeed | None = None,
     ) -> None:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
         from prometheus_client.registry import Collector
@@ -47,7 +50,7 @@ class Exposition:
             raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
         self._store, self._monitor, self._level = store, monitor, level
         self._reader = reader or Reader(store, monitor)
-        self._drift = DriftWatch()
+        self._feed, self._drift = feed, DriftWatch()
         self.content_type = CONTENT_TYPE_LATEST
         exposition = self
 
@@ -89,6 +92,7 @@ class Exposition:
             leads=reading.leads,
             backend=type(self._store).__name__.removesuffix("Store").lower(),
             received=self._monitor.received() if self._level == "rank" else None,
+            event_streams=(self._feed.num_clients, self._feed.dropped) if self._feed else None,
         )
 
 

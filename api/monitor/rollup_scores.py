@@ -12,10 +12,9 @@ from api.monitor.snapshot import contiguous_load, mean_imbalance
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
 from eplb.migration.serialisation import topology_from_dict
+from telemetry.retention.reading import rollups_after
 from telemetry.retention.rollup import MINUTE, Rollup
 from telemetry.store import RollupStore, RunInfo
-
-_PAGE = 200
 
 
 def minute_scores(
@@ -28,26 +27,11 @@ def minute_scores(
     """
     topologies = {info.run: _topology(info) for info in runs}
     for (start, run), of_phases in groupby(
-        _rollups(store, since), key=lambda rollup: (rollup.start, rollup.run)
+        rollups_after(store, MINUTE, since), key=lambda rollup: (rollup.start, rollup.run)
     ):
         topology = topologies.get(run)
         if topology is not None:
             yield _score(run, start, list(of_phases), topology)
-
-
-def _rollups(store: RollupStore, since: float) -> Iterator[Rollup]:
-    """Read page by page; those that start together may go on past the end of a page."""
-    after, limit = since, _PAGE
-    while found := store.rollups(MINUTE, after=after, limit=limit):
-        is_last = len(found) < limit
-        whole = found if is_last else [one for one in found if one.start < found[-1].start]
-        if not whole:
-            limit *= 2
-            continue
-        yield from whole
-        if is_last:
-            return
-        after = whole[-1].start
 
 
 def _topology(info: RunInfo) -> Topology | None:

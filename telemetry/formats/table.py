@@ -139,14 +139,24 @@ def write_placement(
         ConfigError: an unknown format, or what the format needs is not known.
         PlacementError: the format cannot express it, and no repair can.
     """
+    data, notes = placement_bytes(file, name, options)
+    write_atomically(path, data)
+    return notes
+
+
+def placement_bytes(file: PlacementFile, name: str, options: WriteOptions) -> Written:
+    """Give a placement as the bytes of a format, and what was repaired or is lost.
+
+    Raises:
+        ConfigError, PlacementError: as ``write_placement``.
+    """
     if name not in PLACEMENT_WRITERS:
         known = ", ".join(sorted(PLACEMENT_WRITERS))
         raise ConfigError(f"placements are not written as {name!r}, expected one of: {known}")
     data, notes = PLACEMENT_WRITERS[name](file, options)
-    write_atomically(path, data)
     if name != "eplb" and _has_uneven_shares(file):
         notes = (*notes, "shares of replicas are lost: the engine splits by its own rule")
-    return notes
+    return data, notes
 
 
 def write_load(file: LoadFile, name: str, path: Path, options: WriteOptions) -> tuple[str, ...]:

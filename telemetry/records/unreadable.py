@@ -63,12 +63,13 @@ class Unreadable:
         *,
         after: int,
         limit: int,
-        of: Hashable,
+        of: Hashable | None,
     ) -> list[tuple[int, Value]]:
         """Return up to ``limit`` readable samples past a cursor; none only where no more follow.
 
         A reader's cursor stays where it found nothing. How far it has read from there is kept, one
-        position for each ``of``, so that an unreadable tail is not read every time.
+        position for each ``of``, so that an unreadable tail is not read every time; None: of a read
+        that is not repeated nothing is kept.
         """
         with self._lock:
             asked, passed = self._passed.get(of, (after, after))
@@ -77,6 +78,7 @@ class Unreadable:
             start = records[-1][0]
             if found := self.readable(records, unpack, "sample"):
                 return found
-        with self._lock:
-            self._passed[of] = (after, start)
+        if of is not None:
+            with self._lock:
+                self._passed[of] = (after, start)
         return []

@@ -12,18 +12,18 @@ hour by default. It is forgotten, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
 from eplb.errors import ConfigError, HistoryError
 from telemetry.retention.folding import Minutes, RunShape, hours_of
+from telemetry.retention.reading import rollups_after
 from telemetry.retention.rollup import HOUR, MINUTE, Rollup
 from telemetry.store import LoadStore
 
 _PAGE = 2_000  # samples read at a time
-_ROLLUP_PAGE = 100
 
 
 @dataclass(frozen=True)
@@ -101,22 +101,10 @@ class Keeper:
 
     def _roll_up_minutes(self, before_time: float, done: Turn) -> None:
         """Roll up and forget roll-ups of a minute."""
-        done.hours += self._write(hours_of(self._minutes_before(before_time)), done)
+        minutes = rollups_after(self._store, MINUTE, after=-1.0)
+        old = takewhile(lambda minute: minute.start < before_time, minutes)
+        done.hours += self._write(hours_of(old), done)
         self._store.prune_rollups(MINUTE, before_time)
-
-    def _minutes_before(self, before_time: float) -> Iterator[Rollup]:
-        after, limit = -1.0, _ROLLUP_PAGE
-        while found := self._store.rollups(MINUTE, after=after, limit=limit):
-            # Those that start together may go on past the end of a page: read again with the next.
-            is_last_page = len(found) < limit
-            whole = found if is_last_page else [r for r in found if r.start < found[-1].start]
-            if not whole:
-                limit *= 2
-                continue
-            yield from (rollup for rollup in whole if rollup.start < before_time)
-            if is_last_page or whole[-1].start >= before_time:
-                return
-            after = whole[-1].start
 
     def _write(self, rollups: list[Rollup], done: Turn) -> int:
         num_new = self._store.add_rollups(rollups) if rollups else 0

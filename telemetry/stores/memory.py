@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from math import inf
 from threading import Condition
 from typing import TypeVar
 
@@ -104,11 +106,11 @@ class MemoryStore(DecidingStore):
             return self._samples.past(run, after)[:limit]
 
     def samples_before(
-        self, before_time: float, *, after: int = 0, limit: int = 10_000
+        self, before_time: float, *, since: float = -inf, after: int = 0, limit: int = 10_000
     ) -> list[tuple[int, LoadSample]]:
-        """Return (cursor, sample) of every run, taken before ``before_time``."""
+        """Return (cursor, sample) of every run, taken from ``since`` to ``before_time``."""
         with self._use():
-            return self._samples.before(before_time, after)[:limit]
+            return self._samples.between(since, before_time, after)[:limit]
 
     def sample_counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
@@ -150,10 +152,15 @@ class MemoryStore(DecidingStore):
         with self._use():
             return self.ledger.placements.get(generation)
 
-    def placements(self, limit: int = 100) -> list[CommittedPlacement]:
-        """Return the latest committed placements, newest first."""
+    def placements(
+        self, limit: int = 100, *, before: int | None = None
+    ) -> list[CommittedPlacement]:
+        """Return committed placements, newest first."""
         with self._use():
-            return list(reversed(self.ledger.placements.values()))[:limit]
+            newest_first = reversed(self.ledger.placements.items())
+            most = inf if before is None else before
+            older = (one for generation, one in newest_first if generation < most)
+            return list(islice(older, limit))
 
     def published(self) -> Migration | None:
         """Return the open migration."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
 from eplb.core.load import LoadSample
 from telemetry.retention.rollup import Rollup
@@ -34,10 +35,10 @@ class SampleTable:
         of_run = [item for item in self._samples.items() if item[1].run == run]
         return [(cursor, sample) for cursor, sample in of_run if cursor > after]
 
-    def before(self, before_time: float, after: int) -> list[tuple[int, LoadSample]]:
-        """Return (cursor, sample) of every run, taken before a time and past a cursor."""
-        old = [item for item in self._samples.items() if item[1].time < before_time]
-        return [(cursor, sample) for cursor, sample in old if cursor > after]
+    def between(self, since: float, before_time: float, after: int) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken in a stretch of time and past a cursor."""
+        found = [item for item in self._samples.items() if since <= item[1].time < before_time]
+        return [(cursor, sample) for cursor, sample in found if cursor > after]
 
     def count(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were added, those included that were pruned."""
@@ -47,7 +48,7 @@ class SampleTable:
 
     def prune(self, before_time: float) -> int:
         """Forget samples taken before ``before_time`` and return how many."""
-        old = self.before(before_time, after=0)
+        old = self.between(-inf, before_time, after=0)
         for cursor, sample in old:
             del self._samples[cursor]
             self._keys.remove(_key(sample))

@@ -51,9 +51,10 @@ class PlacementReader:
         found = self._link.read("XRANGE", self._keys.placements, entry_id, entry_id)
         return json_codec.placement_of(found[0]) if found else None
 
-    def placements(self, limit: int) -> list[CommittedPlacement]:
-        """Return the latest committed placements, newest first."""
-        asked = (self._keys.placements, "+", "-", "COUNT", limit)
+    def placements(self, limit: int, before: int | None) -> list[CommittedPlacement]:
+        """Return committed placements below a generation, newest first; None: all."""
+        newest = "+" if before is None else f"{before}-0"  # entries are GENERATION-1
+        asked = (self._keys.placements, newest, "-", "COUNT", limit)
         return [json_codec.placement_of(entry) for entry in self._link.read("XREVRANGE", *asked)]
 
     def published(self) -> Migration | None:

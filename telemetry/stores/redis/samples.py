@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
+from math import isfinite
 from typing import Any
 
 from eplb.core.load import LoadSample
@@ -49,24 +50,29 @@ class Samples:
 
         return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=run)
 
-    def before(self, time: float, after: int, limit: int) -> list[tuple[int, LoadSample]]:
-        """Return (cursor, sample) of every run, taken before a time."""
+    def between(
+        self, since: float, before_time: float, after: int, limit: int
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken in a stretch of time."""
 
         def fetch(past: int, most: int) -> list[tuple[int, bytes]]:
             old = sorted(
                 (cursor, run)
                 for run in self._runs()
-                for cursor in map(int, self._old(run, time))
+                for cursor in map(int, self._taken(run, since, before_time))
                 if cursor > past
             )[:most]
             found = []
             for run in {run for _, run in old}:
-                cursors = {cursor for cursor, of_run in old if of_run == run}
-                records = self._records(run, min(cursors), max(cursors))
-                found += [record for record in records if record[0] in cursors]
+                cursors = [cursor for cursor, of_run in old if of_run == run]
+                wanted = set(cursors)
+                for first, last in _close_together(cursors):
+                    records = self._records(run, first, last)
+                    found += [record for record in records if record[0] in wanted]
             return sorted(found)
 
-        return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=None)
+        of = None if isfinite(since) else "before"
+        return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=of)
 
     def counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
@@ -157,9 +163,9 @@ class Samples:
                 return
             first = cursor + 1
 
-    def _old(self, run: str, time: float) -> list[bytes]:
-        """Cursors of a run's samples from before a time."""
-        asked = (self._keys.of("times", run), "-inf", f"({float(time)!r}")
+    def _taken(self, run: str, since: float, before_time: float) -> list[bytes]:
+        """Cursors of a run's samples from a stretch of time."""
+        asked = (self._keys.of("times", run), repr(float(since)), f"({float(before_time)!r}")
         found: list[bytes] = self._link.read("ZRANGEBYSCORE", *asked)
         return found
 
@@ -182,6 +188,16 @@ class Samples:
 
 def _batches(samples: Sequence[LoadSample]) -> Iterator[Sequence[LoadSample]]:
     return (samples[at : at + _AT_ONCE] for at in range(0, len(samples), _AT_ONCE))
+
+
+def _close_together(cursors: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of rising cursors, wherever more than a read's worth lies between two."""
+    first = cursors[0]
+    for one, following in pairwise(cursors):
+        if following - one > _AT_ONCE:
+            yield first, one
+            first = following
+    yield first, cursors[-1]
 
 
 def _check_countable(sample: LoadSample) -> None:

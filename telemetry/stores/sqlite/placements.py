@@ -45,10 +45,11 @@ class PlacementReader:
         found = self._file.rows(query, self._deployment, generation)
         return placement_of(found[0]) if found else None
 
-    def placements(self, limit: int) -> list[CommittedPlacement]:
-        """Return the latest committed placements, newest first."""
-        query = f"{PLACEMENT} ORDER BY generation DESC LIMIT ?"
-        return [placement_of(row) for row in self._file.rows(query, self._deployment, limit)]
+    def placements(self, limit: int, before: int) -> list[CommittedPlacement]:
+        """Return committed placements below a generation, newest first."""
+        query = f"{PLACEMENT} AND generation < ? ORDER BY generation DESC LIMIT ?"
+        rows = self._file.rows(query, self._deployment, before, limit)
+        return [placement_of(row) for row in rows]
 
     def published(self) -> Migration | None:
         """Return the open migration."""

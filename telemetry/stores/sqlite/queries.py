@@ -33,10 +33,10 @@ SAMPLES = (
     "ORDER BY cursor LIMIT ?"
 )
 # The index is named because SQLite would rather walk through all samples in the order asked for.
-SAMPLES_BEFORE = (
+SAMPLES_BETWEEN = (
     "SELECT cursor, record FROM sample WHERE cursor IN ("
-    "SELECT cursor FROM sample INDEXED BY sample_in_time "
-    "WHERE deployment = ? AND time < ? AND cursor > ? ORDER BY cursor LIMIT ?) ORDER BY cursor"
+    "SELECT cursor FROM sample INDEXED BY sample_in_time WHERE deployment = ? "
+    "AND time >= ? AND time < ? AND cursor > ? ORDER BY cursor LIMIT ?) ORDER BY cursor"
 )
 SAMPLE_COUNTS = (
     "SELECT rank, sum(num_samples) FROM ("

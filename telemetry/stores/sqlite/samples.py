@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from eplb.core.load import LoadSample
@@ -40,13 +41,17 @@ class SampleTables:
 
         return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=run)
 
-    def before(self, time: float, after: int, limit: int) -> list[tuple[int, LoadSample]]:
-        """Return (cursor, sample) of every run, taken before a time."""
+    def between(
+        self, since: float, before_time: float, after: int, limit: int
+    ) -> list[tuple[int, LoadSample]]:
+        """Return (cursor, sample) of every run, taken in a stretch of time."""
+        stretch = (self._deployment, since, before_time)
 
         def fetch(past: int, most: int) -> list[Any]:
-            return self._file.rows(queries.SAMPLES_BEFORE, self._deployment, time, past, most)
+            return self._file.rows(queries.SAMPLES_BETWEEN, *stretch, past, most)
 
-        return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=None)
+        of = None if isfinite(since) else "before"
+        return self._unreadable.page(fetch, sample_from_bytes, after=after, limit=limit, of=of)
 
     def counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from threading import Condition
 from typing import Any, TypeVar
@@ -124,10 +125,10 @@ class SqliteStore(DecidingStore):
         return self._samples.past(run, after, limit)
 
     def samples_before(
-        self, before_time: float, *, after: int = 0, limit: int = 10_000
+        self, before_time: float, *, since: float = -inf, after: int = 0, limit: int = 10_000
     ) -> list[tuple[int, LoadSample]]:
-        """Return (cursor, sample) of every run, taken before ``before_time``."""
-        return self._samples.before(before_time, after, limit)
+        """Return (cursor, sample) of every run, taken from ``since`` to ``before_time``."""
+        return self._samples.between(since, before_time, after, limit)
 
     def sample_counts(self, run: str) -> dict[int, int]:
         """Return how many samples of each rank were stored, those included that were pruned."""
@@ -164,9 +165,11 @@ class SqliteStore(DecidingStore):
         """Return the placement of a generation."""
         return self._placements.placement(generation)
 
-    def placements(self, limit: int = 100) -> list[CommittedPlacement]:
-        """Return the latest committed placements, newest first."""
-        return self._placements.placements(limit)
+    def placements(
+        self, limit: int = 100, *, before: int | None = None
+    ) -> list[CommittedPlacement]:
+        """Return committed placements, newest first."""
+        return self._placements.placements(limit, MAX_ID if before is None else before)
 
     def published(self) -> Migration | None:
         """Return the open migration."""

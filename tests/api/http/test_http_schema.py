@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from rank_reports import rank_report
 
 from api.http.app import create_app
+from api.http.limits import DEFAULT_LIMITS
 from api.http.server import HttpService
 from eplb import ModelShape, Placement, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
@@ -64,7 +66,8 @@ def controller(store: LoadStore) -> Iterator[None]:
 def test_schemathesis_finds_no_answer_that_the_document_does_not_name(
     store: LoadStore, tmp_path: Path
 ) -> None:
-    service = HttpService(create_app(store))
+    # A stream has no end of its own that a reader of its document could wait for.
+    service = HttpService(create_app(store, limits=replace(DEFAULT_LIMITS, stream_s=0.1)))
     service.start()
     command = [str(Path(sys.executable).with_name("schemathesis")), "run"]
     command += [f"{service.url}/api/v1/openapi.json", "--checks", "all", "--continue-on-failure"]

@@ -22,6 +22,7 @@ from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.retention import folding as rolling
 from telemetry.retention import pruning as retention
+from telemetry.retention import reading
 from telemetry.retention.folding import hours_of
 from telemetry.retention.pruning import Keeper, Retention
 from telemetry.retention.rollup import HOUR, MINUTE, Rollup
@@ -170,7 +171,7 @@ def test_backlog_of_hours_is_rolled_up_a_piece_at_a_time(
 ) -> None:
     monkeypatch.setattr(rolling, "_MOST_MINUTES", 3)
     monkeypatch.setattr(retention, "_PAGE", 4)
-    monkeypatch.setattr(retention, "_ROLLUP_PAGE", 2)
+    monkeypatch.setattr(reading, "PAGE", 2)
     started(store, "run-1", "run-2", "run-3")
     rng = np.random.default_rng(1)
     times = rng.permutation(np.arange(0.0, 40 * 60.0, 40.0))

@@ -54,6 +54,8 @@ def test_commits_are_kept_newest_first(store: LoadStore) -> None:
     assert (committed.plan_id, committed.reason) == (3, "skew")
     assert [line.placement.generation for line in store.placements()] == [4, 1]
     assert [line.placement.generation for line in store.placements(limit=1)] == [4]
+    assert [line.placement.generation for line in store.placements(before=4)] == [1]
+    assert store.placements(before=1) == []
     assert store.events()[-1].detail == {"generation": 4, "plan_id": 3, "reason": "skew"}
 
 

@@ -97,6 +97,19 @@ def test_samples_due_for_pruning_can_be_read_before(store: LoadStore) -> None:
     assert store.samples_before(2.0) == []
 
 
+def test_samples_of_a_stretch_of_time_are_read_alone(store: LoadStore) -> None:
+    store.append([make_sample(0, n) for n in (3, 0, 1, 2)])
+    store.append([make_sample(0, 1, run="run-2")])
+
+    found = store.samples_before(3.0, since=1.0)
+
+    assert [(s.run, s.sequence) for _, s in found] == [("run-1", 1), ("run-1", 2), ("run-2", 1)]
+    assert [c for c, _ in store.samples_before(3.0, since=1.0, limit=1)] == [found[0][0]]
+    rest = store.samples_before(3.0, since=1.0, after=found[0][0])
+    assert [c for c, _ in rest] == [c for c, _ in found[1:]]
+    assert store.samples_before(9.0, since=4.0) == []
+
+
 def test_store_that_reads_all_its_records_refused_none(store: LoadStore) -> None:
     store.append([make_sample(0, 0)])
     store.samples("run-1")

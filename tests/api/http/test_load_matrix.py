@@ -1,0 +1,140 @@
+"""Load over a range of time as a matrix, in each format."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from api.http.app import create_app
+from api.http.routes import load_matrix
+from api.http.server import HttpService
+from eplb import LoadSample, ModelShape, Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from telemetry.retention.rollup import Rollup
+from telemetry.store import RunInfo
+from telemetry.stores.memory import MemoryStore
+
+MODEL = ModelShape((0, 1), num_experts=3, top_k=1, hidden=2, intermediate=2)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+HELD = np.array([[0, 1, 2, 0]] * 2)
+START = 720_000.0
+PATH = "/api/v1/load/matrix"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    """A roll-up of a minute, and four windows of two ranks in the minute after it."""
+    store = MemoryStore("d")
+    shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+    store.begin_run(RunInfo("a", START, *shapes, window_steps=10))
+    tokens, received = np.array([[7, 8, 9]] * 2), np.array([[15, 9]] * 2)
+    ranks, served = frozenset({0, 1}), frozenset({1})
+    rolled = Rollup("a", "decode", 60, START, 0, 99, 20, served, ranks, tokens, received)
+    store.add_rollups([rolled])
+    for window in range(4):
+        for rank in (0, 1):
+            held = HELD[:, TOPOLOGY.slots_on(rank)]
+            at = START + 60 + 5 * window
+            steps = 100 + 10 * window, 109 + 10 * window
+            load = np.array([[window, 10 + rank]] * 2)
+            store.append([LoadSample("d", "a", rank, window, at, *steps, "decode", 1, held, load)])
+    service = HttpService(create_app(store))
+    service.start()
+    with httpx.Client(base_url=service.url, timeout=60.0) as opened:
+        yield opened
+    service.stop()
+
+
+def asked(client: httpx.Client, accept: str = "*/*", **params: Any) -> httpx.Response:
+    given = {"since": START, "until": START + 600} | params
+    return client.get(PATH, params=given, headers={"Accept": accept})
+
+
+def test_matrix_has_rollups_then_windows_in_every_format(client: httpx.Client) -> None:
+    found = asked(client).json()
+    array = np.load(io.BytesIO(asked(client, format="npy").content))
+    lines = list(csv.reader(io.StringIO(asked(client, format="csv").text)))
+
+    assert found["shape"] == [5, 2, 3] == list(array.shape)
+    assert array[0].tolist() == [[7, 8, 9]] * 2
+    assert array[4].tolist() == [[3 + 11, 10, 3]] * 2
+    assert (found["of"], found["values"]) == ("tokens", array.tolist())
+    assert lines[0][:7] == [*load_matrix_columns(), "layer"]
+    assert lines[0][7:] == ["0", "1", "2"]
+    assert [[int(one) for one in line[7:]] for line in lines[1:]] == array.reshape(10, 3).tolist()
+    assert [float(line[0]) for line in lines[1:3]] == [START + 60] * 2
+
+
+def load_matrix_columns() -> list[str]:
+    return ["time", "seconds", "first_step", "last_step", "generation", "missing_ranks"]
+
+
+def test_windows_name_time_steps_and_what_is_missing(client: httpx.Client) -> None:
+    windows = asked(client).json()["windows"]
+    table = np.load(io.BytesIO(asked(client, of="windows", format="npy").content))
+    lines = asked(client, of="windows", format="csv").text.splitlines()
+
+    columns = load_matrix_columns()
+    assert windows[0] == {"run": "a", "phase": "decode"} | dict(
+        zip(columns, [START + 60, 60, 0, 99, 1, 0], strict=True)
+    )
+    assert table.tolist() == [[one[name] for name in columns] for one in windows]
+    assert lines[0] == ",".join(columns)
+    assert len(lines) == 6
+
+
+def test_matrix_by_rank_is_what_ranks_received(client: httpx.Client) -> None:
+    array = np.load(io.BytesIO(asked(client, of="rank_load", format="npy").content))
+
+    assert array[1].tolist() == [[10, 11]] * 2
+
+
+@pytest.mark.parametrize(
+    ("accept", "media_type"),
+    [
+        ("*/*", "application/json"),
+        ("text/csv", "text/csv; charset=utf-8"),
+        ("text/*;q=0.5, application/x-npy", "application/x-npy"),
+        ("application/x-npy;q=0, application/json", "application/json"),
+        ("image/png, */*;q=0.1", "application/json"),
+    ],
+)
+def test_accept_chooses_the_format(client: httpx.Client, accept: str, media_type: str) -> None:
+    assert asked(client, accept).headers["content-type"] == media_type
+
+
+def test_format_that_nobody_writes_is_refused(client: httpx.Client) -> None:
+    assert asked(client, "image/png").status_code == 406
+    assert asked(client, format="png").status_code == 422
+    assert asked(client, formats="npy").status_code == 422
+
+
+def test_range_without_load_is_an_empty_matrix(client: httpx.Client) -> None:
+    assert asked(client, since=START + 300).json()["values"] == []
+    empty = np.load(io.BytesIO(asked(client, since=START + 300, format="npy").content))
+    assert len(empty) == 0
+    assert asked(client, since=START + 900).json()["values"] == []
+
+
+def test_matrix_past_the_limit_of_bytes_is_refused(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(load_matrix.MOST_BYTES, "npy", 100)
+
+    refused = asked(client, format="npy")
+
+    assert refused.status_code == 422
+    assert "take more than 100 bytes" in refused.json()["detail"]
+
+
+def test_more_matrices_at_once_than_allowed_are_refused(client: httpx.Client) -> None:
+    with load_matrix._making, load_matrix._making:
+        refused = asked(client)
+
+    assert refused.status_code == 503
