@@ -35,6 +35,19 @@ SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
 DEADLINE_S = 10.0
 
 
+# Of answers that are not JSON, or not JSON alone.
+MEDIA_TYPES = {
+    "/metrics": ["text/plain"],
+    "/api/v1/load/matrix": ["application/json", "application/x-npy", "text/csv"],
+    "/api/v1/placements/{generation}/export": [
+        "application/json",
+        "application/jsonl",
+        "application/yaml",
+    ],
+    "/api/v1/events/stream": ["text/event-stream"],
+}
+
+
 @pytest.fixture
 def store() -> Iterator[MemoryStore]:
     """Two ranks that serve, and one complete window of 80 and 20 tokens."""
@@ -542,13 +555,13 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
     for path, operations in paths.items():
         for operation in operations.values():
             assert operation["summary"], path
-            media_type = "text/plain" if path == "/metrics" else "application/json"
             done = operation["responses"].get("200") or operation["responses"]["201"]
-            assert "schema" in done["content"][media_type], path
+            assert all("schema" in one for one in done["content"].values()), path
+            assert list(done["content"]) == MEDIA_TYPES.get(path, ["application/json"]), path
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 28
+    assert len(paths) == 32
 
 
 def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:
