@@ -178,10 +178,10 @@ def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[
 
 
 def is_slow(block: Block) -> bool:
-    # A peer that plans slowly; replays with many plans; commands that other blocks start too.
-    if "flashlb" in block.code or block.page == "docs/simulator.md":
-        return True
-    return "eplb config --live" in block.code or "--target sglang -o" in block.code
+    # Replays with many plans; a peer that plans slowly; commands that other blocks start too.
+    slow_pages = ("docs/simulator.md", "docs/engines.md", "docs/engines-sglang.md")
+    slow_words = ("flashlb", "eplb config --live")
+    return block.page in slow_pages or any(words in block.code for words in slow_words)
 
 
 @pytest.mark.parametrize(
