@@ -169,6 +169,19 @@ class FaultyDemo:
         """Every event since."""
         return self.store.events(after=event_id, limit=100_000)
 
+    def ask_for_migration(self) -> None:
+        """Order a rollback by one generation, unless a migration is open or ordered already.
+
+        The demo's load drifts within the windows of a plan. The gate learns that no gain lasts and
+        keeps, and after an aborted migration it waits. An order of an operator does not wait.
+        """
+        committed = self.store.committed()
+        if committed is None or committed.placement.generation == 0 or self.store.published():
+            return
+        if not self.store.tasks("queued") and not self.store.tasks("running"):
+            asked = {"generation": committed.placement.generation - 1, "dry_run": False}
+            self.store.submit("rollback", asked | {"reason": "faults: migrate"})
+
     # -- processes and what they leave
 
     def processes(self) -> dict[int, str]:

@@ -86,6 +86,7 @@ def withdraw_plan(demo: FaultyDemo, fault: Fault) -> str:
     def withdrawn() -> str | None:
         found = demo.store.published()
         if found is None:
+            demo.ask_for_migration()
             return None
         is_done = demo.store.withdraw(found.plan_id, outcome="aborted", reason="a fault: withdrawn")
         return f"plan {found.plan_id}" if is_done else None

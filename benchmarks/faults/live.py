@@ -1,11 +1,12 @@
-"""Random live faults over four ranks that serve and rebalance all the time. Right afterwards?
+"""Random live faults over four ranks that serve and migrate all the time. Right afterwards?
 
     python -m benchmarks.faults.live [--seed 1] [--first 0] [--count 200] [--log faults.jsonl]
 
 Fault number N of a seed is always the same draw, so that a run may be done in parts into one log:
-``--first 100 --count 100``. After each fault every rank must step again and a rebalance must be
-committed, in time; then, with movement off for a moment, all ranks must hold the one generation
-that the store names. One line a fault, and at the end a table of the whole log.
+``--first 100 --count 100``. After each fault every rank must step again and a migration must be
+committed, in time: one that the controller decides, or a rollback that is ordered while it decides
+none. Then, with movement off for a moment, all ranks must hold the one generation that the store
+names. One line a fault, and at the end a table of the whole log.
 
 The exit of any of its processes is survived by the demo. Time without tokens is the longest gap
 around the fault between two cuts of the ranks' counters that contain tokens: a rank cuts every few
@@ -46,6 +47,7 @@ def serves_and_rebalances(demo: FaultyDemo, since: int) -> bool:
             plans[event.kind].add(event.detail["plan_id"])
     before = demo.steps()
     if not plans["publish"] & plans["commit"] or before is None:
+        demo.ask_for_migration()
         return False
     info = demo.store.current_run()
     later = demo.wait_for("a report", lambda: (now := demo.steps()) != before and now, DEADLINE_S)
@@ -129,6 +131,7 @@ def run_part(demo: FaultyDemo, seed: int, numbers: range, log: Path) -> None:
             line |= suffer(demo, fault) | {"outcome": "right"}
         except (Ended, TooLate) as exc:
             line |= {"outcome": type(exc).__name__, "why": str(exc), "words": demo.news()[-8:]}
+            line["decisions"] = last_decisions(demo)
             with suppress(ProcessLookupError):
                 demo.kill()
             demo.start()
@@ -142,6 +145,13 @@ def run_part(demo: FaultyDemo, seed: int, numbers: range, log: Path) -> None:
             faults_of_life = 0
             if not is_last:
                 demo.start()
+
+
+def last_decisions(demo: FaultyDemo) -> list[str]:
+    """Return what the controller decided last, and why, when the wait for it ended."""
+    plans = [event for event in demo.events_after(0) if event.kind == "plan"]
+    last = [(round(time.time() - event.time, 1), event.detail) for event in plans[-5:]]
+    return [f"{age} s ago: {said['decision']}, {said['reason']}" for age, said in last]
 
 
 def halted(demo: FaultyDemo) -> dict[str, Any]:
