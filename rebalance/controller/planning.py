@@ -16,6 +16,7 @@ from eplb.core.problem import Problem
 from eplb.decision.coverage import Coverage
 from eplb.decision.gate import Decision
 from eplb.dispatch_rules.rules import DispatchRule
+from eplb.errors import EplbError
 from eplb.explanation.figures import finite
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
@@ -23,6 +24,7 @@ from rebalance.controller.load import Group
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
 from rebalance.controller.track_record import Judged, Promises, TrackRecord
 from telemetry.drift.detector import LOOK_BACK, windows_since_change
+from telemetry.log_context import set_log_fields
 from telemetry.windows.folder import Window, history
 
 
@@ -52,6 +54,7 @@ class Planning:
         Raises:
             EplbError: as ``eplb.plan``.
         """
+        set_log_fields(generation=current.generation)
         track = self._record()
         unseen = track.unseen(group.complete_windows(), current)
         if past.num_windows < settings.plan_windows:
@@ -82,6 +85,29 @@ class Planning:
         asked = _asked(settings, coverage)
         self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
         return proposal
+
+    def rollback(
+        self,
+        group: Group,
+        settings: ControllerSettings,
+        generation: int,
+        current: Placement,
+        why: str,
+        *,
+        last: int,
+    ) -> Plan:
+        """Plan the way to the placement of an earlier generation, priced on the last windows.
+
+        Raises:
+            EplbError: the store does not have it, there is no load yet, or as ``plan_back``.
+        """
+        earlier = self._store.placement(generation)
+        if earlier is None:
+            raise EplbError(f"{why}: found no placement of generation {generation} in the store")
+        past = planned_on(group.complete_windows(), last)
+        if past is None:
+            raise EplbError(f"{why}: found no complete window of load, expected one for its price")
+        return self.plan_back(group, settings, past.history, current, earlier.placement, why)
 
     def plan_back(
         self,

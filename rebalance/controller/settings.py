@@ -102,10 +102,10 @@ class LiveReader:
     def __init__(self, store: LiveStore, static: ControllerSettings) -> None:
         self._store, self._static = store, static
         self._live = LiveSettings()
-        self._found = static
+        self.settings = static  # as of the latest ``read``
 
-    def read(self) -> ControllerSettings:
-        """Return the settings that apply now.
+    def read(self) -> None:
+        """Take over the live values; ones that cannot be used leave the settings as they are.
 
         Raises:
             ConfigError: a live value that cannot be used; once for each change.
@@ -114,6 +114,5 @@ class LiveReader:
         state = self._store.live()
         if state.live != self._live:
             self._live = state.live
-            self._found = self._static.with_live(state.live)
+            self.settings = self._static.with_live(state.live)
             log.info("live settings of revision %d: %s", state.revision, state.live.set_values())
-        return self._found

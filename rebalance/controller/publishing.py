@@ -1,0 +1,151 @@
+"""What becomes of a plan: an event, a proposal that waits, or a migration that ranks vote on."""
+
+from __future__ import annotations
+
+import logging
+
+from eplb.clock import Clock
+from eplb.core.placement import Placement
+from eplb.errors import StaleGeneration
+from eplb.migration.build import Migration, build_migration
+from eplb.migration.spares import expand
+from eplb.planner import Plan
+from rebalance.controller.lease import ControllerLease
+from rebalance.controller.load import Group
+from rebalance.controller.planning import Planning, summary
+from rebalance.controller.proposals import Why, drafted
+from rebalance.controller.settings import LiveReader
+from telemetry.proposals import LASTS_S, Approval, Proposal
+from telemetry.store import LoadStore, RankState
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Records decisions, stores proposals and publishes migrations, each under the lease.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: LoadStore,
+        live: LiveReader,
+        lease: ControllerLease,
+        planning: Planning,
+        clock: Clock,
+    ) -> None:
+        self._store, self._live, self._lease = store, live, lease
+        self._planning, self._clock = planning, clock
+        self.ranks_changed()
+
+    def ranks_changed(self) -> None:
+        """Note another run: its first decision is recorded."""
+        self._noted_window = -1  # newest window whose decision was recorded
+        self._noted_decision = ""
+
+    def note_keep(self, proposal: Plan, window: int, trigger: str) -> None:
+        """Record a KEEP decision; of those made at each window, one in a while."""
+        is_due = window - self._noted_window >= self._live.settings.keep_every_windows
+        is_due |= trigger != "load"
+        if is_due or self._noted_decision != proposal.decision.value:
+            self.note(proposal, window, trigger=trigger)
+
+    def note(
+        self,
+        proposal: Plan,
+        window: int,
+        *,
+        held_back: str = "",
+        trigger: str,
+        actor: str = "controller",
+    ) -> None:
+        """Record a decision.
+
+        Args:
+            window: the newest that was planned on.
+            held_back: why it is not carried out; "" if it is.
+            trigger: what the plan was due by.
+            actor: who asked for it.
+        """
+        self._noted_window, self._noted_decision = window, proposal.decision.value
+        reason = f"{proposal.reason} (not moved: {held_back})" if held_back else proposal.reason
+        detail = summary(proposal) | {"reason": reason, "window": window, "trigger": trigger}
+        detail |= {"actor": actor, "stage": self._live.settings.stage}
+        detail |= self._planning.how
+        self._store.add_event("plan", detail)
+        log.info(
+            "generation=%d decision=%s reason=%r",
+            proposal.base_generation,
+            proposal.decision.value,
+            reason,
+        )
+
+    def propose(
+        self, group: Group, proposal: Plan, serving: Placement, why: Why, lasts_s: float = LASTS_S
+    ) -> Proposal:
+        """Store a plan until somebody decides on it."""
+        target, now = self._target(group, proposal, serving), self._clock()
+        made = drafted(proposal, target, serving, now=now, lasts_s=lasts_s, why=why)
+        return self._store.propose(*made, fence=self._lease.token)
+
+    def publish(
+        self,
+        group: Group,
+        proposal: Plan,
+        current: Placement,
+        *,
+        is_promise: bool = True,
+        target: Placement | None = None,
+        approval: Approval | None = None,
+    ) -> Migration | None:
+        """Offer the way from ``current``, which the plan was made for, to the plan's target.
+
+        Args:
+            is_promise: whether the plan is held to its gain; a rollback promises none.
+            target: exactly this one in place of the plan's.
+            approval: of the proposal that is carried out.
+
+        Returns:
+            None: another plan is open, or the ranks' weights differ in version.
+        """
+        target = target or self._target(group, proposal, current)
+        served = served_weights(self._store.rank_states(group.run.run))
+        if served is None:
+            log.info(
+                "generation=%d not published: no weights version that all ranks report",
+                target.generation,
+            )
+            return None
+        migration = build_migration(
+            current,
+            target,
+            group.topology,
+            plan_id=self._store.next_plan_id(),
+            pace=self._live.settings.pace,
+            weights_version=served,
+        )
+        try:
+            self._store.publish(migration, fence=self._lease.token, approval=approval)
+        except StaleGeneration as exc:
+            log.info("plan_id=%d not published: %s", migration.plan_id, exc)
+            return None
+        if is_promise:
+            self._planning.published(proposal, current, migration.target)
+        else:
+            self._planning.taken_back()
+        return migration
+
+    def _target(self, group: Group, proposal: Plan, current: Placement) -> Placement:
+        """The plan's target with the spare slots of the deployment."""
+        spare_slots = self._live.settings.spare_slots
+        if not spare_slots:
+            return proposal.target
+        return expand(proposal.target, current, group.topology, spare_slots)
+
+
+def served_weights(states: list[RankState]) -> int | None:
+    """Version of the weights that every rank reports; None while they differ or none has."""
+    versions = {state.weights_version for state in states}
+    return versions.pop() if len(versions) == 1 else None

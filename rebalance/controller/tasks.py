@@ -1,0 +1,179 @@
+"""What operators ask of the controller: each task runs once, or is refused with a reason."""
+
+from __future__ import annotations
+
+import logging
+
+from eplb.clock import Clock
+from eplb.core.load import LoadHistory
+from eplb.core.placement import Placement
+from eplb.decision.gate import Decision
+from eplb.errors import EplbError, FencedOut, StaleGeneration
+from eplb.migration.build import Migration
+from eplb.planner import Plan
+from rebalance.controller.lease import ControllerLease
+from rebalance.controller.load import Group
+from rebalance.controller.planning import Planning, planned_on
+from rebalance.controller.proposals import Why, to_carry_out
+from rebalance.controller.publishing import Publisher
+from rebalance.controller.settings import LiveReader
+from telemetry.log_context import set_log_fields
+from telemetry.proposals import LASTS_S, Approval
+from telemetry.store import LoadStore, Task, TaskResult
+
+KINDS = ("rebalance", "rollback", "explain", "propose", "approve")
+
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """Works off the tasks of a store, under the lease.
+
+    Args:
+        clock: seconds since the epoch, as of the store.
+    """
+
+    def __init__(
+        self,
+        store: LoadStore,
+        live: LiveReader,
+        lease: ControllerLease,
+        planning: Planning,
+        publisher: Publisher,
+        clock: Clock,
+    ) -> None:
+        self._store, self._live, self._lease = store, live, lease
+        self._planning, self._publisher, self._clock = planning, publisher, clock
+
+    def work_off(self, group: Group) -> None:
+        """End each task that is queued."""
+        self._end_abandoned()
+        fence = self._lease.token
+        while (task := self._store.claim(fence=fence)) is not None:
+            set_log_fields(task=task.id)
+            try:
+                result = self._result(group, task)
+            except FencedOut:
+                raise  # the new leader ends the task
+            except EplbError as exc:
+                self._store.finish(task.id, "failed", TaskResult(error=str(exc)), fence=fence)
+                log.info("task=%d kind=%s failed: %s", task.id, task.kind, exc)
+            else:
+                self._store.finish(task.id, "done", result, fence=fence)
+                log.info("task=%d kind=%s done", task.id, task.kind)
+            finally:
+                set_log_fields(task=None)
+
+    def _end_abandoned(self) -> None:
+        """Fail what an earlier controller was at when it died: it may be what killed it.
+
+        This one ends each task in the turn that claims it, unless the store fails.
+        """
+        for task in self._store.tasks("running"):
+            reason = "the controller exited during this task, expected it to be submitted again"
+            result = TaskResult(error=reason)
+            self._store.finish(task.id, "failed", result, fence=self._lease.token)
+
+    def _result(self, group: Group, task: Task) -> TaskResult:
+        if task.kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise EplbError(f"task {task.id} is of kind {task.kind!r}, expected one of: {known}")
+        self._refuse_if_expired(task)
+        committed, settings = self._store.committed(), self._live.settings
+        windows = group.complete_windows()
+        past = planned_on(windows, settings.plan_windows)
+        if committed is None or past is None:
+            raise EplbError("no complete window of load yet, expected at least one to plan on")
+        serving, newest = committed.placement, windows[-1].index
+        _refuse_if_stale(task, serving)
+        if task.kind == "approve":
+            return self._approve(group, task, past.history, serving, newest)
+        if task.kind == "rollback":
+            generation = int(task.request["generation"])
+            why = f"rollback to generation {generation} ({task.request.get('reason', '')})"
+            last = settings.plan_windows
+            proposal = self._planning.rollback(group, settings, generation, serving, why, last=last)
+        else:
+            policy = str(task.request.get("policy") or settings.policy)
+            proposal = self._planning.plan(group, settings, past.history, serving, policy)
+            self._lease.check()  # a plan may take long, and what comes next is written down
+        if task.kind == "explain":
+            layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
+            return TaskResult(detail=proposal.explain(layer, expert).to_dict())
+        if task.kind == "propose":
+            return self._propose(group, task, proposal, serving)
+        is_dry = bool(task.request.get("dry_run", True))
+        detail = proposal.to_dict() | {"dry_run": is_dry}
+        if is_dry or proposal.decision is Decision.KEEP:
+            return TaskResult(detail=detail)
+        self._refuse_if_held_back()
+        trigger = "request" if task.kind == "rebalance" else task.kind
+        self._publisher.note(proposal, newest, trigger=trigger, actor=f"task {task.id}")
+        is_promise = trigger != "rollback"
+        migration = self._publisher.publish(group, proposal, serving, is_promise=is_promise)
+        return TaskResult(plan_id=_plan_id(migration, "the plan"), detail=detail)
+
+    def _propose(self, group: Group, task: Task, proposal: Plan, serving: Placement) -> TaskResult:
+        if proposal.decision is Decision.KEEP:
+            raise EplbError(f"no proposal, because the plan is KEEP: {proposal.reason}")
+        asked = task.request
+        by, reason = (str(asked.get(name, "")) for name in ("by", "reason"))
+        lasts_s = float(asked.get("expires_s", LASTS_S))
+        why = Why(by, "request", reason)
+        made = self._publisher.propose(group, proposal, serving, why, lasts_s)
+        return TaskResult(detail={"proposal": made.id})
+
+    def _approve(
+        self, group: Group, task: Task, past: LoadHistory, serving: Placement, newest: int
+    ) -> TaskResult:
+        """Publish the way to exactly the target that is stored; its price is of the load now."""
+        by, reason = (str(task.request.get(name, "")) for name in ("by", "reason"))
+        found, target = to_carry_out(self._store, int(task.request["proposal"]), serving)
+        self._refuse_if_held_back()
+        why = f"proposal {found.id}, approved by {by} ({reason})"
+        settings = self._live.settings
+        proposal = self._planning.plan_back(group, settings, past, serving, target, why)
+        self._publisher.note(proposal, newest, trigger="approval", actor=f"task {task.id}")
+        approval = Approval(found.id, by, reason)
+        migration = self._publisher.publish(
+            group, proposal, serving, target=target, approval=approval
+        )
+        plan_id = _plan_id(migration, f"proposal {found.id}")
+        return TaskResult(plan_id=plan_id, detail=proposal.to_dict())
+
+    def _refuse_if_expired(self, task: Task) -> None:
+        age_s, limit_s = self._clock() - task.time, self._live.settings.task_expiry_s
+        if limit_s and age_s > limit_s:
+            raise EplbError(
+                f"task {task.id} of kind {task.kind!r} expired: found it queued for {age_s:.0f} s, "
+                f"expected {limit_s:g} s at most; submit it again"
+            )
+
+    def _refuse_if_held_back(self) -> None:
+        control = self._store.control()
+        if not control.movement:
+            raise EplbError("movement is switched off, expected it on for a rebalance")
+        if control.observe or self._live.settings.stage == "observe":
+            raise EplbError(
+                "this deployment is observed only, expected observe off and a later stage"
+            )
+        if self._store.published() is not None:
+            raise EplbError("a migration is open already, expected none")
+
+
+def _refuse_if_stale(task: Task, serving: Placement) -> None:
+    wanted = task.request.get("if_generation")
+    if wanted is not None and int(wanted) != serving.generation:
+        raise StaleGeneration(
+            f"found generation {serving.generation} serving, expected generation {wanted} as "
+            "asked for"
+        )
+
+
+def _plan_id(migration: Migration | None, what: str) -> int:
+    if migration is None:
+        raise EplbError(
+            f"{what} was not published: found another plan, or ranks without a common version of "
+            "weights; submit it again"
+        )
+    return migration.plan_id
