@@ -49,7 +49,7 @@ class LiveSettings:
     back_off_s: float | None = None
     task_expiry_s: float | None = None  # 0: tasks do not expire
     rollback_loss: float | None = None  # 0: no plan is taken back by rule
-    # What is asked of the planner: see rebalance/controller/planner_request.py and CostModel.
+    # What is asked of the planner: see rebalance/controller/plans/planner_request.py and CostModel.
     objective: str | None = None
     dispatch: str | None = None
     min_domains: int | None = None

@@ -180,7 +180,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[
 def is_slow(block: Block) -> bool:
     # Replays with many plans; a peer that plans slowly; commands that other blocks start too.
     slow_pages = ("docs/simulator.md", "docs/engines.md", "docs/engines-sglang.md")
-    slow_words = ("flashlb", "eplb config --live")
+    slow_words = ("flashlb", "eplb config --live", "eplb store backup")
     return block.page in slow_pages or any(words in block.code for words in slow_words)
 
 

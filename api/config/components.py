@@ -12,7 +12,7 @@ from eplb.decision.triggers import TriggerRules
 from eplb.migration.build import Pace
 from rebalance.build.config import ReportingConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.controller.planner_request import PlannerRequest
+from rebalance.controller.plans.planner_request import PlannerRequest
 from rebalance.preload.cache.cache_settings import NUM_READERS, HostCacheSettings
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from telemetry.reporter.drain import Tempo

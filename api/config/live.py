@@ -11,7 +11,7 @@ from api.config.reference import toml_value
 from api.config.tree import Known, Settings, known_names, known_settings
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from rebalance.controller.planner_request import redundancy_of, speeds_of
+from rebalance.controller.plans.planner_request import redundancy_of, speeds_of
 from telemetry.live import LiveChange, LiveSettings, LiveState, Value
 
 

@@ -8,7 +8,7 @@ from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, setting
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
 from eplb.decision.triggers import TriggerRules
-from rebalance.controller.planner_request import PlannerRequest
+from rebalance.controller.plans.planner_request import PlannerRequest
 
 
 class Planner(Section):

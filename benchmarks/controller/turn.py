@@ -32,7 +32,7 @@ from eplb.decision.triggers import TriggerRules
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.planner import plan
 from rebalance.controller.loop import Controller, ControllerSettings
-from rebalance.controller.planner_request import PlannerRequest
+from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry import open_store
 from telemetry.store import LoadStore, RankState, RunInfo
 from telemetry.stores.redis.connection.local_server import RedisProcess

@@ -13,7 +13,7 @@ from eplb.core.load import Phase
 from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
 from eplb.measure.balance import imbalance
 from rebalance.controller.load import Group
-from rebalance.controller.planning import Past
+from rebalance.controller.plans.planning import Past
 from telemetry.store import CommittedPlacement
 from telemetry.windows.folder import Window
 

@@ -35,13 +35,13 @@ from rebalance.controller.failures import Failures
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan
-from rebalance.controller.planning import Planning, planned_on
-from rebalance.controller.proposals import CONTROLLER, Why, waiting
-from rebalance.controller.publishing import Publisher, served_weights
+from rebalance.controller.plans.planning import Planning, planned_on
+from rebalance.controller.plans.proposals import CONTROLLER, Why, waiting
+from rebalance.controller.plans.publishing import Publisher, served_weights
+from rebalance.controller.plans.track_record import Judged
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
 from rebalance.controller.tasks import Tasks
-from rebalance.controller.track_record import Judged
 from telemetry.joining import ranks_of
 from telemetry.retention.pruning import Keeper
 from telemetry.store import Control, LoadStore

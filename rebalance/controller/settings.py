@@ -14,7 +14,7 @@ from eplb.decision.triggers import TriggerRules
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from eplb.policies.table import policy_named
-from rebalance.controller.planner_request import PlannerRequest
+from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry.live import SWITCHES, LiveSettings
 from telemetry.retention.pruning import Retention
 from telemetry.store import LiveStore

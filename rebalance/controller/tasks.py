@@ -13,9 +13,9 @@ from eplb.migration.build import Migration
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
-from rebalance.controller.planning import Planning, planned_on
-from rebalance.controller.proposals import Why, to_carry_out
-from rebalance.controller.publishing import Publisher
+from rebalance.controller.plans.planning import Planning, planned_on
+from rebalance.controller.plans.proposals import Why, to_carry_out
+from rebalance.controller.plans.publishing import Publisher
 from rebalance.controller.settings import LiveReader
 from telemetry.log_context import set_log_fields
 from telemetry.proposals import LASTS_S, Approval

@@ -235,6 +235,7 @@ def test_rank_that_refused_to_start_is_not_started_again(tmp_path: Path) -> None
     assert said[0].endswith("exited with status 2: it refused to start, and is not started again")
 
 
+@pytest.mark.slow
 def test_command_refuses_a_host_that_is_another_machine_s(tmp_path: Path) -> None:
     words = [str(EPLB), "launch"]
     named = SMALL | {"deployment.state_dir": tmp_path, "topology.nodes": 2}

@@ -15,7 +15,7 @@ from eplb.decision.promises import ENOUGH
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from rebalance.controller.loop import Controller
-from rebalance.controller.planner_request import PlannerRequest, redundancy_of
+from rebalance.controller.plans.planner_request import PlannerRequest, redundancy_of
 from telemetry.stores.memory import MemoryStore
 
 TWO_LAYERS = ModelShape((3, 4), 4, 2, hidden=16, intermediate=8)

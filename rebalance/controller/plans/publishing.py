@@ -12,8 +12,8 @@ from eplb.migration.spares import expand
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
-from rebalance.controller.planning import Planning, summary
-from rebalance.controller.proposals import Why, drafted
+from rebalance.controller.plans.planning import Planning, summary
+from rebalance.controller.plans.proposals import Why, drafted
 from rebalance.controller.settings import LiveReader
 from telemetry.proposals import LASTS_S, Approval, Proposal
 from telemetry.store import LoadStore, RankState

@@ -21,8 +21,8 @@ from eplb.explanation.figures import finite
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from rebalance.controller.load import Group
+from rebalance.controller.plans.track_record import Judged, Promises, TrackRecord
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
-from rebalance.controller.track_record import Judged, Promises, TrackRecord
 from telemetry.drift.detector import LOOK_BACK, windows_since_change
 from telemetry.log_context import set_log_fields
 from telemetry.windows.folder import Window, history

@@ -10,7 +10,7 @@ from eplb.core.placement import Placement
 from eplb.errors import StaleGeneration
 from eplb.explanation.explainer import explain_layer
 from eplb.planner import Plan
-from rebalance.controller.planning import summary
+from rebalance.controller.plans.planning import summary
 from telemetry.proposals import Content, Proposal, ProposalEnded, check_open
 from telemetry.store import ProposalStore
 
