@@ -260,10 +260,13 @@ def test_costs_are_counted_by_slots_staging_and_cache(tmp_path: Path) -> None:
 
 
 def test_store_that_does_not_answer_is_refused_without_its_password(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    deployment = small(tmp_path, deployment__store=f"redis://:hidden@127.0.0.1:{port}")
+    # Bound and not listening: it refuses, and no other process can get the port meanwhile.
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        port = refusing.getsockname()[1]
+        deployment = small(tmp_path, deployment__store=f"redis://:hidden@127.0.0.1:{port}")
 
-    (found,) = check_store(deployment)
+        (found,) = check_store(deployment)
 
     assert not found.is_ok
     assert found.found == f"Redis store redis://127.0.0.1:{port}/0 cannot be reached"
