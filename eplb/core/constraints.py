@@ -9,7 +9,8 @@ Shapes:  L MoE layers, E experts, R ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +20,7 @@ from eplb.errors import ConfigError
 
 # An expert in every layer, or (layer, expert). Layers count from 0 over the MoE layers.
 Which = int | tuple[int, int]
+_Asked = TypeVar("_Asked")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +53,27 @@ class Constraints:
                     f"constraints: min_domains of {which} is {domains}, expected 1 or more"
                 )
 
+    def of_layers(self, layers: NDArray[np.intp]) -> Constraints:
+        """The constraints of some layers, which then count from 0 in this order."""
+        place = {int(layer): now for now, layer in enumerate(layers)}
+        slots = self.slots if self.slots is None else np.asarray(self.slots)[layers]
+        spread = _of_layers(self.min_domains, place)
+        return replace(self, min_domains=spread, pinned=_of_layers(self.pinned, place), slots=slots)
+
     @property
     def binds_experts(self) -> bool:
         """Whether single experts or ranks are constrained, not only slots and groups."""
         return bool(self.min_domains or self.hottest_in_two_domains or self.pinned or self.joining)
+
+
+def _of_layers(asked: Mapping[Which, _Asked], place: dict[int, int]) -> dict[Which, _Asked]:
+    found: dict[Which, _Asked] = {}
+    for which, value in asked.items():
+        if isinstance(which, int):
+            found[which] = value
+        elif which[0] in place:
+            found[place[which[0]], which[1]] = value
+    return found
 
 
 def room_of(constraints: Constraints, topology: Topology, num_layers: int) -> NDArray[np.int64]:

@@ -121,6 +121,12 @@ class Placement:
             digest.update(self.source_share.tobytes())
         return digest.hexdigest()
 
+    def of_layers(self, layers: NDArray[np.intp]) -> Placement:
+        """Some layers of this placement."""
+        source = None if self.source_share is None else self.source_share[:, layers]
+        held, share = self.slot_to_expert[layers], self.slot_share[layers]
+        return Placement(held, self.num_experts, self.generation, share, source)
+
     def with_layers(self, other: Placement, layers: Iterable[int]) -> Placement:
         """This placement with some layers of ``other``: the state in the middle of a migration.
 

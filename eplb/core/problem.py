@@ -5,7 +5,7 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, N nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -42,7 +42,7 @@ class Budget:
     max_moves: int | None = None  # weights moved, over all layers
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
     target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is not changed
-    time_ms: float | None = None  # of search; None: while it gains, 800 at most; inf: no limit
+    time_ms: float | None = None  # of search; None: while it gains, 200 at most; inf: no limit
     num_threads: int = 1  # of the search; the plan does not depend on it
 
     def __post_init__(self) -> None:
@@ -84,6 +84,7 @@ class Problem:
     dispatch: DispatchRule = DispatchRule.WEIGHTED
     unseen: int | None = None  # latest windows that ``current`` was not planned on; None: all
     record: Record = field(default_factory=Record)  # of earlier plans
+    part: float = 1.0  # of the layers of a whole; see ``of_layers``
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -135,6 +136,26 @@ class Problem:
                 "expected at least one slot for each expert"
             )
 
+    def of_layers(self, layers: NDArray[np.intp]) -> Problem:
+        """The problem of some layers: with their part of the budget, at the price of the whole."""
+        history, model, scenarios = self.history, self.model, self.scenarios
+        part = len(layers) / history.num_layers
+        if model is not None:
+            model = replace(model, layer_ids=tuple(model.layer_ids[layer] for layer in layers))
+        if scenarios is not None:
+            scenarios = Scenarios(scenarios.windows[:, layers], scenarios.weight)
+        max_moves = None if self.max_moves is None else int(self.max_moves * part)
+        return replace(
+            self,
+            history=replace(history, tokens=history.tokens[:, layers]),
+            model=model,
+            current=None if self.current is None else self.current.of_layers(layers),
+            budget=replace(self.budget, max_moves=max_moves, max_bytes=None),
+            constraints=self.constraints.of_layers(layers),
+            scenarios=scenarios,
+            part=self.part * part,
+        )
+
     @property
     def num_experts(self) -> int:
         """E."""
@@ -175,7 +196,8 @@ class Problem:
         """
         expert_bytes = 0 if self.model is None else self.model.expert_bytes
         seconds = self.cost.move_seconds(expert_bytes) / int(self.topology.alive.sum())
-        worth = self.cost.gain_worth(seconds) * self.history.num_layers / self.record.kept
+        num_layers = self.history.num_layers / self.part
+        worth = self.cost.gain_worth(seconds) * num_layers / self.record.kept
         price = np.full(self.history.num_layers, np.inf)
         np.divide(worth, self.layer_weight, out=price, where=self.layer_weight > 0)
         return price

@@ -77,18 +77,16 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     kept = np.flatnonzero(problem.complete)
     layers = np.flatnonzero(changed)
     layers = layers[np.linspace(0, len(layers) - 1, min(SAMPLED, len(layers))).astype(int)]
-    only = np.zeros(len(changed), dtype=np.bool_)
-    only[layers] = True
     work = problem.work[:, layers]
-    before = imbalance(work, _of_layers(current, layers), problem.topology).mean(axis=1)
+    before = imbalance(work, current.of_layers(layers), problem.topology).mean(axis=1)
     unseen = np.arange(len(kept))[-problem.num_unseen :]
     gains = []
     for run in np.array_split(unseen, min(FOLDS, len(unseen))):
         others = _windows(problem.history, np.delete(kept, run))
-        part = replace(problem, history=others, scenarios=None)
-        held = incremental(part, current, only).held.astype(np.int32)
+        part = replace(problem, history=others, scenarios=None).of_layers(layers)
+        held = incremental(part, current.of_layers(layers)).held.astype(np.int32)
         found = Placement(held, problem.num_experts)
-        after = imbalance(work[run], _of_layers(found, layers), problem.topology).mean()
+        after = imbalance(work[run], found, problem.topology).mean()
         gains.append(float(before[run].mean() - after))
     return np.array(gains)
 
@@ -101,8 +99,3 @@ def _windows(history: LoadHistory, kept: NDArray[np.intp]) -> LoadHistory:
         history.phase,
         tuple(history.missing_ranks[place] for place in kept),
     )
-
-
-def _of_layers(placement: Placement, layers: NDArray[np.intp]) -> Placement:
-    held, share = placement.slot_to_expert[layers], placement.slot_share[layers]
-    return Placement(held, placement.num_experts, placement.generation, share)

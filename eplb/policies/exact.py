@@ -10,11 +10,9 @@ Shapes:  L MoE layers, S slots.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from eplb.core.arrays import freeze, owned
 from eplb.core.kernels import IntArray
@@ -22,10 +20,10 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance
-from eplb.packing.zones import keeps_groups
 from eplb.policies import exact_model
-from eplb.policies.exact_model import UNITS, Layer, layer_of, ranks_alike
+from eplb.policies.exact_model import UNITS, Layer, layer_of
 from eplb.policies.greedy import in_place, refined
+from eplb.policies.relabel import with_most_kept
 
 EFFORT = 10.0  # for each layer, in CP-SAT's deterministic seconds: of the order of a real one
 
@@ -133,18 +131,10 @@ def _solve(layer: Layer, effort: float, seed: int) -> tuple[IntArray | None, flo
 
 def _nearest_to_current(problem: Problem, held: IntArray) -> Placement:
     """Exchange the contents of equal ranks so that as few experts as possible move."""
-    topology = problem.topology
     if problem.current is None:
         return Placement(held.astype(np.int32), problem.num_experts)
     base = problem.current.slot_to_expert
-    grouped = keeps_groups(topology, problem.num_groups, problem.num_experts)
-    ranks = np.flatnonzero(topology.alive & (topology.slots_of_rank > 0)).tolist()
-    nearest = held.copy()
-    for layer, alike in product(range(len(held)), ranks_alike(topology, ranks, grouped)):
-        slots = [topology.slots_on(rank) for rank in alike]
-        stay = [
-            [len(np.intersect1d(base[layer, to], held[layer, by])) for by in slots] for to in slots
-        ]
-        for to, by in zip(*linear_sum_assignment(stay, maximize=True), strict=True):
-            nearest[layer, slots[to]] = held[layer, slots[by]]
-    return Placement(in_place(nearest, base, topology).astype(np.int32), problem.num_experts)
+    nearest = with_most_kept(problem, held, base)
+    return Placement(
+        in_place(nearest, base, problem.topology).astype(np.int32), problem.num_experts
+    )

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.kernels import (
-    BoolArray,
     ConstraintArrays,
     Demand,
     FloatArray,
@@ -54,7 +53,7 @@ STEPS_PER_SLOT = 2  # a limit that the search does not reach in practice
 STUCK = 1.002  # a layer that ends above its bound by this factor is perturbed
 PATIENT, NO_END = 8, 1_000_000  # perturbations of a layer in a row without gain
 FREE_STEP = 0.4  # time of a step when moves are not counted, relative to one when they are
-MOST_MS = 800.0  # of search, unless the budget sets a limit
+MOST_MS = 200.0  # of search, unless the budget sets a limit
 
 
 class Frame(NamedTuple):
@@ -79,14 +78,8 @@ def greedy(problem: Problem) -> IntArray:
     return _greedy(problem, frame)
 
 
-def refined(problem: Problem, only: BoolArray | None = None, effort: float = 1.0) -> IntArray:
-    """[L, S] greedy, then a search over the single windows that may change replica counts.
-
-    Args:
-        problem: windows, topology and limits.
-        only: [L] layers that are searched; the others stay greedy. None: all.
-        effort: part of the budget's steps.
-    """
+def refined(problem: Problem) -> IntArray:
+    """[L, S] greedy, then a search over the single windows that may change replica counts."""
     frame, demand = frame_of(problem), demand_of(problem)
     if len(demand.weight) > 1:
         held = _greedy(problem, frame)
@@ -99,9 +92,6 @@ def refined(problem: Problem, only: BoolArray | None = None, effort: float = 1.0
         bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), frame.zones)
         rules = rules_for(problem, demand, REFINED * bound, FINEST_GAIN, COPIES_LAST)
         stuck = STUCK * bound
-    if only is not None:
-        steps = int(effort * rules.all_steps)
-        rules = rules._replace(target=np.where(only, rules.target, inf), all_steps=steps)
     perturbation = Perturbation(_patience(problem), problem.seed, stuck, COPIES_ALWAYS)
     descend(problem, frame, demand, held, rules, perturbation)
     return held
@@ -130,7 +120,7 @@ def rules_for(
     time_ms = MOST_MS if problem.budget.time_ms is None else problem.budget.time_ms
     if time_ms < inf:
         each = step_ms(problem.topology, len(demand.weight), problem.current is None)
-        every = min(every, int(time_ms / each))
+        every = min(every, int(time_ms * problem.part / each))
     return Rules(target, min_gain, copies, most, every, problem.cost.far_moves)
 
 

@@ -29,12 +29,14 @@ from eplb.policies.greedy import (
     refined,
     rules_for,
 )
+from eplb.policies.relabel import with_most_kept
 from eplb.search.demand import demand_of, demand_of_sum, summed
 from eplb.search.descent import COPIES_ALWAYS
 from eplb.search.enforce import clear_illegal_slots
 from eplb.search.local_search import Steps, Task, improve
 from eplb.search.perturbation import NO_PERTURBATION
 
+FIRST_FRESH = 8  # layers that are planned freshly first; twice as many follow while some gain
 EXPLORED = 0.25  # part of its price that a step must gain for the search to continue from it
 
 
@@ -45,7 +47,7 @@ class Improved(NamedTuple):
     curve: Curve
 
 
-def incremental(problem: Problem, current: Placement, only: BoolArray | None = None) -> Improved:
+def incremental(problem: Problem, current: Placement) -> Improved:
     """``current`` improved within the budget.
 
     A layer gets a fresh plan where its expert groups are not on nodes yet, and where a fresh plan
@@ -54,13 +56,12 @@ def incremental(problem: Problem, current: Placement, only: BoolArray | None = N
     Args:
         problem: windows, topology, limits and prices.
         current: the placement to start from.
-        only: [L] layers that are searched, with their part of the budget's steps; None: all.
     """
     base = current.slot_to_expert.astype(np.int64)
     frame, ungrouped = _frame_from(problem, current)
     demand = demand_of(problem)
     start = repaired(problem, frame, base)
-    steps = _searched(problem, frame, demand, start, base, only)
+    steps = _searched(problem, frame, demand, start, base)
     kept = np.flatnonzero(~ungrouped)
     spent = int(steps.moves[kept, 0].sum())
     left = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
@@ -70,18 +71,9 @@ def incremental(problem: Problem, current: Placement, only: BoolArray | None = N
     curve = curve_of(selected, steps.start, spent)
     reached = np.take_along_axis(steps.score, taken[:, None], axis=1)[:, 0]
     may_gain = _may_gain_by_fresh_plan(problem, reached) & ~ungrouped
-    if only is not None:
-        may_gain &= only
-        ungrouped &= only
     if not (ungrouped | may_gain).any():
         return Improved(held, curve)
-    found = Improved(held, curve)
-    return _with_fresh(problem, found, reached, ungrouped, may_gain, _effort(only))
-
-
-def _effort(only: BoolArray | None) -> float:
-    """Part of the budget's steps that so many layers have."""
-    return 1.0 if only is None else float(only.mean())
+    return _with_fresh(problem, Improved(held, curve), reached, ungrouped, may_gain)
 
 
 def _searched(
@@ -90,15 +82,11 @@ def _searched(
     demand: Demand,
     start: IntArray,
     base: IntArray,
-    only: BoolArray | None = None,
 ) -> Steps:
     target = _good_enough(problem)
-    if only is not None:
-        target = np.where(only, target, np.inf)
     # A step that gains too little may enable one that gains more: both are selected together.
     least = max(float(problem.price.min()) * EXPLORED, WINDOWS_GAIN)
     rules = rules_for(problem, demand, target, least, COPIES_ALWAYS)
-    rules = rules._replace(all_steps=int(_effort(only) * rules.all_steps))
     ranks, node, constraints = frame.zones.ranks, frame.node, frame.constraints
     task = Task(demand, start.copy(), base, ranks, node, constraints, rules, NO_PERTURBATION)
     return improve(task, problem.budget.num_threads)
@@ -123,22 +111,32 @@ def _with_fresh(
     reached: FloatArray,
     ungrouped: BoolArray,
     may_gain: BoolArray,
-    effort: float,
 ) -> Improved:
-    """Fresh plans for layers that need them, or where they pay for their moves within budget."""
+    """Fresh plans for layers that need them, or where they pay for their moves within budget.
+
+    Layers that may gain are tried worst first, and no further ones after a batch without gain.
+    """
     assert problem.current is not None, "there is a placement that was improved"
     base = problem.current.slot_to_expert
-    fresh = in_place(
-        refined(problem, ungrouped | may_gain, effort), base, problem.topology, problem.room
-    )
-    score = score_of(problem, fresh)
-    moves = _moves(base, found.held)
-    extra = np.maximum(_moves(base, fresh) - moves, 0)
-    gain = reached - score
-    worth = may_gain & (gain > 0) & (gain > np.where(extra > 0, problem.price, 0.0) * extra)
+    fresh, score, moves = found.held.copy(), reached.copy(), _moves(base, found.held)
+    extra, worth = np.zeros(len(base), dtype=np.int64), np.zeros(len(base), dtype=np.bool_)
+    worst_first = np.flatnonzero(may_gain)[np.argsort(-reached[may_gain], kind="stable")]
+    num_tried, size = 0, FIRST_FRESH
+    layers = np.concatenate([np.flatnonzero(ungrouped), worst_first[:size]])
+    while layers.size:
+        part = problem.of_layers(layers)
+        plan = with_most_kept(part, refined(part), base[layers])
+        fresh[layers] = in_place(plan, base[layers], problem.topology, part.room)
+        score[layers] = score_of(part, fresh[layers])
+        extra[layers] = np.maximum(_moves(base[layers], fresh[layers]) - moves[layers], 0)
+        gain = reached - score
+        pays = gain > np.where(extra > 0, problem.price, 0.0) * extra
+        worth[layers] = (may_gain & (gain > 0) & pays)[layers]
+        num_tried, size = num_tried + size, 2 * size
+        layers = worst_first[num_tried : num_tried + size] if worth[layers].any() else layers[:0]
     if problem.max_moves is not None:
         left = problem.max_moves - int(moves[~ungrouped].sum())
-        best_first = np.argsort(-gain / np.maximum(extra, 1), kind="stable")
+        best_first = np.argsort(-(reached - score) / np.maximum(extra, 1), kind="stable")
         best_first = best_first[worth[best_first]]
         worth[best_first] = extra[best_first].cumsum() <= left
     chosen = ungrouped | worth

@@ -166,7 +166,9 @@ def test_oracles_bound_what_planners_reach() -> None:
 
     assert [one.is_oracle for one in (ours, shares, fresh, forced)] == [False, True, True, True]
     assert np.allclose(forced.imbalance, 1.0)
-    assert 1.0 <= fresh.mean < shares.mean < ours.mean
+    # Neither oracle bounds the other: one places for an even split, one splits as placed.
+    assert 1.0 <= fresh.mean < ours.mean
+    assert 1.0 <= shares.mean < ours.mean
     assert ours.moves == shares.moves  # the same plans; only the split looks ahead
 
 

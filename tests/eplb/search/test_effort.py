@@ -5,11 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb import Budget, Placement, Plan, Problem, Topology, plan
-from eplb.core.load import as_history
+from eplb import (
+    Budget,
+    Constraints,
+    CostModel,
+    ModelShape,
+    Placement,
+    Plan,
+    Problem,
+    Topology,
+    plan,
+)
+from eplb.core.load import LoadHistory, as_history
 from eplb.decision.gate import Decision
 from eplb.errors import ConfigError
 from eplb.policies import greedy
+from eplb.policies import incremental as incremental_policy
+from eplb.policies.incremental import score_of
 from eplb.search import local_search as search
 
 ONE_EACH = Topology.uniform(num_nodes=8, ranks_per_node=8, slots_per_rank=1)
@@ -168,15 +180,60 @@ def test_perturbation_that_finds_nothing_leaves_the_best_state(
     assert found == sorted(found, reverse=True)
 
 
-@pytest.mark.parametrize("windows", [1, 6])
-def test_search_of_some_layers_finds_what_a_search_of_all_does_and_leaves_the_others_greedy(
-    windows: int,
+def test_problem_of_some_layers_is_planned_as_these_layers_of_the_whole() -> None:
+    layers = np.array([0, 3, 5])
+    windows = as_history(loads(6, 48, 6))
+    base = plan(drifted(windows.tokens[0]), TWO_EACH, policy="greedy").target
+    whole = Problem(windows, TWO_EACH, current=base)
+
+    part = whole.of_layers(layers)
+
+    assert np.allclose(part.price, whole.price[layers], rtol=0.1)
+    assert np.array_equal(part.current.slot_to_expert, base.slot_to_expert[layers])
+    assert np.array_equal(greedy.greedy(part), greedy.greedy(whole)[layers])
+    # Each layer draws from its number, so a search from there finds another local minimum.
+    searched = score_of(part, greedy.refined(part))
+    assert np.allclose(searched, score_of(whole, greedy.refined(whole))[layers], rtol=0.03)
+
+
+def test_problem_of_some_layers_has_their_part_of_every_limit() -> None:
+    model = ModelShape(tuple(range(6)), 48, 2, 64, 32)
+    windows = as_history(loads(6, 48, 4))
+    budget = Budget(max_moves=60, max_bytes=50 * model.expert_bytes)
+    slots = np.tile(TWO_EACH.slots_of_rank, (6, 1))
+    slots[3, 0] = 1
+    constraints = Constraints(pinned={(3, 7): (2,), (4, 1): (0,), 5: (9,)}, slots=slots)
+    whole = Problem(windows, TWO_EACH, model, budget=budget, constraints=constraints)
+
+    part = whole.of_layers(np.array([5, 3, 0])).of_layers(np.array([1]))
+
+    assert part.max_moves == 8
+    assert part.part == pytest.approx(1 / 6)
+    assert part.model is not None
+    assert part.model.layer_ids == (3,)
+    assert part.constraints.pinned == {(0, 7): (2,), 5: (9,)}
+    assert part.room.tolist() == [slots[3].tolist()]
+
+
+@pytest.mark.parametrize("num_changed", [0, 3])
+def test_fresh_plans_are_tried_worst_first_until_a_batch_gains_nothing(
+    num_changed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = Problem(as_history(loads(6, 48, windows)), TWO_EACH)
-    only = np.array([True, False, False, True, False, True])
+    ranks = Topology.uniform(num_nodes=8, ranks_per_node=8, slots_per_rank=2)
+    old, new = loads(12, 96, 4, seed=1), loads(12, 96, 4, seed=2)
+    base = plan(old, ranks).target
+    new[:, num_changed:] = old[:, num_changed:]
+    problem = Problem(
+        as_history(new), ranks, current=base, cost=CostModel(pay_back_s=0.2, expert_part=1.0)
+    )
+    tried: list[LoadHistory] = []
 
-    found = greedy.refined(problem, only)
+    def noted(part: Problem) -> np.ndarray:
+        tried.append(part.history)
+        return greedy.refined(part)
 
-    assert np.array_equal(found[only], greedy.refined(problem)[only])
-    assert np.array_equal(found[~only], greedy.refined(problem, np.zeros_like(only))[~only])
-    assert not np.array_equal(found[~only], greedy.refined(problem)[~only])
+    monkeypatch.setattr(incremental_policy, "refined", noted)
+    monkeypatch.setattr(incremental_policy, "FIRST_FRESH", 3)
+    incremental_policy.incremental(problem, base)
+
+    assert [part.num_layers for part in tried] == ([3, 4] if num_changed else [3])
