@@ -16,7 +16,7 @@ from telemetry.store import (
     Task,
     TaskResult,
 )
-from telemetry.stores.opener import file_of, open_store
+from telemetry.stores.opener import deployments_of, file_of, open_store
 
 if TYPE_CHECKING:
     from telemetry.reporter.reporter import Reporter
@@ -38,6 +38,7 @@ __all__ = [
     "SqliteStore",
     "Task",
     "TaskResult",
+    "deployments_of",
     "file_of",
     "open_store",
 ]

@@ -56,6 +56,7 @@ class LiveSettings:
     rank_speed: str | None = None
     redundancy: str | None = None
     forecast_weight: float | None = None
+    decode_weight: float | None = None
     expert_part: float | None = None
     bytes_per_s: float | None = None
     seconds_per_rebalance: float | None = None
@@ -96,6 +97,7 @@ _AT_LEAST = {
     "rollback_loss": 0,
     "min_domains": 1,
     "forecast_weight": 0,
+    "decode_weight": 0,
     "expert_part": 0,
     "bytes_per_s": 1,
     "seconds_per_rebalance": 0,

@@ -30,7 +30,7 @@ from documents import (
 )
 from repository import ROOT
 
-from api.config.loader import load_settings
+from api.config.loader import load, profile_names
 from api.http.app import create_app
 from rebalance.engines import gauge
 from rebalance.engines.vllm.tools.replay import STRATEGY
@@ -46,6 +46,7 @@ NOT_RUN = {
     "README.md": 1,
     "docs/quick-start.md": 2,
     "docs/deployment.md": 17,
+    "docs/deployment-profiles.md": 4,
     "docs/embedding.md": 1,
     "docs/engines.md": 4,
     "docs/engines-vllm.md": 2,
@@ -214,7 +215,8 @@ def test_data_of_a_page_is_accepted(block: Block, tmp_path: Path) -> None:
     if "project" in tomllib.loads(block.code):  # of a user's own package
         return
     (file := tmp_path / "settings.toml").write_text(block.code)
-    load_settings({}, config=file, environ={})
+    for profile in profile_names(file, {}) or [None]:
+        load({}, config=file, environ={}, profile=profile)
 
 
 def test_store_opens_on_redis_with_the_settings_of_the_page(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +13,7 @@ import typer
 from api.access.audit import START, Audit, AuditError
 from api.access.keys import AccessKeys
 from api.access.local import local_actor, note
-from api.cli.config import named_settings
-from api.cli.deploy import Config, Setting, refused
-from api.config.loader import load
+from api.cli.deploy import Config, Profile, Setting, loaded_of, refused
 from api.terminal.printable import printable
 from eplb.errors import EplbError
 
@@ -29,9 +26,8 @@ Reason = Annotated[str, typer.Option(help="Reason; stored in the audit.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def _place(config: Path | None, setting: list[str] | None) -> tuple[Path, str]:
-    loaded = load({}, config=config, environ=os.environ, named=named_settings(setting or []))
-    deployment = loaded.settings.deployment
+def _place(config: Path | None, setting: list[str] | None, profile: str | None) -> tuple[Path, str]:
+    deployment = loaded_of(config, setting, profile).settings.deployment
     return deployment.state_dir, deployment.name
 
 
@@ -42,13 +38,14 @@ def add_key(
     reason: Reason = "added from the command line",
     config: Config = None,
     setting: Setting = None,
+    profile: Profile = None,
 ) -> None:
     """Add a key and print it, once: the file has its salted hash alone.
 
     The first key closes a service that was open to every user of this host.
     """
     try:
-        state_dir, deployment = _place(config, setting)
+        state_dir, deployment = _place(config, setting, profile)
         note(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason, "asked")
         key = AccessKeys(state_dir).add(name, role)
     except EplbError as exc:
@@ -63,10 +60,11 @@ def remove_key(
     reason: Reason = "removed from the command line",
     config: Config = None,
     setting: Setting = None,
+    profile: Profile = None,
 ) -> None:
     """Remove a key; the next request with it is refused."""
     try:
-        state_dir, deployment = _place(config, setting)
+        state_dir, deployment = _place(config, setting, profile)
         note(state_dir, deployment, f"keys remove {name[:100]}", reason, "asked")
         AccessKeys(state_dir).remove(name)
     except EplbError as exc:
@@ -75,10 +73,15 @@ def remove_key(
 
 
 @keys.command("list")
-def list_keys(json_output: AsJson = False, config: Config = None, setting: Setting = None) -> None:
+def list_keys(
+    json_output: AsJson = False,
+    config: Config = None,
+    setting: Setting = None,
+    profile: Profile = None,
+) -> None:
     """List names and roles."""
     try:
-        state_dir, _ = _place(config, setting)
+        state_dir, _ = _place(config, setting, profile)
         found = AccessKeys(state_dir).all()
     except EplbError as exc:
         raise refused(exc) from exc
@@ -101,6 +104,7 @@ def audit(
     json_output: AsJson = False,
     config: Config = None,
     setting: Setting = None,
+    profile: Profile = None,
 ) -> None:
     """Show who changed what, when and why; or verify that no line was changed.
 
@@ -108,7 +112,7 @@ def audit(
     prints, at another place, and give it as --expect later. Exit status 1: the chain is broken.
     """
     try:
-        state_dir, _ = _place(config, setting)
+        state_dir, _ = _place(config, setting, profile)
         kept = Audit(state_dir)
         if verify:
             _verify(kept, expect)

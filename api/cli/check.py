@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from api.cli.deploy import BAD_INPUT, Config, Host, Setting, deployment_of, refused, say
+from api.cli.deploy import (
+    BAD_INPUT,
+    Config,
+    Host,
+    Profile,
+    Setting,
+    deployment_of,
+    loaded_of,
+    refused,
+    say,
+)
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
     configured_store,
     open_existing,
 )
+from api.config.loader import profile_names
 from api.deploy.checks.finding import Finding
+from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
+from api.deploy.secret import Secret
 from api.terminal.printable import printable
 from eplb.errors import EplbError
 from rebalance.engines.fsck.report import report_of
+from rebalance.engines.profiles import PROFILE_VARIABLE
 
 FAULTY = 1
 
@@ -53,6 +69,7 @@ def check(
     accept: Accept = False,
     engine: Engine = None,
     model_config: ModelConfig = None,
+    profile: Profile = None,
 ) -> None:
     """Check configuration, ports, memory, files, GPUs, store and clock; print what ranks take.
 
@@ -65,21 +82,37 @@ def check(
     from api.deploy.checkpoint import ACCEPT, accept_checkpoint
     from api.deploy.checks.costs import costs_of, lines_of
     from api.deploy.checks.host import check_all
+    from api.deploy.checks.profiles import check_profiles
     from api.deploy.first_placement import check_belongs
 
     try:
-        deployment = deployment_of(config, setting, "check")
+        deployment = deployment_of(config, setting, "check", profile)
         if accept:
             with closing(deployment.opened_store()) as store:
                 check_belongs(store, deployment)
                 say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
-        is_ok = _all_said(check_all(deployment, host_here(deployment, host)))
+        here, others = host_here(deployment, host), _other_profiles(config, setting, profile)
+        is_ok = _all_said(
+            chain(check_all(deployment, here), check_profiles(deployment, here, others))
+        )
         for line in lines_of(costs_of(deployment)):
             say(line)
     except EplbError as exc:
         raise refused(exc) from exc
     if not is_ok:
         raise typer.Exit(BAD_INPUT)
+
+
+def _other_profiles(
+    config: Path | None, setting: list[str] | None, profile: str | None
+) -> dict[str, Callable[[Secret], Deployment]]:
+    mine = profile or os.environ.get(PROFILE_VARIABLE)
+
+    def resolved(name: str, secret: Secret) -> Deployment:
+        return resolve(loaded_of(config, setting, name).settings, os.environ, secret)
+
+    names = profile_names(config, os.environ)
+    return {name: partial(resolved, name) for name in names if name != mine}
 
 
 def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None) -> None:

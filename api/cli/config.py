@@ -10,7 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from api.access.local import note
-from api.cli.store_place import DEFAULT_STORE, StoreUrl, audit_folder, open_existing
+from api.cli.store_place import (
+    ConfiguredDeployment,
+    ConfiguredStore,
+    audit_folder,
+    configured_store,
+    open_existing,
+)
 from api.config.live import live_page, parsed_changes
 from api.config.loader import load
 from api.config.reference import effective, reference_page
@@ -34,8 +40,11 @@ def config(
     reason: Annotated[str, typer.Option(help="Reason; stored with the change.")] = (
         "changed from the command line"
     ),
-    store: StoreUrl = DEFAULT_STORE,
-    deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = "demo",
+    store: ConfiguredStore = None,
+    deployment: ConfiguredDeployment = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Profile of the file, such as prefill; else EPLB_PROFILE.")
+    ] = None,
 ) -> None:
     """Print every setting and where its value comes from; passwords are masked.
 
@@ -45,12 +54,17 @@ def config(
         typer.echo(reference_page(), nl=False)
         return
     try:
-        if live or set_ or unset:
-            changes = _live_changes(live, set_ or [], unset or [])
-            typer.echo(_live_settings(store, deployment, changes, reason), nl=False)
+        changes = _live_changes(live, set_ or [], unset or [])
+        if live and store is not None and deployment is not None:
+            _print_live(store, deployment, audit_folder(store), changes, reason)
             return
         named = named_settings(setting or [])
-        loaded = load({}, config=config, environ=os.environ, named=named)
+        loaded = load({}, config=config, environ=os.environ, named=named, profile=profile)
+        if live:
+            url, name = configured_store(store, deployment, loaded)
+            folder = loaded.settings.deployment.state_dir if profile else audit_folder(url)
+            _print_live(url, name, folder, changes, reason)
+            return
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
@@ -58,13 +72,15 @@ def config(
 
 
 def _live_changes(live: bool, pairs: list[str], unset: list[str]) -> dict[str, str | None]:
-    if not live:
+    if not live and (pairs or unset):
         raise ConfigError("--set and --unset change live settings, expected --live beside them")
     removed = dict.fromkeys(name.replace("-", "_") for name in unset)
     return named_settings(pairs, "--set") | removed
 
 
-def _live_settings(url: str, deployment: str, texts: dict[str, str | None], reason: str) -> str:
+def _print_live(
+    url: str, deployment: str, audit: Path, texts: dict[str, str | None], reason: str
+) -> None:
     # One that never ran is refused: a misspelt name must not pass for one without settings.
     with closing(open_existing(url, deployment)) as store:
         state = store.live()
@@ -72,9 +88,9 @@ def _live_settings(url: str, deployment: str, texts: dict[str, str | None], reas
             changes = parsed_changes(texts, given_by="--set")
             given = ", ".join(f"{name}={value}" for name, value in changes.items())
             # Before it is done: a change that the audit cannot hold is not made.
-            note(audit_folder(url), deployment, f"config --live {given}", reason, "asked")
+            note(audit, deployment, f"config --live {given}", reason, "asked")
             state = store.change_live(changes, expected=state.revision, reason=reason)
-        return live_page(deployment, state)
+        typer.echo(live_page(deployment, state), nl=False)
 
 
 def named_settings(pairs: list[str], flag: str = "--setting") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from api.cli.config import named_settings
-from api.config.loader import load
+from api.config.loader import Loaded, load
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
 from api.terminal.logs import LogSettings, set_up_logging
@@ -22,6 +22,9 @@ from eplb.precompile import compile_planner
 BAD_INPUT = 2
 
 Config = Annotated[Path | None, typer.Option(help="A TOML file; else EPLB_CONFIG names it.")]
+Profile = Annotated[
+    str | None, typer.Option(help="Profile of the file, such as prefill; else EPLB_PROFILE.")
+]
 Setting = Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE.")]
 Host = Annotated[
     int | None, typer.Option(min=0, max=255, help="Number of this host; else by its address.")
@@ -29,14 +32,26 @@ Host = Annotated[
 Command = Annotated[list[str], typer.Argument(help="The program of a rank, after --.")]
 
 
-def deployment_of(config: Path | None, setting: list[str] | None, process: str) -> Deployment:
+def loaded_of(config: Path | None, setting: list[str] | None, profile: str | None) -> Loaded:
+    """Read the configuration of a command.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    named = named_settings(setting or [])
+    return load({}, config=config, environ=os.environ, named=named, profile=profile)
+
+
+def deployment_of(
+    config: Path | None, setting: list[str] | None, process: str, profile: str | None = None
+) -> Deployment:
     """Read the configuration of a command, and have it log as that says.
 
     Raises:
         ConfigError: the configuration cannot be used.
     """
     check_packages()
-    loaded = load({}, config=config, environ=os.environ, named=named_settings(setting or []))
+    loaded = loaded_of(config, setting, profile)
     log = loaded.settings.log
     name = loaded.settings.deployment.name
     set_up_logging(LogSettings(log.format, log.level, name), process=process)
@@ -73,7 +88,11 @@ def compile_kernels() -> None:
 
 
 def launch(
-    command: Command, config: Config = None, host: Host = None, setting: Setting = None
+    command: Command,
+    config: Config = None,
+    host: Host = None,
+    setting: Setting = None,
+    profile: Profile = None,
 ) -> None:
     """Start the ranks of this host: eplb launch -- CMD. Under torchrun: become one of them.
 
@@ -90,7 +109,7 @@ def launch(
     )
 
     try:
-        deployment = deployment_of(config, setting, "launch")
+        deployment = deployment_of(config, setting, "launch", profile)
         here = Launch(deployment, host_here(deployment, host), command, os.environ)
         if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
             check_torchrun(here)
@@ -111,33 +130,35 @@ def launch(
     raise typer.Exit(status)
 
 
-def controller(config: Config = None, setting: Setting = None) -> None:
+def controller(config: Config = None, setting: Setting = None, profile: Profile = None) -> None:
     """Plan for a deployment until a signal. Any number may run; one leads."""
     from api.deploy.roles import run_controller
 
     try:
-        run_controller(deployment_of(config, setting, "controller"), say)
+        run_controller(deployment_of(config, setting, "controller", profile), say)
     except EplbError as exc:
         raise refused(exc) from exc
 
 
-def host_cache(config: Config = None, host: Host = None, setting: Setting = None) -> None:
+def host_cache(
+    config: Config = None, host: Host = None, setting: Setting = None, profile: Profile = None
+) -> None:
     """Keep expert records in the memory of this host for its ranks, until a signal."""
     from api.deploy.roles import run_host_cache
 
     try:
-        deployment = deployment_of(config, setting, "host cache")
+        deployment = deployment_of(config, setting, "host cache", profile)
         run_host_cache(deployment, host_here(deployment, host), say)
     except EplbError as exc:
         raise refused(exc) from exc
 
 
-def serve(config: Config = None, setting: Setting = None) -> None:
+def serve(config: Config = None, setting: Setting = None, profile: Profile = None) -> None:
     """Run a controller, the REST API and the page until a signal; ranks are started elsewhere."""
     from api.processes.children import import_for_children, preload_modules
 
     try:
-        deployment = deployment_of(config, setting, "serve")
+        deployment = deployment_of(config, setting, "serve", profile)
         preload_modules("api.processes.controller")
         import_for_children()
         from api.deploy.serve import serve as serve_until_signal

@@ -10,10 +10,8 @@ from typing import Annotated
 
 import typer
 
-from api.cli.config import named_settings
-from api.cli.deploy import Config, Setting, refused
+from api.cli.deploy import Config, Profile, Setting, loaded_of, refused
 from api.cli.store_place import configured_store, open_existing
-from api.config.loader import load
 from api.interrupts import StopSignals
 from api.terminal.console import unbreakable_console
 from eplb.errors import EplbError
@@ -27,6 +25,7 @@ def status(
     config: Config = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     setting: Setting = None,
+    profile: Profile = None,
 ) -> None:
     """Show who leads, what serves, the ranks, the imbalance and the switches.
 
@@ -36,8 +35,7 @@ def status(
     from api.deploy.status import check_configured, read_status, render
 
     try:
-        named = named_settings(setting or [])
-        loaded = load({}, config=config, environ=os.environ, named=named)
+        loaded = loaded_of(config, setting, profile)
         url, deployment = configured_store(loaded=loaded)
         with closing(open_existing(url, deployment)) as store:
             check_configured(store, loaded.settings, os.environ)
@@ -53,6 +51,7 @@ def top(
     config: Config = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     setting: Setting = None,
+    profile: Profile = None,
 ) -> None:
     """Watch a deployment in the terminal: verdict, load of ranks, imbalance, migration, decisions.
 
@@ -67,7 +66,7 @@ def top(
 
     console, stop = unbreakable_console(), StopSignals()
     try:
-        loaded = load({}, config=config, environ=os.environ, named=named_settings(setting or []))
+        loaded = loaded_of(config, setting, profile)
         url, deployment = configured_store(loaded=loaded)
         with closing(open_existing(url, deployment)) as store:
             check_configured(store, loaded.settings, os.environ)

@@ -1,7 +1,9 @@
-"""``eplb store``: backup of a store's file, and removal of old records from any store."""
+"""``eplb store``: what is in a store, a copy of its file, and removal of old records."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from contextlib import closing
@@ -11,17 +13,74 @@ from typing import Annotated
 
 import typer
 
-from api.cli.store_place import DEFAULT_STORE, StoreUrl, file_at, open_existing
+from api.cli.store_place import (
+    DEFAULT_STORE,
+    ConfiguredStore,
+    StoreUrl,
+    configured_store,
+    file_at,
+    open_existing,
+)
+from api.config.loader import load, profile_names
 from api.terminal.printable import print_error
+from api.terminal.table import print_table
 from eplb.errors import ConfigError, EplbError
+from rebalance.engines.profiles import PROFILE_VARIABLE
+from telemetry import deployments_of
 from telemetry.retention.rollup import HOUR, MINUTE
+from telemetry.stores.redis.connection.address import without_password
 from telemetry.stores.sqlite.backup import backup as copy_store
 from telemetry.stores.sqlite.backup import shrink as shrink_file
 
 BAD_INPUT = 2
+LISTED = ("deployment", "verdict", "ranks", "generation", "imbalance", "stage")
 _SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
 
-app = typer.Typer(help="Copy and clean up a store.", no_args_is_help=True)
+app = typer.Typer(help="List, copy and clean up a store.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_deployments(
+    store: ConfiguredStore = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the deployments of a store, and how each stands; profiles are deployments."""
+    # Imported here: it needs the extra "api".
+    from api.deploy.status import read_status
+
+    try:
+        url = store or _configured_url()
+        found = []
+        for name in deployments_of(url):
+            with closing(open_existing(url, name)) as opened:
+                stage = opened.live().effective.stage
+                found.append((read_status(opened, without_password(url)), stage))
+    except EplbError as exc:
+        raise _refusal(exc) from exc
+    rows = [
+        {
+            "deployment": one.deployment,
+            "verdict": one.verdict,
+            "ranks": len(one.node_of_rank),
+            "generation": one.generation,
+            "imbalance": one.window.measured if one.window else None,
+            "stage": stage,
+            "leader": one.leader or None,
+        }
+        for one, stage in found
+    ]
+    if json_output:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    print_table(LISTED, [list(row.values()) for row in rows], last="leader")
+
+
+def _configured_url() -> str:
+    """The store of the configuration, of whatever profile: all share it."""
+    names = profile_names(None, os.environ)
+    chosen = os.environ.get(PROFILE_VARIABLE) or next(iter(names), None)
+    loaded = load({}, config=None, environ=os.environ, profile=chosen)
+    return configured_store(loaded=loaded)[0]
 
 
 @app.command()

@@ -14,6 +14,7 @@ import typer
 from api.config.loader import Loaded, load
 from api.demo.state_dir import STORE_FILE
 from eplb.errors import ConfigError, StoreError
+from rebalance.engines.profiles import PROFILE_VARIABLE
 from telemetry import file_of, open_store
 from telemetry.store import LoadStore
 from telemetry.stores.redis.connection.address import without_password
@@ -51,13 +52,15 @@ def configured_store(
 
 
 def audit_folder(url: str) -> Path:
-    """Return the folder whose audit has the changes of a store: its own, else as configured.
+    """Return the folder whose audit has the changes of a store: as configured, or its own.
+
+    A file that deployments of several profiles share has none: each has its own state folder.
 
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    path = file_of(url)
-    if path is not None and path.is_file():
+    path, is_shared = file_of(url), PROFILE_VARIABLE in os.environ
+    if path is not None and path.is_file() and not is_shared:
         return path.parent
     return load({}, config=None, environ=os.environ).settings.deployment.state_dir
 

@@ -1,5 +1,8 @@
 """Loads the settings: flags over environment over a TOML file over defaults.
 
+A file may have profiles, deployments of one model in one store (``rebalance/engines/profiles.py``):
+the tables of the chosen one stand above the same tables of the file.
+
 Every value keeps its source, so that an error can name it: one sentence with the setting, the value
 found, the source, and what was expected. An unknown key is refused too, because a misspelt setting
 that is ignored leads to wrong results.
@@ -24,11 +27,21 @@ from api.config.fields import bounds_of
 from api.config.tree import ENV_PREFIX, Known, Settings, known_names, known_settings
 from api.demo.settings import CUDA_DEFAULTS
 from eplb.errors import ConfigError
+from rebalance.engines.profiles import (
+    PROFILE_VARIABLE,
+    PROFILES,
+    Places,
+    check_apart,
+    check_choice,
+    check_shared,
+    profiles_of,
+)
 
 CONFIG_VARIABLE = "EPLB_CONFIG"  # names the file where a command is given none
 NOT_SETTINGS = frozenset(
     {
         CONFIG_VARIABLE,
+        PROFILE_VARIABLE,
         "EPLB_SECRET",  # of the deployment: never shown beside settings (api/deploy/secret.py)
         "EPLB_HALT_FILE",  # as the next
         "EPLB_RANK_FILE",  # of a rank that `eplb launch` started (rebalance/build/environment.py)
@@ -38,6 +51,7 @@ NOT_SETTINGS = frozenset(
     }
 )
 DEFAULTS = "the defaults"
+NAME, STATE_DIR, STORE = "deployment.name", "deployment.state_dir", "deployment.store"
 LISTS = {"demo.text": os.pathsep, "topology.hosts": ","}  # separators in the environment
 
 
@@ -83,6 +97,7 @@ def load(
     named: Mapping[str, Any] | None = None,
     named_by: str = "--setting",
     defaults: Mapping[str, Any] | None = None,
+    profile: str | None = None,
 ) -> Loaded:
     """Merge flags, environment, TOML file and defaults, in this order of precedence.
 
@@ -94,21 +109,27 @@ def load(
         named: values of ``--setting NAME=VALUE``, which stand above all others.
         named_by: the flag that gives them.
         defaults: of the command, by full name, in place of those of the settings.
+        profile: of the file, or None for the one that EPLB_PROFILE names, if it does.
 
     Raises:
         ConfigError: an unknown key, a setting that one place gives twice, a value of the wrong
-            type or range, or a file that cannot be read.
+            type or range, a file that cannot be read, or one with profiles of which none is chosen.
     """
-    if config is None and environ.get(CONFIG_VARIABLE):
-        config = Path(environ[CONFIG_VARIABLE])
+    config = config or _named_file(environ)
+    profile = profile or environ.get(PROFILE_VARIABLE) or None
+    file, of_profiles = _from_file(config)
+    check_choice(profile, of_profiles, config)
+    own = of_profiles[profile] if profile else []
     given_flags = {key: value for key, value in flags.items() if value is not None and value != []}
     sources: tuple[Iterable[_Given], ...] = (
-        _from_file(config),
+        file,
+        own,
         _from_environment(environ),
         [_Given(key, key, value, f"flag {flag_name(key)}") for key, value in given_flags.items()],
         [_Given(key, key, value, f"{named_by} {key}") for key, value in (named or {}).items()],
     )
     values: dict[str, Any] = {}
+    shared: dict[str, Any] = {}  # the same without what the profile sets
     places: dict[str, str] = {}
     for source in sources:
         written: dict[str, str] = {}
@@ -120,11 +141,17 @@ def load(
                     f"{given.place}, expected one of them"
                 )
             written[path], values[path], places[path] = given.written, given.value, given.place
+            if source is not own:
+                shared[path] = given.value
     if values.get("demo.device") == "cuda":
         sizes = {f"demo.{name}": value for name, value in CUDA_DEFAULTS.items()}
         places = dict.fromkeys(sizes, "the defaults of device cuda") | places
         values = sizes | values
     values = dict(defaults or {}) | values
+    if profile:
+        derived = _own_places(profile, of_profiles, shared, config)
+        values |= derived
+        places |= dict.fromkeys(derived, f"{config}, profile {profile}")
     tree: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         section, _, name = path.partition(".")
@@ -140,25 +167,78 @@ def flag_name(key: str) -> str:
     return "--json" if key == "json_path" else "--" + key.replace("_", "-")
 
 
-def _from_file(config: Path | None) -> list[_Given]:
+def profile_names(config: Path | None, environ: Mapping[str, str]) -> list[str]:
+    """Give the profiles of the configuration file, in its order; empty without a file.
+
+    Raises:
+        ConfigError: as ``load``, of the file.
+    """
+    return list(_from_file(config or _named_file(environ))[1])
+
+
+def _named_file(environ: Mapping[str, str]) -> Path | None:
+    return Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None
+
+
+def _from_file(config: Path | None) -> tuple[list[_Given], dict[str, list[_Given]]]:
+    """The file's own settings, and those of each of its profiles."""
     if config is None:
-        return []
+        return [], {}
     try:
-        table = tomllib.loads(config.read_text(encoding="utf-8"))
+        tree = tomllib.loads(config.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"settings file {config} cannot be read: {exc.strerror}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"settings file {config} is not TOML: {exc}") from exc
+    profiles = {
+        name: _from_table(table, f"{config}, profile {name}")
+        for name, table in profiles_of(tree, config).items()
+    }
+    for name, found in profiles.items():
+        for given in found:
+            check_shared(_known(given).path, name, config)
+    file = _from_table({key: one for key, one in tree.items() if key != PROFILES}, str(config))
+    return file, profiles
+
+
+def _from_table(table: Mapping[str, Any], place: str) -> list[_Given]:
     found = []
     for key, value in table.items():
         if key not in Settings.model_fields:
-            found.append(_Given(key, key, value, str(config)))
+            found.append(_Given(key, key, value, place))
         elif isinstance(value, dict):
             paths = [(f"{key}.{name}", one) for name, one in value.items()]
-            found += [_Given(path, path, one, str(config)) for path, one in paths]
+            found += [_Given(path, path, one, place) for path, one in paths]
         else:
-            raise ConfigError(f"{key} is {_shown(value)} in {config}, expected a table [{key}]")
+            raise ConfigError(f"{key} is {_shown(value)} in {place}, expected a table [{key}]")
     return found
+
+
+def _own_places(
+    profile: str,
+    of_profiles: Mapping[str, Iterable[_Given]],
+    shared: Mapping[str, Any],
+    config: Path | None,
+) -> dict[str, Any]:
+    """Name, state folder and store of a profile's deployment, as far as it does not set them."""
+    default = Settings.model_fields["deployment"].default
+    base = Places(
+        str(shared.get(NAME, default.name)),
+        Path(str(shared.get(STATE_DIR, default.state_dir))),
+        str(shared.get(STORE, default.store)),
+    )
+    set_by = {
+        name: {_known(given).path: given.value for given in found}
+        for name, found in of_profiles.items()
+    }
+    each = {
+        name: base.of_profile(name, name=own.get(NAME), state_dir=own.get(STATE_DIR))
+        for name, own in set_by.items()
+    }
+    check_apart(each, config)
+    mine = each[profile]
+    derived = {NAME: mine.name, STATE_DIR: mine.state_dir, STORE: mine.store}
+    return {path: one for path, one in derived.items() if path not in set_by[profile]}
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[_Given]:

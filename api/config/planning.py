@@ -75,6 +75,14 @@ class Planner(Section):
         le=0.99,
         live=True,
     )
+    decode_weight: Number = setting(
+        PlannerRequest.decode_weight,
+        "weight of decode in a plan, for ranks that serve prefill too; 0: phases are summed",
+        unit="",
+        ge=0,
+        le=0.99,
+        live=True,
+    )
     expert_part: Number = setting(
         CostModel.expert_part,
         "part of a step that routed experts take at perfect balance",

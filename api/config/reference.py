@@ -44,6 +44,10 @@ An environment variable is `EPLB_` and either name in capitals, with two undersc
 addresses in `EPLB_TOPOLOGY__HOSTS` by commas. The secret of a deployment is no setting: the
 variable `EPLB_SECRET` holds it, or the file that `network.secret_file` names.
 
+A file may describe several deployments of one model as profiles, tables such as
+`[profiles.decode.topology]`, one of which `--profile` or `EPLB_PROFILE` chooses; see
+[deployment-profiles.md](deployment-profiles.md).
+
 A *static* setting is read when a process starts. A *live* one can also be changed in the load store
 while the deployment runs: the switches take effect at once, the others with the next turn of the
 controller. A live value wins over the static one and outlasts restarts: no start switches on what

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
+from rebalance.engines.profiles import STORE_FILE as STORE_FILE
 
-STORE_FILE, SETTINGS_FILE = "store.sqlite", "settings.toml"
+SETTINGS_FILE = "settings.toml"
 
 
 class StateDir:

@@ -219,8 +219,16 @@ class Deployment:
         return replace(config, stage=stage)
 
 
-def resolve(settings: Settings, environ: Mapping[str, str]) -> Deployment:
+def resolve(
+    settings: Settings, environ: Mapping[str, str], secret: Secret | None = None
+) -> Deployment:
     """Make a deployment of its configuration.
+
+    Args:
+        settings: all of its settings.
+        environ: the process environment, for the secret.
+        secret: in place of its own, which a host without one would make: for a look at another
+            deployment.
 
     Raises:
         ConfigError: settings that do not fit together, or a secret that cannot be used.
@@ -243,7 +251,7 @@ def resolve(settings: Settings, environ: Mapping[str, str]) -> Deployment:
             f"telemetry.sample_steps is {telemetry.sample_steps}, expected a divisor of "
             f"telemetry.window_steps, {telemetry.window_steps}"
         )
-    return Deployment(settings, secret_of(settings, environ), hosts, model, topology)
+    return Deployment(settings, secret or secret_of(settings, environ), hosts, model, topology)
 
 
 def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = True) -> Secret:

@@ -71,6 +71,7 @@ class LoadHistory:
     last_step: NDArray[np.int64] = field(default_factory=unset)  # [T] inclusive
     phase: Phase = "mixed"
     missing_ranks: tuple[frozenset[int], ...] = ()  # per window; () means none anywhere
+    phases: tuple[Phase, ...] = ()  # of each window, where they differ; (): ``phase``
 
     def __post_init__(self) -> None:
         given = np.asarray(self.tokens)
@@ -97,7 +98,9 @@ class LoadHistory:
         freeze(self, last_step=owned(last, np.int64))
         if not self.missing_ranks:
             object.__setattr__(self, "missing_ranks", (frozenset[int](),) * len(tokens))
-        for name in ("first_step", "last_step", "missing_ranks"):
+        if not self.phases:
+            object.__setattr__(self, "phases", (self.phase,) * len(tokens))
+        for name in ("first_step", "last_step", "missing_ranks", "phases"):
             if len(getattr(self, name)) != len(tokens):
                 raise HistoryError(
                     f"{name} has {len(getattr(self, name))} entries, expected {len(tokens)} windows"
@@ -144,6 +147,7 @@ class LoadHistory:
             self.last_step[keep],
             self.phase,
             self.missing_ranks[keep],
+            self.phases[keep],
         )
 
 

@@ -5,6 +5,7 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, N nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from eplb.core.arrays import whole
 from eplb.core.constraints import Constraints, room_of
-from eplb.core.load import LoadHistory
+from eplb.core.load import LoadHistory, Phase
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.scenarios import Scenarios
@@ -220,6 +221,33 @@ class Problem:
     def complete(self) -> NDArray[np.bool_]:
         """[T] windows that every rank reported; the others are not used."""
         return np.array([not missing for missing in self.history.missing_ranks])
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """[T] phase of each complete window."""
+        return tuple(self.history.phases[place] for place in np.flatnonzero(self.complete))
+
+    @cached_property
+    def parts(self) -> tuple[NDArray[np.intp], ...]:
+        """Places in ``work`` of the windows of each phase; one part where all have the same.
+
+        Phases differ by what they serve, so windows are compared, to find noise, within a part.
+        """
+        return tuple(
+            np.array([place for place, found in enumerate(self.phases) if found == phase])
+            for phase in get_args(Phase)
+            if phase in self.phases
+        )
+
+    def over_parts(
+        self, figure: Callable[[NDArray[np.intp]], NDArray[np.float64]]
+    ) -> NDArray[np.float64]:
+        """Mean of a figure of each part, by their numbers of windows."""
+        total = sum(len(part) for part in self.parts)
+        mean: NDArray[np.float64] = sum(
+            (figure(part) * (len(part) / total) for part in self.parts), np.zeros(())
+        )
+        return mean
 
     @cached_property
     def work(self) -> NDArray[np.float64]:

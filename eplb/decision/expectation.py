@@ -98,4 +98,5 @@ def _windows(history: LoadHistory, kept: NDArray[np.intp]) -> LoadHistory:
         history.last_step[kept],
         history.phase,
         tuple(history.missing_ranks[place] for place in kept),
+        tuple(history.phases[place] for place in kept),
     )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.load import Phase
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
@@ -22,12 +23,21 @@ from eplb.decision.gate import Decision
 from eplb.dispatch_rules.plans import booked_and_effective
 from eplb.explanation.explainer import explain
 from eplb.explanation.figures import Explanation, finite
-from eplb.measure.balance import live_shares
+from eplb.measure.balance import imbalance, live_shares
 from eplb.measure.lower_bound import bound_of
 from eplb.migration.build import Move, moves_between
 from eplb.migration.moves import LINKS, link_of
 from eplb.policies.frontier import Curve
 from eplb.shares.traffic import crossing
+
+
+@dataclass(frozen=True)
+class PhaseBalance:
+    """Imbalance of one phase's windows, mean over layers."""
+
+    phase: Phase
+    before: float  # of the base
+    after: float  # of the target
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +109,24 @@ class Plan:
     @cached_property
     def _by_rule(self) -> tuple[float, float]:
         return booked_and_effective(self.problem, self.target)
+
+    @cached_property
+    def by_phase(self) -> tuple[PhaseBalance, ...]:
+        """Imbalance of each phase by the shares of base and target; one entry for a single phase.
+
+        A KEEP has the base as its target.
+        """
+        pair = [
+            imbalance(self.problem.work, it, self.topology).mean(axis=1)
+            for it in (self.base, self.target)
+        ]
+        before, after = pair
+        return tuple(
+            PhaseBalance(
+                self.problem.phases[part[0]], float(before[part].mean()), float(after[part].mean())
+            )
+            for part in self.problem.parts
+        )
 
     @cached_property
     def crossing(self) -> tuple[float, float]:

@@ -29,13 +29,18 @@ def noise_under(problem: Problem, placement: Placement) -> NDArray[np.float64]:
         placement: not planned on these windows; one that was would fit their noise.
     """
     load = rank_load(problem.scaled.transpose(1, 0, 2), placement, problem.topology)
-    tokens = problem.history.tokens.sum(axis=2).mean(axis=0)
+    tokens = problem.history.tokens[problem.complete].sum(axis=2)
     num_ranks = int(problem.topology.serving.sum())
-    by_chance = np.array([sampling_noise(float(routed), num_ranks) for routed in tokens])
-    noise: NDArray[np.float64] = np.maximum(
-        by_chance, fluctuation(load[..., problem.topology.serving])
-    )
-    return noise
+
+    def noise_of(part: NDArray[np.intp]) -> NDArray[np.float64]:
+        drawn = tokens[part].mean(axis=0)
+        by_chance = np.array([sampling_noise(float(routed), num_ranks) for routed in drawn])
+        noise: NDArray[np.float64] = np.maximum(
+            by_chance, fluctuation(load[part][..., problem.topology.serving])
+        )
+        return noise
+
+    return problem.over_parts(noise_of)
 
 
 def fluctuation(load: NDArray[np.float64]) -> NDArray[np.float64]:

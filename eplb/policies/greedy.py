@@ -104,11 +104,15 @@ def _patience(problem: Problem) -> int:
 
 
 def history_noise(problem: Problem) -> FloatArray:
-    """[L] imbalance above 1 that chance makes in the sum of all windows."""
-    tokens = problem.history.tokens[problem.complete].sum(axis=(0, 2), dtype=np.float64)
+    """[L] imbalance above 1 that chance makes in the sum of all windows, mean over phases."""
+    tokens = problem.history.tokens[problem.complete].sum(axis=2, dtype=np.float64)
     num_ranks = int(problem.topology.serving.sum())
-    noise: FloatArray = np.array([sampling_noise(float(drawn), num_ranks) for drawn in tokens])
-    return noise
+
+    def noise_of(part: NDArray[np.intp]) -> FloatArray:
+        drawn = tokens[part].sum(axis=0)
+        return np.array([sampling_noise(float(routed), num_ranks) for routed in drawn])
+
+    return problem.over_parts(noise_of)
 
 
 def rules_for(

@@ -50,7 +50,11 @@ def demand_of(problem: Problem, *, raw: bool = False) -> Demand:
         raw: the windows as recorded, without noise reduction and without scenarios.
     """
     drawn = problem.history.tokens[problem.complete].sum(axis=2).astype(np.float64)
-    windows = problem.work if raw else without_noise(problem.work, drawn)
+    windows = problem.work
+    if not raw:
+        windows = np.empty(windows.shape)
+        for part in problem.parts:
+            windows[part] = without_noise(problem.work[part], drawn[part])
     steps = problem.history.steps_per_window[problem.complete].astype(np.float64)
     weight = np.full(len(windows), 1.0 / len(windows))
     if problem.scenarios is not None and not raw:

@@ -199,10 +199,14 @@ def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, Flo
 
 def _chance(problem: Problem, layers: NDArray[np.intp]) -> FloatArray:
     """[n] imbalance above 1 of one window by the sampling noise of its tokens."""
-    routed = problem.history.tokens[problem.complete].sum(axis=2).mean(axis=0)[layers]
+    tokens = problem.history.tokens[problem.complete].sum(axis=2)
     num_ranks = int(problem.topology.serving.sum())
-    chance: FloatArray = np.array([sampling_noise(float(each), num_ranks) for each in routed])
-    return chance
+
+    def chance_of(part: NDArray[np.intp]) -> FloatArray:
+        routed = tokens[part].mean(axis=0)[layers]
+        return np.array([sampling_noise(float(each), num_ranks) for each in routed])
+
+    return problem.over_parts(chance_of)
 
 
 def _fluctuation(
@@ -213,4 +217,4 @@ def _fluctuation(
         return np.zeros(len(layers))
     split = Placement(placement.slot_to_expert[layers], placement.num_experts, 0, equal)
     load = rank_load(problem.scaled[layers].transpose(1, 0, 2), split, problem.topology)
-    return fluctuation(load[..., problem.topology.serving])
+    return problem.over_parts(lambda part: fluctuation(load[part][..., problem.topology.serving]))

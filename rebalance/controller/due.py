@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eplb.clock import Clock
-from eplb.core.load import Phase
+from eplb.core.load import LoadHistory, Phase
 from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
 from eplb.measure.balance import imbalance
 from rebalance.controller.load import Group
@@ -64,7 +64,7 @@ class Due:
             Observed(
                 now=self._clock(),
                 tokens=tokens,
-                imbalance=self._imbalance(rules, windows[-1], committed, group),
+                imbalance=self._imbalance(rules, past.latest, committed, group),
                 generation=committed.placement.generation,
                 committed_at=committed.time,
                 is_rebalanced=committed.plan_id > 0,
@@ -77,12 +77,11 @@ class Due:
 
     @staticmethod
     def _imbalance(
-        rules: TriggerRules, latest: Window, committed: CommittedPlacement, group: Group
+        rules: TriggerRules, latest: LoadHistory, committed: CommittedPlacement, group: Group
     ) -> float:
         if not rules.start_imbalance:
             return 0.0
-        tokens = latest.tokens[None]
-        return float(imbalance(tokens, committed.placement, group.topology).mean())
+        return float(imbalance(latest.tokens, committed.placement, group.topology).mean())
 
     def _is_changed(self, past: Past) -> bool:
         """Whether the load changed suddenly since the last plan.

@@ -196,7 +196,7 @@ class Controller:
             return
         self._planned_window = windows[-1].index
         committed, settings = self._store.committed(), self._live.settings
-        past = planned_on(windows, settings.plan_windows)
+        past = planned_on(group, settings.plan_windows, settings.request.decode_weight)
         if committed is None or past is None:
             return
         control = self._store.control()

@@ -81,7 +81,7 @@ class Tasks:
         self._refuse_if_expired(task)
         committed, settings = self._store.committed(), self._live.settings
         windows = group.complete_windows()
-        past = planned_on(windows, settings.plan_windows)
+        past = planned_on(group, settings.plan_windows, settings.request.decode_weight)
         if committed is None or past is None:
             raise EplbError("no complete window of load yet, expected at least one to plan on")
         serving, newest = committed.placement, windows[-1].index

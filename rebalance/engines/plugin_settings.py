@@ -14,8 +14,17 @@ from typing import Any, get_args
 
 from eplb.core.load import Phase
 from eplb.errors import ConfigError
+from rebalance.engines.profiles import (
+    PROFILE_VARIABLE,
+    STORE_FILE,
+    Places,
+    check_choice,
+    check_shared,
+    profiles_of,
+)
 
 CONFIG_VARIABLE = "EPLB_CONFIG"
+STATE_DIR = ".eplb"
 
 
 @dataclass(frozen=True)
@@ -64,16 +73,22 @@ class PluginSettings:
 def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
     """Return the settings of the deployment that ``EPLB_CONFIG`` names; None where it names none.
 
+    ``EPLB_PROFILE`` names the profile of a file with several.
+
     Raises:
         ConfigError: the file cannot be read, names no deployment, or has a wrong value.
     """
     if not environ.get(CONFIG_VARIABLE):
         return None
-    path = Path(environ[CONFIG_VARIABLE])
+    path, profile = Path(environ[CONFIG_VARIABLE]), environ.get(PROFILE_VARIABLE) or None
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{CONFIG_VARIABLE} {path} cannot be read: {exc}") from exc
+    profiles = profiles_of(tree, path)
+    check_choice(profile, profiles, path)
+    if profile is not None:
+        tree = _with_profile(tree, profile, profiles[profile], path)
     deployment = _table(tree, "deployment", path)
     name = deployment.get("name")
     if not isinstance(name, str) or not name:
@@ -81,7 +96,7 @@ def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
             f"{path}: deployment.name is {name!r}, expected the name of a deployment: without it "
             "the plug-in does nothing"
         )
-    state_dir = Path(str(deployment.get("state_dir", ".eplb")))
+    state_dir = Path(str(deployment.get("state_dir", STATE_DIR)))
     telemetry, planner = _table(tree, "telemetry", path), _table(tree, "planner", path)
     spool = telemetry.get("spool_dir")
     plain = {
@@ -95,11 +110,34 @@ def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
         )
     return PluginSettings(
         name,
-        str(deployment.get("store") or f"sqlite:{state_dir / 'store.sqlite'}"),
+        str(deployment.get("store") or f"sqlite:{state_dir / STORE_FILE}"),
         _engine(_table(tree, "engine", path), path),
         spool_dir=None if spool is None else Path(str(spool)),
         **plain,
     )
+
+
+def _with_profile(
+    tree: Mapping[str, Any], profile: str, own: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """The file's tables with those of a profile above them."""
+    of_file, given = _table(tree, "deployment", path), _table(own, "deployment", path)
+    for section in own:
+        for name in _table(own, section, path):
+            check_shared(f"{section}.{name}", profile, path)
+    merged = {
+        section: {**_table(tree, section, path), **_table(own, section, path)} for section in own
+    }
+    base = Places(
+        str(of_file.get("name") or ""),
+        Path(str(of_file.get("state_dir", STATE_DIR))),
+        str(of_file.get("store") or ""),
+    )
+    mine = base.of_profile(profile, name=given.get("name"), state_dir=given.get("state_dir"))
+    places = {"state_dir": str(mine.state_dir), "store": mine.store}
+    if base.name:  # without one the profile has to set it, as a file without profiles has
+        places["name"] = mine.name
+    return {**tree, **merged, "deployment": {**of_file, **given, **places}}
 
 
 def _engine(table: Mapping[str, Any], path: Path) -> EngineSettings:

@@ -51,12 +51,39 @@ def open_store(
 
         return SqliteStore(path, deployment, sample_version=sample_version)
     url = str(url)
-    scheme, _, rest = url.partition(":")
-    if scheme in redis_address.SCHEMES and rest.startswith("//"):
+    if _is_redis(url):
         from telemetry.stores.redis.store import RedisStore
 
         return RedisStore(url, deployment, sample_version=sample_version)
-    raise ConfigError(
+    raise _unknown(url)
+
+
+def deployments_of(url: str | Path) -> list[str]:
+    """Return the names of the deployments that ran or have a placement in a store, sorted.
+
+    Raises:
+        ConfigError: as ``open_store``.
+        StoreError: there is no such file, or the store cannot be read.
+    """
+    path = file_of(url)
+    if path is not None:
+        from telemetry.stores.sqlite.backup import deployments_in
+
+        return deployments_in(path)
+    if _is_redis(str(url)):
+        from telemetry.stores.redis.store import deployments_at
+
+        return deployments_at(str(url))
+    raise _unknown(str(url))
+
+
+def _is_redis(url: str) -> bool:
+    scheme, _, rest = url.partition(":")
+    return scheme in redis_address.SCHEMES and rest.startswith("//")
+
+
+def _unknown(url: str) -> ConfigError:
+    return ConfigError(
         f"unknown store {redis_address.without_password(url)!r}, expected one of: memory:, "
         "sqlite:PATH, PATH, redis://HOST:PORT, rediss://HOST:PORT, redis+cluster://HOST:PORT,..., "
         "unix:///PATH"

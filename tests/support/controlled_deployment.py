@@ -50,6 +50,7 @@ class Deployment:
         model: ModelShape = MODEL,
     ) -> None:
         self.store, self.run, self.next_window = store, run, 0
+        self.topology = topology
         described = model_to_dict(model), topology_to_dict(topology)
         store.begin_run(RunInfo(run, 1.0, *described, WINDOW_STEPS, window_seconds))
         for rank in range(topology.num_ranks):
@@ -75,14 +76,20 @@ class Deployment:
         of_layer = np.broadcast_to(load, (len(held), placement.num_experts))
         tokens = np.take_along_axis(of_layer, held, axis=1) * placement.slot_share
         for _ in range(windows):
-            samples = [self.sample(rank, placement, tokens) for rank in range(2) if rank != silent]
+            samples = [
+                self.sample(rank, placement, tokens) for rank in self.ranks if rank != silent
+            ]
             self.store.append([replace(sample, phase=phase) for sample in samples])
             self.next_window += 1
+
+    @property
+    def ranks(self) -> range:
+        return range(self.topology.num_ranks)
 
     def sample(self, rank: int, placement: Placement, tokens: Any, **changes: int) -> LoadSample:
         first = self.next_window * WINDOW_STEPS
         sample = LoadSample(
-            "test",
+            self.store.deployment,
             self.run,
             rank,
             self.next_window,
@@ -91,8 +98,8 @@ class Deployment:
             first + WINDOW_STEPS - 1,
             "mixed",
             placement.generation,
-            placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)],
-            tokens[:, TOPOLOGY.slots_on(rank)].astype(np.int64),
+            placement.slot_to_expert[:, self.topology.slots_on(rank)],
+            tokens[:, self.topology.slots_on(rank)].astype(np.int64),
         )
         return replace(sample, **changes)
 

@@ -44,6 +44,8 @@ class PlannerRequest:
     rank_speed: str = ""  # "rank:speed, ..."; 1 is nominal, and that of all others
     redundancy: str = ""  # "layer:slots, ..."; redundant slots of a layer; the others use all
     forecast_weight: float = 0.0  # of the forecast beside the past windows; 0: no forecast
+    # Of decode, where ranks serve both phases: its part of the windows. 0: phases are summed.
+    decode_weight: float = 0.0
 
     def __post_init__(self) -> None:
         known = [rule.value for rule in DispatchRule]
@@ -53,10 +55,9 @@ class PlannerRequest:
             raise ConfigError(f"objective is {self.objective!r}, expected one of: tokens, time")
         if self.min_domains < 1:
             raise ConfigError(f"min_domains is {self.min_domains}, expected 1 or more")
-        if not 0 <= self.forecast_weight < 1:
-            raise ConfigError(
-                f"forecast_weight is {self.forecast_weight}, expected 0 or more and below 1"
-            )
+        for name in ("forecast_weight", "decode_weight"):
+            if not 0 <= (weight := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} is {weight}, expected 0 or more and below 1")
         speeds_of(self.rank_speed)
         redundancy_of(self.redundancy)
 
@@ -109,13 +110,16 @@ class PlannerRequest:
         return slots_per_layer(counts, topology)
 
     def scenarios(self, past: LoadHistory) -> Scenarios | None:
-        """The forecast of the next window, or None."""
+        """The forecast of the next window, one for each phase of ``past``; or None."""
         if not self.forecast_weight:
             return None
-        shares = Ewma(HALF_LIFE).predict(past)  # [L, E]
-        tokens = past.tokens.sum(axis=2).mean(axis=0)  # [L]
-        windows = (shares * tokens[:, None])[None]
-        return Scenarios(windows, np.array([self.forecast_weight]))
+        places = [
+            [place for place, found in enumerate(past.phases) if found == phase]
+            for phase in dict.fromkeys(past.phases)
+        ]
+        windows = [_next_window(LoadHistory(past.tokens[part])) for part in places]
+        parts = np.array([len(part) / past.num_windows for part in places])
+        return Scenarios(np.stack(windows), self.forecast_weight * parts)
 
     def recorded(self, coverage: Coverage) -> dict[str, Any]:
         """What was asked and what of it does not fit, as details of an event."""
@@ -130,6 +134,14 @@ class PlannerRequest:
         if coverage.releases_groups:
             asked["releases_groups"] = True
         return asked
+
+
+def _next_window(past: LoadHistory) -> NDArray[np.float64]:
+    """[L, E] forecast tokens of the next window."""
+    shares = Ewma(HALF_LIFE).predict(past)
+    tokens = past.tokens.sum(axis=2).mean(axis=0)  # [L]
+    window: NDArray[np.float64] = shares * tokens[:, None]
+    return window
 
 
 def speeds_of(text: str) -> dict[int, float]:

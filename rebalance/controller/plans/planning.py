@@ -6,6 +6,9 @@ Policies do not see spare slots, so placements are compacted before a plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
+from math import inf
 from typing import Any, NamedTuple
 
 from eplb.clock import Clock
@@ -26,6 +29,7 @@ from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
 from telemetry.drift.detector import LOOK_BACK, windows_since_change
 from telemetry.log_context import set_log_fields
 from telemetry.windows.folder import Window, history
+from telemetry.windows.phases import apart, weighted
 
 
 class Planning:
@@ -56,9 +60,7 @@ class Planning:
         """
         set_log_fields(generation=current.generation)
         track = self._record()
-        unseen = track.unseen(group.complete_windows(), current)
-        if past.num_windows < settings.plan_windows:
-            unseen = min(unseen, past.num_windows)  # a change of load restarts the count
+        unseen = _unseen(group, past, settings, track.unseen(group.complete_windows(), current))
         topology = settings.request.topology(group.topology)
         if settings.spare_slots:
             current, topology = compact(current, topology, settings.spare_slots)
@@ -104,7 +106,7 @@ class Planning:
         earlier = self._store.placement(generation)
         if earlier is None:
             raise EplbError(f"{why}: found no placement of generation {generation} in the store")
-        past = planned_on(group.complete_windows(), last)
+        past = planned_on(group, last, settings.request.decode_weight)
         if past is None:
             raise EplbError(f"{why}: found no complete window of load, expected one for its price")
         return self.plan_back(group, settings, past.history, current, earlier.placement, why)
@@ -147,7 +149,8 @@ class Planning:
     ) -> Judged | None:
         """Hold what serves to what its plan promised; None: there is nothing to judge now."""
         topology = settings.request.topology(group.topology)
-        return self._record().judge(group.complete_windows(), serving, topology)
+        load_of = partial(_history, group, decode_weight=settings.request.decode_weight)
+        return self._record().judge(group.complete_windows(), serving, topology, load_of)
 
     def is_judging(self, serving: Placement) -> bool:
         """Whether a plan serves that has not had its windows yet."""
@@ -170,18 +173,70 @@ class Past(NamedTuple):
     """The load that a plan looks at."""
 
     history: LoadHistory
+    latest: LoadHistory  # of the newest window alone
     upto: int  # its last step
     changed_at: int  # first step after the latest sudden change; -1: there is none
 
 
-def planned_on(windows: Sequence[Window], last: int) -> Past | None:
-    """The latest complete windows, none from before a sudden change of load; None without any."""
-    seen = history(windows, last=max(last, LOOK_BACK))
-    if seen is None:
+def planned_on(group: Group, last: int, decode_weight: float) -> Past | None:
+    """The latest complete windows, none from before a sudden change of load; None without any.
+
+    Args:
+        group: whose windows; see ``PlannerRequest.decode_weight`` for a group that serves both
+            phases. Then a change is one of either phase, and their mix may change.
+        last: windows that are looked at.
+        decode_weight: 0: phases are summed.
+    """
+    windows = group.complete_windows()[-max(last, LOOK_BACK) :]
+    if not windows:
         return None
+    changes = [_change(part) for part in _parts(group, windows, decode_weight)]
+    first = max(changes, key=lambda window: -1 if window is None else window.index)
+    since = windows[-last:]
+    if first is not None:
+        since = [window for window in since if window.index >= first.index]
+    return Past(
+        _history(group, since, decode_weight),
+        _history(group, since[-1:], decode_weight),
+        windows[-1].last_step,
+        -1 if first is None else first.first_step,
+    )
+
+
+def _parts(group: Group, windows: Sequence[Window], decode_weight: float) -> list[list[Window]]:
+    """The windows of each phase, where they are weighed apart; none of them is empty."""
+    if not decode_weight or group.phase is not None:
+        return [list(windows)]
+    return [part for part in apart(group.folder, windows) if part]
+
+
+def _change(windows: Sequence[Window]) -> Window | None:
+    """The first window after the latest sudden change of load; None: there is none."""
+    seen = history(windows, last=len(windows))
+    assert seen is not None, "no part is empty"
     since = windows_since_change(seen)
-    changed_at = int(seen.first_step[-since]) if since < seen.num_windows else -1
-    return Past(seen.latest(min(last, since)), int(seen.last_step[-1]), changed_at)
+    return windows[-since] if since < seen.num_windows else None
+
+
+def _history(group: Group, windows: Sequence[Window], decode_weight: float) -> LoadHistory:
+    """Complete windows as a plan looks at them."""
+    parts = None
+    if decode_weight and group.phase is None:
+        parts = apart(group.folder, windows)
+    found = weighted(parts, decode_weight) if parts else history(windows, last=len(windows))
+    assert found is not None, "there is a window"
+    return found
+
+
+def _unseen(group: Group, past: LoadHistory, settings: ControllerSettings, windows: int) -> int:
+    """How many of the latest windows of ``past`` are among the latest ``windows`` of the group."""
+    complete = group.complete_windows()
+    since = complete[-windows].first_step if windows else inf
+    number = sum(1 for _ in takewhile(lambda first: first >= since, reversed(past.first_step)))
+    is_cut = past.first_step[0] > complete[-settings.plan_windows :][0].first_step
+    if number < past.num_windows or is_cut:
+        return number  # a change of load restarts the count
+    return windows
 
 
 def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
@@ -205,6 +260,24 @@ def summary(proposal: Plan) -> dict[str, Any]:
         "cost_s": round(cost_s_of(proposal), 4),
         "generation": proposal.base_generation,
         "target_generation": proposal.target.generation,
+    } | _phases(proposal)
+
+
+def _phases(proposal: Plan) -> dict[str, Any]:
+    """Return the imbalance of each phase, where there are several, as a detail of an event."""
+    parts = proposal.problem.parts
+    if len(parts) == 1:
+        return {}
+    return {
+        "phases": [
+            {
+                "phase": found.phase,
+                "windows": len(part),
+                "before": finite(round(found.before, 4)),
+                "after": finite(round(found.after, 4)),
+            }
+            for found, part in zip(proposal.by_phase, parts, strict=True)
+        ]
     }
 
 

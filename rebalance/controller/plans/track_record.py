@@ -9,13 +9,14 @@ published and nobody has judged yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.decision.gate import Decision
@@ -90,9 +91,19 @@ class TrackRecord:
         return any(committed.generation >= one.target.generation for one in self._open)
 
     def judge(
-        self, windows: Sequence[Window], committed: Placement, topology: Topology
+        self,
+        windows: Sequence[Window],
+        committed: Placement,
+        topology: Topology,
+        load_of: Callable[[Sequence[Window]], LoadHistory],
     ) -> Judged | None:
         """Judge the oldest promise whose windows are enough, by all windows that came under it.
+
+        Args:
+            windows: complete ones.
+            committed: the placement that serves.
+            topology: of the ranks.
+            load_of: windows as a plan looks at them, which a promise was made on.
 
         Returns:
             The promise that was judged now, and what it gave; None: there was none to judge.
@@ -104,11 +115,11 @@ class TrackRecord:
             count = _latest_under(since, windows)
             if count >= ENOUGH:
                 self._open.remove(promise)
-                return self._judged(promise, windows[-count:], topology)
+                return self._judged(promise, load_of(windows[-count:]), topology)
         return None
 
-    def _judged(self, promise: Promise, windows: Sequence[Window], topology: Topology) -> Judged:
-        given = promise.given(np.stack([window.tokens for window in windows]), topology)
+    def _judged(self, promise: Promise, load: LoadHistory, topology: Topology) -> Judged:
+        given = promise.given(load.tokens, topology)
         self.record = self.record.with_plan(promise.gain, given)
         judgement = Judgement(
             promise.target.generation,

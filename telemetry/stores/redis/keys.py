@@ -25,6 +25,8 @@ server, where a script may use them together.
 
 from __future__ import annotations
 
+import re
+
 from eplb.errors import ConfigError
 from telemetry.store import TaskState
 
@@ -63,3 +65,16 @@ class Keys:
     def of(self, name: str, *parts: object) -> str:
         """Return the key of a name, or of one thing among many of that name."""
         return self._prefix + ":".join([name, *map(str, parts)])
+
+
+def pattern_of_all(prefix: str) -> str:
+    """Return the pattern of the keys of every deployment, with the prefix taken as it stands."""
+    return re.sub(r"([\\*?\[\]])", r"\\\1", prefix) + ":{*}:*"
+
+
+def deployment_of(key: str, prefix: str) -> str | None:
+    """Return the deployment that a key shows to have run or to have a placement; None: no such."""
+    begin = f"{prefix}:{{"
+    name, _, of = key.removeprefix(begin).partition("}:")
+    is_shown = key.startswith(begin) and of in ("run_order", "placements")
+    return name if is_shown else None

@@ -43,7 +43,7 @@ from telemetry.stores.redis.connection.address import RedisAddress, parse_addres
 from telemetry.stores.redis.connection.link import RedisLink
 from telemetry.stores.redis.connection.server_checks import Durability, check_server
 from telemetry.stores.redis.connection.wait import Waiter
-from telemetry.stores.redis.keys import Keys
+from telemetry.stores.redis.keys import Keys, deployment_of, pattern_of_all
 from telemetry.stores.redis.ledger import RedisLedger
 from telemetry.stores.redis.placements import PlacementReader
 from telemetry.stores.redis.samples import Samples
@@ -301,3 +301,21 @@ class RedisStore(DecidingStore):
     def _state_field(self, name: str) -> str | None:
         found = self.link.read("HGET", self._keys.state, name)
         return None if found is None else found.decode()
+
+
+def deployments_at(url: str) -> list[str]:
+    """Return the names of the deployments that ran or have a placement in a store, sorted.
+
+    Every key of the server is looked at once; the user needs the command SCAN.
+
+    Raises:
+        ConfigError: the URL cannot be used.
+        StoreError: the server cannot be reached.
+    """
+    address = parse_address(url)
+    link = RedisLink(address)
+    try:
+        keys = link.names(pattern_of_all(address.prefix))
+    finally:
+        link.close()
+    return sorted({name for key in keys if (name := deployment_of(key, address.prefix))})

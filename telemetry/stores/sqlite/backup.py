@@ -1,4 +1,4 @@
-"""Copies of the SQLite store while it is in use."""
+"""The SQLite store as a whole, while it is in use: its copy, its size, its deployments."""
 
 from __future__ import annotations
 
@@ -64,6 +64,20 @@ def shrink(path: Path) -> None:
         check(connection, path)
         connection.execute("VACUUM")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def deployments_in(path: Path) -> list[str]:
+    """Return the names of the deployments that ran or have a placement in a store, sorted.
+
+    Raises:
+        StoreError: it is no store, or cannot be read.
+    """
+    if not path.is_file():
+        raise StoreError(f"there is no store at {path}, expected the file of a deployment")
+    query = "SELECT deployment FROM run UNION SELECT deployment FROM placement ORDER BY 1"
+    with translated(path, _BUSY_S), closing(_existing(path)) as connection:
+        check(connection, path)
+        return [name for (name,) in connection.execute(query)]
 
 
 def _existing(path: Path) -> sqlite3.Connection:

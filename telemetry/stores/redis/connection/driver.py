@@ -18,6 +18,7 @@ from telemetry.stores.redis.connection.address import RedisAddress
 from telemetry.stores.redis.connection.errors import Trouble, trouble_in
 from telemetry.stores.redis.scripts import Script
 
+_SCANNED = 1000  # keys of a server that one request looks at
 _HEALTH_CHECK_S = 15  # a connection that was idle for so long is checked before use
 
 
@@ -59,6 +60,11 @@ class RedisDriver:
         if self._address.is_cluster:
             client = client.get_redis_connection(client.get_node_from_key(key))
         return client.execute_command(*words)
+
+    def names(self, pattern: str) -> list[str]:
+        """Return the keys that match a pattern, on every server; those made meanwhile may lack."""
+        found = self._connected().scan_iter(match=pattern, count=_SCANNED)
+        return [one.decode() if isinstance(one, bytes) else one for one in found]
 
     def subscribe(self, channel: str) -> Subscription:
         """Subscribe to a channel, over a separate connection."""

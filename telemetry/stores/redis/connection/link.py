@@ -79,6 +79,10 @@ class RedisLink:
         """Run a command without a key on the server that holds ``key``."""
         return self._tried(" ".join(words), lambda: self._driver.ask(key, *words))
 
+    def names(self, pattern: str) -> list[str]:
+        """Return the keys that match a pattern, on every server."""
+        return self._tried(f"SCAN {pattern}", lambda: self._driver.names(pattern))
+
     def subscribe(self, channel: str) -> Subscription:
         """Listen to a channel."""
         return self._tried(f"SUBSCRIBE {channel}", lambda: self._driver.subscribe(channel))

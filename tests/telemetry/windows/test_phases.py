@@ -1,0 +1,108 @@
+"""Windows of ranks that serve both phases: apart, and weighed in one history."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb.core.load import LoadSample, Phase
+from telemetry.windows.cuts import CutBySteps
+from telemetry.windows.folder import WindowFolder
+from telemetry.windows.phases import Apart, apart, weighted
+
+# Each window has a step of each phase: one rank of two experts in one layer.
+TOKENS: dict[Phase, list[int]] = {"prefill": [100, 300], "decode": [5, 1], "mixed": [10, 10]}
+HELD = np.array([[0, 1]])
+
+
+def folded(*windows: tuple[Phase, ...]) -> WindowFolder:
+    folder = WindowFolder(CutBySteps(3), num_ranks=1, num_experts=2)
+    for window, phases in enumerate(windows):
+        for number in range(3):
+            step = 3 * window + number
+            phase = phases[number % len(phases)]
+            is_first = number < len(phases)
+            tokens = np.array([TOKENS[phase] if is_first else [0, 0]])
+            folder.add(
+                LoadSample("test", "run", 0, step, float(step), step, step, phase, 0, HELD, tokens)
+            )
+    return folder
+
+
+def loads(found: Apart) -> list[list[list[int]]]:
+    return [[window.tokens[0].tolist() for window in part] for part in found]
+
+
+@pytest.mark.parametrize(
+    ("phases", "others", "decode", "name"),
+    [
+        (("prefill", "decode"), [[100, 300]], [[5, 1]], "prefill"),
+        (("prefill", "decode", "mixed"), [[110, 310]], [[5, 1]], "mixed"),
+        (("decode",), [], [[5, 1]], ""),
+        (("prefill",), [[100, 300]], [], "prefill"),
+    ],
+)
+def test_decode_is_apart_from_all_else(
+    phases: tuple[Phase, ...], others: list[list[int]], decode: list[list[int]], name: str
+) -> None:
+    folder = folded(phases)
+
+    found = apart(folder, folder.windows())
+
+    assert loads(found) == [others, decode]
+    assert [window.phase for window in found.others] == [name] * len(others)
+
+
+def history_of(weight: float, *windows: tuple[Phase, ...]) -> list[tuple[str, list[int]]]:
+    folder = folded(*windows)
+    found = weighted(apart(folder, folder.windows()), weight)
+    assert found is not None
+    tokens = [one[0].tolist() for one in found.tokens]
+    return list(zip(found.phases, tokens, strict=True))
+
+
+BOTH: tuple[Phase, ...] = ("prefill", "decode")
+
+
+def test_phases_with_half_the_weight_each_take_turns() -> None:
+    assert history_of(0.5, BOTH, BOTH) == [
+        ("prefill", [100, 300]),
+        ("decode", [5, 1]),
+        ("prefill", [100, 300]),
+        ("decode", [5, 1]),
+    ]
+
+
+def test_phase_with_less_weight_has_fewer_windows_and_all_its_tokens() -> None:
+    found = history_of(0.2, *[BOTH] * 8)
+
+    assert [phase for phase, _ in found].count("prefill") == 8
+    assert [tokens for phase, tokens in found if phase == "decode"] == [[20, 4], [20, 4]]
+
+
+def test_phase_with_more_weight_has_more_windows() -> None:
+    found = history_of(0.8, *[BOTH] * 8)
+
+    assert [phase for phase, _ in found].count("decode") == 8
+    assert [t for phase, t in found if phase == "prefill"] == [[400, 1200], [400, 1200]]
+
+
+def test_phase_that_is_rare_has_its_weight_by_the_windows_of_the_other() -> None:
+    found = history_of(0.5, *[("prefill",)] * 6, BOTH, BOTH)
+
+    assert [tokens for phase, tokens in found if phase == "decode"] == [[5, 1], [5, 1]]
+    assert [t for phase, t in found if phase == "prefill"] == [[400, 1200], [400, 1200]]
+
+
+def test_phase_without_windows_leaves_the_other_all() -> None:
+    assert history_of(0.5, ("decode",), ("decode",)) == [("decode", [5, 1])] * 2
+    assert weighted(Apart([], []), 0.5) is None
+
+
+def test_summed_windows_span_the_steps_of_all() -> None:
+    folder = folded(*[BOTH] * 4)
+    found = weighted(apart(folder, folder.windows()), 0.34)
+
+    assert found is not None
+    spans = zip(found.phases, found.first_step.tolist(), found.last_step.tolist(), strict=True)
+    assert [span for span in spans if span[0] == "decode"] == [("decode", 0, 5), ("decode", 6, 11)]
