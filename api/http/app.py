@@ -60,7 +60,6 @@ from api.http.schemas import (
     HistoryAnswer,
     Imbalance,
     Load,
-    PlacementAnswer,
     PlanAnswer,
     ProposalAnswer,
     ProposalLine,
@@ -69,7 +68,7 @@ from api.http.schemas import (
     TaskAnswer,
     WhoAnswer,
 )
-from api.http.service import ANY, AdminService, Refused, generation_tag
+from api.http.service import ANY, AdminService, Refused
 from api.metrics.definitions import Level
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
@@ -199,23 +198,6 @@ def get_rebalances(
 ) -> list[RebalanceAnswer]:
     """Newest first: what each was to bring, what it cost, what it brought."""
     return service.rebalances(limit)
-
-
-@watch.get(
-    "/placement",
-    summary="A committed placement",
-    response_model=PlacementAnswer,
-    responses=documented(404),
-)
-def get_placement(service: Service, generation: Id | None = None) -> Response:
-    """The one that serves, or the one of a generation; its `ETag` is for `If-Match`."""
-    if generation is None and (committed := service.store.committed()) is not None:
-        generation = committed.placement.generation
-    made = partial(service.placement, generation)
-    answer = _json(service.once_a_reading(f"placement {generation}", made))
-    if generation is not None:
-        answer.headers["ETag"] = generation_tag(generation)
-    return answer
 
 
 add_placement_routes(watch)

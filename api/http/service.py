@@ -29,8 +29,6 @@ from api.http.schemas import (
     LoadWindow,
     Mark,
     MigrationAnswer,
-    PlacementAnswer,
-    PlacementLine,
     PlanAnswer,
     Progress,
     RebalanceAnswer,
@@ -51,7 +49,7 @@ from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.errors import EplbError
 from eplb.policies.table import policy_named
-from telemetry.store import CommittedPlacement, LoadStore, Task, TaskState
+from telemetry.store import LoadStore, Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
 
@@ -187,33 +185,6 @@ class AdminService:
         """The latest migrations of all runs, newest first."""
         self._snapshot()
         return [RebalanceAnswer.model_validate(one) for one in self._monitor.rebalances()[:limit]]
-
-    def placement(self, generation: int | None) -> PlacementAnswer:
-        """The committed placement, or the one of a generation.
-
-        Raises:
-            Refused: nothing is committed yet, or not that generation.
-        """
-        if generation is None:
-            found = self.store.committed()
-            wanted = "a committed placement"
-        else:
-            wanted = f"generation {generation}"
-            found = self.store.placement(generation)
-        if found is None:
-            raise Refused(404, f"the store holds no placement that is {wanted}")
-        placement = found.placement
-        return PlacementAnswer(
-            **placement_line(found),
-            num_experts=placement.num_experts,
-            slot_to_expert=placement.slot_to_expert.tolist(),
-            slot_share=placement.slot_share.tolist(),
-        )
-
-    def placements(self, limit: int, before: int | None = None) -> list[PlacementLine]:
-        """The history of placements below a generation, newest first; None: all."""
-        found = self.store.placements(limit, before=before)
-        return [PlacementLine(**placement_line(line)) for line in found]
 
     def plan(self) -> PlanAnswer:
         """The open migration and the last decision."""
@@ -403,17 +374,3 @@ def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
     is_empty = np.isnan(heat[:, 0])  # [L]; a row is all NaN or has none
     rows: list[list[float]] = np.round(heat, 3).tolist()
     return [None if is_empty[layer] else row for layer, row in enumerate(rows)]
-
-
-def placement_line(line: CommittedPlacement) -> dict[str, Any]:
-    """Give the fields of a PlacementLine."""
-    placement = line.placement
-    in_use = (placement.slot_to_expert >= 0).sum(axis=1)
-    return {
-        "generation": placement.generation,
-        "time": line.time,
-        "plan_id": line.plan_id,
-        "reason": line.reason,
-        "hash": placement.hash,
-        "num_replicas": (in_use - placement.num_experts).tolist(),
-    }

@@ -20,8 +20,9 @@ from api.http.routes.load_files import (
     TooLarge,
     write_load,
 )
+from api.http.routes.request_parts import service_of
 from api.http.schemas import Answer
-from api.http.service import AdminService, Refused
+from api.http.service import Refused
 from eplb.core.load import Phase
 from telemetry.retention.load_range import load_rows
 
@@ -79,7 +80,7 @@ def get_load_matrix(
     newest = time.time() + AHEAD_S
     end = newest if until is None else min(until, newest)
     form = format or _accepted(request.headers.get("accept", "*/*"))
-    service: AdminService = request.app.state.service
+    service = service_of(request)
     if not _making.acquire(blocking=False):
         raise Refused(503, f"{AT_ONCE} matrices of load are being made, expected fewer")
     try:
