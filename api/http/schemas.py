@@ -367,12 +367,3 @@ class TaskAnswer(Answer):
         None,
         description="of the plan that the task published; null while it is open",
     )
-
-
-class Problem(Answer):
-    """A problem (RFC 9457)."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from api.http.problems import ProblemType, Refused
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.routes.event_feed import EventFeed
 from api.http.schemas import (
@@ -47,19 +48,10 @@ from api.monitor.snapshot import Snapshot
 from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
-from eplb.errors import EplbError
 from eplb.policies.table import policy_named
 from telemetry.store import LoadStore, Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
-
-
-class Refused(EplbError):
-    """A request that cannot be served; ``status`` is its HTTP status."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
 
 
 class AdminService:
@@ -113,7 +105,7 @@ class AdminService:
         around = Around(leads.why_none, turn_age_s=leads.turn_age_s)
         why_not = reading.unread or unready(seen, self._stalled_after_s, around)
         if why_not is not None:
-            raise Refused(503, why_not)
+            raise Refused(ProblemType.NOT_READY, why_not)
         return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
 
     def state(self) -> State:
@@ -227,7 +219,7 @@ class AdminService:
         """
         found = self.store.task(task_id)
         if found is None:
-            raise Refused(404, f"there is no task {task_id}")
+            raise Refused(ProblemType.NO_SUCH_TASK, f"there is no task {task_id}")
         return task_answer(self.store, found)
 
     def tasks(self, state: TaskState, after: int, limit: int) -> list[TaskAnswer]:
@@ -245,7 +237,9 @@ class AdminService:
         is_cancelled = self.store.cancel(task_id, reason=reason)
         answer = self.task(task_id)
         if not is_cancelled:
-            raise Refused(409, f"task {task_id} is {answer.state}, expected it queued")
+            raise Refused(
+                ProblemType.TASK_BEGUN, f"task {task_id} is {answer.state}, expected it queued"
+            )
         return answer
 
     def rebalance(self, request: RebalanceRequest, if_match: str = ANY) -> TaskAnswer:
@@ -306,7 +300,8 @@ class AdminService:
             # The controller checks the generation again, when it begins the task.
             if expected is not None:
                 self.check_generation(generation_tag(expected))
-            raise Refused(409, f"task {task.id}: {task.result.error or 'no reason was given'}")
+            why = task.result.error or "no reason was given"
+            raise Refused(ProblemType.CONTROLLER_REFUSED, f"task {task.id}: {why}")
         return task_answer(self.store, task)
 
     def check_generation(self, if_match: str) -> int | None:
@@ -320,7 +315,10 @@ class AdminService:
         committed = self.store.committed()
         serving = "none" if committed is None else generation_tag(committed.placement.generation)
         if serving != if_match:
-            raise Refused(412, f"the generation that serves is {serving}, expected {if_match}")
+            raise Refused(
+                ProblemType.GENERATION_MOVED_ON,
+                f"the generation that serves is {serving}, expected {if_match}",
+            )
         return int(if_match.strip('"'))
 
     def check_may_move(self, is_dry_run: bool) -> None:
@@ -331,12 +329,14 @@ class AdminService:
         """
         control, migration = self.store.control(), self.store.published()
         if not is_dry_run and not control.movement:
-            raise Refused(409, "movement is off, expected it on; a dry run is possible")
+            why = "movement is off, expected it on; a dry run is possible"
+            raise Refused(ProblemType.MOVEMENT_OFF, why)
         if not is_dry_run and control.observe:
-            raise Refused(409, "observe is on, expected it off; a dry run is possible")
+            why = "observe is on, expected it off; a dry run is possible"
+            raise Refused(ProblemType.MOVEMENT_OFF, why)
         if migration is not None:
             raise Refused(
-                409,
+                ProblemType.MIGRATION_OPEN,
                 f"the migration of plan {migration.plan_id} is open, expected it committed or "
                 "aborted before the next plan",
             )
@@ -359,7 +359,10 @@ class AdminService:
         """
         changes = request.model_dump(exclude_none=True, exclude={"reason"})
         if not changes:
-            raise Refused(422, "the body names no switch, expected movement or observe")
+            raise Refused(
+                ProblemType.INVALID_REQUEST,
+                "the body names no switch, expected movement or observe",
+            )
         state = self.store.change_live(changes, reason=request.reason)
         return ControlAnswer.model_validate(state.control)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from api.http.problems import ProblemType, Refused
 from api.http.routes.placement_diff import changed_layers, layer_tables
 from api.http.routes.placement_schemas import (
     LayerDiff,
@@ -17,7 +18,6 @@ from api.http.routes.placement_schemas import (
     RankChange,
     ShareChange,
 )
-from api.http.service import Refused
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -61,7 +61,7 @@ class Placements:
         """
         found = self._store.committed() if generation is None else self._found(generation)
         if found is None:
-            raise Refused(404, "the store holds no committed placement")
+            raise Refused(ProblemType.NO_SUCH_PLACEMENT, "the store holds no committed placement")
         placement = found.placement
         return PlacementAnswer(
             **_line(found),
@@ -129,27 +129,29 @@ class Placements:
         try:
             data, notes = placement_bytes(file, engine, WriteOptions(num_hidden=hidden_layers))
         except (ConfigError, HistoryError, PlacementError) as exc:
-            raise Refused(409, f"generation {generation} as {engine}: {exc}") from exc
+            why = f"generation {generation} as {engine}: {exc}"
+            raise Refused(ProblemType.NOT_EXPRESSIBLE, why) from exc
         ending, media_type = NAME_OF[engine]
         return EngineFile(f"placement-{generation}.{engine}.{ending}", data, media_type, notes)
 
     def _found(self, generation: int) -> CommittedPlacement:
         found = self._store.placement(generation)
         if found is None:
-            raise Refused(404, f"the store holds no placement that is generation {generation}")
+            why = f"the store holds no placement that is generation {generation}"
+            raise Refused(ProblemType.NO_SUCH_PLACEMENT, why)
         return found
 
     def _shape(self) -> tuple[ModelShape, Topology]:
         """Model and topology of the current run."""
         info = self._store.current_run()
         if info is None:
-            raise Refused(409, "no run has begun, expected one: it has the ranks of a placement")
+            why = "no run has begun, expected one: it has the ranks of a placement"
+            raise Refused(ProblemType.NO_RUN, why)
         try:
             return model_from_dict(dict(info.model)), topology_from_dict(dict(info.topology))
         except (EplbError, LookupError, TypeError, ValueError) as exc:
-            raise Refused(
-                409, f"run {info.run!r} has no readable model or topology: {exc!r}"
-            ) from exc
+            why = f"run {info.run!r} has no readable model or topology: {exc!r}"
+            raise Refused(ProblemType.NO_RUN, why) from exc
 
 
 def _line(line: CommittedPlacement) -> dict[str, Any]:
@@ -171,7 +173,7 @@ def _check_fits(placement: Placement, model: ModelShape, topology: Topology) -> 
     expected = model.num_layers, model.num_experts, topology.num_slots
     if found != expected:
         raise Refused(
-            409,
+            ProblemType.OTHER_SHAPE,
             f"generation {placement.generation} has layers, experts and slots {found}, expected "
             f"{expected} of the current run: it served under another model or other ranks",
         )

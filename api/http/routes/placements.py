@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.problems import documented
+from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID, NOTES
 from api.http.routes.placement_answers import NAME_OF, Engine, Placements
 from api.http.routes.placement_schemas import PlacementAnswer, PlacementDiff, PlacementLine
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
 Generation = Annotated[int, Field(ge=0, le=MAX_ID)]
+OF_PLACEMENTS = (ProblemType.NO_SUCH_PLACEMENT, ProblemType.NO_RUN, ProblemType.OTHER_SHAPE)
 MOST_LAYERS = 64  # of one page; 64 x 2,880 slots are about 3 MB
 
 
@@ -83,13 +84,13 @@ def add_placement_routes(watch: APIRouter) -> None:
         "/placement",
         summary="A committed placement",
         response_model=PlacementAnswer,
-        responses=documented(404),
+        responses=documented(ProblemType.NO_SUCH_PLACEMENT),
     )(get_placement)
     watch.get("/placements", summary="History of placements")(get_placements)
     watch.get(
         "/placements/diff",
         summary="What differs between two placements",
-        responses=documented(404, 409),
+        responses=documented(*OF_PLACEMENTS),
     )(get_diff)
     content = {media_type: {"schema": dict[str, Any]()} for _, media_type in NAME_OF.values()}
     file: dict[int | str, dict[str, Any]] = {200: {"description": "The file", "content": content}}
@@ -97,5 +98,5 @@ def add_placement_routes(watch: APIRouter) -> None:
         "/placements/{generation}/export",
         summary="A placement as an engine's file",
         response_class=Response,
-        responses=file | documented(404, 409),
+        responses=file | documented(*OF_PLACEMENTS, ProblemType.NOT_EXPRESSIBLE),
     )(get_export)
