@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +69,7 @@ from eplb import __version__
 from telemetry.store import LoadStore
 
 STATIC = Path(__file__).parent / "static"
+METRICS_CONNECTIONS, METRICS_REQUESTS = 16, 4  # of an address of their own
 
 
 async def _service(request: Request) -> AdminService:
@@ -94,6 +96,7 @@ OF_CHANGES = (
 READING, CHANGING = (*OF_ALL, *OF_KEYS, *OF_STORE), (*OF_ALL, *OF_KEYS, *OF_STORE, *OF_CHANGES)
 ONCE = documented(ProblemType.REQUEST_IN_PROGRESS)
 probes = APIRouter(tags=["health"], responses=documented(*OF_ALL))
+figures = APIRouter(tags=["health"], responses=documented(*OF_ALL))
 watch = APIRouter(prefix="/api/v1", tags=["watch"], responses=documented(*READING))
 act = APIRouter(prefix="/api/v1", tags=["act"], responses=documented(*CHANGING))
 
@@ -121,7 +124,7 @@ async def get_readyz(request: Request) -> Health:
     return await latest.get()
 
 
-@probes.get(
+@figures.get(
     "/metrics",
     summary="Figures for Prometheus",
     response_class=PlainTextResponse,
@@ -255,31 +258,76 @@ def create_app(
         finally:
             await asyncio.to_thread(service.reader.stop)
 
+    app = _bare_app("EPLB admin API", service, limits, watching if is_watching else None)
+    app.state.feed = service.feed
+    app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
+    app.state.audit = None if state_dir is None else Audit(state_dir)
+    app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
+    _add_checks(app, token, state_dir, actor)
+    for router in (probes, figures, watch, act):
+        app.include_router(router)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.add_api_route("/", _page, include_in_schema=False)
+    app.add_api_route("/api/v1/openapi.json", _document, include_in_schema=False)
+    correct_media_types(app.openapi())
+    return app
+
+
+def create_metrics_app(
+    service: AdminService,
+    *,
+    limits: HttpLimits = DEFAULT_LIMITS,
+    token: str | None = None,
+    state_dir: Path | None = None,
+) -> FastAPI:
+    """Make the service of /metrics alone, for an address of its own.
+
+    Args:
+        service: of the admin API; its figures are served.
+        limits: of the admin API; this one has fewer connections and requests.
+        token: that a scrape may prove in place of an access key; not that of the admin API.
+        state_dir: that has the access keys; None: there are none.
+    """
+    few = replace(
+        limits,
+        max_connections=min(limits.max_connections, METRICS_CONNECTIONS),
+        max_requests=min(limits.max_requests, METRICS_REQUESTS),
+    )
+    app = _bare_app("EPLB metrics", service, few)
+    app.state.feed = None
+    _add_checks(app, token, state_dir)
+    app.include_router(figures)
+    return app
+
+
+def _bare_app(
+    title: str,
+    service: AdminService,
+    limits: HttpLimits,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """An application without routes that reports problems."""
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
-        title="EPLB admin API",
+        title=title,
         version=__version__,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,  # the document has a route like all others
         dependencies=[Depends(check_request)],
-        lifespan=watching if is_watching else None,
+        lifespan=lifespan,
     )
     app.state.service, app.state.limits = service, limits
-    app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
-    # The last is the outermost: a stranger's body is not read, and what is refused is no change.
-    app.state.audit = None if state_dir is None else Audit(state_dir)
-    app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
-    app.add_middleware(Guard, limits=limits, any_host=token is not None)
-    app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
-    for router in (probes, watch, act):
-        app.include_router(router)
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_api_route("/", _page, include_in_schema=False)
-    app.add_api_route("/api/v1/openapi.json", _document, include_in_schema=False)
     report_problems(app, RequestValidationError)
-    correct_media_types(app.openapi())
     return app
+
+
+def _add_checks(
+    app: FastAPI, token: str | None, state_dir: Path | None, actor: Actor | None = None
+) -> None:
+    # The last is the outermost: a stranger's body is not read, and what is refused is no change.
+    app.add_middleware(Guard, limits=app.state.limits, any_host=token is not None)
+    app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
 
 
 async def _document(request: Request) -> dict[str, Any]:
