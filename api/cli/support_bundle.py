@@ -176,7 +176,7 @@ def _text_of(path: Path) -> str:
 
 def _add_state(bundle: Bundle, store: LoadStore) -> None:
     # Imported here: it needs the extra "api".
-    from api.http.routes.placement_answers import Placements
+    from api.http.routes.placements.answers import Placements
     from api.http.service import AdminService
 
     service, placements = AdminService(store), Placements(store)

@@ -43,7 +43,13 @@ _SPEED = r"[0-9]{1,6}:(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,5}(\.[0-9]{1,6})?)"
 SPEEDS = rf"^({_SPEED}(, ?{_SPEED})*)?$"  # rank:speed, ...; that each rank is named once is left
 _SLOTS = r"[0-9]{1,6}:[0-9]{1,6}"
 # Lists of figures: what the form leaves to the service is that nothing is named twice.
-FORMS = {"rank_speed": SPEEDS, "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$"}
+_NUMBER = r"[0-9]{1,6}"
+_PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
+FORMS = {
+    "rank_speed": SPEEDS,
+    "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$",
+    "pins": rf"^({_PIN}(, ?{_PIN})*)?$",
+}
 
 
 def _fields() -> dict[str, Any]:

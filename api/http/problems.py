@@ -78,6 +78,11 @@ class ProblemType(Enum):
         "over runs of several shapes",
     )
     NOT_EXPRESSIBLE = 409, "Not expressible", "the engine's format cannot express the placement"
+    IMPOSSIBLE_PIN = (
+        409,
+        "Impossible pin",
+        "the ranks of the current run cannot hold what is pinned; the detail names the pin",
+    )
     GENERATION_MOVED_ON = (
         412,
         "Another generation serves",

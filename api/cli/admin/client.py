@@ -62,7 +62,7 @@ def ask(
     path: str,
     body: Mapping[str, Any] | None = None,
     *,
-    if_generation: int | None = None,
+    if_match: int | None = None,
     **params: Any,
 ) -> Answer:
     """Send one request, and return its answer.
@@ -72,7 +72,7 @@ def ask(
         method: of HTTP.
         path: below ``/api/v1``.
         body: sent as JSON.
-        if_generation: the generation that must serve.
+        if_match: the generation that must serve, or the revision that was read.
         params: of the query; those that are None are not sent.
 
     Raises:
@@ -80,7 +80,7 @@ def ask(
         ConfigError: there is no service at the URL, or the store cannot be used.
         StoreError: the store cannot be used.
     """
-    headers = {} if if_generation is None else {"If-Match": f'"{if_generation}"'}
+    headers = {} if if_match is None else {"If-Match": f'"{if_match}"'}
     answer = _answer(place, method, path, json=body, headers=headers, params=params)
     return Answer(answer.status_code, _json(answer))
 

@@ -98,7 +98,7 @@ def approve(
 ) -> None:
     """Carry out exactly a proposal; refused once its base moved on."""
     place, path = (service, store, deployment, wait), f"/proposals/{proposal}/approve"
-    answer = asked(place, "POST", path, {"reason": reason}, if_generation=if_generation)
+    answer = asked(place, "POST", path, {"reason": reason}, if_match=if_generation)
     shown(answer, json_output, _task)
 
 
@@ -130,7 +130,7 @@ def rebalance(
     """Have the controller plan now; with --move, carry the plan out."""
     body = {"reason": reason, "dry_run": not move} | ({"policy": policy} if policy else {})
     place = (service, store, deployment, wait)
-    answer = asked(place, "POST", "/rebalances", body, if_generation=if_generation)
+    answer = asked(place, "POST", "/rebalances", body, if_match=if_generation)
     shown(answer, json_output, _task)
 
 
@@ -150,7 +150,7 @@ def rollback(
     """Plan the way back to an earlier placement; with --move, carry it out."""
     body = {"reason": reason, "dry_run": not move, "generation": generation}
     place = (service, store, deployment, wait)
-    answer = asked(place, "POST", "/rollbacks", body, if_generation=if_generation)
+    answer = asked(place, "POST", "/rollbacks", body, if_match=if_generation)
     shown(answer, json_output, _task)
 
 

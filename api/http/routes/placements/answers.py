@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api.http.problems import ProblemType, Refused
-from api.http.routes.placement_diff import changed_layers, layer_tables
-from api.http.routes.placement_schemas import (
+from api.http.routes.placements.diff import changed_layers, layer_tables
+from api.http.routes.placements.schemas import (
     LayerDiff,
     PlacementAnswer,
     PlacementDiff,
@@ -88,7 +88,7 @@ class Placements:
             Refused: no such generation, no run, or a placement of other ranks or another model.
         """
         old, new = self._found(base), self._found(target)
-        model, topology = self._shape()
+        model, topology = shape_of_run(self._store)
         for one in (old, new):
             _check_fits(one.placement, model, topology)
         changed = changed_layers(old.placement, new.placement)
@@ -121,7 +121,7 @@ class Placements:
                 express it.
         """
         found = self._found(generation)
-        model, topology = self._shape()
+        model, topology = shape_of_run(self._store)
         _check_fits(found.placement, model, topology)
         provenance = {"deployment": self._store.deployment, "generation": generation}
         layers = Layers(tuple(model.layer_ids), "model")
@@ -141,17 +141,22 @@ class Placements:
             raise Refused(ProblemType.NO_SUCH_PLACEMENT, why)
         return found
 
-    def _shape(self) -> tuple[ModelShape, Topology]:
-        """Model and topology of the current run."""
-        info = self._store.current_run()
-        if info is None:
-            why = "no run has begun, expected one: it has the ranks of a placement"
-            raise Refused(ProblemType.NO_RUN, why)
-        try:
-            return model_from_dict(dict(info.model)), topology_from_dict(dict(info.topology))
-        except (EplbError, LookupError, TypeError, ValueError) as exc:
-            why = f"run {info.run!r} has no readable model or topology: {exc!r}"
-            raise Refused(ProblemType.NO_RUN, why) from exc
+
+def shape_of_run(store: LoadStore) -> tuple[ModelShape, Topology]:
+    """Give model and topology of the current run.
+
+    Raises:
+        Refused: there is none, or they cannot be read.
+    """
+    info = store.current_run()
+    if info is None:
+        why = "no run has begun, expected one: it has the model and the ranks"
+        raise Refused(ProblemType.NO_RUN, why)
+    try:
+        return model_from_dict(dict(info.model)), topology_from_dict(dict(info.topology))
+    except (EplbError, LookupError, TypeError, ValueError) as exc:
+        why = f"run {info.run!r} has no readable model or topology: {exc!r}"
+        raise Refused(ProblemType.NO_RUN, why) from exc
 
 
 def _line(line: CommittedPlacement) -> dict[str, Any]:

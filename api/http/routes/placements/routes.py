@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID, NOTES
-from api.http.routes.placement_answers import NAME_OF, Engine, Placements
-from api.http.routes.placement_schemas import PlacementAnswer, PlacementDiff, PlacementLine
+from api.http.routes.placements.answers import NAME_OF, Engine, Placements
+from api.http.routes.placements.schemas import PlacementAnswer, PlacementDiff, PlacementLine
 from api.http.routes.request_parts import service_of
 from api.http.service import generation_tag
 
