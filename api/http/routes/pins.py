@@ -29,7 +29,8 @@ from telemetry.store import LoadStore
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-MOST_PINS, MOST_RANKS, MOST_TEXT = 2000, 64, 20_000  # characters: of the live setting
+# A list with one pin too many still fits a body of 64 KiB.
+MOST_PINS, MOST_RANKS, MOST_TEXT = 1000, 64, 20_000
 TAG = r'(\*|"[0-9]{1,19}")'
 IF_MATCH = header_document(
     "if-match",
@@ -45,7 +46,12 @@ class Pin(Body):
 
     layer: Number | None = Field(None, description="index, from 0; null: every layer")
     expert: Number = Field(description="a logical expert")
-    ranks: list[Number] = Field(min_length=1, max_length=MOST_RANKS, examples=[[0, 4]])
+    ranks: list[Number] = Field(
+        min_length=1,
+        max_length=MOST_RANKS,
+        examples=[[0, 4]],
+        json_schema_extra={"uniqueItems": True},
+    )
 
 
 class PinsRequest(Body):
