@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from deployments import OneHost, deployment_in
+from documents import files_of
 from prometheus_server import PROMETHEUS, Prometheus
 
 from api.access.keys import AccessKeys
@@ -112,6 +115,26 @@ def test_prometheus_scrapes_with_the_token_in_a_file(services: Services, tmp_pat
         assert prometheus.query("up == 1")
     finally:
         prometheus.close()
+
+
+def test_configuration_of_the_page_is_one_of_prometheus(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: the configuration of the page is not checked")
+    (tmp_path / "token").write_text(SCRAPE)
+    text = files_of("docs/metrics.md")["prometheus.yml"]
+    named = text.replace("/etc/prometheus/eplb-metrics-token", str(tmp_path / "token"))
+    (tmp_path / "prometheus.yml").write_text(named)
+
+    done = subprocess.run(
+        [promtool, "check", "config", str(tmp_path / "prometheus.yml")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+    assert named != text
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
