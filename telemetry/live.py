@@ -55,6 +55,7 @@ class LiveSettings:
     min_domains: int | None = None
     rank_speed: str | None = None
     redundancy: str | None = None
+    pins: str | None = None
     forecast_weight: float | None = None
     decode_weight: float | None = None
     expert_part: float | None = None

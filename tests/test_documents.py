@@ -40,7 +40,7 @@ from telemetry.stores.redis.connection.local_server import RedisProcess
 
 SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
 ADDRESS = re.compile(r"^(http://)?[\d.]+:8765")
-LANGUAGES = {"python", "sh", "conf", "toml", "json", "mermaid", "output", "text"}
+LANGUAGES = {"python", "sh", "conf", "toml", "json", "yaml", "mermaid", "output", "text"}
 # Blocks that no test runs, by page. Each has its reason beside it in the page.
 NOT_RUN = {
     "README.md": 1,
@@ -50,6 +50,7 @@ NOT_RUN = {
     "docs/embedding.md": 1,
     "docs/engines.md": 4,
     "docs/engines-vllm.md": 2,
+    "docs/metrics.md": 1,
 }
 PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun", "pip", "redis-server"}
 PROGRAMS |= {"vllm", "python3", ".", "export"}  # that make and enter an environment

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.access.keys import AccessKeys, Actor, Role
 from api.http.guard import SAFE_METHODS
-from api.http.problems import problem
+from api.http.problems import ProblemType, problem
 from eplb.clock import Clock
 from eplb.errors import ConfigError
 
@@ -100,7 +100,8 @@ class Authentication:
             actor = self._actor(scope)
         except ConfigError as exc:
             log.error("access keys: %s", exc)
-            await problem(503, f"access keys cannot be used: {exc}")(scope, receive, send)
+            detail = f"access keys cannot be used: {exc}"
+            await problem(ProblemType.KEYS_UNAVAILABLE, detail)(scope, receive, send)
             return
         if actor is None:
             await self._unknown(scope)(scope, receive, send)
@@ -109,7 +110,7 @@ class Authentication:
         if actor.role < needed:
             detail = f"the key {actor.name!r} has the role {actor.role.label}, "
             detail += f"expected {needed.label}"
-            await problem(403, detail)(scope, receive, send)
+            await problem(ProblemType.ROLE_TOO_LOW, detail)(scope, receive, send)
             return
         scope.setdefault("state", {})["actor"] = actor
         await self._app(scope, receive, send)
@@ -137,13 +138,14 @@ class Authentication:
             detail = (
                 f"{FAILURES} failed logins of {address} within {FAILURES_S:g} s, expected fewer"
             )
-            return problem(429, detail, {"Retry-After": str(int(wait_s) + 1)})
+            after = {"Retry-After": str(int(wait_s) + 1)}
+            return problem(ProblemType.TOO_MANY_FAILED_LOGINS, detail, after)
         if _proof(scope) is not None:
             log.warning("failed login of %s: %s %s", address, scope["method"], scope["path"][:100])
         detail = (
             "no key or token of this deployment, expected one (Authorization: Bearer, or Basic)"
         )
-        return problem(401, detail, {"WWW-Authenticate": CHALLENGE})
+        return problem(ProblemType.NOT_AUTHENTICATED, detail, {"WWW-Authenticate": CHALLENGE})
 
 
 def role_for(method: str, path: str) -> Role:

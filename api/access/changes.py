@@ -27,7 +27,7 @@ from api.access.authentication import OF_HOST, client_address
 from api.access.keys import Actor
 from api.http.guard import SAFE_METHODS, replayed, whole_body
 from api.http.limits import HttpLimits
-from api.http.problems import problem
+from api.http.problems import ProblemType, problem
 from eplb.clock import Clock
 
 KEPT_ANSWERS, KEPT_ANSWERS_S = 1000, 24 * 3600.0
@@ -85,7 +85,7 @@ class Changes:
             return
         if not 1 <= len(key) <= MOST_KEY:
             detail = f"an idempotency key of {len(key)} characters, expected 1 to {MOST_KEY}"
-            await problem(422, detail)(scope, receive, send)
+            await problem(ProblemType.INVALID_REQUEST, detail)(scope, receive, send)
             return
         place, digest = (actor.name, scope["path"], key), sha256(body).hexdigest()
         known = self._known(place)
@@ -94,10 +94,11 @@ class Changes:
             await self._kept(answer, place, scope, body, receive, send, actor)
         elif known.body != digest:
             detail = "this idempotency key was used for another body, expected the same"
-            await problem(422, detail)(scope, receive, send)
+            await problem(ProblemType.KEY_REUSED, detail)(scope, receive, send)
         elif not known.is_done:
             detail = "the request with this idempotency key is in progress, expected its end first"
-            await problem(409, detail, {"Retry-After": "1"})(scope, receive, send)
+            refusal = problem(ProblemType.REQUEST_IN_PROGRESS, detail, {"Retry-After": "1"})
+            await refusal(scope, receive, send)
         else:
             for message in known.messages:
                 await send(_marked(message))
@@ -156,7 +157,8 @@ class Changes:
             await run_in_threadpool(audit.append, entry)
         except AuditError as exc:
             log.error("%s", exc)
-            await problem(503, f"nothing was changed: {exc}")(scope, receive, send)
+            refusal = problem(ProblemType.AUDIT_UNAVAILABLE, f"nothing was changed: {exc}")
+            await refusal(scope, receive, send)
             return
         status, is_noted = 500, False
 

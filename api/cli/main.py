@@ -26,6 +26,8 @@ from api.cli.admin.commands import (
     rollback,
     tasks,
 )
+from api.cli.admin.pins import app as pins_commands
+from api.cli.admin.placements import app as placements_commands
 from api.cli.check import check, fsck
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
@@ -92,6 +94,8 @@ EXAMPLES: dict[Callable[..., None], str] = {
 }
 for asks, example in EXAMPLES.items():
     app.command(epilog=f"Example: {example}")(asks)
+app.add_typer(placements_commands, name="placements")
+app.add_typer(pins_commands, name="pins")
 app.add_typer(store_commands, name="store")
 app.add_typer(keys_commands, name="keys")
 

@@ -176,13 +176,14 @@ def _text_of(path: Path) -> str:
 
 def _add_state(bundle: Bundle, store: LoadStore) -> None:
     # Imported here: it needs the extra "api".
+    from api.http.routes.placements.answers import Placements
     from api.http.service import AdminService
 
-    service = AdminService(store)
+    service, placements = AdminService(store), Placements(store)
     answers: Mapping[str, Callable[[], Any]] = {
         "overview": service.state,
-        "placement": lambda: service.placement(None),
-        "placements": lambda: service.placements(LAST_PLACEMENTS),
+        "placement": lambda: placements.one(None),
+        "placements": lambda: placements.history(LAST_PLACEMENTS),
         "plan": service.plan,
         "settings": lambda: asdict(store.live()),
         "lease": lambda: None if (lease := store.lease()) is None else asdict(lease),

@@ -29,7 +29,7 @@ def loopback_address(host: str) -> str:
     return numeric_address(host)
 
 
-def numeric_address(host: str) -> str:
+def numeric_address(host: str, setting: str = "http.host") -> str:
     """Give an address as it is bound.
 
     Raises:
@@ -39,4 +39,4 @@ def numeric_address(host: str) -> str:
     try:
         return str(ipaddress.ip_address(name))
     except ValueError as exc:
-        raise ConfigError(f"http.host is {host!r}, expected a numeric address") from exc
+        raise ConfigError(f"{setting} is {host!r}, expected a numeric address") from exc

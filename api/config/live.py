@@ -11,7 +11,7 @@ from api.config.reference import toml_value
 from api.config.tree import Known, Settings, known_names, known_settings
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from rebalance.controller.plans.planner_request import redundancy_of, speeds_of
+from rebalance.controller.plans.planner_request import read_pins, redundancy_of, speeds_of
 from telemetry.live import LiveChange, LiveSettings, LiveState, Value
 
 
@@ -57,6 +57,7 @@ def check_policy(changes: Mapping[str, Value | None]) -> None:
     if speeds is not None:
         speeds_of(str(speeds))
     redundancy_of(str(changes.get("redundancy") or ""))
+    read_pins(str(changes.get("pins") or ""))
 
 
 def overriding(state: LiveState) -> list[str]:

@@ -67,6 +67,13 @@ class Planner(Section):
         max_length=20_000,
         live=True,
     )
+    pins: str = setting(
+        PlannerRequest.pins,
+        "ranks that must hold an expert, `layer/expert:rank+rank, ...`, layers from 0, `*`: each "
+        "layer; see /api/v1/pins",
+        max_length=20_000,
+        live=True,
+    )
     forecast_weight: Number = setting(
         PlannerRequest.forecast_weight,
         "weight of a forecast of the next window beside the past windows; 0: no forecast",

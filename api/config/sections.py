@@ -155,6 +155,10 @@ class Http(Section):
     metrics_level: Literal["default", "layer", "rank"] = setting(
         "default", "series of /metrics for each layer, or each layer and rank"
     )
+    metrics_host: str = setting(
+        "", "address of `eplb serve` for /metrics alone; not a loopback one: a secret; empty: none"
+    )
+    metrics_port: Whole = setting(8766, "port of metrics_host; 0: any free one", ge=0, le=65535)
     max_connections: Whole = setting(
         HttpLimits.max_connections,
         "open at a time; never more than a quarter of the descriptors",

@@ -260,11 +260,15 @@ def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = T
     Raises:
         ConfigError: as ``deployment_secret``.
     """
-    hosts = {f"topology.hosts[{host}]": one for host, one in enumerate(settings.topology.hosts)}
+    http = settings.http
+    addresses = {f"topology.hosts[{host}]": one for host, one in enumerate(settings.topology.hosts)}
+    addresses["http.host"] = http.host
+    if http.metrics_host:
+        addresses["http.metrics_host"] = http.metrics_host
     return deployment_secret(
         settings.network.secret_file,
         environ,
-        addresses=hosts | {"http.host": settings.http.host},
+        addresses=addresses,
         state_dir=settings.deployment.state_dir,
         makes=makes,
     )

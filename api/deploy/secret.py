@@ -24,7 +24,8 @@ from eplb.errors import ConfigError
 
 VARIABLE = "EPLB_SECRET"
 FILE_SETTING = "network.secret_file"
-OWN_FILE, TOKEN_FILE = "secret", "http-token"  # in the state folder
+# in the state folder
+OWN_FILE, TOKEN_FILE, METRICS_TOKEN_FILE = "secret", "http-token", "metrics-token"
 LEAST_BYTES, MOST_BYTES = 16, 4096
 
 
@@ -48,6 +49,11 @@ class Secret:
     def http_token(self) -> str | None:
         """What the HTTP service asks for; None: nothing, it is reached from this host alone."""
         return self.derived("http").hex() if self.is_given else None
+
+    @property
+    def metrics_token(self) -> str | None:
+        """What the address of /metrics asks for; None as for ``http_token``."""
+        return self.derived("metrics").hex() if self.is_given else None
 
 
 def deployment_secret(
@@ -89,16 +95,15 @@ def deployment_secret(
     return Secret(_own(state_dir / OWN_FILE, makes=makes), is_given=False)
 
 
-def write_token(secret: Secret, state_dir: Path) -> Path | None:
-    """Write the token of the HTTP service for this user's programs; None where there is none.
+def write_token(token: str | None, path: Path) -> Path | None:
+    """Write a token for this user's programs; None where there is none.
 
     Raises:
-        ConfigError: the state folder cannot be written.
+        ConfigError: the file cannot be written.
     """
-    if secret.http_token is None:
+    if token is None:
         return None
-    path = state_dir / TOKEN_FILE
-    _write_new(path, f"{secret.http_token}\n", replace=True)
+    _write_new(path, f"{token}\n", replace=True)
     return path
 
 

@@ -7,18 +7,22 @@ all leads, and every API shows the same store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing.connection import wait
+from socket import socket
 from typing import Any
 
 from api.config.addresses import numeric_address
+from api.config.sections import Http
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs, ensure_first_placement
 from api.deploy.roles import controller_job
-from api.deploy.secret import write_token
-from api.http.app import create_app
+from api.deploy.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
+from api.http.app import create_app, create_metrics_app
 from api.http.server import HttpService, bound_socket, check_certificate
+from api.http.service import AdminService
 from api.interrupts import StopSignals
 from api.processes.children import Child, refusal
 from api.processes.controller import run_controller
@@ -53,21 +57,25 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             check_certificate(http.certificate)
         bound = bound_socket(numeric_address(http.host), http.port)
         stack.callback(bound.close)
+        bound_metrics = _bound_metrics(http)
+        if bound_metrics is not None:
+            stack.callback(bound_metrics.close)
         store = deployment.opened_store()
         stack.callback(store.close)
         check_versions(store, versions.Announcement(versions.CONTROLLER, ""))
         check_belongs(store, deployment)
-        token_file = write_token(deployment.secret, deployment.state_dir)
+        secret, state_dir = deployment.secret, deployment.state_dir
+        token_file = write_token(secret.http_token, state_dir / TOKEN_FILE)
         placement, wrote = ensure_first_placement(store, deployment, "eplb serve")
         supervisor = Supervisor(deployment.settings.supervision.settings())
-        token = deployment.secret.http_token
+        token = secret.http_token
         app = create_app(
             store,
             metrics_level=http.metrics_level,
             supervision=supervisor.view,
             limits=limits,
             token=token,
-            state_dir=deployment.state_dir,
+            state_dir=state_dir,
             is_watching=True,
         )
         service = HttpService(
@@ -81,12 +89,24 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
         )
         service.start()
         stack.callback(service.stop)
-        helpers = Helpers(deployment, store, supervisor, service)
+        services, metrics_token_file = {"the HTTP service": service}, None
+        if bound_metrics is not None:
+            path = state_dir / METRICS_TOKEN_FILE
+            metrics_token_file = write_token(secret.metrics_token, path)
+            metrics = _metrics_service(deployment, app.state.service, bound_metrics)
+            metrics.start()
+            stack.callback(metrics.stop)
+            services["the service of /metrics"] = metrics
+        helpers = Helpers(deployment, store, supervisor, services)
         stack.callback(helpers.end)
         helpers.start()
         say(f"eplb serve: {service.url}")
         if token_file is not None:
             say(f"eplb serve: the token of the HTTP service is in {token_file}")
+        if bound_metrics is not None:
+            say(f"eplb serve: {metrics.url}/metrics")
+        if metrics_token_file is not None:
+            say(f"eplb serve: the token of that address is in {metrics_token_file}")
         did = "wrote the first placement" if wrote else "found a placement"
         say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
         if store.live().effective.stage == "observe":
@@ -95,21 +115,49 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             helpers.look()
 
 
+def _bound_metrics(http: Http) -> socket | None:
+    """Take the address of /metrics; None: it has none of its own."""
+    if not http.metrics_host:
+        return None
+    address = numeric_address(http.metrics_host, "http.metrics_host")
+    return bound_socket(address, http.metrics_port, "http.metrics_port, http.metrics_host")
+
+
+def _metrics_service(deployment: Deployment, admin: AdminService, bound: socket) -> HttpService:
+    """Make the service of /metrics alone, over the figures of the admin API."""
+    http, token = deployment.settings.http, deployment.secret.metrics_token
+    app = create_metrics_app(
+        admin, limits=http.limits(), token=token, state_dir=deployment.state_dir
+    )
+    return HttpService(
+        app,
+        http.metrics_host,
+        http.metrics_port,
+        limits=app.state.limits,
+        is_authenticated=token is not None,
+        certificate=http.certificate,
+        bound=bound,
+    )
+
+
 class Helpers:
-    """The supervised processes of ``eplb serve``: its controller and its HTTP service."""
+    """The supervised parts of ``eplb serve``: its controller and its HTTP services, by name."""
 
     def __init__(
         self,
         deployment: Deployment,
         store: LoadStore,
         supervisor: Supervisor,
-        service: HttpService,
+        services: Mapping[str, HttpService],
     ) -> None:
-        self._store, self._supervisor, self._service = store, supervisor, service
+        self._store, self._supervisor = store, supervisor
         self._job = controller_job(deployment, new_holder())
         self._child: Child | None = None
         self._controller = self._added(CONTROLLER, "controller", self._new_controller)
-        self._http = self._added("the HTTP service", "http", self._new_http, reports_progress=False)
+        self._http = [
+            (one, self._added(name, "http", partial(_started, one), reports_progress=False))
+            for name, one in services.items()
+        ]
         self._lease_due = 0.0
 
     def _added(
@@ -122,18 +170,14 @@ class Helpers:
         return supervisor.add(made)
 
     def start(self) -> None:
-        """Start both."""
+        """Start all of them."""
         self._controller.begin()
-        self._http.begin()
+        for _, supervised in self._http:
+            supervised.begin()
 
     def _new_controller(self) -> Kill:
         self._child = Child(CONTROLLER, run_controller, self._job)
         return self._child.kill
-
-    def _new_http(self) -> Kill:
-        if not self._service.is_alive:
-            self._service.start()
-        return self._service.stop
 
     def look(self) -> None:
         """Handle messages and exits, and restart what is due; takes a moment at most."""
@@ -142,10 +186,11 @@ class Helpers:
         elif wait([child.messages], POLL_S):
             message = child.receive()
             self._handle_exit(child) if message is None else self._handle(*message)
-        if self._http.is_up and not self._service.is_alive:
-            self._http.ended("the HTTP service exited unexpectedly")
-        elif self._http.is_up:
-            self._http.reported()
+        for service, supervised in self._http:
+            if supervised.is_up and not service.is_alive:
+                supervised.ended(f"{supervised.name} exited unexpectedly")
+            elif supervised.is_up:
+                supervised.reported()
         now = self._supervisor.clock()
         if now >= self._lease_due:
             self._lease_due = now + LEASE_LOOK_S
@@ -181,3 +226,9 @@ class Helpers:
         if self._child is not None:
             self._child.command("stop")
             self._child.stop()
+
+
+def _started(service: HttpService) -> Kill:
+    if not service.is_alive:
+        service.start()
+    return service.stop

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
-from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
@@ -37,47 +36,41 @@ from api.http.live_settings import (
     entity_tag,
     settings_answer,
 )
-from api.http.problems import correct_media_types, documented, report_problems
-from api.http.proposals import Proposals
+from api.http.problems import (
+    ProblemType,
+    Refused,
+    correct_media_types,
+    documented,
+    report_problems,
+)
 from api.http.requests import (
     MAX_ID,
     ControlRequest,
-    ExplainRequest,
-    ProposalRequest,
     ReasonRequest,
-    RebalanceRequest,
-    RollbackRequest,
 )
 from api.http.routes.event_stream import add_event_stream
 from api.http.routes.load_matrix import add_load_matrix
-from api.http.routes.placements import add_placement_routes
+from api.http.routes.moves import add_move_routes
+from api.http.routes.pins import add_pin_routes
+from api.http.routes.placements.routes import add_placement_routes
+from api.http.routes.problem_types import add_problem_types
+from api.http.routes.tasks import add_task_routes
+from api.http.routes.watching import add_watching_routes
 from api.http.schemas import (
     AuditAnswer,
     AuditPage,
     ControlAnswer,
-    EventAnswer,
     Health,
-    HistoryAnswer,
-    Imbalance,
-    Load,
-    PlacementAnswer,
-    PlanAnswer,
-    ProposalAnswer,
-    ProposalLine,
-    RebalanceAnswer,
-    State,
-    TaskAnswer,
     WhoAnswer,
 )
-from api.http.service import ANY, AdminService, Refused, generation_tag
+from api.http.service import AdminService
 from api.metrics.definitions import Level
-from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.processes.supervision import SupervisionView
 from eplb import __version__
-from telemetry.proposals import ProposalState
-from telemetry.store import LoadStore, TaskState
+from telemetry.store import LoadStore
 
 STATIC = Path(__file__).parent / "static"
+METRICS_CONNECTIONS, METRICS_REQUESTS = 16, 4  # of an address of their own
 
 
 async def _service(request: Request) -> AdminService:
@@ -85,40 +78,28 @@ async def _service(request: Request) -> AdminService:
     return service
 
 
-async def _proposals(request: Request) -> Proposals:
-    return Proposals(request.app.state.service)
-
-
-async def _actor(request: Request) -> str:
-    actor: Actor = request.state.actor
-    return actor.name
-
-
-Waiting = Annotated[Proposals, Depends(_proposals)]
-By = Annotated[str, Depends(_actor)]
 Service = Annotated[AdminService, Depends(_service)]
-Id = Annotated[int, Query(ge=0, le=MAX_ID)]
-TaskId = Annotated[int, InPath(ge=0, le=MAX_ID)]
-ProposalId = Annotated[int, InPath(ge=0, le=MAX_ID)]
-# Neither "str | None", because a header cannot be null, nor a pattern: what is no tag of the
-# generation that serves is a precondition that fails.
-IfGeneration = Annotated[
-    str,
-    Header(
-        alias="if-match",
-        description="the generation that must serve, in quotes; *: any",
-    ),
-]
 IfMatch = Annotated[
     str, Header(pattern=r'^(\*|"[0-9]{1,19}")$', description="the ETag that was read, or *")
 ]
 
-probes = APIRouter(tags=["health"], responses=documented(400, 422))
-watch = APIRouter(prefix="/api/v1", tags=["watch"], responses=documented(400, 422, 503))
-act = APIRouter(prefix="/api/v1", tags=["act"], responses=documented(400, 403, 413, 415, 422, 503))
-TASK_ANSWERS = documented(409) | {
-    202: {"model": TaskAnswer, "description": "Not done yet; see Location"}
-}
+OF_ALL = (ProblemType.BAD_REQUEST, ProblemType.FOREIGN_HOST, ProblemType.INVALID_REQUEST)
+OF_KEYS = (ProblemType.NOT_AUTHENTICATED, ProblemType.TOO_MANY_FAILED_LOGINS)
+OF_STORE = (ProblemType.STORE_UNAVAILABLE, ProblemType.TOO_BUSY, ProblemType.KEYS_UNAVAILABLE)
+OF_CHANGES = (
+    ProblemType.FOREIGN_ORIGIN,
+    ProblemType.ROLE_TOO_LOW,
+    ProblemType.BODY_TOO_LARGE,
+    ProblemType.NOT_JSON,
+    ProblemType.KEY_REUSED,
+    ProblemType.AUDIT_UNAVAILABLE,
+)
+READING, CHANGING = (*OF_ALL, *OF_KEYS, *OF_STORE), (*OF_ALL, *OF_KEYS, *OF_STORE, *OF_CHANGES)
+ONCE = documented(ProblemType.REQUEST_IN_PROGRESS)
+probes = APIRouter(tags=["health"], responses=documented(*OF_ALL))
+figures = APIRouter(tags=["health"], responses=documented(*OF_ALL))
+watch = APIRouter(prefix="/api/v1", tags=["watch"], responses=documented(*READING))
+act = APIRouter(prefix="/api/v1", tags=["act"], responses=documented(*CHANGING))
 
 
 @probes.get("/livez", summary="Is the HTTP service alive?")
@@ -127,141 +108,41 @@ async def get_livez() -> Health:
     return Health(detail=f"eplb {__version__}")
 
 
-@probes.get("/healthz", summary="Does the store answer?", responses=documented(503))
+@probes.get("/healthz", summary="Does the store answer?", responses=documented(*OF_KEYS, *OF_STORE))
 def get_healthz(service: Service) -> Health:
     """Reads one number from the store."""
     return service.health()
 
 
-@probes.get("/readyz", summary="Does every rank serve?", responses=documented(503))
+@probes.get(
+    "/readyz",
+    summary="Does every rank serve?",
+    responses=documented(ProblemType.NOT_READY, ProblemType.STORE_UNAVAILABLE),
+)
 async def get_readyz(request: Request) -> Health:
     """A run has begun, every rank reports, and steps make progress."""
     latest: LatestAnswer = request.app.state.readiness
     return await latest.get()
 
 
-@probes.get(
+@figures.get(
     "/metrics",
     summary="Figures for Prometheus",
     response_class=PlainTextResponse,
-    responses=documented(503),
+    responses=documented(*OF_KEYS, *OF_STORE),
 )
 def get_metrics(service: Service) -> Response:
     """Under a hundred series of the current run; counters are the run's, not this process's."""
     return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
 
-@watch.get("/state", summary="Everything at a glance", response_model=State)
-def get_state(service: Service) -> Response:
-    """The data of the page: ranks, latest heatmap, migration, bytes, decisions, switches."""
-    return _json(service.once_a_reading("state", service.state))
-
-
-@watch.get("/load", summary="Load windows with their matrices")
-def get_load(service: Service, last: Annotated[int, Query(ge=1, le=KEPT_WINDOWS)] = 1) -> Load:
-    """The latest windows, oldest first, as `tokens` [T, L, E] and `rank_load` [T, L, R]."""
-    return service.load(last)
-
-
+add_watching_routes(watch)
 add_load_matrix(watch)
-
-
-@watch.get("/imbalance", summary="Imbalance over time")
-def get_imbalance(
-    service: Service, last: Annotated[int, Query(ge=1, le=KEPT_SCORES)] = KEPT_SCORES
-) -> Imbalance:
-    """Measured beside contiguous, window by window, with the rebalances between them."""
-    return service.imbalance(last)
-
-
-@watch.get(
-    "/history",
-    summary="Imbalance by wall-clock time, over all runs",
-    response_model=HistoryAnswer,
-)
-def get_history(
-    service: Service,
-    seconds: Annotated[int, Query(ge=60, le=86_400)] = 900,
-    points: Annotated[int, Query(ge=10, le=2000)] = 400,
-) -> Response:
-    """The latest `seconds` in about `points` points; marks are restarts, rebalances, switches."""
-    made = partial(service.history, seconds, points)
-    return _json(service.once_a_reading(f"history {seconds} {points}", made))
-
-
-def _json(made: bytes) -> Response:
-    return Response(made, media_type="application/json")
-
-
-@watch.get("/rebalances", summary="The latest migrations")
-def get_rebalances(
-    service: Service, limit: Annotated[int, Query(ge=1, le=200)] = 20
-) -> list[RebalanceAnswer]:
-    """Newest first: what each was to bring, what it cost, what it brought."""
-    return service.rebalances(limit)
-
-
-@watch.get(
-    "/placement",
-    summary="A committed placement",
-    response_model=PlacementAnswer,
-    responses=documented(404),
-)
-def get_placement(service: Service, generation: Id | None = None) -> Response:
-    """The one that serves, or the one of a generation; its `ETag` is for `If-Match`."""
-    if generation is None and (committed := service.store.committed()) is not None:
-        generation = committed.placement.generation
-    made = partial(service.placement, generation)
-    answer = _json(service.once_a_reading(f"placement {generation}", made))
-    if generation is not None:
-        answer.headers["ETag"] = generation_tag(generation)
-    return answer
-
-
 add_placement_routes(watch)
-
-
-@watch.get("/plan", summary="The open migration and the last decision")
-def get_plan(service: Service) -> PlanAnswer:
-    """The open migration, and the last decision with its reason."""
-    return service.plan()
-
-
-@watch.get("/events", summary="Events")
-def get_events(
-    service: Service,
-    after: Id = 0,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-    latest: Annotated[int | None, Query(ge=1, le=1000)] = None,
-) -> list[EventAnswer]:
-    """Oldest first, past an id or the `latest` so many: repeat with the last id to continue."""
-    return service.events(after, limit) if latest is None else service.latest_events(latest)
-
-
 add_event_stream(watch)
-
-
-@watch.get("/tasks/{task_id}", summary="One task", responses=documented(404))
-def get_task(service: Service, task_id: TaskId) -> TaskAnswer:
-    """A request that the controller works off, and its result."""
-    return service.task(task_id)
-
-
-@watch.get("/tasks", summary="Tasks in a state")
-def get_tasks(
-    service: Service,
-    state: TaskState = "queued",
-    after: Id = 0,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> list[TaskAnswer]:
-    """Oldest first, past an id: repeat with the last id to continue."""
-    return service.tasks(state, after, limit)
-
-
-@act.post("/tasks/{task_id}/cancel", summary="Cancel a queued task", responses=documented(404, 409))
-def post_cancel(service: Service, task_id: TaskId, body: ReasonRequest) -> TaskAnswer:
-    """Only before the controller begins it; a migration is stopped by a pause."""
-    return service.cancel(task_id, body.reason)
+add_task_routes(watch, act)
+add_pin_routes(watch, act)
+add_problem_types(watch)
 
 
 @watch.get("/whoami", summary="Who asks")
@@ -271,7 +152,11 @@ async def get_whoami(request: Request) -> WhoAnswer:
     return WhoAnswer.model_validate({"name": actor.name, "role": actor.role.label})
 
 
-@watch.get("/audit", summary="Who changed what, and why", responses=documented(403, 404))
+@watch.get(
+    "/audit",
+    summary="Who changed what, and why",
+    responses=documented(ProblemType.ROLE_TOO_LOW, ProblemType.NOT_FOUND),
+)
 def get_audit(
     request: Request,
     before: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
@@ -280,117 +165,31 @@ def get_audit(
     """Newest first, those before a number: give `next` as `before` to continue."""
     audit: Audit | None = request.app.state.audit
     if audit is None:
-        raise Refused(404, "this service keeps no audit, expected one with a state folder")
+        why = "this service keeps no audit, expected one with a state folder"
+        raise Refused(ProblemType.NOT_FOUND, why)
     found = audit.page(before, limit)
     following = found[-1].number if found and found[-1].number > 1 else None
     return AuditPage(entries=[AuditAnswer.model_validate(one) for one in found], next=following)
 
 
-@act.post(
-    "/rebalances",
-    summary="Plan now; move only when dry_run is false",
-    responses=TASK_ANSWERS | documented(412),
-)
-def post_rebalance(
-    service: Service, body: RebalanceRequest, response: Response, if_match: IfGeneration = ANY
-) -> TaskAnswer:
-    """Submits a task to the controller and waits a while for its result."""
-    return _answered(service.rebalance(body, if_match), response)
+add_move_routes(watch, act)
 
 
 @act.post(
-    "/rollbacks",
-    summary="Back to an earlier placement; move only when dry_run is false",
-    responses=TASK_ANSWERS | documented(412),
+    "/pause",
+    summary="Stop all movement at once",
+    responses=ONCE,
 )
-def post_rollback(
-    service: Service, body: RollbackRequest, response: Response, if_match: IfGeneration = ANY
-) -> TaskAnswer:
-    """Submits a task to the controller and waits a while for its result."""
-    return _answered(service.rollback(body, if_match), response)
-
-
-@watch.get("/proposals", summary="Plans that wait for an approval")
-def get_proposals(waiting: Waiting, state: ProposalState | None = None) -> list[ProposalLine]:
-    """Newest first, the latest 50: open ones, and how the others ended."""
-    return waiting.all(state)
-
-
-@watch.get("/proposals/{proposal_id}", summary="One proposal", responses=documented(404))
-def get_proposal(waiting: Waiting, proposal_id: ProposalId) -> ProposalAnswer:
-    """With its target, its moves, what it changes in each layer, and why."""
-    return waiting.one(proposal_id)
-
-
-@act.post(
-    "/proposals",
-    summary="Plan now and store the plan; nothing moves",
-    status_code=201,
-    response_model=ProposalAnswer,
-    responses=TASK_ANSWERS,
-)
-def post_proposal(waiting: Waiting, body: ProposalRequest, by: By) -> Response:
-    """Submits a task to the controller and waits a while; `Location` is of the proposal."""
-    made = waiting.create(body, by)
-    status, kind = (202, "tasks") if isinstance(made, TaskAnswer) else (201, "proposals")
-    place = {"Location": f"/api/v1/{kind}/{made.id}"}
-    return Response(made.model_dump_json(), status, place, "application/json")
-
-
-@act.post(
-    "/proposals/{proposal_id}/approve",
-    summary="Carry out a proposal",
-    responses=TASK_ANSWERS | documented(404, 412),
-)
-def post_approval(
-    waiting: Waiting,
-    proposal_id: ProposalId,
-    body: ReasonRequest,
-    by: By,
-    response: Response,
-    if_match: IfGeneration = ANY,
-) -> TaskAnswer:
-    """Moves to exactly the stored target, or to none: 409 when its base moved on."""
-    return _answered(waiting.approve(proposal_id, body.reason, by, if_match), response)
-
-
-@act.post(
-    "/proposals/{proposal_id}/reject",
-    summary="End a proposal",
-    responses=documented(404, 409),
-)
-def post_rejection(
-    waiting: Waiting, proposal_id: ProposalId, body: ReasonRequest, by: By
-) -> ProposalLine:
-    """It can be approved no more."""
-    return waiting.reject(proposal_id, body.reason, by)
-
-
-@act.post(
-    "/explanations",
-    summary="Why is this expert there?",
-    responses=TASK_ANSWERS,
-)
-def post_explanation(service: Service, body: ExplainRequest, response: Response) -> TaskAnswer:
-    """Plans now and explains one expert; moves nothing. The text is in `sentences`."""
-    return _answered(service.explain(body), response)
-
-
-def _answered(task: TaskAnswer, response: Response) -> TaskAnswer:
-    """The task, with status 202 until it is done."""
-    if task.state in ("queued", "running"):
-        response.status_code = 202
-        response.headers["Location"] = f"/api/v1/tasks/{task.id}"
-    return task
-
-
-@act.post("/pause", summary="Stop all movement at once")
 def post_pause(service: Service, body: ReasonRequest) -> ControlAnswer:
     """The kill switch: no weight moves until it is resumed."""
     return service.set_control(ControlRequest(reason=body.reason, movement=False))
 
 
-@act.post("/resume", summary="Let weights move again")
+@act.post(
+    "/resume",
+    summary="Let weights move again",
+    responses=ONCE,
+)
 def post_resume(service: Service, body: ReasonRequest) -> ControlAnswer:
     """Ends a pause."""
     return service.set_control(ControlRequest(reason=body.reason, movement=True))
@@ -408,7 +207,9 @@ def get_settings(service: Service, response: Response) -> SettingsAnswer:
     return _tagged(settings_answer(service.store.live()), response)
 
 
-@act.patch("/settings", summary="Change live settings", responses=documented(412))
+@act.patch(
+    "/settings", summary="Change live settings", responses=documented(ProblemType.SETTINGS_CHANGED)
+)
 def patch_settings(
     service: Service,
     body: SettingsRequest,  # type: ignore[valid-type]
@@ -459,31 +260,76 @@ def create_app(
         finally:
             await asyncio.to_thread(service.reader.stop)
 
+    app = _bare_app("EPLB admin API", service, limits, watching if is_watching else None)
+    app.state.feed = service.feed
+    app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
+    app.state.audit = None if state_dir is None else Audit(state_dir)
+    app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
+    _add_checks(app, token, state_dir, actor)
+    for router in (probes, figures, watch, act):
+        app.include_router(router)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.add_api_route("/", _page, include_in_schema=False)
+    app.add_api_route("/api/v1/openapi.json", _document, include_in_schema=False)
+    correct_media_types(app.openapi())
+    return app
+
+
+def create_metrics_app(
+    service: AdminService,
+    *,
+    limits: HttpLimits = DEFAULT_LIMITS,
+    token: str | None = None,
+    state_dir: Path | None = None,
+) -> FastAPI:
+    """Make the service of /metrics alone, for an address of its own.
+
+    Args:
+        service: of the admin API; its figures are served.
+        limits: of the admin API; this one has fewer connections and requests.
+        token: that a scrape may prove in place of an access key; not that of the admin API.
+        state_dir: that has the access keys; None: there are none.
+    """
+    few = replace(
+        limits,
+        max_connections=min(limits.max_connections, METRICS_CONNECTIONS),
+        max_requests=min(limits.max_requests, METRICS_REQUESTS),
+    )
+    app = _bare_app("EPLB metrics", service, few)
+    app.state.feed = None
+    _add_checks(app, token, state_dir)
+    app.include_router(figures)
+    return app
+
+
+def _bare_app(
+    title: str,
+    service: AdminService,
+    limits: HttpLimits,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """An application without routes that reports problems."""
     # No documentation page: FastAPI's own loads its scripts from another site.
     app = FastAPI(
-        title="EPLB admin API",
+        title=title,
         version=__version__,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,  # the document has a route like all others
         dependencies=[Depends(check_request)],
-        lifespan=watching if is_watching else None,
+        lifespan=lifespan,
     )
     app.state.service, app.state.limits = service, limits
-    app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
-    # The last is the outermost: a stranger's body is not read, and what is refused is no change.
-    app.state.audit = None if state_dir is None else Audit(state_dir)
-    app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
-    app.add_middleware(Guard, limits=limits, any_host=token is not None)
-    app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
-    for router in (probes, watch, act):
-        app.include_router(router)
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_api_route("/", _page, include_in_schema=False)
-    app.add_api_route("/api/v1/openapi.json", _document, include_in_schema=False)
     report_problems(app, RequestValidationError)
-    correct_media_types(app.openapi())
     return app
+
+
+def _add_checks(
+    app: FastAPI, token: str | None, state_dir: Path | None, actor: Actor | None = None
+) -> None:
+    # The last is the outermost: a stranger's body is not read, and what is refused is no change.
+    app.add_middleware(Guard, limits=app.state.limits, any_host=token is not None)
+    app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
 
 
 async def _document(request: Request) -> dict[str, Any]:

@@ -9,12 +9,11 @@ site. A page can send JSON to another origin only after a preflight, which fails
 from __future__ import annotations
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.limits import HttpLimits
-from api.http.problems import problem
+from api.http.problems import ProblemType, Refused, place_of, problem
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 THREADLESS = frozenset({"/livez", "/readyz", "/api/v1/events/stream"})  # they take no thread
@@ -47,12 +46,13 @@ class Guard:
             return
         if len(body) > most_bytes:
             detail = f"more than {most_bytes} bytes of body, expected fewer"
-            await problem(413, detail)(scope, receive, send)
+            await problem(ProblemType.BODY_TOO_LARGE, detail)(scope, receive, send)
             return
         takes_thread = scope["path"] not in THREADLESS
         if takes_thread and self._under_way >= self._limits.max_requests:
             detail = f"{self._under_way} requests are in progress, expected fewer"
-            await problem(503, detail, {"Retry-After": "1"})(scope, receive, send)
+            refusal = problem(ProblemType.TOO_BUSY, detail, {"Retry-After": "1"})
+            await refusal(scope, receive, send)
             return
         self._under_way += takes_thread
         try:
@@ -60,15 +60,17 @@ class Guard:
         finally:
             self._under_way -= takes_thread
 
-    def _refusal(self, headers: Headers) -> tuple[int, str] | None:
+    def _refusal(self, headers: Headers) -> tuple[ProblemType, str] | None:
         host = _name_of(headers.get("host", ""))
         if not self._any_host and host not in LOOPBACK_NAMES:
             known = ", ".join(sorted(LOOPBACK_NAMES))
-            return 400, f"the host is {host[:100]!r}, expected one of: {known}"
+            detail = f"the host is {host[:100]!r}, expected one of: {known}"
+            return ProblemType.FOREIGN_HOST, detail
         length = headers.get("content-length", "0")  # h11 has checked that these are digits
         most_bytes = self._limits.max_body_bytes
         if int(length[:20]) > most_bytes:
-            return 413, f"a body of {length[:20]} bytes, expected at most {most_bytes}"
+            detail = f"a body of {length[:20]} bytes, expected at most {most_bytes}"
+            return ProblemType.BODY_TOO_LARGE, detail
         return None
 
 
@@ -99,7 +101,7 @@ async def check_request(request: Request) -> None:
     """Refuse a request that does not fit its route; a dependency of every route.
 
     Raises:
-        HTTPException: 422, an unknown or repeated query parameter; 403, sent by a page of another
+        Refused: 422, an unknown or repeated query parameter; 403, sent by a page of another
             site; 415, a change of state that is not JSON.
     """
     known = {param.alias for param in request.scope["route"].dependant.query_params}
@@ -107,22 +109,29 @@ async def check_request(request: Request) -> None:
     unknown = sorted(set(given) - known)
     if unknown:
         expected = f"one of: {', '.join(sorted(known))}" if known else "none"
-        raise HTTPException(
-            422, f"unknown query parameter {unknown[0][:100]!r}, expected {expected}"
-        )
+        why = f"unknown query parameter {unknown[0][:100]!r}, expected {expected}"
+        raise _refused(request, ProblemType.INVALID_REQUEST, why)
     if len(given) > len(set(given)):
-        raise HTTPException(422, f"repeated query parameter in {sorted(given)}, expected each once")
+        why = f"repeated query parameter in {sorted(given)}, expected each once"
+        raise _refused(request, ProblemType.INVALID_REQUEST, why)
     if request.method in SAFE_METHODS:
         return
     headers = request.headers
     own_origin = f"{request.url.scheme}://{headers['host']}"
     if headers.get("origin", own_origin) != own_origin:
-        raise HTTPException(403, f"the origin is another site, expected {own_origin}")
+        why = f"the origin is another site, expected {own_origin}"
+        raise _refused(request, ProblemType.FOREIGN_ORIGIN, why)
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise HTTPException(403, f"sent by a page of another site, expected {own_origin}")
+        why = f"sent by a page of another site, expected {own_origin}"
+        raise _refused(request, ProblemType.FOREIGN_ORIGIN, why)
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise HTTPException(415, f"a body of {media_type[:100]!r}, expected application/json")
+        why = f"a body of {media_type[:100]!r}, expected application/json"
+        raise _refused(request, ProblemType.NOT_JSON, why)
+
+
+def _refused(request: Request, kind: ProblemType, why: str) -> Refused:
+    return Refused(kind, f"{place_of(request)}: {why}")
 
 
 def _name_of(host: str) -> str:

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from api.http.problems import ProblemType, Refused
 from api.http.schemas import Health
-from api.http.service import Refused
 from eplb.clock import Clock
 
 WAIT_S = 0.25
@@ -34,7 +34,9 @@ class LatestAnswer:
     ) -> None:
         self._ask, self._wait_s, self._clock = ask, wait_s, clock
         self._stale_after_s = stale_after_s
-        self._answer: Health | Exception = Refused(503, "the store has not answered yet")
+        self._answer: Health | Exception = Refused(
+            ProblemType.STORE_UNAVAILABLE, "the store has not answered yet"
+        )
         self._asked_at = 0.0
         self._fresh: asyncio.Future[None] | None = None  # set while a question is open
 
@@ -55,7 +57,9 @@ class LatestAnswer:
         await asyncio.wait({self._fresh}, timeout=self._wait_s)
         waiting_s = self._clock() - self._asked_at
         if self._fresh is not None and waiting_s > self._stale_after_s:
-            raise Refused(503, f"the store has not answered for {waiting_s:.1f} s")
+            raise Refused(
+                ProblemType.STORE_UNAVAILABLE, f"the store has not answered for {waiting_s:.1f} s"
+            )
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer

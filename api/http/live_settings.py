@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, create_model
 
 from api.config.live import check_policy, live_settings
+from api.http.problems import ProblemType, Refused
 from api.http.requests import WHOLE, Body, Policy, Reason
 from api.http.schemas import Answer
-from api.http.service import ANY, Refused
+from api.http.service import ANY
 from eplb.errors import StaleRevision
 from telemetry.live import LiveState
 from telemetry.store import LiveStore
@@ -42,7 +43,13 @@ _SPEED = r"[0-9]{1,6}:(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,5}(\.[0-9]{1,6})?)"
 SPEEDS = rf"^({_SPEED}(, ?{_SPEED})*)?$"  # rank:speed, ...; that each rank is named once is left
 _SLOTS = r"[0-9]{1,6}:[0-9]{1,6}"
 # Lists of figures: what the form leaves to the service is that nothing is named twice.
-FORMS = {"rank_speed": SPEEDS, "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$"}
+_NUMBER = r"[0-9]{1,6}"
+_PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
+FORMS = {
+    "rank_speed": SPEEDS,
+    "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$",
+    "pins": rf"^({_PIN}(, ?{_PIN})*)?$",
+}
 
 
 def _fields() -> dict[str, Any]:
@@ -104,13 +111,16 @@ def change_settings(store: LiveStore, body: _SettingsBody, if_match: str) -> Set
     """
     changes = {name: getattr(body, name) for name in body.model_fields_set - {"reason"}}
     if not changes:
-        raise Refused(422, "the body names no setting, expected one or more beside the reason")
+        raise Refused(
+            ProblemType.INVALID_REQUEST,
+            "the body names no setting, expected one or more beside the reason",
+        )
     check_policy(changes)
     expected = None if if_match == ANY else int(if_match.strip('"'))
     try:
         return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
     except StaleRevision as exc:
-        raise Refused(412, str(exc)) from exc
+        raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
 
 
 def _setting(name: str, state: LiveState) -> SettingAnswer:

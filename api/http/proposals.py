@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from api.http.problems import ProblemType, Refused
 from api.http.requests import ProposalRequest
 from api.http.schemas import ProposalAnswer, ProposalLine, TaskAnswer
-from api.http.service import AdminService, Refused
+from api.http.service import AdminService
 from api.monitor.plan_ends import plan_end
 from eplb.policies.table import policy_named
-from telemetry.proposals import Proposal, ProposalEnded, ProposalState, check_open
+from telemetry.proposals import Proposal, ProposalEnded, ProposalState, base_moved, check_open
 
 
 class Proposals:
@@ -35,7 +36,7 @@ class Proposals:
         """
         found, content = self._found(proposal_id), self._store.proposal_content(proposal_id)
         if content is None:
-            raise Refused(404, f"there is no proposal {proposal_id}")
+            raise Refused(ProblemType.NO_SUCH_PROPOSAL, f"there is no proposal {proposal_id}")
         end = plan_end(self._store, found.plan_id) if found.plan_id else None
         return ProposalAnswer(
             **_line(found),
@@ -71,7 +72,7 @@ class Proposals:
         try:
             check_open(found)
         except ProposalEnded as exc:
-            raise Refused(409, str(exc)) from exc
+            raise self._ended(found, exc) from exc
         self._service.check_may_move(is_dry_run=False)
         asked: dict[str, Any] = {"proposal": proposal_id, "by": by, "reason": reason}
         return self._service.ask("approve", asked, expected)
@@ -82,17 +83,24 @@ class Proposals:
         Raises:
             Refused: no such proposal, or it is not open.
         """
-        self._found(proposal_id)
+        found = self._found(proposal_id)
         try:
             return ProposalLine(**_line(self._store.reject(proposal_id, by=by, reason=reason)))
         except ProposalEnded as exc:
-            raise Refused(409, str(exc)) from exc
+            raise self._ended(found, exc) from exc
+
+    def _ended(self, proposal: Proposal, why: ProposalEnded) -> Refused:
+        found = self._store.committed()
+        serving = None if found is None else (found.placement.generation, found.placement.hash)
+        has_moved = proposal.state == "expired" and base_moved(proposal, serving)
+        kind = ProblemType.BASE_MOVED_ON if has_moved else ProblemType.PROPOSAL_ENDED
+        return Refused(kind, str(why))
 
     def _found(self, proposal_id: int) -> Proposal:
         for found in self._store.proposals():
             if found.id == proposal_id:
                 return found
-        raise Refused(404, f"there is no proposal {proposal_id}")
+        raise Refused(ProblemType.NO_SUCH_PROPOSAL, f"there is no proposal {proposal_id}")
 
 
 def _line(proposal: Proposal) -> dict[str, Any]:

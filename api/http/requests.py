@@ -11,6 +11,7 @@ from telemetry.proposals import LASTS_S
 
 MAX_ID = 2**53 - 1  # of tasks, events and generations: what every reader of JSON holds exactly
 MOST_LASTS_S = 7 * 86_400
+NOTES = "Eplb-Notes"  # header of a file: what it cannot express
 MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement
 
 

@@ -247,25 +247,6 @@ class Load(Answer):
     rank_load: list[list[list[int]]] = Field(description="[T, L, R] tokens received by each rank")
 
 
-class PlacementLine(Answer):
-    """One line of the history of placements."""
-
-    generation: int
-    time: float
-    plan_id: int
-    reason: str
-    hash: str
-    num_replicas: list[int] = Field(description="[L] slots in use beyond one for each expert")
-
-
-class PlacementAnswer(PlacementLine):
-    """A committed placement."""
-
-    num_experts: int
-    slot_to_expert: list[list[int]] = Field(description="[L, S], -1 is an empty slot")
-    slot_share: list[list[float]] = Field(description="[L, S] part of its expert's tokens")
-
-
 class WhoAnswer(Answer):
     """Who sends the request."""
 
@@ -386,12 +367,3 @@ class TaskAnswer(Answer):
         None,
         description="of the plan that the task published; null while it is open",
     )
-
-
-class Problem(Answer):
-    """A problem (RFC 9457)."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str

@@ -18,6 +18,7 @@ import uvicorn
 from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
+from api.http.routes.event_feed import EventFeed
 from eplb.errors import ConfigError
 from rebalance.network.tls import Certificate
 
@@ -77,7 +78,8 @@ class HttpService:
             ssl_keyfile=certificate.key if certificate else None,
         )
         self._config, self._server = config, _Server(config, limits)
-        self._app, self._limits = app, limits
+        self._feed: EventFeed | None = app.state.feed
+        self._limits = limits
         self._bound = bound
         self._thread: threading.Thread | None = None
 
@@ -95,7 +97,8 @@ class HttpService:
     def start(self) -> None:
         """Bind, and return once requests are answered. Again, when its thread has ended."""
         self._server = _Server(self._config, self._limits)
-        self._app.state.service.feed.open()
+        if self._feed is not None:
+            self._feed.open()
         bound = self._bound or bound_socket(self._host, self._port)
         self._bound, self._port = None, bound.getsockname()[1]
         self._thread = threading.Thread(
@@ -119,7 +122,8 @@ class HttpService:
         if self._thread is None:
             return
         self._server.should_exit = True
-        self._app.state.service.feed.close()  # its streams would outlast every deadline
+        if self._feed is not None:
+            self._feed.close()  # its streams would outlast every deadline
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise ConfigError(
@@ -156,8 +160,11 @@ def check_certificate(certificate: Certificate) -> None:
         raise ConfigError(f"TLS of HTTP: {exc}") from exc
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int, settings: str = "http.port, http.host") -> socket.socket:
     """Take an address of this host.
+
+    Args:
+        settings: that name the address, for an error.
 
     Raises:
         ConfigError: it is none of this host, or the port is in use.
@@ -173,7 +180,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except OSError as exc:
         listener.close()
         raise ConfigError(
-            f"port {port} of {host} (http.port, http.host) cannot be used: {exc.strerror}, "
+            f"port {port} of {host} ({settings}) cannot be used: {exc.strerror}, "
             "expected a free port of this host; 0 takes any"
         ) from exc
     return listener

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from api.http.problems import ProblemType, Refused
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.routes.event_feed import EventFeed
 from api.http.schemas import (
@@ -29,8 +30,6 @@ from api.http.schemas import (
     LoadWindow,
     Mark,
     MigrationAnswer,
-    PlacementAnswer,
-    PlacementLine,
     PlanAnswer,
     Progress,
     RebalanceAnswer,
@@ -49,19 +48,10 @@ from api.monitor.snapshot import Snapshot
 from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
-from eplb.errors import EplbError
 from eplb.policies.table import policy_named
-from telemetry.store import CommittedPlacement, LoadStore, Task, TaskState
+from telemetry.store import LoadStore, Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
-
-
-class Refused(EplbError):
-    """A request that cannot be served; ``status`` is its HTTP status."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
 
 
 class AdminService:
@@ -115,7 +105,7 @@ class AdminService:
         around = Around(leads.why_none, turn_age_s=leads.turn_age_s)
         why_not = reading.unread or unready(seen, self._stalled_after_s, around)
         if why_not is not None:
-            raise Refused(503, why_not)
+            raise Refused(ProblemType.NOT_READY, why_not)
         return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
 
     def state(self) -> State:
@@ -188,33 +178,6 @@ class AdminService:
         self._snapshot()
         return [RebalanceAnswer.model_validate(one) for one in self._monitor.rebalances()[:limit]]
 
-    def placement(self, generation: int | None) -> PlacementAnswer:
-        """The committed placement, or the one of a generation.
-
-        Raises:
-            Refused: nothing is committed yet, or not that generation.
-        """
-        if generation is None:
-            found = self.store.committed()
-            wanted = "a committed placement"
-        else:
-            wanted = f"generation {generation}"
-            found = self.store.placement(generation)
-        if found is None:
-            raise Refused(404, f"the store holds no placement that is {wanted}")
-        placement = found.placement
-        return PlacementAnswer(
-            **placement_line(found),
-            num_experts=placement.num_experts,
-            slot_to_expert=placement.slot_to_expert.tolist(),
-            slot_share=placement.slot_share.tolist(),
-        )
-
-    def placements(self, limit: int, before: int | None = None) -> list[PlacementLine]:
-        """The history of placements below a generation, newest first; None: all."""
-        found = self.store.placements(limit, before=before)
-        return [PlacementLine(**placement_line(line)) for line in found]
-
     def plan(self) -> PlanAnswer:
         """The open migration and the last decision."""
         seen = self._snapshot()
@@ -256,7 +219,7 @@ class AdminService:
         """
         found = self.store.task(task_id)
         if found is None:
-            raise Refused(404, f"there is no task {task_id}")
+            raise Refused(ProblemType.NO_SUCH_TASK, f"there is no task {task_id}")
         return task_answer(self.store, found)
 
     def tasks(self, state: TaskState, after: int, limit: int) -> list[TaskAnswer]:
@@ -274,7 +237,9 @@ class AdminService:
         is_cancelled = self.store.cancel(task_id, reason=reason)
         answer = self.task(task_id)
         if not is_cancelled:
-            raise Refused(409, f"task {task_id} is {answer.state}, expected it queued")
+            raise Refused(
+                ProblemType.TASK_BEGUN, f"task {task_id} is {answer.state}, expected it queued"
+            )
         return answer
 
     def rebalance(self, request: RebalanceRequest, if_match: str = ANY) -> TaskAnswer:
@@ -335,7 +300,8 @@ class AdminService:
             # The controller checks the generation again, when it begins the task.
             if expected is not None:
                 self.check_generation(generation_tag(expected))
-            raise Refused(409, f"task {task.id}: {task.result.error or 'no reason was given'}")
+            why = task.result.error or "no reason was given"
+            raise Refused(ProblemType.CONTROLLER_REFUSED, f"task {task.id}: {why}")
         return task_answer(self.store, task)
 
     def check_generation(self, if_match: str) -> int | None:
@@ -349,7 +315,10 @@ class AdminService:
         committed = self.store.committed()
         serving = "none" if committed is None else generation_tag(committed.placement.generation)
         if serving != if_match:
-            raise Refused(412, f"the generation that serves is {serving}, expected {if_match}")
+            raise Refused(
+                ProblemType.GENERATION_MOVED_ON,
+                f"the generation that serves is {serving}, expected {if_match}",
+            )
         return int(if_match.strip('"'))
 
     def check_may_move(self, is_dry_run: bool) -> None:
@@ -360,12 +329,14 @@ class AdminService:
         """
         control, migration = self.store.control(), self.store.published()
         if not is_dry_run and not control.movement:
-            raise Refused(409, "movement is off, expected it on; a dry run is possible")
+            why = "movement is off, expected it on; a dry run is possible"
+            raise Refused(ProblemType.MOVEMENT_OFF, why)
         if not is_dry_run and control.observe:
-            raise Refused(409, "observe is on, expected it off; a dry run is possible")
+            why = "observe is on, expected it off; a dry run is possible"
+            raise Refused(ProblemType.MOVEMENT_OFF, why)
         if migration is not None:
             raise Refused(
-                409,
+                ProblemType.MIGRATION_OPEN,
                 f"the migration of plan {migration.plan_id} is open, expected it committed or "
                 "aborted before the next plan",
             )
@@ -388,7 +359,10 @@ class AdminService:
         """
         changes = request.model_dump(exclude_none=True, exclude={"reason"})
         if not changes:
-            raise Refused(422, "the body names no switch, expected movement or observe")
+            raise Refused(
+                ProblemType.INVALID_REQUEST,
+                "the body names no switch, expected movement or observe",
+            )
         state = self.store.change_live(changes, reason=request.reason)
         return ControlAnswer.model_validate(state.control)
 
@@ -403,17 +377,3 @@ def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
     is_empty = np.isnan(heat[:, 0])  # [L]; a row is all NaN or has none
     rows: list[list[float]] = np.round(heat, 3).tolist()
     return [None if is_empty[layer] else row for layer, row in enumerate(rows)]
-
-
-def placement_line(line: CommittedPlacement) -> dict[str, Any]:
-    """Give the fields of a PlacementLine."""
-    placement = line.placement
-    in_use = (placement.slot_to_expert >= 0).sum(axis=1)
-    return {
-        "generation": placement.generation,
-        "time": line.time,
-        "plan_id": line.plan_id,
-        "reason": line.reason,
-        "hash": placement.hash,
-        "num_replicas": (in_use - placement.num_experts).tolist(),
-    }

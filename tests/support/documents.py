@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from api.cli.main import app
 from api.http.app import create_app
+from api.http.problems import ProblemType
 from runtime.checkpoints.description import ExpertLayout
 from runtime.checkpoints.families.table import FAMILIES
 from telemetry import open_store
@@ -247,11 +248,22 @@ def _layout(layout: ExpertLayout) -> str:
     return f"{', '.join(f'`{name}`' for name in layout.names.values())} ({', '.join(kind)})"
 
 
+def problems_section() -> str:
+    """Every type of problem."""
+    rows = [
+        f"| {kind.status} | `{kind.label}` | {kind.title} | {_cell(kind.meaning)} |"
+        for kind in ProblemType
+    ]
+    head = ["| status | type | title | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
 GENERATED: Mapping[str, Callable[[], str]] = {
     "cli": cli_section,
     "families": families_section,
     "folders": folders_section,
     "imports": imports_section,
+    "problems": problems_section,
     "rest": rest_section,
 }
 

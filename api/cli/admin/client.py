@@ -17,6 +17,7 @@ import httpx
 from api.access.keys import Actor, Role
 from api.access.local import local_actor
 from api.cli.store_place import audit_folder, configured_store, open_existing
+from api.http.requests import NOTES
 from eplb.errors import ConfigError, EplbError
 
 MARGIN_S = 30.0  # beyond the time that the service waits for the controller
@@ -39,6 +40,13 @@ class Answer(NamedTuple):
     body: Any  # of its JSON
 
 
+class Download(NamedTuple):
+    """A file of the API."""
+
+    data: bytes
+    notes: str  # of what the file cannot express; "": it has all
+
+
 class Place(NamedTuple):
     """Which API is asked, as given on the command line."""
 
@@ -54,7 +62,7 @@ def ask(
     path: str,
     body: Mapping[str, Any] | None = None,
     *,
-    if_generation: int | None = None,
+    if_match: int | None = None,
     **params: Any,
 ) -> Answer:
     """Send one request, and return its answer.
@@ -64,7 +72,7 @@ def ask(
         method: of HTTP.
         path: below ``/api/v1``.
         body: sent as JSON.
-        if_generation: the generation that must serve.
+        if_match: the generation that must serve, or the revision that was read.
         params: of the query; those that are None are not sent.
 
     Raises:
@@ -72,22 +80,51 @@ def ask(
         ConfigError: there is no service at the URL, or the store cannot be used.
         StoreError: the store cannot be used.
     """
-    headers = {} if if_generation is None else {"If-Match": f'"{if_generation}"'}
+    headers = {} if if_match is None else {"If-Match": f'"{if_match}"'}
+    answer = _answer(place, method, path, json=body, headers=headers, params=params)
+    return Answer(answer.status_code, _json(answer))
+
+
+def download(place: Place, path: str, **params: Any) -> Download:
+    """Get a file.
+
+    Args:
+        place: of the API.
+        path: below ``/api/v1``.
+        params: of the query; those that are None are not sent.
+
+    Raises:
+        AdminRefused, ConfigError, StoreError: as ``ask``; ConfigError also for an answer that is
+            no file.
+    """
+    answer = _answer(place, "GET", path, params=params)
+    if not answer.headers.get("content-disposition", "").startswith("attachment"):
+        raise ConfigError(f"{answer.url} answered with no file, expected a service of eplb")
+    return Download(answer.content, answer.headers.get(NOTES, ""))
+
+
+def _answer(
+    place: Place, method: str, path: str, *, params: Mapping[str, Any], **parts: Any
+) -> httpx.Response:
+    """The answer to one request, unless it is a refusal."""
     given = {name: value for name, value in params.items() if value is not None}
     with ExitStack() as stack:
         client = _of_service(place.service) if place.service else _of_store(place, stack)
-        answer = asyncio.run(
-            _sent(client, method, f"/api/v1{path}", json=body, headers=headers, params=given)
-        )
+        answer = asyncio.run(_sent(client, method, f"/api/v1{path}", params=given, **parts))
+    if answer.status_code >= 400:
+        found = _json(answer)
+        detail = found.get("detail", found) if isinstance(found, dict) else found
+        raise AdminRefused(answer.status_code, str(detail))
+    return answer
+
+
+def _json(answer: httpx.Response) -> Any:
     try:
-        found = answer.json()
+        return answer.json()
     except ValueError as exc:
         raise ConfigError(
             f"{answer.url} answered with no JSON, expected a service of eplb"
         ) from exc
-    if answer.status_code >= 400:
-        raise AdminRefused(answer.status_code, str(found.get("detail", found)))
-    return Answer(answer.status_code, found)
 
 
 async def _sent(client: httpx.AsyncClient, method: str, path: str, **parts: Any) -> httpx.Response:

@@ -72,6 +72,10 @@ def ports_of(deployment: Deployment, host: int) -> Iterator[tuple[str, str, int]
             yield "network.rank_port", address, network.rank_port + local
     if http.port and is_own(numeric_address(http.host)):
         yield "http.port", numeric_address(http.host), http.port
+    if http.metrics_host and http.metrics_port:
+        own = numeric_address(http.metrics_host, "http.metrics_host")
+        if is_own(own):
+            yield "http.metrics_port", own, http.metrics_port
 
 
 def check_ports(deployment: Deployment, host: int) -> Iterator[Finding]:

@@ -15,10 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.http.limits import HttpLimits
-from api.http.problems import documented, problem
+from api.http.problems import ProblemType, Refused, problem
 from api.http.requests import MAX_ID
 from api.http.routes.event_feed import Client, EventFeed
-from api.http.service import Refused
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -71,7 +70,8 @@ class EventStream(EventSourceResponse):
         most = self._limits.max_streams
         if self._feed.is_closed or self._feed.num_clients >= most:
             detail = f"{self._feed.num_clients} event streams are open, expected fewer than {most}"
-            await problem(503, detail, {"Retry-After": "10"})(scope, receive, send)
+            refusal = problem(ProblemType.TOO_BUSY, detail, {"Retry-After": "10"})
+            await refusal(scope, receive, send)
             return
         self._feed.add(self._client)
         # A task of its own, because the client may be dropped while it waits for the network.
@@ -119,7 +119,10 @@ async def get_event_stream(
     given = request.headers.get(LAST_ID)
     if given is not None:
         if not (given.isascii() and given.isdigit() and int(given[:20]) <= MAX_ID):
-            raise Refused(422, f"{LAST_ID} is {given[:40]!r}, expected a number 0..{MAX_ID}")
+            raise Refused(
+                ProblemType.INVALID_REQUEST,
+                f"{LAST_ID} is {given[:40]!r}, expected a number 0..{MAX_ID}",
+            )
         after = int(given)
     state = request.app.state
     return EventStream(state.service.feed, after, state.limits)
@@ -131,6 +134,6 @@ def add_event_stream(watch: APIRouter) -> None:
         PATH,
         summary="Events as they happen",
         response_class=EventSourceResponse,
-        responses=STREAM | documented(503),
+        responses=STREAM,
         openapi_extra=DOCUMENT,
     )(get_event_stream)

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from api.http.problems import documented
+from api.http.problems import ProblemType, Refused, documented
 from api.http.routes.load_files import (
     MEDIA_TYPES,
     Format,
@@ -20,8 +20,8 @@ from api.http.routes.load_files import (
     TooLarge,
     write_load,
 )
+from api.http.routes.request_parts import service_of
 from api.http.schemas import Answer
-from api.http.service import AdminService, Refused
 from eplb.core.load import Phase
 from telemetry.retention.load_range import load_rows
 
@@ -79,16 +79,18 @@ def get_load_matrix(
     newest = time.time() + AHEAD_S
     end = newest if until is None else min(until, newest)
     form = format or _accepted(request.headers.get("accept", "*/*"))
-    service: AdminService = request.app.state.service
+    service = service_of(request)
     if not _making.acquire(blocking=False):
-        raise Refused(503, f"{AT_ONCE} matrices of load are being made, expected fewer")
+        raise Refused(
+            ProblemType.TOO_BUSY, f"{AT_ONCE} matrices of load are being made, expected fewer"
+        )
     try:
         rows = load_rows(service.store, since, end, phase)
         made = write_load(rows, of, form, MOST_BYTES[form])
     except TooLarge as exc:
-        raise Refused(422, str(exc)) from exc
+        raise Refused(ProblemType.TOO_MUCH_LOAD, str(exc)) from exc
     except OtherShape as exc:
-        raise Refused(409, str(exc)) from exc
+        raise Refused(ProblemType.OTHER_SHAPE, str(exc)) from exc
     finally:
         _making.release()
     headers = {"Content-Length": str(made.num_bytes), "Vary": "Accept"}
@@ -101,11 +103,17 @@ def add_load_matrix(watch: APIRouter) -> None:
     others: dict[int | str, dict[str, Any]] = {
         200: {"description": "The matrix", "content": content}
     }
+    problems = documented(
+        ProblemType.NOT_ACCEPTABLE,
+        ProblemType.OTHER_SHAPE,
+        ProblemType.INVALID_REQUEST,
+        ProblemType.TOO_MUCH_LOAD,
+    )
     watch.get(
         "/load/matrix",
         summary="Load over a range of time as a matrix",
         response_model=LoadMatrix,
-        responses=others | documented(406, 409),
+        responses=others | problems,
     )(get_load_matrix)
 
 
@@ -130,4 +138,6 @@ def _accepted(accept: str) -> Format:
             if kind in (media_type, "*/*", media_type.partition("/")[0] + "/*"):
                 return name
     known = ", ".join(MEDIA_TYPES.values())
-    raise Refused(406, f"Accept is {accept[:100]!r}, expected one of: {known}")
+    raise Refused(
+        ProblemType.NOT_ACCEPTABLE, f"Accept is {accept[:100]!r}, expected one of: {known}"
+    )

@@ -5,6 +5,7 @@ All are settings of the deployment. What was asked is recorded with each plan.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -13,20 +14,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.constraints import Constraints, room_of
+from eplb.core.constraints import Constraints, Which, room_of
 from eplb.core.load import LoadHistory
 from eplb.core.problem import Objective
 from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
 from eplb.decision.coverage import Coverage, coverage_of
+from eplb.decision.pins import Pins, fitting_pins
 from eplb.decision.redundancy import slots_per_layer
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from telemetry.forecast.forecasters import Ewma
 
 HALF_LIFE = 4.0  # windows, of the forecast
-SHOWN = 32  # uncovered experts that an event lists
+SHOWN = 32  # uncovered experts, and pins, that an event lists
 MOST_SLOTS = 2**31
+_PIN = re.compile(
+    r"(?P<layer>\*|[0-9]{1,6})/(?P<expert>[0-9]{1,6}):(?P<ranks>[0-9]{1,6}(\+[0-9]{1,6})*)"
+)
 SHOWN_TEXT = 4096  # characters of a setting; 320 ranks with speeds of two digits take 2,800
 
 
@@ -43,6 +48,7 @@ class PlannerRequest:
     min_domains: int = 1  # failure domains of each expert, as far as slots allow
     rank_speed: str = ""  # "rank:speed, ..."; 1 is nominal, and that of all others
     redundancy: str = ""  # "layer:slots, ..."; redundant slots of a layer; the others use all
+    pins: str = ""  # "layer/expert:rank+rank, ..."; ranks that must hold an expert; *: each layer
     forecast_weight: float = 0.0  # of the forecast beside the past windows; 0: no forecast
     # Of decode, where ranks serve both phases: its part of the windows. 0: phases are summed.
     decode_weight: float = 0.0
@@ -60,6 +66,7 @@ class PlannerRequest:
                 raise ConfigError(f"{name} is {weight}, expected 0 or more and below 1")
         speeds_of(self.rank_speed)
         redundancy_of(self.redundancy)
+        read_pins(self.pins)
 
     def topology(self, topology: Topology) -> Topology:
         """The topology with the measured speeds.
@@ -80,7 +87,7 @@ class PlannerRequest:
         return replace(topology, rank_speed=found)
 
     def coverage(self, past: LoadHistory, topology: Topology, num_groups: int) -> Coverage:
-        """Constraints on slots, those on failure domains that fit, and the experts left out.
+        """Constraints on slots, pins and failure domains that fit, and what is left out.
 
         Raises:
             ConfigError: ``redundancy`` of a layer that is not there, or of more slots.
@@ -88,8 +95,11 @@ class PlannerRequest:
         tokens = past.tokens.sum(axis=0)
         slots = self.slots(topology, *tokens.shape)
         room = room_of(Constraints(slots=slots), topology, len(tokens))
-        found = coverage_of(tokens, room, topology, self.min_domains, num_groups)
-        return replace(found, constraints=replace(found.constraints, slots=slots))
+        pins = fitting_pins(read_pins(self.pins), room, topology, tokens.shape[1], num_groups)
+        # Further failure domains are asked for in the slots that pins leave.
+        found = coverage_of(tokens, pins.left, topology, self.min_domains, num_groups)
+        constraints = replace(found.constraints, slots=slots, pinned=pins.pinned)
+        return replace(found, constraints=constraints, unmet_pins=pins.unmet)
 
     def slots(
         self, topology: Topology, num_layers: int, num_experts: int
@@ -124,13 +134,16 @@ class PlannerRequest:
     def recorded(self, coverage: Coverage) -> dict[str, Any]:
         """What was asked and what of it does not fit, as details of an event."""
         asked = dict(vars(self))
-        for name in ("rank_speed", "redundancy"):
+        for name in ("rank_speed", "redundancy", "pins"):
             if len(text := asked[name]) > SHOWN_TEXT:
                 digest = sha256(text.encode()).hexdigest()
                 asked[name] = f"{len(text)} characters, sha256 {digest}"
         if coverage.uncovered:
             asked["num_uncovered"] = len(coverage.uncovered)
             asked["uncovered"] = [list(one) for one in coverage.uncovered[:SHOWN]]
+        if coverage.unmet_pins:
+            asked["num_unmet_pins"] = len(coverage.unmet_pins)
+            asked["unmet_pins"] = list(coverage.unmet_pins[:SHOWN])
         if coverage.releases_groups:
             asked["releases_groups"] = True
         return asked
@@ -176,6 +189,43 @@ def redundancy_of(text: str) -> dict[int, int]:
             )
         slots[layer] = int(count)
     return slots
+
+
+def read_pins(text: str) -> dict[Which, tuple[int, ...]]:
+    """Read "layer/expert:rank+rank, ..."; the layer * is each one.
+
+    Raises:
+        ConfigError: something else.
+    """
+    pins: dict[Which, tuple[int, ...]] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        found = _PIN.fullmatch(part)
+        ranks = tuple(map(int, found["ranks"].split("+"))) if found else ()
+        which: Which = -1
+        if found:
+            expert = int(found["expert"])
+            which = expert if found["layer"] == "*" else (int(found["layer"]), expert)
+        if not found or which in pins or len(set(ranks)) < len(ranks):
+            raise ConfigError(
+                f"pins has {part!r}, expected layer/expert:rank+rank for each expert of a layer "
+                "once and each rank once, such as '3/17:0+4, */5:2'"
+            )
+        pins[which] = ranks
+    return pins
+
+
+def written_pins(pins: Pins) -> str:
+    """Write pins as ``read_pins`` reads them, in one order."""
+
+    def place(which: Which) -> tuple[int, int]:
+        return (-1, which) if isinstance(which, int) else which
+
+    parts = []
+    for which in sorted(pins, key=place):
+        layer, expert = place(which)
+        ranks = "+".join(map(str, sorted(pins[which])))
+        parts.append(f"{'*' if layer < 0 else layer}/{expert}:{ranks}")
+    return ", ".join(parts)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, int, float]]:

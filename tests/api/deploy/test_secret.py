@@ -93,7 +93,7 @@ def test_loopback_alone_makes_one_secret_for_all_processes_of_the_host(tmp_path:
 def test_token_file_is_for_its_owner_and_holds_no_secret(tmp_path: Path) -> None:
     secret = secret_of(tmp_path, {"EPLB_SECRET": GIVEN})
 
-    path = write_token(secret, tmp_path)
+    path = write_token(secret.http_token, tmp_path / "http-token")
 
     assert path is not None
     assert path.stat().st_mode & 0o777 == 0o600

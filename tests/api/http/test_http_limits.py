@@ -13,9 +13,9 @@ import pytest
 from api.http.app import create_app
 from api.http.latest import LatestAnswer
 from api.http.limits import HttpLimits
+from api.http.problems import Refused
 from api.http.schemas import Health
 from api.http.server import HttpService
-from api.http.service import Refused
 from telemetry.stores.memory import MemoryStore
 
 MAX_BODY_BYTES, MAX_REQUESTS = HttpLimits.max_body_bytes, HttpLimits.max_requests

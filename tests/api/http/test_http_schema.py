@@ -73,11 +73,13 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_name(
     command += [f"{service.url}/api/v1/openapi.json", "--checks", "all", "--continue-on-failure"]
     # 412: a request of the right form, at a revision that is not the latest.
     accepted = '["2xx", "401", "403", "404", "409", "412", "5xx"]'
-    # 422: no pattern can state that a list of ranks or layers names each once.
+    # 422: no pattern can state that a list of ranks, layers or pins names each once.
     of_settings = accepted.replace('"5xx"', '"422", "5xx"')
     (tmp_path / "schemathesis.toml").write_text(
         f"[checks.positive_data_acceptance]\nexpected-statuses = {accepted}\n"
         '[[operations]]\ninclude-name = "PATCH /api/v1/settings"\n'
+        f"checks.positive_data_acceptance.expected-statuses = {of_settings}\n"
+        '[[operations]]\ninclude-name = "PUT /api/v1/pins"\n'
         f"checks.positive_data_acceptance.expected-statuses = {of_settings}\n"
     )
     command += ["--max-examples", "10", "--max-time", "60", "--seed", "1", "--no-color"]

@@ -1,0 +1,1 @@
+"""Routes of placements, what they answer, and the difference between two."""

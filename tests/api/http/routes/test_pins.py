@@ -1,0 +1,161 @@
+"""Pins over HTTP and as commands, with a real controller that obeys them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from controlled_deployment import TOPOLOGY, Deployment, planned_by_request
+from typer.testing import CliRunner
+
+from api.access.audit import Audit
+from api.cli.admin.pins import app as pins_commands
+from api.cli.main import app
+from api.http.app import create_app
+from api.http.problems import ProblemType
+from api.http.server import HttpService
+from telemetry import open_store
+from telemetry.store import Control
+from telemetry.stores.memory import MemoryStore
+
+PATH = "/api/v1/pins"
+WHY = {"reason": "its users are near rank 1"}
+ANY_REVISION = {"if-match": "*"}
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    with (
+        closing(open_store(tmp_path / "store.sqlite", "test")) as store,
+        planned_by_request(store) as served,
+    ):
+        yield served
+
+
+@pytest.fixture
+def client(deployment: Deployment, tmp_path: Path) -> Iterator[httpx.Client]:
+    service = HttpService(create_app(deployment.store, plan_wait_s=60.0, state_dir=tmp_path))
+    service.start()
+    with httpx.Client(base_url=service.url, timeout=60.0) as opened:
+        yield opened
+    service.stop()
+
+
+def pin(expert: int, *ranks: int, layer: int | None = 0) -> dict[str, Any]:
+    return {"layer": layer, "expert": expert, "ranks": list(ranks)}
+
+
+def test_plan_meets_the_pins_that_were_put_and_audited(
+    deployment: Deployment, client: httpx.Client, tmp_path: Path
+) -> None:
+    tag = client.get(PATH).headers["etag"]
+    put = client.put(PATH, json=WHY | {"pins": [pin(0, 0, 1)]}, headers={"if-match": tag})
+    deployment.store.set_control(Control(), reason="go on")
+    moved = client.post("/api/v1/rebalances", json={"reason": "now", "dry_run": False})
+
+    assert put.status_code == 200, put.text
+    assert put.json()["pins"] == [pin(0, 0, 1)]
+    assert (put.json()["reason"], put.json()["unmet"]) == (WHY["reason"], [])
+    assert moved.status_code == 200, moved.text
+    target = deployment.swap().target
+    assert set(TOPOLOGY.rank_of_slot[target.slot_to_expert[0] == 0].tolist()) == {0, 1}
+    first, outcome = list(Audit(tmp_path).entries())[:2]
+    assert (first.action, first.reason) == (f"PUT {PATH}", WHY["reason"])
+    assert outcome.outcome == "200"
+
+
+def test_pin_that_the_ranks_cannot_meet_is_refused_with_a_sentence(client: httpx.Client) -> None:
+    pins = [pin(0, 0, 7), pin(9, 1)]
+    refused = client.put(PATH, json=WHY | {"pins": pins}, headers=ANY_REVISION)
+
+    assert refused.status_code == 409
+    assert refused.json()["type"] == ProblemType.IMPOSSIBLE_PIN.uri
+    assert refused.json()["detail"] == (
+        "layer 0 expert 0 on rank 7: expected ranks 0..1, and 1 more"
+    )
+    assert client.get(PATH).json()["pins"] == []
+
+
+def test_of_two_changes_at_one_revision_the_second_is_refused(client: httpx.Client) -> None:
+    tag = {"if-match": client.get(PATH).headers["etag"]}
+    body = WHY | {"pins": [pin(2, 0, layer=None)]}
+
+    first = client.put(PATH, json=body, headers=tag)
+    second = client.put(PATH, json=body, headers=tag)
+    removed = client.request("DELETE", PATH, json=WHY, headers=tag)
+    at_last = client.request("DELETE", PATH, json=WHY, headers={"if-match": first.headers["etag"]})
+
+    assert first.json()["pins"] == [pin(2, 0, layer=None)]
+    for refused in (second, removed):
+        assert refused.status_code == 412
+        assert refused.json()["type"] == ProblemType.SETTINGS_CHANGED.uri
+    assert at_last.json()["pins"] == client.get(PATH).json()["pins"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "expected"),
+    [
+        ({"pins": []}, {}, "header.if-match: found ''"),
+        ({"pins": []}, {"if-match": "7"}, "header.if-match: found '7'"),
+        ({"pins": [pin(0, 1), pin(0, 0)]}, ANY_REVISION, "layer 0 expert 0 or a rank of it is"),
+        ({"pins": [pin(0, 1, 1)]}, ANY_REVISION, "layer 0 expert 0 or a rank of it is named twice"),
+        ({"pins": [pin(0)]}, ANY_REVISION, "body.pins.0.ranks: list should have at least 1 item"),
+        ({"pins": [pin(-1, 0)]}, ANY_REVISION, "body.pins.0.expert: "),
+        (
+            {"pins": [pin(e, *range(100_000, 100_064)) for e in range(100)]},
+            ANY_REVISION,
+            "characters, expected at most 20000",
+        ),
+    ],
+)
+def test_request_that_is_no_list_of_pins_is_refused(
+    client: httpx.Client, body: dict[str, Any], headers: dict[str, str], expected: str
+) -> None:
+    refused = client.put(PATH, json=WHY | body, headers=headers)
+
+    assert refused.status_code == 422
+    assert expected in refused.json()["detail"]
+
+
+def test_pins_without_a_run_are_refused_and_read_as_none() -> None:
+    service = HttpService(create_app(MemoryStore("d")))
+    service.start()
+    try:
+        url = f"{service.url}{PATH}"
+        body = WHY | {"pins": [pin(0, 0)]}
+        refused = httpx.put(url, json=body, headers=ANY_REVISION, timeout=60.0)
+        assert refused.json()["type"] == ProblemType.NO_RUN.uri
+        assert httpx.get(url, timeout=60.0).json()["pins"] == []
+    finally:
+        service.stop()
+
+
+@pytest.mark.usefixtures("deployment")
+def test_operator_sets_lists_and_removes_pins_on_a_store(tmp_path: Path) -> None:
+    place = ["--store", str(tmp_path / "store.sqlite"), "--deployment", "test"]
+
+    def run(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["pins", *words, *place])
+        return done.exit_code, done.output
+
+    assert run("list") == (0, "no pins\n")
+    assert run("set", "--layer", "0", "--expert", "0", "--ranks", "1")[0] == 0
+    status, text = run("set", "--expert", "2", "--ranks", "0, 1")
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert rows == [["all", "2", "0,", "1"], ["0", "0", "1"]]
+    assert run("set", "--layer", "0", "--expert", "0", "--ranks", "0")[0] == 0
+    found = json.loads(run("list", "--json")[1])
+    assert found["pins"] == [pin(2, 0, 1, layer=None), pin(0, 0)]
+    status, text = run("set", "--expert", "1", "--ranks", "9")
+    assert (status, "layer 0 expert 1 on rank 9: expected ranks 0..1" in text) == (1, True)
+    assert run("set", "--expert", "1", "--ranks", "a")[0] == 2
+    assert run("remove", "--layer", "0", "--expert", "3")[0] == 1
+    assert run("remove")[0] == run("remove", "--all", "--expert", "3")[0] == 2
+    assert run("remove", "--layer", "0", "--expert", "0")[0] == 0
+    assert run("remove", "--all") == (0, "no pins\n")
+    assert all(command.epilog for command in pins_commands.registered_commands)

@@ -1,0 +1,77 @@
+"""Pins as a live setting: what plans hold, what is recorded, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from controlled_deployment import EVEN, SETTINGS, SKEWED, START, Clock, Deployment, events
+
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from rebalance.controller.loop import Controller
+from rebalance.controller.plans.planner_request import PlannerRequest, read_pins, written_pins
+from telemetry.stores.memory import MemoryStore
+
+RANK_OF_SLOT = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3).rank_of_slot
+
+
+@pytest.fixture
+def deployment() -> Deployment:
+    store = MemoryStore("test", clock=Clock())
+    store.commit(START, expected=None, reason="start")
+    return Deployment(store)
+
+
+def ranks_of(placement: Placement, expert: int) -> set[int]:
+    return set(RANK_OF_SLOT[placement.slot_to_expert[0] == expert].tolist())
+
+
+def test_pinned_expert_is_moved_though_the_load_is_even(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    deployment.serve(EVEN)
+    controller.turn()
+    assert deployment.store.published() is None
+
+    deployment.store.change_live({"pins": "0/0:1"}, reason="its users are near rank 1")
+    deployment.serve(EVEN)
+    controller.turn()
+
+    assert 1 in ranks_of(deployment.swap().target, 0)
+    assert events(deployment.store, "plan")[-1].detail["asked"]["pins"] == "0/0:1"
+    deployment.serve(SKEWED, windows=4)
+    controller.turn()
+    published = deployment.store.published()
+    assert published is None or 1 in ranks_of(published.target, 0)
+    assert events(deployment.store, "error") == []
+
+
+def test_pin_that_cannot_be_met_is_recorded_and_ends_no_planning(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    deployment.store.change_live({"pins": "0/0:7, */2:0"}, reason="a rank that is gone")
+    deployment.serve(SKEWED)
+
+    controller.turn()
+
+    assert 0 in ranks_of(deployment.swap().target, 2)
+    asked = events(deployment.store, "plan")[-1].detail["asked"]
+    assert asked["num_unmet_pins"] == 1
+    assert asked["unmet_pins"] == ["layer 0 expert 0 on rank 7: expected ranks 0..1"]
+    assert events(deployment.store, "error") == []
+
+
+def test_pins_are_read_back_as_they_were_written() -> None:
+    pins = {(3, 17): (4, 0), 5: (2,), (0, 1): (1,)}
+
+    text = written_pins(pins)
+
+    assert text == "*/5:2, 0/1:1, 3/17:0+4"
+    assert read_pins(text) == {5: (2,), (0, 1): (1,), (3, 17): (0, 4)}
+    assert read_pins("") == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["3:1", "3/1", "3/1:", "3/1:0+0", "3/1:0, 3/1:2", "-1/1:0", "a/1:0"]
+)
+def test_text_that_is_no_list_of_pins_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"pins has .*, expected layer/expert:rank"):
+        PlannerRequest(pins=text)
