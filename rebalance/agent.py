@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
@@ -30,13 +30,12 @@ from rebalance.protocol.voter import Exchange
 from rebalance.rank.core import make_core
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.report import rank_state
+from rebalance.rank.step_times import LOAD_PHASES
 from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
 from telemetry.store import REPORT_EVERY_S, Control, RankState
-
-LOAD_PHASES: tuple[LoadPhase, ...] = get_args(LoadPhase)
 
 
 class RankAgent:
@@ -123,6 +122,8 @@ class RankAgent:
         if not self._may_begin(step):
             return True
         self.core.steps.last = step
+        load_phase = phase or self._settings.load_phase
+        self.core.step_timer.at_step(self._shared.state, load_phase)
         self._watchdog.step.busy(f"before step {step}")
         self.core.voter.raise_if_peer_dead(f"before step {step}")
         if step % self._settings.sample_steps == 0:
@@ -142,7 +143,7 @@ class RankAgent:
         if is_vote_due:
             self._watch_over()
             self._voting.cast(step)
-        self._sampler.begin_pass(phase or self._settings.load_phase)
+        self._sampler.begin_pass(load_phase)
         self._watchdog.step.busy(f"in step {step}")
         return True
 
@@ -267,16 +268,20 @@ class RankAgent:
         """Ask all ranks to stop serving, at one step; ``step`` then returns False on each."""
         self._voting.wants_halt = True
 
-    def pause_staging(self) -> None:
+    def pause_staging(self, of: object = None) -> None:
         """Pause staging, for example during a prefill or a transfer of KV cache. Thread-safe.
 
-        Staging resumes at ``resume_staging``, or after ``StageSettings.pause_deadline_s``.
-        """
-        self.core.mover.pause()
+        Chunks that are under way still land. Staging resumes once every pause has ended, by
+        ``resume_staging`` or after ``StageSettings.pause_deadline_s``.
 
-    def resume_staging(self) -> None:
-        """Resume staging. Thread-safe."""
-        self.core.mover.resume()
+        Args:
+            of: whose pause it is, such as the id of a transfer; a second call restarts that one.
+        """
+        self.core.mover.pause(of)
+
+    def resume_staging(self, of: object = None) -> None:
+        """End the pause of ``of``. Thread-safe."""
+        self.core.mover.resume(of)
         self._shared.wake()
 
     def close(self) -> None:

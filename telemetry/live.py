@@ -74,6 +74,7 @@ class LiveSettings:
     stage: str | None = None
     stage_layers: int | None = None
     stage_loss: float | None = None  # 0: no step back by rule
+    step_time_budget: float | None = None  # see eplb/decision/pace.py; 0: the pace is fixed
 
     def set_values(self) -> dict[str, Value]:
         """Return the values that are set, by name."""
@@ -111,6 +112,7 @@ _AT_LEAST = {
     "cool_down_s": 0,
     "stage_layers": 1,
     "stage_loss": 0,
+    "step_time_budget": 0,
 }
 
 

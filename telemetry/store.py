@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
+from eplb.decision.pace import StepTimes
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
@@ -25,12 +26,14 @@ from eplb.versions import Announcement
 from telemetry.live import Control as Control
 from telemetry.live import LiveSettings, LiveState, Value
 from telemetry.proposals import Approval, Content, Proposal
+from telemetry.records.typed_json import from_record
 from telemetry.retention.rollup import Rollup
 
 Details = Mapping[str, Any]  # JSON-ready values
 Outcome = Literal["committed", "aborted", "rejected"]
 TaskState = Literal["queued", "running", "done", "failed"]
 LeaseOf = Literal["controller", "deployment"]
+STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
 REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 
@@ -73,6 +76,18 @@ class RankState:
     def report_every_s(self) -> float:
         """Longest time between two reports by this rank's own settings; 0: it does not tell."""
         return float(self.detail.get(REPORT_EVERY_S, 0.0))
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Times of its steps around its latest migration; None: its release reports none.
+
+        Raises:
+            StoreError: a figure is missing, unknown, or of another type.
+        """
+        found = self.detail.get(STEP_TIMES)
+        if found is None:
+            return None
+        return from_record(StepTimes, found, f"rank {self.rank}: {STEP_TIMES} of its report")
 
     @property
     def silent_after_s(self) -> float:

@@ -62,6 +62,7 @@ def controller_settings(settings: Settings, pace: Pace, seed: int = 0) -> Contro
         stage=settings.controller.stage,
         stage_layers=settings.controller.stage_layers,
         stage_loss=settings.controller.stage_loss,
+        step_time_budget=settings.controller.step_time_budget,
     )
 
 

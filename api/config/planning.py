@@ -232,3 +232,12 @@ class Controller(Section):
         le=1_000_000,
         live=True,
     )
+    step_time_budget: Number = setting(
+        0.0,
+        "part by which a migration may lengthen the 95th percentile of step time, 0.05 is 5 %; "
+        "above it the next one has half the pace; 0: the pace is fixed",
+        unit="",
+        ge=0,
+        le=1_000,
+        live=True,
+    )

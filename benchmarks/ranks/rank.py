@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,22 @@ class Served:
 
 
 def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> None:
-    """Serve decode steps under migrations, and prove what is left in memory.
+    """Serve decode steps under random migrations, and prove what is left in memory."""
+
+    def publisher(built: Rank) -> Publisher:
+        return publisher_of(plan, lambda: built.passes.steps, wanted.swap_every)
+
+    decode(parent, plan, rank, wanted.length, publisher)
+
+
+def decode(
+    parent: Parent,
+    plan: WorkerPlan,
+    rank: int,
+    length: Length,
+    make_publisher: Callable[[Rank], Publisher],
+) -> None:
+    """Serve decode steps under the migrations that rank 0 publishes.
 
     Raises:
         RankError: no command to begin.
@@ -92,8 +107,8 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> N
         raise RankError(f"rank {rank}: no command to begin within {BEGIN_DEADLINE_S:.0f} s")
     publisher = None
     if rank == 0:
-        publisher = publisher_of(plan, lambda: built.passes.steps, wanted.swap_every)
-    watch = Watch(parent, built, rank, wanted.length)
+        publisher = make_publisher(built)
+    watch = Watch(parent, built, rank, length)
     built.agent.start()
     if publisher is not None:
         publisher.want(True)

@@ -36,9 +36,10 @@ def plan_of(
     *,
     device: str = "cuda",
     precision: str = "bfloat16",
+    model: ModelShape | None = None,
 ) -> WorkerPlan:
     """Write seeded weights of a small model, and lay out what every process is given."""
-    model = GPU_MODEL if device == "cuda" else CPU_MODEL
+    model = model or (GPU_MODEL if device == "cuda" else CPU_MODEL)
     slots_per_rank = -(-model.num_experts // num_ranks) + SPARE_SLOTS
     schema = schema_of(model.hidden, model.intermediate, precision)
     model = replace(model, expert_bytes=schema.record_bytes)

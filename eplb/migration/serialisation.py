@@ -55,7 +55,7 @@ def migration_to_bytes(migration: Migration) -> bytes:
         "reads_after": [txn.reads_after for txn in migration.transactions],
         "frees": [[list(freed) for freed in txn.frees] for txn in migration.transactions],
         "weights_version": migration.weights_version,
-        "pace": vars(migration.pace),
+        "pace": _pace_to_dict(migration.pace),
     }
     arrays = {"moves": np.array(rows, dtype=np.int64).reshape(-1, 7)}
     arrays |= _placement_arrays("base_", migration.base)
@@ -75,7 +75,8 @@ def migration_from_bytes(record: bytes) -> Migration:
         while len(rounds[txn]) <= one_round:
             rounds[txn].append([])
         rounds[txn][one_round].append(Move(layer, expert, dst_slot, Source(source), src_slot))
-    # Records from before flip mode have none of the last three, and no mode in their pace.
+    # Records from before flip mode have none of the last three, and no mode in their pace. A pace
+    # may lack what is at its default.
     reads_after = meta.get("reads_after", [0] * len(rounds))
     frees = meta.get("frees", [[]] * len(rounds))
     transactions = tuple(
@@ -97,6 +98,15 @@ def migration_from_bytes(record: bytes) -> Migration:
         Pace(**meta["pace"]),
         meta.get("weights_version", 0),
     )
+
+
+def _pace_to_dict(pace: Pace) -> dict[str, Any]:
+    """A pace without what is at its default since release 0.1: its ranks refuse the names.
+
+    They report no times of steps, so that no pace of theirs has another value.
+    """
+    later = {"experts_per_transaction": Pace.experts_per_transaction, "link_part": Pace.link_part}
+    return {name: value for name, value in vars(pace).items() if later.get(name) != value}
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:

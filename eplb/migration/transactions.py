@@ -48,8 +48,11 @@ class Pace:
     flip: bytes go into EMPTY slots, of which every rank keeps ``spare_slots`` in each layer; the
     swap changes nothing but the routing table.
 
+    A swap copies the experts of at most ``transactions_per_commit`` transactions between two steps.
+    ``eplb.decision.pace`` lowers transactions and links together.
+
     Raises:
-        ConfigError: an unknown mode, flip mode without spares, or a figure that is too small.
+        ConfigError: an unknown mode, flip mode without spares, or a figure out of range.
     """
 
     staging_experts: int = 16
@@ -57,11 +60,16 @@ class Pace:
     mode: Mode = "copy"
     spare_slots: int = 0
     layers_per_transaction: int = 0  # at most; 0: as many as fit
+    # Experts that a transaction brings to a rank, at most, unless one layer alone has more; 0: half
+    # of staging_experts. Copy mode only.
+    experts_per_transaction: int = 0
+    link_part: float = 1.0  # part of the budget of each of a rank's links that staging may use
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"pace: mode is {self.mode!r}, expected 'copy' or 'flip'")
         least = {"transactions_per_commit": 1, "layers_per_transaction": 0, "spare_slots": 0}
+        least |= {"experts_per_transaction": 0}
         least |= {"spare_slots": 1} if self.mode == "flip" else {}
         for name, limit in least.items():
             found = getattr(self, name)
@@ -69,6 +77,10 @@ class Pace:
                 raise ConfigError(
                     f"pace: {name} is {found}, expected {limit} or more in {self.mode} mode"
                 )
+        if not 0 < self.link_part <= 1:
+            raise ConfigError(
+                f"pace: link_part is {self.link_part}, expected more than 0 and at most 1"
+            )
 
 
 def copy_transactions(
@@ -102,11 +114,11 @@ def _layers_that_differ(base: Placement, target: Placement) -> list[int]:
 def _fill_transactions(
     per_layer: dict[int, list[Move]], topology: Topology, pace: Pace
 ) -> list[list[int]]:
-    """Group layers, in layer order, while the moves of every rank fit half its ring."""
+    """Group layers, in layer order, while the moves of every rank fit its part of the ring."""
     transactions: list[list[int]] = []
     used: Counter[int] = Counter()
     room, most_layers = pace.staging_experts, pace.layers_per_transaction or len(per_layer)
-    shared_room = room // 2
+    shared_room = min(room // 2, pace.experts_per_transaction or room)
     for layer in sorted(per_layer):
         need = Counter(int(topology.rank_of_slot[move.dst_slot]) for move in per_layer[layer])
         for rank, count in need.items():

@@ -215,7 +215,7 @@ class Controller:
         self._lease.check()  # a plan may take long, and what comes next is written down
         self._suggest(candidates_for(past.history.tokens.sum(axis=0), serving, group.topology))
         if proposal.decision is Decision.KEEP:
-            self._publisher.note_keep(proposal, windows[-1].index, trigger)
+            self._publisher.note_keep(group, proposal, windows[-1].index, trigger)
             return
         if settings.stage == "layers":
             proposal = for_few_layers(proposal, settings.stage_layers)
@@ -224,7 +224,7 @@ class Controller:
             own = Why(CONTROLLER, trigger, proposal.reason)
             waits = waiting(self._store) or self._publisher.propose(group, proposal, serving, own)
             why = f"proposal {waits.id} waits for an approval"
-        self._publisher.note(proposal, windows[-1].index, held_back=why, trigger=trigger)
+        self._publisher.note(group, proposal, windows[-1].index, held_back=why, trigger=trigger)
         if not why:
             self._publisher.publish(group, proposal, serving)
 
@@ -277,7 +277,7 @@ class Controller:
             self._note_error("rollback", exc)
             return False
         self._paused_until = self._planned_window + PAUSE_WINDOWS
-        self._publisher.note(proposal, self._planned_window, trigger="rollback")
+        self._publisher.note(group, proposal, self._planned_window, trigger="rollback")
         published = self._publisher.publish(group, proposal, serving, is_promise=False)
         return published is not None
 

@@ -14,6 +14,7 @@ from eplb.migration.build import Migration
 from telemetry.store import LoadStore, Outcome, RankState
 
 SWITCHED_OFF = "movement is switched off"
+NOT_FINISHED = "not finished in"  # begins the reason
 
 log = logging.getLogger(__name__)
 
@@ -83,5 +84,5 @@ class OpenPlan:
         if self._open_since[0] != plan_id:
             self._open_since = (plan_id, self._clock())
         if self._clock() - self._open_since[1] > deadline_s:
-            return "aborted", f"not finished in {deadline_s:.0f} s"
+            return "aborted", f"{NOT_FINISHED} {deadline_s:.0f} s"
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any
 
 from eplb.core.load import Phase
@@ -61,8 +62,14 @@ class ControllerSettings:
     stage: Stage = "all"  # of the rollout
     stage_layers: int = 4  # that move in the stage "layers"
     stage_loss: float = 0.0  # imbalance that a plan may make worse before a step back; 0: any
+    # Part by which a migration may lengthen the p95 of step time; 0: the pace is fixed.
+    step_time_budget: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.step_time_budget < inf:
+            raise ConfigError(
+                f"step_time_budget is {self.step_time_budget}, expected a number, 0 or more"
+            )
         if self.stage not in STAGES:
             raise ConfigError(f"stage is {self.stage!r}, expected one of: {', '.join(STAGES)}")
 

@@ -108,7 +108,7 @@ class Tasks:
             return TaskResult(detail=detail)
         self._refuse_if_held_back()
         trigger = "request" if task.kind == "rebalance" else task.kind
-        self._publisher.note(proposal, newest, trigger=trigger, actor=f"task {task.id}")
+        self._publisher.note(group, proposal, newest, trigger=trigger, actor=f"task {task.id}")
         is_promise = trigger != "rollback"
         migration = self._publisher.publish(group, proposal, serving, is_promise=is_promise)
         return TaskResult(plan_id=_plan_id(migration, "the plan"), detail=detail)
@@ -133,7 +133,7 @@ class Tasks:
         why = f"proposal {found.id}, approved by {by} ({reason})"
         settings = self._live.settings
         proposal = self._planning.plan_back(group, settings, past, serving, target, why)
-        self._publisher.note(proposal, newest, trigger="approval", actor=f"task {task.id}")
+        self._publisher.note(group, proposal, newest, trigger="approval", actor=f"task {task.id}")
         approval = Approval(found.id, by, reason)
         migration = self._publisher.publish(
             group, proposal, serving, target=target, approval=approval

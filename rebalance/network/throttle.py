@@ -44,6 +44,11 @@ class TokenBucket:
         self._refill()
         self._bytes -= num_bytes
 
+    def change_rate(self, bytes_per_second: float) -> None:
+        """Refill at another rate from now on; what was spent before stays spent."""
+        self._refill()
+        self._rate = bytes_per_second
+
     def _refill(self) -> None:
         now = self._clock()
         if math.isinf(self._rate):
@@ -81,33 +86,38 @@ class Budget:
 
 
 class Hold:
-    """A pause of staging that an engine requests, during a prefill or a KV transfer.
+    """Pauses of staging that an engine requests, during prefills or KV transfers.
 
-    Thread-safe. A pause without a resume ends at its deadline, because a migration that never ends
-    would block every later one.
+    Thread-safe. Staging stands still while any of them lasts. A pause without a resume ends at its
+    deadline, because a migration that never ends would block every later one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._until = NOW
+        self._until: dict[object, float] = {}  # deadline of each pause, by whose it is
 
-    def pause(self, deadline_s: float) -> None:
-        """Pause staging until ``resume`` or for ``deadline_s``; a second call restarts it."""
-        with self._lock:
-            self._until = self.clock() + deadline_s
+    def pause(self, deadline_s: float, of: object = None) -> None:
+        """Pause staging until ``resume`` or for ``deadline_s``; a second call restarts it.
 
-    def resume(self) -> None:
-        """Resume staging."""
+        Args:
+            of: whose pause it is; each one's ends by itself.
+        """
         with self._lock:
-            self._until = NOW
+            self._until[of] = self.clock() + deadline_s
+
+    def resume(self, of: object = None) -> None:
+        """End one's pause; nothing where it has ended already."""
+        with self._lock:
+            self._until.pop(of, None)
 
     def ready_at(self) -> float:
         """When staging may continue; a time in the past means now."""
         with self._lock:
-            if self._until != NOW and self.clock() >= self._until:
+            now = self.clock()
+            for of in [of for of, until in self._until.items() if now >= until]:
                 log.warning(
                     "staging resumed: the pause reached its deadline without resume_staging"
                 )
-                self._until = NOW
-            return self._until
+                del self._until[of]
+            return max(self._until.values(), default=NOW)

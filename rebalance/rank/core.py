@@ -12,6 +12,7 @@ from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.read_ahead import ReadAhead
 from rebalance.rank.sampling import SampleLabel, Sampler
+from rebalance.rank.step_times import StepTimer
 from rebalance.rank.watcher import WatchedAgent, Watcher
 from rebalance.recovery.rank import Member, RankRecovery
 from rebalance.stage.mover import Mover, RankSlots
@@ -61,6 +62,7 @@ class RankCore:
     update: WeightUpdate
     recovery: RankRecovery
     read_ahead: ReadAhead
+    step_timer: StepTimer
 
     def listen(self) -> RankLinkServer | None:
         """Let other ranks ask this one for what it holds, where the settings say so.
@@ -190,6 +192,7 @@ def make_core(
         update,
         recovery,
         read_ahead,
+        StepTimer(links.monotonic),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rebalance.rank.core import RankCore
 from rebalance.stage.figures import StageFigures
-from telemetry.store import RankState
+from telemetry.store import STEP_TIMES, RankState
 
 REPORTED_PAUSES = 256  # of the latest swaps
 
@@ -50,6 +50,7 @@ def _measured(core: RankCore, stage: StageFigures) -> dict[str, Any]:
         "rebalances": swapper.figures.rebalances,
         "staged": stage.num_staged,
         "stage": stage.as_detail(),
+        STEP_TIMES: vars(core.step_timer.figures()),
         "swap_pauses_ms": swapper.figures.swap_pauses_ms[-REPORTED_PAUSES:],
         "scrubbed": dict(scrubber.counts),
         "sweeps": scrubber.num_sweeps,

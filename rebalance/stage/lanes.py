@@ -15,7 +15,12 @@ from eplb.errors import MigrationError
 from eplb.migration.build import Move
 from rebalance.network.throttle import Hold, TokenBucket
 from rebalance.stage.figures import Link, StageMeter
-from rebalance.stage.stage_settings import BURST_CHUNKS, LinkSettings, StageSettings
+from rebalance.stage.stage_settings import (
+    BURST_CHUNKS,
+    SERVING_BYTES_PER_SECOND,
+    LinkSettings,
+    StageSettings,
+)
 from rebalance.transport.interface import Place
 from rebalance.types import Record
 from runtime.streams import Completion
@@ -97,6 +102,7 @@ class Lane:
         self._in_flight, self._deadline_s = settings.in_flight, settings.pull_deadline_s
         self._meter, self._hold, self._clock = meter, hold, hold.clock
         burst_bytes = BURST_CHUNKS * own.chunk_bytes
+        self._own_rate = own.bytes_per_second
         self._bucket = TokenBucket(own.bytes_per_second, burst_bytes, hold.clock)
         self._active_since: float | None = None
         self._held_since: float | None = None
@@ -111,6 +117,11 @@ class Lane:
         """Return whether another chunk goes now, or as soon as one lands."""
         is_full = len(self.flying) >= self._in_flight
         return bool(self._queue) and (is_full or self.ready_at() <= self._clock())
+
+    def use(self, part: float) -> None:
+        """Use a part of the budget; a link without one counts as SERVING_BYTES_PER_SECOND."""
+        is_free = math.isinf(self._own_rate) and part < 1
+        self._bucket.change_rate(part * (SERVING_BYTES_PER_SECOND if is_free else self._own_rate))
 
     def add(self, pull: Pull) -> None:
         """Queue a record."""

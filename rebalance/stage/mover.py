@@ -117,13 +117,13 @@ class Mover:
             ring_entries=self.ring.num_entries,
         )
 
-    def pause(self) -> None:
+    def pause(self, of: object = None) -> None:
         """Order no further chunk until ``resume``, or until the hold's deadline."""
-        self._stager.hold.pause(self._settings.pause_deadline_s)
+        self._stager.hold.pause(self._settings.pause_deadline_s, of)
 
-    def resume(self) -> None:
-        """Resume staging; the caller must also wake the driver of ``work``."""
-        self._stager.hold.resume()
+    def resume(self, of: object = None) -> None:
+        """End a pause; the caller must also wake the driver of ``work``."""
+        self._stager.hold.resume(of)
 
     def own_moves(self, transaction: Transaction) -> list[Move]:
         """Return the moves of a transaction that end in this rank's slots, in round order."""
@@ -160,6 +160,7 @@ class Mover:
         """
         plan_id, failure = migration.plan_id, None
         self._stager.meter.restart()
+        self._stager.use(migration.pace.link_part)
         try:
             yield from self._bring(migration, shared)
         except (MigrationError, PlacementError) as exc:
@@ -168,6 +169,7 @@ class Mover:
             words = f"the mover failed with {type(exc).__name__}: {exc}"
             shared.update(phases.want_abort, plan_id, f"rank {self._slots.rank}: {words}")
             failure = exc
+        self._stager.use(1.0)  # for the scrubber, which fetches single records
         yield from self._end(shared, plan_id)
         if failure is not None:
             raise failure

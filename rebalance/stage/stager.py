@@ -67,6 +67,11 @@ class Stager:
         """Return whether the host cache is where a move's bytes are taken from first."""
         return self._sources.choose(move, held, (), 0) == (HOST,)
 
+    def use(self, link_part: float) -> None:
+        """Use a part of the budget of each link from now on; 1: all of it."""
+        for lane in self._lanes.values():
+            lane.use(link_part)
+
     def preload(
         self, wanted: Sequence[tuple[Move, NDArray[np.int32]]], is_wanted: IsWanted
     ) -> None:

@@ -6,12 +6,14 @@ import logging
 
 from eplb.clock import Clock
 from eplb.core.placement import Placement
+from eplb.decision.gate import Decision
 from eplb.errors import StaleGeneration
 from eplb.migration.build import Migration, build_migration
 from eplb.migration.spares import expand
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
+from rebalance.controller.plans.pacing import NextPace, Pacing
 from rebalance.controller.plans.planning import Planning, summary
 from rebalance.controller.plans.proposals import Why, drafted
 from rebalance.controller.settings import LiveReader
@@ -38,6 +40,7 @@ class Publisher:
     ) -> None:
         self._store, self._live, self._lease = store, live, lease
         self._planning, self._clock = planning, clock
+        self._pacing = Pacing(store)
         self.ranks_changed()
 
     def ranks_changed(self) -> None:
@@ -45,15 +48,16 @@ class Publisher:
         self._noted_window = -1  # newest window whose decision was recorded
         self._noted_decision = ""
 
-    def note_keep(self, proposal: Plan, window: int, trigger: str) -> None:
+    def note_keep(self, group: Group, proposal: Plan, window: int, trigger: str) -> None:
         """Record a KEEP decision; of those made at each window, one in a while."""
         is_due = window - self._noted_window >= self._live.settings.keep_every_windows
         is_due |= trigger != "load"
         if is_due or self._noted_decision != proposal.decision.value:
-            self.note(proposal, window, trigger=trigger)
+            self.note(group, proposal, window, trigger=trigger)
 
     def note(
         self,
+        group: Group,
         proposal: Plan,
         window: int,
         *,
@@ -61,7 +65,7 @@ class Publisher:
         trigger: str,
         actor: str = "controller",
     ) -> None:
-        """Record a decision.
+        """Record a decision; one that is carried out with its pace.
 
         Args:
             window: the newest that was planned on.
@@ -74,6 +78,9 @@ class Publisher:
         detail = summary(proposal) | {"reason": reason, "window": window, "trigger": trigger}
         detail |= {"actor": actor, "stage": self._live.settings.stage}
         detail |= self._planning.how
+        if not held_back and proposal.decision is not Decision.KEEP:
+            pace = self._pace(group)
+            detail |= {"pace": vars(pace.pace), "pace_reason": pace.reason}
         self._store.add_event("plan", detail)
         log.info(
             "generation=%d decision=%s reason=%r",
@@ -123,7 +130,7 @@ class Publisher:
             target,
             group.topology,
             plan_id=self._store.next_plan_id(),
-            pace=self._live.settings.pace,
+            pace=self._pace(group).pace,
             weights_version=served,
         )
         try:
@@ -136,6 +143,9 @@ class Publisher:
         else:
             self._planning.taken_back()
         return migration
+
+    def _pace(self, group: Group) -> NextPace:
+        return self._pacing.next(group.run.run, group.model.num_layers, self._live.settings)
 
     def _target(self, group: Group, proposal: Plan, current: Placement) -> Placement:
         """The plan's target with the spare slots of the deployment."""

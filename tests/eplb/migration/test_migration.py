@@ -89,8 +89,8 @@ def test_staging_ring_limits_a_transaction() -> None:
     target = Placement(np.array([[2, 3, 0, 1]] * 3), num_experts=4)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 
-    def layers_together(staging_experts: int) -> list[tuple[int, ...]]:
-        pace = Pace(staging_experts)
+    def layers_together(staging_experts: int, at_most: int = 0) -> list[tuple[int, ...]]:
+        pace = Pace(staging_experts, experts_per_transaction=at_most)
         migration = build_migration(base, target, topology, plan_id=1, pace=pace)
         return [transaction.layers for transaction in migration.transactions]
 
@@ -98,6 +98,9 @@ def test_staging_ring_limits_a_transaction() -> None:
     assert layers_together(8) == [(0, 1), (2,)]
     assert layers_together(7) == [(0,), (1,), (2,)]
     assert layers_together(2) == [(0,), (1,), (2,)]
+    assert layers_together(16, 2) == [(0,), (1,), (2,)]
+    assert layers_together(16, 4) == [(0, 1), (2,)]
+    assert layers_together(16, 1) == [(0,), (1,), (2,)], "a layer is never split"
     with pytest.raises(MigrationError, match="layer 0 moves 2 experts into rank 0, expected at"):
         build_migration(base, target, topology, plan_id=1, pace=Pace(staging_experts=1))
 
@@ -221,6 +224,9 @@ def test_base_without_its_spares_cannot_flip() -> None:
         ({"mode": "fly"}, "mode is 'fly', expected 'copy' or 'flip'"),
         ({"layers_per_transaction": -1}, "layers_per_transaction is -1, expected 0 or more"),
         ({"transactions_per_commit": 0}, "transactions_per_commit is 0, expected 1 or more"),
+        ({"experts_per_transaction": -1}, "experts_per_transaction is -1, expected 0 or more"),
+        ({"link_part": 0.0}, "link_part is 0.0, expected more than 0 and at most 1"),
+        ({"link_part": 1.5}, "link_part is 1.5, expected more than 0 and at most 1"),
     ],
 )
 def test_pace_that_cannot_be_kept_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -79,6 +79,27 @@ def test_migration_from_before_flip_mode_is_read_as_copies() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("pace", "later"),
+    [
+        (Pace(), set()),
+        (Pace(experts_per_transaction=2, link_part=0.25), {"experts_per_transaction", "link_part"}),
+    ],
+)
+def test_default_pace_names_nothing_that_an_earlier_release_refuses(
+    pace: Pace, later: set[str]
+) -> None:
+    base, target = Placement(np.array([[0, 1, 0, 2]]), 3), Placement(np.array([[1, 0, 0, 2]]), 3)
+    migration = build_migration(base, target, TWO_RANKS, plan_id=1, pace=pace)
+    record = migration_to_bytes(migration)
+
+    meta, _ = records.unpack_record("migration", record)
+
+    known = {"staging_experts", "transactions_per_commit", "mode", "spare_slots"}
+    assert set(meta["pace"]) == known | {"layers_per_transaction"} | later
+    assert migration_from_bytes(record).hash == migration.hash
+
+
 def test_migration_without_moves_round_trips() -> None:
     target = Placement(SHARED.slot_to_expert, 3, slot_share=np.array([[0.5, 1, 0.5, 1]]))
     migration = build_migration(

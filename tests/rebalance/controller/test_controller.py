@@ -456,6 +456,7 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
         "stage": "propose",
         "stage_layers": 2,
         "stage_loss": 0.1,
+        "step_time_budget": 0.05,
     }
     assert set(values) | set(SWITCHES) == set(LIVE_NAMES)
 

@@ -207,6 +207,21 @@ def test_engine_can_pause_and_resume_staging(group: Group) -> None:
     assert detail["ring_entries"] == 4
 
 
+def test_ranks_report_times_of_steps_before_and_in_a_migration(group: Group) -> None:
+    for _ in range(40):
+        group.step()
+    migration = group.publish(FULL, Pace(staging_experts=4, transactions_per_commit=1))
+    group.step_until(lambda: group.generation() == 1)
+
+    for agent in group.agents:
+        found = agent.describe().step_times
+        assert found is not None
+        assert found.plan_id == migration.plan_id
+        assert found.steps_before >= 39
+        assert found.steps_moving >= len(migration.transactions)
+        assert 0 < found.p50_moving_ms <= found.p95_moving_ms
+
+
 def test_samples_never_span_a_swap_and_cover_every_step(group: Group) -> None:
     group.publish(FULL)
     group.step_until(lambda: group.generation() == 1)

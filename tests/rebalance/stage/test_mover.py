@@ -22,7 +22,11 @@ from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.stage.lanes import Pull
 from rebalance.stage.mover import Mover, RankSlots
 from rebalance.stage.ring import StagingRing
-from rebalance.stage.stage_settings import LinkSettings, StageSettings
+from rebalance.stage.stage_settings import (
+    SERVING_BYTES_PER_SECOND,
+    LinkSettings,
+    StageSettings,
+)
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
@@ -139,7 +143,12 @@ class Bench:
         self.shared.state = phases.drop(self.shared.state, 1, "a test")
 
 
-def bench(latency_s: float = 1.0, staging: int = 4, beat: Heartbeat | None = None) -> Bench:
+def bench(
+    latency_s: float = 1.0,
+    staging: int = 4,
+    beat: Heartbeat | None = None,
+    settings: StageSettings = SETTINGS,
+) -> Bench:
     clock = Clock()
     transport = Simulated(clock, latency_s)
     bank = ExpertBank(SCHEMA, 2, 3, num_staging=staging)
@@ -147,7 +156,7 @@ def bench(latency_s: float = 1.0, staging: int = 4, beat: Heartbeat | None = Non
         [[digest(record_of((layer, expert))) for expert in range(3)] for layer in range(2)]
     )
     parts = RankSlots(0, TOPOLOGY, bank, RoutingTable(BASE, max_replicas=3), digests)
-    mover = Mover(parts, transport, SETTINGS, clock=clock, beat=beat)
+    mover = Mover(parts, transport, settings, clock=clock, beat=beat)
     migration = build_migration(
         BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=staging)
     )
@@ -189,6 +198,38 @@ def test_migration_is_staged_and_reported_transaction_by_transaction() -> None:
     made.mover.ring.release(moves, Completion(is_cuda=False))
     made.run(work, lambda: made.shared.state.prepared == 2)
     assert made.mover.figures().bytes_by_source == {"disk": 0, "peer": 2 * SIZE, "host": 2 * SIZE}
+
+
+def seconds_to_stage(settings: StageSettings, **pace: float) -> float:
+    """Return how long all of a migration is staged, with chunks that land at once."""
+    made = bench(latency_s=0.0, settings=settings)
+    migration = build_migration(
+        BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=8, **pace)
+    )
+    work = made.mover.work(migration, made.shared)
+    made.adopt()
+    made.run(work, lambda: made.shared.state.prepared == len(migration.transactions))
+    return made.clock.now
+
+
+def test_migration_stages_at_its_part_of_the_budget_of_each_link() -> None:
+    # Two records of SIZE from either link; two chunks of each go at once.
+    peer, host = LinkSettings(SIZE // 4, SIZE / 8), LinkSettings(SIZE // 4, SIZE / 4)
+    settings = replace(SETTINGS, peer=peer, host=host)
+
+    whole, quarter = (seconds_to_stage(settings, link_part=part) for part in (1.0, 0.25))
+
+    assert whole == pytest.approx(12.0)
+    assert quarter == pytest.approx(48.0)
+
+
+def test_part_of_a_link_without_a_budget_is_one_of_the_default() -> None:
+    free = replace(SETTINGS, peer=LinkSettings(SIZE // 4), host=LinkSettings(SIZE // 4))
+
+    assert seconds_to_stage(free) == 0.0
+    assert seconds_to_stage(free, link_part=0.5) == pytest.approx(
+        1.5 * SIZE / (0.5 * SERVING_BYTES_PER_SECOND)
+    )
 
 
 def test_host_may_evict_a_record_once_its_transaction_is_staged() -> None:

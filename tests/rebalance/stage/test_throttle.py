@@ -73,6 +73,31 @@ def test_hold_lasts_until_it_is_taken_back() -> None:
     assert hold.ready_at() <= clock.now
 
 
+def test_changed_rate_counts_from_the_change_on() -> None:
+    clock = Clock()
+    bucket = TokenBucket(100.0, 50, clock)
+    bucket.take(50)
+    clock.now += 0.2  # 20 bytes
+
+    bucket.change_rate(10.0)
+
+    assert bucket.ready_at(50) == pytest.approx(clock.now + 3.0)
+
+
+def test_hold_lasts_until_each_pause_was_taken_back() -> None:
+    clock = Clock()
+    hold = Hold(clock)
+    hold.pause(5.0, "one")
+    hold.pause(9.0, "another")
+
+    hold.resume("one")
+    assert hold.ready_at() == 19.0
+    hold.resume("one")
+    hold.resume("another")
+
+    assert hold.ready_at() <= clock.now
+
+
 def test_expired_hold_ends_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,0 +1,111 @@
+"""The pace of the next migration, by what the one before it did to the time of the ranks' steps.
+
+A migration has the part ``part`` of the deployment's own pace: of its transactions, of the experts
+in each, and of the budget of each link. It is frozen in the migration: ranks that changed it by
+themselves would swap different layers at the same step.
+
+    within the budget    + STEP, 1 at most
+    above it             half, LEAST at least
+    not in time          + STEP: a slower one would not end in time either
+    not measured         as before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from eplb.migration.transactions import Pace
+
+STEP = 1 / 8
+LEAST = 1 / 16  # of 6 GB/s a link keeps 375 MB/s, and an expert of 44 MB takes 0.12 s
+ENOUGH_BEFORE, ENOUGH_MOVING = 32, 8  # steps; the 95th percentile of fewer is their largest
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times from one step of a rank to the next, around the latest migration that it staged.
+
+    Before: the latest steps without a migration. Moving: those in which it staged or swapped. Times
+    in ms: median and 95th percentile; 0 without a step.
+    """
+
+    plan_id: int = 0  # of that migration; 0: there was none since the rank's start
+    steps_before: int = 0
+    p50_before_ms: float = 0.0
+    p95_before_ms: float = 0.0
+    steps_moving: int = 0
+    p50_moving_ms: float = 0.0
+    p95_moving_ms: float = 0.0
+
+    @property
+    def slowdown(self) -> float | None:
+        """By what part the slow steps were slower; None: there were too few steps to tell."""
+        if self.steps_before < ENOUGH_BEFORE or self.steps_moving < ENOUGH_MOVING:
+            return None
+        return self.p95_moving_ms / self.p95_before_ms - 1 if self.p95_before_ms > 0 else None
+
+
+@dataclass(frozen=True)
+class PaceVerdict:
+    """What follows from a migration for the next one."""
+
+    part: float  # of the deployment's own pace
+    slowdown: float | None  # of the migration that was judged; None: not measured
+    reason: str
+
+
+def next_part(
+    part: float, budget: float, plan_id: int, ranks: Sequence[StepTimes], *, is_late: bool
+) -> PaceVerdict:
+    """Judge a migration by its ranks' steps, and return the part of the pace for the next one.
+
+    The ranks serve in lock step, so that each measures the same slowdown: their median is taken.
+
+    Args:
+        part: of the migration that is judged.
+        budget: by what part the 95th percentile of step time may be longer.
+        plan_id: of the migration that is judged; times around another one are left out.
+        ranks: what each rank measured.
+        is_late: whether the migration was withdrawn because it had not ended in time.
+    """
+    measured = [one.slowdown for one in ranks if one.plan_id == plan_id]
+    found = [one for one in measured if one is not None]
+    slowdown = median(found) if found else None
+    more = min(part + STEP, 1.0)
+    if is_late:
+        return PaceVerdict(more, slowdown, f"plan {plan_id} did not end in time")
+    if slowdown is None:
+        reason = (
+            f"plan {plan_id} was not judged: no rank reports {ENOUGH_MOVING} steps in it and "
+            f"{ENOUGH_BEFORE} before it"
+        )
+        return PaceVerdict(part, None, reason)
+    words = f"plan {plan_id} made the p95 of step time {slowdown:+.1%}, expected {budget:+.1%}"
+    if slowdown > budget:
+        return PaceVerdict(max(part / 2, LEAST), slowdown, f"{words} at most")
+    return PaceVerdict(more, slowdown, f"{words} or less")
+
+
+def paced(own: Pace, part: float, num_layers: int) -> Pace:
+    """Return the part of a deployment's own pace; each figure keeps at least 1.
+
+    Args:
+        num_layers: MoE layers of the model.
+    """
+    if part >= 1:
+        return own
+
+    def of(figure: int) -> int:
+        return max(1, int(figure * part))
+
+    slower = replace(
+        own,
+        transactions_per_commit=of(own.transactions_per_commit),
+        link_part=own.link_part * part,
+    )
+    if own.mode == "flip":
+        return replace(slower, layers_per_transaction=of(own.layers_per_transaction or num_layers))
+    room = own.experts_per_transaction or own.staging_experts // 2
+    return replace(slower, experts_per_transaction=of(room))

@@ -1,0 +1,119 @@
+"""Pace of the next migration: quiet ones add, a breach halves, and the bounds hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb.decision.pace import (
+    ENOUGH_BEFORE,
+    ENOUGH_MOVING,
+    LEAST,
+    STEP,
+    PaceVerdict,
+    StepTimes,
+    next_part,
+    paced,
+)
+from eplb.migration.transactions import Pace
+
+OWN = Pace(staging_experts=16, transactions_per_commit=4)
+FLIP = Pace(staging_experts=0, mode="flip", spare_slots=1, transactions_per_commit=2)
+PARTS = st.floats(LEAST, 1.0)
+
+
+def times(slowdown: float, plan_id: int = 7) -> StepTimes:
+    """Return what a rank measures whose slow steps of 10 ms became slower."""
+    return StepTimes(plan_id, 100, 8.0, 10.0, 20, 8.0, 10.0 * (1 + slowdown))
+
+
+def after(part: float, *slowdowns: float, budget: float = 0.05) -> PaceVerdict:
+    return next_part(part, budget, 7, [times(one) for one in slowdowns], is_late=False)
+
+
+def test_breach_halves_and_names_what_was_found_and_expected() -> None:
+    assert after(1.0, 0.2, 0.2) == PaceVerdict(
+        0.5,
+        pytest.approx(0.2),
+        "plan 7 made the p95 of step time +20.0%, expected +5.0% at most",
+    )
+
+
+def test_migration_within_the_budget_adds_one_step() -> None:
+    found = after(0.5, 0.125, budget=0.125)
+
+    assert found.part == 0.5 + STEP
+    assert found.reason == "plan 7 made the p95 of step time +12.5%, expected +12.5% or less"
+
+
+@given(PARTS, st.lists(st.floats(-0.9, 10.0), max_size=5), st.floats(0.001, 1.0), st.booleans())
+def test_bounds_hold_and_a_breach_never_adds(
+    part: float, slowdowns: list[float], budget: float, is_late: bool
+) -> None:
+    ranks = [times(one) for one in slowdowns]
+
+    found = next_part(part, budget, 7, ranks, is_late=is_late)
+
+    assert LEAST <= found.part <= 1.0
+    if is_late or (found.slowdown is not None and found.slowdown <= budget):
+        assert found.part == min(part + STEP, 1.0)
+    elif found.slowdown is None:
+        assert found.part == part
+    else:
+        assert found.part == max(part / 2, LEAST)
+
+
+@given(PARTS)
+def test_breaches_reach_the_least_part_and_quiet_ones_the_whole(part: float) -> None:
+    low = high = part
+    for _ in range(8):
+        low, high = after(low, 1.0).part, after(high, 0.0).part
+
+    assert (low, high) == (LEAST, 1.0)
+
+
+def test_one_rank_with_disturbed_steps_does_not_slow_the_others() -> None:
+    assert after(0.5, 0.0, 0.9, 0.01).part == 0.5 + STEP
+
+
+@pytest.mark.parametrize(
+    "few",
+    [
+        replace(times(0.9), steps_moving=ENOUGH_MOVING - 1),
+        replace(times(0.9), steps_before=ENOUGH_BEFORE - 1),
+        replace(times(0.9), plan_id=6),
+        StepTimes(),
+    ],
+)
+def test_migration_without_enough_steps_changes_nothing(few: StepTimes) -> None:
+    found = next_part(0.5, 0.05, 7, [few], is_late=False)
+
+    assert (found.part, found.slowdown) == (0.5, None)
+    assert found.reason.startswith("plan 7 was not judged: no rank reports 8 steps in it and 32")
+
+
+def test_migration_that_was_too_slow_to_end_is_not_made_slower() -> None:
+    found = next_part(LEAST, 0.05, 7, [times(0.9)], is_late=True)
+
+    assert (found.part, found.reason) == (LEAST + STEP, "plan 7 did not end in time")
+
+
+def test_half_the_pace_is_half_of_transactions_experts_and_links() -> None:
+    half = replace(OWN, transactions_per_commit=2, experts_per_transaction=4, link_part=0.5)
+    half_flip = replace(FLIP, transactions_per_commit=1, layers_per_transaction=29, link_part=0.5)
+
+    assert paced(OWN, 0.5, 58) == half
+    assert paced(FLIP, 0.5, 58) == half_flip
+    assert paced(OWN, 1.0, 58) is OWN
+
+
+@given(PARTS, st.sampled_from([OWN, FLIP, Pace(1, 1), replace(FLIP, layers_per_transaction=3)]))
+def test_any_part_of_a_pace_is_a_pace(part: float, own: Pace) -> None:
+    found = paced(own, part, 2)
+
+    assert 1 <= found.transactions_per_commit <= own.transactions_per_commit
+    assert 0 < found.link_part <= own.link_part
+    assert found.staging_experts == own.staging_experts
