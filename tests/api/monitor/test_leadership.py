@@ -85,7 +85,7 @@ def test_leader_that_is_gone_is_not_ready_and_raises_the_alert(
     with pytest.raises(Refused) as refused:
         service.readiness()
 
-    assert refused.value.status == 503
+    assert refused.value.kind.status == 503
     assert str(refused.value).startswith("no controller leads: the lease of 'one' ran out 9")
     assert "; the last turn of one is 10" in str(refused.value)
     assert metric(service, "eplb_controller_leads") == 0
