@@ -74,6 +74,16 @@ def topology_of(ranks: int, nodes: int, slots: int | None, num_experts: int) -> 
     return Topology(node_of_rank, slots_of_rank)
 
 
+def even_topology(ranks: int, ranks_per_node: int, redundant: int, num_experts: int) -> Topology:
+    """Ranks with the fewest equal slots that hold all experts, and redundant ones on each.
+
+    Args:
+        redundant: slots of each rank.
+    """
+    slots = -(-num_experts // ranks) + redundant
+    return topology_of(ranks, max(1, ranks // ranks_per_node), slots * ranks, num_experts)
+
+
 def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
     """The model, if the windows are of its shape.
 

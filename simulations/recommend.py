@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-import numpy as np
-
-from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import ExpertTime
 from simulations.cost.memory import MemoryModel
 from simulations.cost.migration import MigrationCost
 from simulations.cost.step_time import StepModel
+from simulations.inputs import even_topology
 from simulations.replay import Replay, Scenario, replay_all
 from simulations.windows import Windows
 
@@ -179,12 +177,10 @@ def _candidates(
     question: Question, ranks: int, redundant: int, intervals: tuple[int, ...]
 ) -> list[Candidate]:
     memory, windows = question.memory, question.windows
-    slots = -(-windows.num_experts // ranks) + redundant
+    topology = even_topology(ranks, question.ranks_per_node, redundant, windows.num_experts)
+    slots = topology.num_slots // ranks
     fits = memory.sequences(slots, question.context)
     sequences = min(fits, question.most_sequences)
-    nodes = max(1, ranks // question.ranks_per_node)
-    node_of_rank = np.arange(ranks, dtype=np.int32) * nodes // ranks
-    topology = Topology(node_of_rank, np.full(ranks, slots, dtype=np.int32))
     plain = Candidate(
         ranks,
         slots,

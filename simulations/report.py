@@ -177,7 +177,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
     write_whole(path, json.dumps(result, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a temporary file, then rename it over the target, so that no reader sees a part.
 
     Raises:
@@ -185,7 +185,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
         beside.replace(path)
     except OSError as exc:
         beside.unlink(missing_ok=True)

@@ -36,6 +36,8 @@ from api.cli.engine_files import convert, plan, validate
 from api.cli.journal import journal
 from api.cli.simulator.recommend import recommend_command
 from api.cli.simulator.simulate import simulate
+from api.cli.simulator.sweep import EXAMPLE as SWEEP_EXAMPLE
+from api.cli.simulator.sweep import sweep_command
 from api.cli.status import status, top
 from api.cli.store_commands import app as store_commands
 from api.cli.store_place import (
@@ -70,6 +72,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(simulate)
+app.command(name="sweep", epilog=f"Example: {SWEEP_EXAMPLE}")(sweep_command)
 app.command(name="recommend")(recommend_command)
 app.command()(journal)
 app.command(name="config")(config_command)

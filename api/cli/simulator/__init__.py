@@ -1,1 +1,1 @@
-"""``eplb simulate`` and ``eplb recommend``."""
+"""``eplb simulate``, ``eplb sweep`` and ``eplb recommend``."""

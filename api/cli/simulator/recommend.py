@@ -11,10 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from api.cli.simulator.simulate import BAD_INPUT
+from api.cli.simulator.options import BAD_INPUT, MAX_WINDOWS, Trace, numbers
 from api.terminal.printable import print_error
 from eplb.core.model import preset
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import EplbError
 from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
@@ -23,17 +23,9 @@ from simulations.recommend import Answer, Question, first_windows, recommend
 from simulations.report import write_json
 from telemetry.formats.types import ReadOptions
 
-MAX_WINDOWS = 4096
-
 
 def recommend_command(
-    trace: Annotated[
-        str,
-        typer.Argument(
-            help="A trace, dump or store, see docs/engines.md, or generated:NAME, see "
-            "docs/simulator.md."
-        ),
-    ],
+    trace: Trace,
     model: Annotated[str, typer.Option(help="A known model: sizes and bytes of its experts.")],
     hardware: Annotated[str, typer.Option(help="h20, h100, h200 or h800.")] = "h200",
     ranks: Annotated[str, typer.Option(help="Ranks of groups to compare, as 16,32.")] = "32",
@@ -72,7 +64,7 @@ def recommend_command(
         shape, card = preset(model), hardware_named(hardware)
         load = windows_of(trace, ReadOptions(max_windows=MAX_WINDOWS), seed, shape)
         model_of(shape, load)
-        groups = _numbers("--ranks", ranks)
+        groups = numbers("--ranks", ranks)
         if expert_times is not None:
             check_fits(expert_times, shape)
         times = {
@@ -89,8 +81,8 @@ def recommend_command(
                 MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
                 times,
                 ranks_per_node,
-                _numbers("--redundant", redundant, least=0),
-                _numbers("--every", every),
+                numbers("--redundant", redundant, least=0),
+                numbers("--every", every),
                 context,
                 most_sequences,
                 other_us,
@@ -112,17 +104,6 @@ def recommend_command(
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _numbers(option: str, text: str, least: int = 1) -> tuple[int, ...]:
-    """Distinct whole numbers, separated by commas."""
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < least or max(found) > 65_536:
-        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to 65536, as 1,2,4")
-    return found
 
 
 def _as_json(answer: Answer, source: str) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from api.cli.simulator.options import BAD_INPUT, LIMIT_BROKEN, MAX_WINDOWS, Trace
 from api.terminal.printable import print_error
 from eplb.core.model import preset
 from eplb.core.problem import Budget
@@ -24,18 +25,9 @@ from simulations.report import conclusions, summary, table, write_json
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 
-BAD_INPUT, LIMIT_BROKEN = 2, 1  # exit codes
-MAX_WINDOWS = 4096
-
 
 def simulate(
-    trace: Annotated[
-        str,
-        typer.Argument(
-            help="A trace, dump or store, see docs/engines.md, or generated:NAME, see "
-            "docs/simulator.md."
-        ),
-    ],
+    trace: Trace,
     ranks: Annotated[int, typer.Option(max=65_536, help="Ranks of the expert-parallel group.")] = 8,
     nodes: Annotated[
         int, typer.Option(max=65_536, help="Nodes that the ranks are spread over.")

@@ -1,0 +1,239 @@
+"""``eplb sweep``: replay a grid of configurations on all cores or on Ray, and keep a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from enum import Enum
+from functools import partial
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from api.cli.simulator.options import BAD_INPUT, MAX_WINDOWS, Trace, numbers
+from api.terminal.printable import print_error
+from eplb.core.model import preset
+from eplb.dispatch_rules.rules import DispatchRule
+from eplb.errors import ConfigError, EplbError
+from simulations.cost.hardware import hardware_named
+from simulations.inputs import model_of, windows_of
+from simulations.peers import register_peers
+from simulations.scheme_table import check_names
+from simulations.sweep.grid import Settings, Task, software, tasks_of
+from simulations.sweep.load import Generated, Load, recorded
+from simulations.sweep.on_processes import num_cores, run_on_processes
+from simulations.sweep.on_ray import run_on_ray
+from simulations.sweep.results import Results, Row
+from simulations.sweep.run import Executor, Sweep, on_this_host, sweep
+from simulations.workloads import PREFIX
+from telemetry.formats.types import ReadOptions
+
+INCOMPLETE = 1  # exit code
+MOST_SHOWN = 20  # rows of the terminal's table
+EXAMPLE = (
+    "eplb sweep dump.jsonl --out sweep --ranks 16,32 --redundant 0,1,2 --every 1,4,16; "
+    "eplb sweep generated:mixed --model deepseek-v3 --hardware h200 --out sweep --seed 0,1,2"
+)
+
+
+class ExecutorName(Enum):
+    """Where tasks run."""
+
+    PROCESSES = "processes"
+    RAY = "ray"
+
+
+def sweep_command(
+    trace: Trace,
+    out: Annotated[Path, typer.Option(help="Folder of the results; run again to go on.")],
+    ranks: Annotated[str, typer.Option(help="Ranks of groups, as 16,32.")] = "8",
+    ranks_per_node: Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")] = 8,
+    redundant: Annotated[str, typer.Option(help="Redundant slots of each rank.")] = "0,1,2",
+    every: Annotated[str, typer.Option(help="Windows from one plan to the next.")] = "1,4,16",
+    policy: Annotated[str, typer.Option(help="Policies, as eplb simulate has them.")] = "none,auto",
+    dispatch: Annotated[
+        str, typer.Option(help="How engines choose replicas: weighted, even, sglang_static, ...")
+    ] = "weighted",
+    seed: Annotated[str, typer.Option(help="Seeds of generated load and of planners.")] = "0",
+    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")] = 16,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1_000_000_000, help="Forward passes of a window, if the load has none."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A known model, for expert groups and bytes.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
+    ] = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Tokens cross the network once for each node.")
+    ] = False,
+    other_us: Annotated[
+        float, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
+    ] = 0.0,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Two batches overlap communication.")
+    ] = False,
+    executor: Annotated[
+        ExecutorName, typer.Option(help="Processes of this host, or a Ray cluster.")
+    ] = ExecutorName.PROCESSES,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Processes; all cores if not given.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay every combination of the given values; finished ones are skipped when run again."""
+    try:
+        settings = Settings(
+            "", software(), model, hardware, prefill, other_us, overlap, past, ranks_per_node
+        )
+        load = _load(trace, steps, settings)
+        tasks = tasks_of(
+            replace(settings, load=load.digest),
+            ranks=numbers("--ranks", ranks),
+            redundant=numbers("--redundant", redundant, least=0),
+            intervals=numbers("--every", every, most=1_000_000),
+            policies=_policies(policy),
+            dispatch=[_rule(name.strip()) for name in dispatch.split(",")],
+            seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
+        )
+        results = Results(out)
+        execute = _executor(executor, workers)
+        if executor is ExecutorName.PROCESSES:
+            load = on_this_host(load, out)
+        done = _with_progress(load, tasks, results, execute, is_shown=not json_output)
+    except EplbError as exc:
+        print_error(exc)
+        raise typer.Exit(BAD_INPUT) from exc
+    if json_output:
+        typer.echo(dumps(_as_json(done), indent=2))
+    else:
+        _print(done)
+    for failure in done.failures:
+        print_error(f"{_words(failure.task)}: {failure.reason}")
+    if done.failures or any(row.failed for row in done.rows):
+        raise typer.Exit(INCOMPLETE)
+
+
+def _load(trace: str, steps: int | None, settings: Settings) -> Load:
+    """The load, checked against the settings as far as no replay is needed."""
+    shape = preset(settings.model) if settings.model is not None else None
+    if settings.hardware is not None:
+        hardware_named(settings.hardware)
+        if shape is None:
+            raise ConfigError("times of steps need the sizes of experts, expected --model")
+    windows = windows_of(trace, ReadOptions(max_windows=MAX_WINDOWS), 0, shape)
+    model_of(shape, windows)
+    if trace.startswith(PREFIX):
+        return Generated(trace, steps)
+    return recorded(windows if steps is None else replace(windows, steps=steps))
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    register_peers()
+    names = tuple(name.strip() for name in text.split(","))
+    check_names(names)
+    return names
+
+
+def _rule(name: str) -> DispatchRule:
+    try:
+        return DispatchRule(name)
+    except ValueError as exc:
+        known = ", ".join(rule.value for rule in DispatchRule)
+        raise ConfigError(f"unknown dispatch rule {name!r}, expected one of: {known}") from exc
+
+
+def _executor(executor: ExecutorName, workers: int | None) -> Executor:
+    if executor is ExecutorName.PROCESSES:
+        return partial(run_on_processes, num_workers=workers or num_cores())
+    if workers is not None:
+        raise ConfigError("--workers is for processes; a Ray cluster has its own, expected none")
+    return run_on_ray
+
+
+def _with_progress(
+    load: Load, tasks: Sequence[Task], results: Results, execute: Executor, *, is_shown: bool
+) -> Sweep:
+    with Progress(
+        TextColumn("tasks"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not is_shown,
+    ) as progress:
+        bar = progress.add_task("", total=len(tasks))
+        return sweep(
+            load, tasks, results, execute, lambda count: progress.update(bar, completed=count)
+        )
+
+
+def _words(task: Task) -> str:
+    return (
+        f"{task.policy} on {task.ranks} ranks, {task.redundant} redundant, every {task.interval}, "
+        f"{task.dispatch}, seed {task.seed}"
+    )
+
+
+def _as_json(done: Sweep) -> dict[str, object]:
+    return {
+        "table": str(done.table),
+        "skipped": done.num_skipped,
+        "ran": len(done.rows) - done.num_skipped,
+        "failures": [
+            {"task": one.task.digest, "configuration": _words(one.task), "reason": one.reason}
+            for one in done.failures
+        ],
+        "rows": [asdict(row) for row in done.rows],
+    }
+
+
+def _print(done: Sweep) -> None:
+    console = Console()
+    console.print(_table(done.rows))
+    console.print(
+        f"{done.table}: {len(done.rows)} rows, {done.num_skipped} of them from earlier runs",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """The best rows: the most tokens, or where times are not known the lowest imbalance."""
+    best = sorted(rows, key=lambda row: (-(row.tokens_per_s_per_rank or 0), _imbalance(row)))
+    title = f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else None
+    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    headings = ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s")
+    grid.add_column("policy", no_wrap=True)
+    for heading in headings:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for row in best[:MOST_SHOWN]:
+        timed = row.tokens_per_s_per_rank
+        grid.add_row(
+            row.policy,
+            str(row.ranks),
+            str(row.slots),
+            str(row.interval),
+            row.dispatch,
+            str(row.seed),
+            "failed" if row.failed else f"{_imbalance(row):.3f}",
+            f"{row.experts_moved:,}",
+            "-" if timed is None else f"{timed:.0f}",
+        )
+    return grid
+
+
+def _imbalance(row: Row) -> float:
+    return float("inf") if row.imbalance_mean is None else row.imbalance_mean
