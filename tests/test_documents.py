@@ -100,8 +100,13 @@ def test_blocks_that_do_not_run_are_counted_and_have_a_reason() -> None:
 PYTHON_PAGES = sorted({b.page for b in BLOCKS if b.language == "python" and not b.not_run})
 
 
-# Half a minute for the import of the transformers library and two ranks.
-SLOW_PAGES = {"docs/embedding-transformers.md"}
+# Ranks, or the transformers library: 6 to 30 s each.
+SLOW_PAGES = {
+    "docs/checkpoints.md",
+    "docs/embedding-transformers.md",
+    "docs/embedding.md",
+    "docs/extending.md",
+}
 
 
 @pytest.mark.timeout(PAGE_DEADLINE_S + 60)
@@ -180,8 +185,13 @@ def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[
 
 
 def is_slow(block: Block) -> bool:
-    # Replays with many plans; a peer that plans slowly; commands that other blocks start too.
-    slow_pages = ("docs/simulator.md", "docs/engines.md", "docs/engines-sglang.md")
+    # Replays with many plans; a peer that plans slowly; commands of operators, 5 to 28 s a block.
+    slow_pages = (
+        "docs/simulator.md",
+        "docs/engines.md",
+        "docs/engines-sglang.md",
+        "docs/operations.md",
+    )
     slow_words = ("flashlb", "eplb config --live", "eplb store backup")
     return block.page in slow_pages or any(words in block.code for words in slow_words)
 

@@ -103,6 +103,7 @@ def test_ray_gives_the_table_of_processes(tmp_path: Path, load: Generated | Reco
     assert (tmp_path / "ray" / "results.parquet").read_bytes() == processes.table.read_bytes()
 
 
+@pytest.mark.slow
 def test_killed_sweep_finishes_only_what_is_missing(tmp_path: Path) -> None:
     command = sweep_words(tmp_path, "--seed", ",".join(map(str, range(200))), "--workers", "2")
     running = subprocess.Popen(
@@ -167,6 +168,7 @@ def test_task_whose_worker_is_killed_runs_once_more(tmp_path: Path) -> None:
     assert len(list((tmp_path / "marks").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_task_whose_worker_dies_twice_fails_and_others_are_kept(tmp_path: Path) -> None:
     tasks = grid()[1:]  # ``none`` of seed 1, ``auto`` of both
     done = swept(tmp_path / "a", tasks=tasks, execute=dying(LOAD, tmp_path / "marks", times=2))

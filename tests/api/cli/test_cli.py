@@ -289,6 +289,7 @@ def test_pause_finds_the_deployment_of_the_configuration(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")
+@pytest.mark.slow
 def test_demo_on_gpus_that_are_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     words = ["demo", "--device", "cuda", "--state-dir", str(tmp_path / "state")]
 

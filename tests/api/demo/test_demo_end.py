@@ -32,6 +32,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("library", ["libpython", "_multiarray_umath", "libtorch_cpu"])
+@pytest.mark.slow
 def test_interrupt_during_the_imports_ends_in_one_line(
     temporary: Path, tmp_path: Path, library: str
 ) -> None:

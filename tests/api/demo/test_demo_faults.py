@@ -187,6 +187,7 @@ def write_routes(path: Path, ids: Any, **more: Any) -> list[str]:
     return ["--trace", str(path)]
 
 
+@pytest.mark.slow
 def test_traces_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
     trace, state = tmp_path / "trace.npz", tmp_path / "state"
     no_text = [word for word in SMALL if word not in TEXT]
@@ -250,6 +251,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_folder_that_cannot_be_written_is_refused() -> None:
     # Not in tmp_path, which only its owner may enter.
     with tempfile.TemporaryDirectory() as name:

@@ -266,6 +266,7 @@ def test_spare_slots_stay_empty_in_the_first_placement(tmp_path: Path, store: Lo
     assert (deployment.pace.mode, deployment.pace.spare_slots) == ("flip", 1)
 
 
+@pytest.mark.slow
 def test_host_of_ranks_needs_no_http_library() -> None:
     code = (
         "import sys\n"

@@ -58,6 +58,7 @@ def findings(deployment: Deployment, component: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_ranks_are_filled_with_the_library_s_parameters(
     name: str, tmp_path: Path, run_ranks: Callable[[int, Callable[[int], Any]], list[Any]]
 ) -> None:

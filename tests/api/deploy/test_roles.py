@@ -131,6 +131,7 @@ def test_second_host_cache_and_another_secret_are_refused(host: OneHost) -> None
     assert SECRET not in other.lines[-1]
 
 
+@pytest.mark.slow
 def test_port_of_the_http_service_in_use_is_refused(host: OneHost) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
