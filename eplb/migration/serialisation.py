@@ -55,7 +55,7 @@ def migration_to_bytes(migration: Migration) -> bytes:
         "reads_after": [txn.reads_after for txn in migration.transactions],
         "frees": [[list(freed) for freed in txn.frees] for txn in migration.transactions],
         "weights_version": migration.weights_version,
-        "pace": _pace_to_dict(migration.pace),
+        "pace": migration.pace.recorded,
     }
     arrays = {"moves": np.array(rows, dtype=np.int64).reshape(-1, 7)}
     arrays |= _placement_arrays("base_", migration.base)
@@ -98,15 +98,6 @@ def migration_from_bytes(record: bytes) -> Migration:
         Pace(**meta["pace"]),
         meta.get("weights_version", 0),
     )
-
-
-def _pace_to_dict(pace: Pace) -> dict[str, Any]:
-    """A pace without what is at its default since release 0.1: its ranks refuse the names.
-
-    They report no times of steps, so that no pace of theirs has another value.
-    """
-    later = {"experts_per_transaction": Pace.experts_per_transaction, "link_part": Pace.link_part}
-    return {name: value for name, value in vars(pace).items() if later.get(name) != value}
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:

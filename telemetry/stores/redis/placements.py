@@ -12,6 +12,8 @@ from telemetry.stores.redis import json_codec
 from telemetry.stores.redis.connection.link import RedisLink
 from telemetry.stores.redis.keys import Keys
 
+_MAX_READS = 8  # of a migration that changes whenever it is read
+
 
 class PlacementReader:
     """Reads placements and the open migration.
@@ -58,18 +60,31 @@ class PlacementReader:
         return [json_codec.placement_of(entry) for entry in self._link.read("XREVRANGE", *asked)]
 
     def published(self) -> Migration | None:
-        """Return the open migration."""
+        """Return the open migration.
+
+        Raises:
+            StoreError: also where its record has another hash than the store's state.
+        """
         with self._unpacking:
+            name = found = b""
             # Two questions: the migration may be closed, and another opened, between them.
-            while name := self._link.read("HGET", self._keys.state, "open_plan"):
+            for _ in range(_MAX_READS):
+                name = self._link.read("HGET", self._keys.state, "open_plan")
+                if not name:
+                    return None
                 last = self._last_published
                 if last is not None and last[0] == name:
                     return last[1]
                 record = self._link.read("GET", self._keys.migration)
                 if record is not None:
-                    found = migration_from_bytes(record)
-                    self._last_published = (_name(found), found)
-        return None
+                    migration = migration_from_bytes(record)
+                    found = _name(migration)
+                    self._last_published = (found, migration)
+        raise StoreError(
+            f"Redis store {self._link.address}: the record of the open migration has number and "
+            f"hash {found.decode() or 'none'}, expected {name.decode()}: a release that computes "
+            "another hash has written it"
+        )
 
 
 def _name(migration: Migration) -> bytes:

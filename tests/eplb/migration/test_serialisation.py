@@ -1,6 +1,7 @@
 """Records: what is packed comes back, and anything else is refused in words."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,24 @@ def test_migration_round_trips_with_the_same_hash() -> None:
     assert found.hash == migration.hash
     assert found.moves == migration.moves
     assert found.transactions == migration.transactions
+
+
+def test_migration_at_the_pace_of_release_0_1_has_its_hash_and_no_later_name() -> None:
+    target = Placement(np.array([[1, 0, 0, 2]]), num_experts=3)
+    base = Placement(np.array([[0, 1, 0, 2]]), num_experts=3)
+    first = build_migration(base, target, TWO_RANKS, plan_id=12, pace=Pace(staging_experts=4))
+    later = replace(first, pace=replace(first.pace, link_part=0.5))
+
+    assert first.hash == "1029f0169f983c468ea83aaf08f7756b"  # computed by release 0.1
+    assert set(first.pace.recorded) == {
+        "staging_experts",
+        "transactions_per_commit",
+        "mode",
+        "spare_slots",
+        "layers_per_transaction",
+    }
+    assert later.hash != first.hash
+    assert migration_from_bytes(migration_to_bytes(later)).pace == later.pace
 
 
 def test_flip_migration_round_trips_with_the_same_hash() -> None:

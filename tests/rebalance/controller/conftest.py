@@ -1,12 +1,26 @@
-"""What tests of controllers as real processes share."""
+"""What tests of controllers share: a deployment by one clock, and the stores of real processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from controlled_deployment import START, Clock, Deployment
 
+from telemetry.stores.memory import MemoryStore
 from telemetry.stores.redis.connection.local_server import RedisProcess
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def deployment(clock: Clock) -> Deployment:
+    store = MemoryStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    return Deployment(store)
 
 
 @pytest.fixture(params=["sqlite", "redis"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from controlled_deployment import Clock
 from controller_processes import control_until_killed, wait_for
 from rank_reports import rank_report
 
@@ -42,14 +43,6 @@ TTL_S = 9.0
 SETTINGS = ControllerSettings(lease_ttl_s=TTL_S)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Asked:
     """A store that counts how often it was asked for the lease, and can fail or be interrupted."""
 
@@ -74,11 +67,6 @@ class AskedMemory(Asked, MemoryStore):
 
 class AskedSqlite(Asked, SqliteStore):
     pass
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture(params=["memory", "sqlite"])

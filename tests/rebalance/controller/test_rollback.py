@@ -33,18 +33,6 @@ from telemetry.stores.memory import MemoryStore
 AGAINST_REPLICAS = [50_000, 0, 25_000, 25_000]
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def deployment(clock: Clock) -> Deployment:
-    store = MemoryStore("test", clock=clock)
-    store.commit(START, expected=None, reason="start")
-    return Deployment(store)
-
-
 def moved(deployment: Deployment, clock: Clock) -> Controller:
     """Return the controller of a deployment whose generation 1 serves."""
     controller = Controller(deployment.store, SETTINGS, clock=clock)

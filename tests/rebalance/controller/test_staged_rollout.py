@@ -27,11 +27,6 @@ AGAINST_REPLICAS = [[50_000, 0, 25_000, 25_000]] * 3
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def deployment(clock: Clock) -> Deployment:
     store = MemoryStore("test", clock=clock)
     store.commit(START, expected=None, reason="start")

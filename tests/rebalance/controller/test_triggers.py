@@ -55,11 +55,6 @@ class Watched:
         return found
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def settle(watched: Watched) -> None:
     """Serve the first window, and commit what its plan asks for."""
     assert watched.serve(SKEWED) == ["first"]

@@ -19,18 +19,6 @@ OTHER = Placement(np.array([[0, 1, 2, 2, 3, EMPTY]]), num_experts=4, generation=
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def deployment(clock: Clock) -> Deployment:
-    store = MemoryStore("test", clock=clock)
-    store.commit(START, expected=None, reason="start")
-    return Deployment(store)
-
-
-@pytest.fixture
 def controller(deployment: Deployment, clock: Clock) -> Controller:
     settings = replace(SETTINGS, stage="propose", task_expiry_s=0.0)
     return Controller(deployment.store, settings, clock=clock)

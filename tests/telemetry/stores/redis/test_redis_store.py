@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import StoreError
+from eplb.migration.build import build_migration
 from telemetry import open_store
 from telemetry.live import Control, LiveSettings
 from telemetry.stores.redis.connection.address import RedisAddress
@@ -284,6 +287,22 @@ def test_older_program_reads_the_switches_that_apply(store: RedisStore) -> None:
     found = store.link.read("HGET", key(store, "state"), "control")
 
     assert json.loads(found) == {"movement": False, "observe": True}
+
+
+def test_open_migration_with_another_hash_in_the_state_is_refused(
+    address: RedisAddress, store: RedisStore
+) -> None:
+    base, target = (Placement(np.array([held]), 2, generation=1) for held in ([0, 1], [1, 0]))
+    store.commit(base, expected=None, reason="start")
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1)
+    migration = build_migration(base, target, ranks, plan_id=1)
+    store.publish(migration)
+    store.link.write("HSET", key(store, "state"), "open_plan", "1 0123")
+
+    with closing(RedisStore(address, "demo")) as opened, pytest.raises(StoreError) as caught:
+        opened.published()
+
+    assert f"number and hash 1 {migration.hash}, expected 1 0123" in str(caught.value)
 
 
 # -- the lease
