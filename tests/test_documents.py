@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,14 @@ def parse_command(words: list[str]) -> None:
     context.close()
 
 
+@cache
+def routes() -> set[str]:
+    """Paths of the REST API."""
+    return set(create_app(open_store("memory:", "documents")).openapi()["paths"])
+
+
 @pytest.mark.parametrize("block", SHELL, ids=named)
 def test_every_command_of_a_page_exists(block: Block) -> None:
-    routes = create_app(open_store("memory:", "documents")).openapi()["paths"]
     makefile = (ROOT / "Makefile").read_text()
     for words in shell_lines(block.code):
         program = Path(words[0]).name or words[0]
@@ -162,7 +168,7 @@ def test_every_command_of_a_page_exists(block: Block) -> None:
             assert f"\n{words[1]}:" in makefile, f"{block.name}: make {words[1]}"
         elif program == "curl":
             path = ADDRESS.sub("", words[-1]).partition("?")[0]
-            assert path in routes or path == "/api/v1/openapi.json", f"{block.name}: {path}"
+            assert path in routes() or path == "/api/v1/openapi.json", f"{block.name}: {path}"
         elif program == "pip":
             for extras in re.findall(r"\[([\w,]+)\]", " ".join(words)):
                 assert set(extras.split(",")) <= EXTRAS, f"{block.name}: {extras}"

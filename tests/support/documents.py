@@ -12,6 +12,7 @@ import re
 import runpy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def files_of(page: str) -> dict[str, str]:
 # -- generated sections
 
 
+@cache
 def commands() -> Mapping[str, Any]:
     """Every command by its words, groups left out."""
 
