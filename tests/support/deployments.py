@@ -124,17 +124,20 @@ class CommandProcess:
         self.process.wait(END_DEADLINE_S)
 
 
-CONFIG = """
-[deployment]
-name = "{name}"
-[model]
-checkpoint = "{weights}"
-layers = 2
+# Of the engine at TOY_ENGINE, and of the checkpoint that tests write.
+TOY_MODEL = """layers = 2
 experts = 8
 top_k = 2
 hidden = 16
 intermediate = 8
 precision = "float32"
+"""
+CONFIG = """
+[deployment]
+name = "{name}"
+[model]
+checkpoint = "{weights}"
+{toy_model}
 [topology]
 ranks_per_node = 2
 device = "cpu"
@@ -159,7 +162,9 @@ class OneHost:
         self._stack, self.folder = stack, folder
         self.name, (self.port,) = f"west-{os.getpid()}-{folder.name}", free_ports(1)
         given = {"name": self.name, "weights": weights, "deadline_s": deadline_s}
-        (folder / "eplb.toml").write_text(CONFIG.format(port=self.port, **given))
+        (folder / "eplb.toml").write_text(
+            CONFIG.format(port=self.port, toy_model=TOY_MODEL, **given)
+        )
         shutil.copy(TOY_ENGINE, folder / "engine.py")
         self.environ = clean_environ(EPLB_CONFIG="eplb.toml", PYTHONPATH=str(ROOT))
 

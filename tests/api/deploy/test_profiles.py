@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from deployments import EPLB, CommandProcess, clean_environ, free_ports
+from deployments import EPLB, TOY_MODEL, CommandProcess, clean_environ, free_ports
 from documents import blocks
 from typer.testing import CliRunner, Result
 
@@ -45,12 +45,7 @@ name = "r1"
 state_dir = "{folder}/state"
 {store}
 [model]
-layers = 2
-experts = 8
-top_k = 2
-hidden = 16
-intermediate = 8
-precision = "float32"
+{toy_model}
 [topology]
 device = "cpu"
 [telemetry]
@@ -93,7 +88,9 @@ def store_line(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def written(folder: Path, more: str = "", store: str = "") -> Path:
     file = folder / "eplb.toml"
     prefill, decode = free_ports(2)
-    text = FILE.format(folder=folder, store=store, prefill_port=prefill, decode_port=decode)
+    text = FILE.format(
+        folder=folder, store=store, toy_model=TOY_MODEL, prefill_port=prefill, decode_port=decode
+    )
     file.write_text(text + more)
     return file
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority
-from deployments import TOY_ENGINE, CommandProcess, clean_environ, free_ports
+from deployments import TOY_ENGINE, TOY_MODEL, CommandProcess, clean_environ, free_ports
 from repository import ROOT
 
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -30,12 +30,7 @@ name = "tls-{ports[0]}"
 store = "{folder}/store.sqlite"
 [model]
 {checkpoint}
-layers = 2
-experts = 8
-top_k = 2
-hidden = 16
-intermediate = 8
-precision = "float32"
+{toy_model}
 [topology]
 nodes = 2
 ranks_per_node = 1
@@ -72,7 +67,7 @@ class TwoAddresses:
             given["links"] = self.links.issue(address)
             for name, line in (("ranks", f'checkpoint = "{weights}"'), ("cache", "")):
                 line = f'checkpoint = "{weights}"' if host == 0 else line
-                text = CONFIG.format(checkpoint=line, **given)
+                text = CONFIG.format(checkpoint=line, toy_model=TOY_MODEL, **given)
                 (folder / f"{name}-{host}.toml").write_text(text)
 
     def start(self, config: str, *words: str) -> CommandProcess:
