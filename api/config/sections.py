@@ -173,6 +173,13 @@ class Http(Section):
         ge=1,
         le=39,
     )
+    max_streams: Whole = setting(
+        HttpLimits.max_streams,
+        "of events, open at a time; further ones get status 503",
+        unit="streams",
+        ge=1,
+        le=65_536,
+    )
     max_body_bytes: Whole = setting(
         HttpLimits.max_body_bytes, "of a request", ge=1024, le=1_073_741_824
     )

@@ -79,7 +79,7 @@ class Ranks:
                     held[:, here],
                     of_slot[:, here].astype(np.int64),
                 )
-                for rank in range(RANKS)
+                for rank in range(self._topology.num_ranks)
                 for here in (self._topology.slots_on(rank),)
             ]
         )
