@@ -78,6 +78,10 @@ class Changes:
         body = await whole_body(receive, self._limits.max_body_bytes)
         if body is None:
             return
+        unusable = _unusable(body)
+        if unusable is not None:
+            await problem(ProblemType.INVALID_REQUEST, unusable)(scope, receive, send)
+            return
         actor: Actor = scope.get("state", {}).get("actor", OF_HOST)
         key = Headers(scope=scope).get(HEADER)
         if key is None or scope["method"] != "POST":
@@ -186,6 +190,21 @@ class Changes:
         finally:
             if not is_noted:
                 await outcome()
+
+
+def _unusable(body: bytes) -> str | None:
+    """Why no answer, event or audit could repeat a body; None: the route checks the rest."""
+    constants: list[str] = []
+    try:
+        found = json.loads(body, parse_constant=constants.append)
+        json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        return "the body is nested too deep, expected a few levels"
+    except UnicodeEncodeError:
+        return "the body has half of a surrogate pair, expected Unicode text"
+    except ValueError:
+        return None
+    return f"the body has {constants[0]}, expected JSON, which lacks it" if constants else None
 
 
 def _reason(body: bytes) -> str:

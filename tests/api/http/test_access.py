@@ -188,6 +188,27 @@ def test_change_that_cannot_be_audited_is_not_done(service: httpx.Client, tmp_pa
     assert service.get("/api/v1/state").json()["movement"] is True
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"reason": "\\ud800"}', "half of a surrogate pair, expected Unicode text"),
+        (b"[" * 20_000, "nested too deep, expected a few levels"),
+        (b'{"reason": NaN}', "the body has NaN, expected JSON, which lacks it"),
+    ],
+)
+def test_body_that_no_answer_could_repeat_changes_nothing(
+    service: httpx.Client, tmp_path: Path, body: bytes, expected: str
+) -> None:
+    json_type = {"content-type": "application/json"}
+
+    answer = service.post("/api/v1/pause", content=body, headers=json_type)
+
+    assert (answer.status_code, answer.json()["type"]) == (422, "/api/v1/problems/invalid-request")
+    assert expected in answer.json()["detail"]
+    assert service.get("/api/v1/state").json()["movement"] is True
+    assert lines(tmp_path) == []
+
+
 def entry(number: int) -> AuditEntry:
     return AuditEntry(float(number), "d", "a", "admin", "local", "", "pause", f"r{number}", "asked")
 
