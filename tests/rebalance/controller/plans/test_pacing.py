@@ -81,6 +81,7 @@ def test_slow_steps_in_a_migration_halve_the_pace_of_the_next(store: LoadStore) 
         "plan_id": 1,
         "slowdown": 0.2,
         "budget": 0.05,
+        "part_before": 1.0,
         "part": 0.5,
         "reason": plan["pace_reason"],
     }
