@@ -133,7 +133,7 @@ def test_ranks_of_an_earlier_release_are_given_the_pace_as_configured(store: Loa
 
 def test_migration_that_does_not_end_in_time_is_not_slowed_further(store: LoadStore) -> None:
     clock = Clock()
-    deployment, controller = Paced(store), Controller(store, PACED, clock=clock)
+    deployment, controller = Paced(store), Controller(store, PACED, monotonic=clock)
     deployment.migrate(controller, slowdown=0.2)
     late = deployment.next_migration(controller)
     deployment.report(late.plan_id, 0.2)
