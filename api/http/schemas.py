@@ -78,6 +78,9 @@ class DecisionAnswer(Answer):
     )
     gain_promised: float | None = Field(description="reduction of imbalance, once it was judged")
     gain_realised: float | None
+    num_uncovered: int = Field(
+        description="experts of all layers in fewer failure domains than `min_domains`"
+    )
     pace_reason: str = Field(description="of its migration's pace; empty: nothing was published")
 
 

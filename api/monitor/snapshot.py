@@ -72,6 +72,7 @@ class Decision:
     outcome: str | None = None  # of that migration; None: it is open, or there is none
     gain_promised: float | None = None  # reduction of imbalance, once it was judged
     gain_realised: float | None = None
+    num_uncovered: int = 0  # experts of all layers in fewer failure domains than asked for
     pace_reason: str = ""  # why its migration has the pace that it has; "": nothing was published
 
 
@@ -309,6 +310,7 @@ def decision_of(event: Event) -> Decision:
         trigger=str(detail.get("trigger", "")),
         actor=str(detail.get("actor", "")),
         stage=str(detail.get("stage", "")),
+        num_uncovered=int(detail.get("asked", {}).get("num_uncovered", 0)),
         pace_reason=str(detail.get("pace_reason", "")),
     )
 

@@ -105,6 +105,7 @@ export function decisionFigures(decision) {
     parts.push(`imbalance ${decision.imbalance_before.toFixed(3)}${after}`);
   }
   if (decision.moves) parts.push(`${plural(decision.moves, "move")}, ${size(decision.bytes ?? 0)}`);
+  if (decision.num_uncovered) parts.push(`${plural(decision.num_uncovered, "expert")} in fewer failure domains than asked for`);
   if (decision.policy) parts.push(`policy ${decision.policy}`);
   if (decision.generation != null) parts.push(`generation ${decision.generation}`);
   return parts.join(" · ");
