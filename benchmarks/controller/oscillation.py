@@ -30,7 +30,7 @@ LAYERS, EXPERTS, TOP_K, TOKENS = 8, 64, 6, 200_000
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=8, slots_per_rank=5)
 PERIODS = (1, 2, 4, 8, 16, 40)
 COLOURS = ("#1f6fb4", "#d9822b", "#8a8f98")
-PANEL_WIDTH, PANEL_HEIGHT, MARGIN, COLUMNS = 230, 150, 50, 3
+PANEL_WIDTH, PANEL_HEIGHT, MARGIN, COLUMNS = 220, 150, 64, 3
 POWERS = range(2, 6)  # of ten, of the moves that the axis shows
 
 Moves = NDArray[np.int64]  # [T] moves after each window, summed up
@@ -60,7 +60,7 @@ def summed_moves(found: Replayed, windows: int) -> Moves:
 def drawing(moved: dict[int, dict[str, Moves]], windows: int) -> str:
     """Moves over the run as SVG, a panel for each period."""
     wide, high = PANEL_WIDTH + MARGIN, PANEL_HEIGHT + MARGIN + 20
-    size = wide * COLUMNS + MARGIN, high * -(-len(moved) // COLUMNS) + 2 * MARGIN
+    size = wide * COLUMNS + MARGIN // 2, high * -(-len(moved) // COLUMNS) + 2 * MARGIN - 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
         'font-family="system-ui, sans-serif" font-size="12" fill="#2b2f36">',
@@ -82,8 +82,9 @@ def drawing(moved: dict[int, dict[str, Moves]], windows: int) -> str:
 def panel(left: int, top: int, period: int, ways: list[Moves], windows: int) -> list[str]:
     """One panel: windows to the right, moves upwards by powers of ten."""
     unit = PANEL_HEIGHT / (POWERS[-1] - POWERS[0])
+    every = "window" if period == 1 else f"{period} windows"
     parts = [
-        f'<text x="{left}" y="{top - 10}" font-weight="600">a turn each {period} windows</text>'
+        f'<text x="{left}" y="{top - 10}" font-weight="600">the other load every {every}</text>'
     ]
     for power in POWERS:
         y = top + PANEL_HEIGHT - (power - POWERS[0]) * unit

@@ -27,7 +27,7 @@ const SENTENCES = {
   error: (d) => `${d.where}: ${d.message}`,
   lease: (d) => `The lease of the ${d.of}: ${process(d.holder)} ` +
     (d.state === "leads" ? "has it" : `lost it${why(d)}`),
-  pace: (d) => `Pace of the next migration: ${d.part} of the deployment's own, was ${d.part_before}. ${d.reason}`,
+  pace: (d) => `The next migration has ${d.part} of the deployment's pace: ${d.reason}`,
   promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,
   proposal: (d) => `Proposal ${d.proposal} by ${d.actor} is ${d.state}${why(d)}`,
   publish: (d) => `Plan ${d.plan_id} is offered: ${plural(d.moves, "move")} in ` +

@@ -270,8 +270,8 @@ def test_page_shows_the_pace_and_why_it_changed(page: Any, store: MemoryStore) -
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, reason)))
 
     page.locator("#pace", has_text=f"0.5 of the deployment's own; {reason}, ").wait_for()
-    event = page.locator("#events .entry", has_text="Pace of the next migration").inner_text()
-    assert f"0.5 of the deployment's own, was 1. {reason}." in event
+    event = page.locator("#events .entry", has_text="The next migration has").inner_text()
+    assert f"0.5 of the deployment's pace: {reason}." in event
 
 
 def test_decision_shows_how_many_experts_stay_uncovered(page: Any, store: MemoryStore) -> None:
