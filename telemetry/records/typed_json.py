@@ -68,7 +68,7 @@ def from_record(cls: type[T], record: Mapping[str, Any], what: str) -> T:
     Raises:
         StoreError: a field is missing, unknown, or not of its type.
     """
-    hints = _hints_of(cls)
+    hints = _hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     names = list(hints)
     if missing := [name for name in names if name not in record]:
         raise StoreError(f"{what} lacks {', '.join(missing)}, expected {', '.join(names)}")
