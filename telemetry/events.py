@@ -2,6 +2,7 @@
 
     publish                  PlanOffer
     commit, abort, reject    PlanEnd
+    pace                     eplb.decision.pace.PaceChange
 
 A detail without "version" is of version 1. One that lacks a field, or has one of another type, is
 refused: a plan id or generation that is filled in would pass for what was stored.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+from eplb.decision.pace import PaceChange
 from eplb.migration.build import Migration
 from telemetry.records.typed_json import from_record, version_of
 from telemetry.store import Event, Outcome
@@ -21,6 +23,7 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
     "aborted": "abort",
     "rejected": "reject",
 }
+JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
 OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 _VERSIONS = (1,)
@@ -89,3 +92,12 @@ def plan_end(event: Event) -> PlanEnd | None:
         return None
     end = read_event(event, PlanEnd)
     return end if end.plan_id > 0 else None
+
+
+def pace_change(event: Event) -> PaceChange | None:
+    """Return how a migration's pace was judged; None for another event.
+
+    Raises:
+        StoreError: as ``read_event``.
+    """
+    return read_event(event, PaceChange) if event.kind == JUDGED_PACE else None

@@ -12,7 +12,7 @@ from api.deploy.deployment import secret_of
 from api.deploy.first_placement import check_secret, last_start
 from api.monitor.health import leadership
 from api.monitor.monitor import Monitor
-from api.monitor.snapshot import MigrationProgress, RankView, WindowScore
+from api.monitor.snapshot import MigrationProgress, PaceView, RankView, WindowScore
 from api.monitor.verdict import Around, Grade, verdict
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import topology_from_dict
@@ -40,6 +40,7 @@ class Status:
     node_of_rank: tuple[int, ...]
     window: WindowScore | None  # the latest complete one
     migration: MigrationProgress | None
+    pace: PaceView  # of the next migration
     movement: bool
     observe: bool
     versions: Mapping[str, str]  # of what serves, by component
@@ -107,6 +108,7 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         node_of_rank=seen.node_of_rank,
         window=complete[-1] if complete else None,
         migration=seen.migration,
+        pace=seen.pace,
         movement=seen.movement,
         observe=seen.observe,
         versions=_versions(store, now),
@@ -141,6 +143,7 @@ def render(status: Status) -> str:
         "migration": "none"
         if moving is None
         else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
+        "pace": f"{status.pace.part:g} of the deployment's own; {status.pace.reason}",
         "switches": f"movement {_on(status.movement)}, observe {_on(status.observe)}",
     }
     # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.

@@ -78,6 +78,33 @@ class DecisionAnswer(Answer):
     )
     gain_promised: float | None = Field(description="reduction of imbalance, once it was judged")
     gain_realised: float | None
+    num_uncovered: int = Field(
+        description="experts of all layers in fewer failure domains than `min_domains`"
+    )
+    pace_reason: str = Field(description="of its migration's pace; empty: nothing was published")
+
+
+class PaceChangeAnswer(Answer):
+    """What a migration did to the ranks' steps, and the pace before and after it."""
+
+    plan_id: int
+    slowdown: float | None = Field(
+        description="by what part it lengthened the p95 of step time; null: not measured"
+    )
+    budget: float = Field(description="`step_time_budget` at that time")
+    part_before: float = Field(description="of the deployment's own pace, that it had")
+    part: float = Field(description="that the next one has")
+    reason: str
+
+
+class PaceAnswer(Answer):
+    """The pace of the next migration."""
+
+    part: float = Field(description="of the deployment's own pace")
+    reason: str
+    budget: float = Field(description="`step_time_budget`; 0: the pace is fixed")
+    latest: PaceChangeAnswer | None = Field(description="judgement; null: there was none")
+    changed: float | None = Field(description="when that was")
 
 
 class HistoryPointAnswer(Answer):
@@ -209,6 +236,7 @@ class State(Answer):
     )
     phase: str
     migration: Progress | None
+    pace: PaceAnswer
     bytes_by_source: dict[str, int]
     experts_moved: int
     swap_pauses_ms: list[float] = Field(description="the latest of every rank")

@@ -207,9 +207,20 @@ def _rebalances(scrape: Scrape) -> Iterator[Metric]:
     quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0} if pauses_s.size else {}
     shown = {agg: float(np.quantile(pauses_s, part)) for agg, part in quantiles.items()}
     yield _gauge("swap_pause_seconds", "Time on the step path of the latest swaps.", shown, "agg")
+    yield from _pace(seen)
     last_s = seen.marks[-1].time if seen.marks else None
     last_help = "When the latest rebalance was committed, in seconds since the epoch."
     yield _gauge("last_success_timestamp_seconds", last_help, last_s)
+
+
+def _pace(seen: Snapshot) -> Iterator[Metric]:
+    part_help = "Part of the deployment's own pace that the next migration has."
+    yield _gauge("pace_part", part_help, seen.pace.part)
+    slower_help = "By what part the latest judged migration lengthened the p95 of step time."
+    latest = seen.pace.latest
+    yield _gauge("migration_slowdown", slower_help, latest.slowdown if latest else None)
+    judged_help = "Migrations by which the pace of the next one was judged, by result."
+    yield _counter("pace_judgements", judged_help, seen.pace_changes, "result")
 
 
 def _layers_pending(scrape: Scrape) -> int:

@@ -32,6 +32,7 @@ from api.monitor.snapshot import (
     decision_of,
     detail_sum,
     mean_imbalance,
+    pace_view,
     progress_of,
     relative,
     slowest_phase,
@@ -41,9 +42,10 @@ from api.monitor.tally import Carried, RunTally, SampleTally, oldest_progress, s
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
+from eplb.decision.pace import PaceChange
 from eplb.errors import HistoryError
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
-from telemetry.events import PlanEnd, plan_end
+from telemetry.events import PlanEnd, pace_change, plan_end
 from telemetry.retention.folding import RunShape
 from telemetry.store import Event, LoadStore, RankState, RunInfo
 from telemetry.windows.folder import Window
@@ -86,7 +88,8 @@ class Monitor:
         self._rebalances = RebalanceLog(history)
         self._tally = RunTally()
         self._death: Death | None = None
-        self._control = store.control()
+        self._paced: tuple[PaceChange, float] | None = None  # the latest judgement, and its time
+        self._live = store.live()
         self._committed = store.committed()
         self._published = store.published()
         self._follow(None)
@@ -121,7 +124,7 @@ class Monitor:
                     self._read_runs_before(info)
                 self._follow(info)
             self._read_events()
-            self._control = self._store.control()
+            self._live = self._store.live()
             self._committed = self._store.committed()
             self._published = self._store.published()
             if self._info is not None:
@@ -178,6 +181,8 @@ class Monitor:
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
+        elif (change := pace_change(event)) is not None:
+            self._paced = change, event.time
         if event.kind == "recovery" or (
             event.kind == "error" and event.detail.get("where") == "ranks"
         ):
@@ -264,7 +269,7 @@ class Monitor:
             latest = next(reversed(self._windows.values()), None)
             ranks = self._rank_views(now)
             age_s, stuck = oldest_progress(self._states, now)
-            stepped = self._step_at[1]
+            stepped, control = self._step_at[1], self._live.control
             return Snapshot(
                 deployment=self._store.deployment,
                 run=info.run if info else None,
@@ -293,8 +298,11 @@ class Monitor:
                 events=tuple(self._events),
                 samples_stored=self._samples_read,
                 samples_lost=detail_sum(self._states, "samples_lost"),
-                movement=self._control.movement,
-                observe=self._control.observe,
+                movement=control.movement,
+                observe=control.observe,
+                pace=pace_view(
+                    self._live.effective.step_time_budget or 0.0, self._paced, self._states
+                ),
                 scrubbed_slots=scrubbed_slots(self._states),
                 digest_failures=sum(state.digest_failures for state in self._states),
                 mover_failures=sum(state.mover_failures for state in self._states),

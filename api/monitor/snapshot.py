@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from api.monitor.tally import Carried, Durations
 from api.processes.supervision import SupervisionView
 from eplb.core.topology import Topology
+from eplb.decision.pace import PaceChange, pace_now
 from eplb.measure.balance import imbalance_of
 from eplb.migration.build import Migration
-from telemetry.store import LEAST_SILENCE_S, Event, RankState
+from telemetry.store import LEAST_SILENCE_S, STEP_TIMES, Event, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
 # In the order in which they are tried. The last two fill the host cache, not a slot.
@@ -71,6 +72,19 @@ class Decision:
     outcome: str | None = None  # of that migration; None: it is open, or there is none
     gain_promised: float | None = None  # reduction of imbalance, once it was judged
     gain_realised: float | None = None
+    num_uncovered: int = 0  # experts of all layers in fewer failure domains than asked for
+    pace_reason: str = ""  # why its migration has the pace that it has; "": nothing was published
+
+
+@dataclass(frozen=True)
+class PaceView:
+    """The pace of the next migration, why, and the judgement that it follows from."""
+
+    part: float = 1.0  # of the deployment's own pace
+    reason: str = ""
+    budget: float = 0.0  # step_time_budget; 0: the pace is fixed
+    latest: PaceChange | None = None  # also one under an earlier budget; None: there was none
+    changed: float | None = None  # when that judgement was made, in seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -168,6 +182,8 @@ class Snapshot:
     sample_every_s: float = 0.0  # about, between two samples of a rank; 0: not known
     step_age_s: float | None = None  # since the steps were last seen to advance; None: never seen
     death: Death | None = None  # the latest
+    pace: PaceView = field(default_factory=PaceView)
+    pace_changes: Mapping[str, int] = field(default_factory=dict)  # judgements, by result
     earlier: Carried = field(default_factory=Carried)  # counters of the runs before this one
     supervision: SupervisionView = field(default_factory=SupervisionView)
 
@@ -294,4 +310,21 @@ def decision_of(event: Event) -> Decision:
         trigger=str(detail.get("trigger", "")),
         actor=str(detail.get("actor", "")),
         stage=str(detail.get("stage", "")),
+        num_uncovered=int(detail.get("asked", {}).get("num_uncovered", 0)),
+        pace_reason=str(detail.get("pace_reason", "")),
     )
+
+
+def pace_view(
+    budget: float, judged: tuple[PaceChange, float] | None, states: Iterable[RankState]
+) -> PaceView:
+    """Return the pace of the next migration, as the controller would give it now.
+
+    Args:
+        budget: of step time, as it applies.
+        judged: the latest judgement and its time; None: there was none.
+        states: of the ranks that serve.
+    """
+    latest, changed = (None, None) if judged is None else judged
+    now = pace_now(budget, latest, is_measured=any(STEP_TIMES in one.detail for one in states))
+    return PaceView(now.part, now.reason, budget, latest, changed)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY
+from eplb.decision.pace import PaceChange
 from eplb.decision.triggers import ACTS
-from telemetry.events import OUTCOME_OF_EVENT, plan_end, plan_offer
+from telemetry.events import OUTCOME_OF_EVENT, pace_change, plan_end, plan_offer
 from telemetry.store import Event, Outcome, RankState
 
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
@@ -28,6 +29,7 @@ ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
 # What the controller makes of samples that it does not count as load;
 # telemetry.windows.intake.OUTCOMES.
 EXCLUDED = ("repeated", "late", "future", "stale", "malformed", "unreadable")
+PACE_RESULTS = ("raised", "kept", "halved")  # of a judged migration, for the next one
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -57,6 +59,7 @@ class RunTally:
         self.anomalies = Counter(dict.fromkeys(ANOMALIES, 0))  # by type
         self.excluded = dict.fromkeys(EXCLUDED, 0)  # samples, as the controller reported last
         self._excluded_before = Counter(self.excluded)  # of earlier runs
+        self.pace_changes = Counter(dict.fromkeys(PACE_RESULTS, 0))
         self.plan_s = Durations()
         self.rebalance_s = Durations()  # from offered to committed
         self._trigger = UNTOLD  # of the plan noted last
@@ -80,6 +83,8 @@ class RunTally:
             self._trigger = UNTOLD
         elif (end := plan_end(event)) is not None:
             self._note_end(end.plan_id, OUTCOME_OF_EVENT[event.kind], event.time)
+        elif (change := pace_change(event)) is not None:
+            self.pace_changes[_pace_result(change)] += 1
         elif event.kind == "error":
             where = str(detail.get("where", ""))
             self.anomalies[where if where in ANOMALIES else "other"] += 1
@@ -98,6 +103,7 @@ class RunTally:
             "samples_excluded": {
                 name: self._excluded_before[name] + self.excluded[name] for name in EXCLUDED
             },
+            "pace_changes": dict(self.pace_changes),
             "plan_s": self.plan_s,
             "rebalance_s": self.rebalance_s,
         }
@@ -108,6 +114,12 @@ class RunTally:
         self.rebalances[trigger if offered_id == plan_id else UNTOLD, outcome] += 1
         if outcome == "committed" and offered_id == plan_id:
             self.rebalance_s = self.rebalance_s.plus(max(0.0, time - since))
+
+
+def _pace_result(change: PaceChange) -> str:
+    if change.part == change.part_before:
+        return "kept"
+    return "raised" if change.part > change.part_before else "halved"
 
 
 # Before a rank without a token is reported: steps of its samples, tokens for each rank.

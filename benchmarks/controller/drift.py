@@ -1,6 +1,6 @@
 """An hour of drifting load: seconds lost to imbalance and to moves, under several triggers.
 
-    python -m benchmarks.controller.drift [--seeds 3]
+    python -m benchmarks.controller.drift [--seeds 3] [--loads "drift 1 min"] [--costs 3 10]
 
 Windows of 10 s, in simulated time. A window at imbalance b loses its length times the experts' part
 of a step times (b - 1); a rebalance that moves experts stops serving for its cost. The controller
@@ -39,6 +39,8 @@ TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=8, slots_per_rank=5)
 WINDOW_S, STEP_S, EXPERT_PART = 10.0, 0.05, CostModel.expert_part
 STEPS = int(WINDOW_S / STEP_S)
 COSTS_S = (0.0, 1.0, 3.0, 10.0)
+# Windows after which half of the popularity is another one, and windows between jumps; 0: none.
+LOADS = {"drift 10 min": (60.0, 0), "drift 1 min": (6.0, 0), "drift 1 h, jumps": (360.0, 60)}
 
 
 def plan_on(load: Tokens, first: int, end: int, current: Placement) -> Placement:
@@ -94,17 +96,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--windows", type=int, default=360)
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
+    parser.add_argument("--costs", nargs="+", type=float, default=list(COSTS_S), help="seconds")
+    parser.add_argument("--pay-back", type=float, default=CostModel.pay_back_s, help="seconds")
     given = parser.parse_args()
     replay.WINDOW_SECONDS, replay.WINDOW_STEPS = WINDOW_S, STEPS
     print(
         f"{LAYERS} x {EXPERTS} on {TOPOLOGY.num_ranks} ranks x 5 slots, {given.windows} windows of "
-        f"{WINDOW_S:g} s, seeds 0..{given.seeds - 1}; lost seconds (rebalances, moves), means\n"
+        f"{WINDOW_S:g} s, seeds 0..{given.seeds - 1}, pay_back_s {given.pay_back:g}; lost "
+        "seconds (rebalances, moves), means\n"
         "| load | cost of a rebalance | controller | SGLang's rule | vLLM's rule | nothing |\n"
         "|---|---|---|---|---|---|"
     )
-    # Half of the popularity is another one after 10 minutes, or after 1; or jumps every 10 minutes.
-    loads = {"drift 10 min": (60.0, 0), "drift 1 min": (6.0, 0), "drift 1 h, jumps": (360.0, 60)}
-    for name, (half_life, jump_every) in loads.items():
+    for name in given.loads:
+        half_life, jump_every = LOADS[name]
         streams = [
             drifting(
                 seed,
@@ -119,8 +124,10 @@ def main() -> None:
         ]
         peers = [[way(load) for load in streams] for way in (replay_sglang, replay_vllm)]
         nothing = [replay_nothing(load, TOPOLOGY) for load in streams]
-        for cost_s in COSTS_S:
-            cost = CostModel(seconds_per_rebalance=cost_s, seconds_per_expert=0.0)
+        for cost_s in given.costs:
+            cost = CostModel(
+                pay_back_s=given.pay_back, seconds_per_rebalance=cost_s, seconds_per_expert=0.0
+            )
             settings = replace(ControllerSettings(), cost=cost)
             own = [replay_controller(load, TOPOLOGY, TOP_K, settings) for load in streams]
             cells = []

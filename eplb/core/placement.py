@@ -244,8 +244,8 @@ def duplicate_replicas(placement: Placement, topology: Topology) -> NDArray[np.i
     (deepseek-ai/EPLB issue 22).
     """
     shape = (placement.num_layers, topology.num_ranks, placement.num_experts)
-    count = np.zeros(shape, dtype=np.int32)
     layer, slot = np.nonzero(placement.slot_to_expert != EMPTY)
     expert = placement.slot_to_expert[layer, slot]
-    np.add.at(count, (layer, topology.rank_of_slot[slot], expert), 1)
-    return np.argwhere(count > 1)
+    place = np.ravel_multi_index((layer, topology.rank_of_slot[slot], expert), shape)
+    found, count = np.unique(place, return_counts=True)
+    return np.stack(np.unravel_index(found[count > 1], shape), axis=1)

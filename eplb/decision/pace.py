@@ -56,6 +56,43 @@ class PaceVerdict:
     reason: str
 
 
+@dataclass(frozen=True)
+class PaceChange:
+    """What a migration did to the steps, and the pace before and after it."""
+
+    plan_id: int  # of the migration that was judged
+    slowdown: float | None  # None: not measured
+    budget: float
+    part_before: float  # of the deployment's own pace, that this migration had
+    part: float  # that the next one has
+    reason: str
+
+
+@dataclass(frozen=True)
+class PaceNow:
+    """The pace of the next migration, and why."""
+
+    part: float  # of the deployment's own pace
+    reason: str
+
+
+def pace_now(budget: float, latest: PaceChange | None, *, is_measured: bool) -> PaceNow:
+    """Return the pace of the next migration.
+
+    Args:
+        budget: by what part the 95th percentile of step time may be longer; 0: any.
+        latest: the latest judgement; None: there was none.
+        is_measured: whether a rank reports times of its steps; earlier releases do not.
+    """
+    if not budget:
+        return PaceNow(1.0, "fixed: step_time_budget is 0")
+    if not is_measured:
+        return PaceNow(1.0, "fixed: no rank reports times of its steps")
+    if latest is None:
+        return PaceNow(1.0, "no migration was judged yet")
+    return PaceNow(latest.part, latest.reason)
+
+
 def next_part(
     part: float, budget: float, plan_id: int, ranks: Sequence[StepTimes], *, is_late: bool
 ) -> PaceVerdict:

@@ -5,7 +5,7 @@ Shapes:  L MoE layers, S slots, R ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -57,31 +57,33 @@ class Sourcing:
     """
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+        # Lists: one element of an array takes several times as long, and there are thousands.
+        self._rank_of_slot: list[int] = topology.rank_of_slot.tolist()
+        self._host_of_rank: list[int] = topology.host_of_rank.tolist()
+        self._alive: list[bool] = topology.alive.tolist()
         self._sent: Counter[int] = Counter()  # moves sent by each rank so far, over all layers
 
     def readable(self, slot: int, holders: Iterable[int]) -> list[int]:
         """Slots of ``holders`` that the rank of ``slot`` can read: on live ranks of its host."""
-        rank_of_slot, host_of_rank = self._topology.rank_of_slot, self._topology.host_of_rank
+        rank_of_slot, host_of_rank = self._rank_of_slot, self._host_of_rank
         host = host_of_rank[rank_of_slot[slot]]
         return [
             holder
             for holder in holders
-            if host_of_rank[rank_of_slot[holder]] == host
-            and self._topology.alive[rank_of_slot[holder]]
+            if host_of_rank[rank_of_slot[holder]] == host and self._alive[rank_of_slot[holder]]
         ]
 
     def move(self, layer: int, expert: int, slot: int, holders: Sequence[int]) -> Move:
         """The move of an expert into a slot, from its own rank, a peer, or else the host cache."""
-        rank_of_slot = self._topology.rank_of_slot
+        rank_of_slot = self._rank_of_slot
         for holder in holders:
             if rank_of_slot[holder] == rank_of_slot[slot]:
                 return Move(layer, expert, slot, Source.SAME_RANK, holder)
         near = self.readable(slot, holders)
         if not near:
             return Move(layer, expert, slot, Source.HOST)
-        holder = min(near, key=lambda h: (self._sent[int(rank_of_slot[h])], h))
-        self._sent[int(rank_of_slot[holder])] += 1
+        holder = min(near, key=lambda h: (self._sent[rank_of_slot[h]], h))
+        self._sent[rank_of_slot[holder]] += 1
         return Move(layer, expert, slot, Source.PEER, holder)
 
 
@@ -100,28 +102,34 @@ def moves_between(base: Placement, target: Placement, topology: Topology) -> lis
             f"the target {target.slot_to_expert.shape}, expected the same"
         )
     sourcing = Sourcing(topology)
+    changed = changed_slots(base, target)
     moves = []
-    for layer, slot in np.argwhere(changed_slots(base, target)).tolist():
-        expert = int(target.slot_to_expert[layer, slot])
-        holders = np.flatnonzero(base.slot_to_expert[layer] == expert).tolist()
-        moves.append(sourcing.move(layer, expert, slot, holders))
+    for layer in np.flatnonzero(changed.any(axis=1)).tolist():
+        holders = defaultdict[int, list[int]](list)  # slots of each expert before
+        for slot, expert in enumerate(base.slot_to_expert[layer].tolist()):
+            holders[expert].append(slot)
+        arriving: list[int] = target.slot_to_expert[layer].tolist()
+        for slot in np.flatnonzero(changed[layer]).tolist():
+            expert = arriving[slot]
+            moves.append(sourcing.move(layer, expert, slot, holders[expert]))
     return moves
 
 
 def rounds_of(moves: Iterable[Move], topology: Topology) -> tuple[tuple[Move, ...], ...]:
     """Divide moves into rounds in which no rank receives twice and no rank sends twice."""
+    rank_of_slot: list[int] = topology.rank_of_slot.tolist()
     rounds: list[list[Move]] = []
-    busy: list[set[tuple[str, int]]] = []
+    receives, sends = defaultdict[int, int](int), defaultdict[int, int](int)  # a bit for each round
     for move in moves:
-        ends = {("receives", int(topology.rank_of_slot[move.dst_slot]))}
-        if move.source is Source.PEER:
-            ends.add(("sends", int(topology.rank_of_slot[move.src_slot])))
-        for taken, one_round in zip(busy, rounds, strict=True):
-            if not taken & ends:
-                taken |= ends
-                one_round.append(move)
-                break
-        else:
-            busy.append(set(ends))
-            rounds.append([move])
+        receiver, is_sent = rank_of_slot[move.dst_slot], move.source is Source.PEER
+        sender = rank_of_slot[move.src_slot] if is_sent else EMPTY
+        taken = receives[receiver] | (sends[sender] if is_sent else 0)
+        first_free = ~taken & (taken + 1)
+        number = first_free.bit_length() - 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(move)
+        receives[receiver] |= first_free
+        if is_sent:
+            sends[sender] |= first_free
     return tuple(tuple(one_round) for one_round in rounds)

@@ -132,12 +132,13 @@ def _fill_transactions(
     per_layer: dict[int, list[Move]], topology: Topology, pace: Pace
 ) -> list[list[int]]:
     """Group layers, in layer order, while the moves of every rank fit its part of the ring."""
+    rank_of_slot: list[int] = topology.rank_of_slot.tolist()
     transactions: list[list[int]] = []
     used: Counter[int] = Counter()
     room, most_layers = pace.staging_experts, pace.layers_per_transaction or len(per_layer)
     shared_room = min(room // 2, pace.experts_per_transaction or room)
     for layer in sorted(per_layer):
-        need = Counter(int(topology.rank_of_slot[move.dst_slot]) for move in per_layer[layer])
+        need = Counter(rank_of_slot[move.dst_slot] for move in per_layer[layer])
         for rank, count in need.items():
             if count > room:
                 raise MigrationError(

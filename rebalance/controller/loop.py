@@ -60,7 +60,7 @@ class Controller:
             its death may reuse the name; the new process then need not wait for the lease to
             expire.
         clock: seconds since the epoch.
-        monotonic: of the lease, and of how long a plan takes.
+        monotonic: of the lease, of the deadline of a migration, and of how long a plan takes.
 
     Raises:
         ConfigError: the settings name a policy that is not there.
@@ -85,7 +85,7 @@ class Controller:
         self._group: Group | None = None
         self._fits_ranks = False  # whether it works with the version of their group
         self._planned_window = -1  # newest window that was planned on
-        self._open = OpenPlan(store, clock)
+        self._open = OpenPlan(store, monotonic)
         self._failures = Failures(store, clock)
         self._planning = Planning(store, monotonic)
         self._publisher = Publisher(store, self._live, self._lease, self._planning, clock)
@@ -163,7 +163,7 @@ class Controller:
     def _keep_if_due(self) -> None:
         """Roll up and forget old load."""
         now = self._clock()
-        if now - self._kept_at < KEEP_EVERY_S:
+        if 0 <= now - self._kept_at < KEEP_EVERY_S:  # below 0: the clock was set back
             return
         self._kept_at = now
         done = self._keeper.turn(now)
@@ -184,8 +184,9 @@ class Controller:
         try:
             self._plan_on_new_window(group)
         except StoreError:
-            # not planned: this window remains due
+            # Not planned: this window remains due. What was published may have reached the store.
             self._planned_window, self._due.memory = before, due
+            self._planning.forget()
             raise
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)

@@ -24,7 +24,7 @@ class OpenPlan:
 
     Args:
         store: where it is open.
-        clock: of seconds.
+        clock: of seconds; one that is never set.
     """
 
     def __init__(self, store: LoadStore, clock: Clock) -> None:

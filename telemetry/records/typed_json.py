@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from eplb.errors import StoreError
@@ -67,8 +68,8 @@ def from_record(cls: type[T], record: Mapping[str, Any], what: str) -> T:
     Raises:
         StoreError: a field is missing, unknown, or not of its type.
     """
-    hints = get_type_hints(cls)
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    hints = _hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
+    names = list(hints)
     if missing := [name for name in names if name not in record]:
         raise StoreError(f"{what} lacks {', '.join(missing)}, expected {', '.join(names)}")
     if unknown := sorted(record.keys() - set(names)):
@@ -77,6 +78,13 @@ def from_record(cls: type[T], record: Mapping[str, Any], what: str) -> T:
         if not is_of(record[name], hints[name]):
             raise StoreError(f"{what}: {name} is {record[name]!r}, expected {_shown(hints[name])}")
     return cls(**record)
+
+
+@cache  # a store reads hundreds of records of one type in a turn
+def _hints_of(cls: type) -> dict[str, Any]:
+    """The declared type of each field, in the order of the fields."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def is_of(value: object, hint: Any) -> bool:

@@ -166,6 +166,8 @@ function showMigration() {
     `Plan ${open.plan_id}: generation ${open.base_generation} → ${open.target_generation}, ` +
     `${open.applied} of ${plural(open.num_transactions, "transaction")} served, ` +
     `${Math.round(100 * open.staged_part)} % staged, ${plural(open.num_moves, "move")} in ${plural(open.layers.length, "layer")}`);
+  const pace = state.pace, since = pace.budget && pace.changed !== null ? `, ${ago(state.time - pace.changed)}` : "";
+  text($("pace"), `Pace of the next migration: ${pace.part} of the deployment's own; ${pace.reason}${since}.`);
 }
 
 function showHeat() {

@@ -27,6 +27,7 @@ const SENTENCES = {
   error: (d) => `${d.where}: ${d.message}`,
   lease: (d) => `The lease of the ${d.of}: ${process(d.holder)} ` +
     (d.state === "leads" ? "has it" : `lost it${why(d)}`),
+  pace: (d) => `The next migration has ${d.part} of the deployment's pace: ${d.reason}`,
   promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,
   proposal: (d) => `Proposal ${d.proposal} by ${d.actor} is ${d.state}${why(d)}`,
   publish: (d) => `Plan ${d.plan_id} is offered: ${plural(d.moves, "move")} in ` +
@@ -104,6 +105,7 @@ export function decisionFigures(decision) {
     parts.push(`imbalance ${decision.imbalance_before.toFixed(3)}${after}`);
   }
   if (decision.moves) parts.push(`${plural(decision.moves, "move")}, ${size(decision.bytes ?? 0)}`);
+  if (decision.num_uncovered) parts.push(`${plural(decision.num_uncovered, "expert")} in fewer failure domains than asked for`);
   if (decision.policy) parts.push(`policy ${decision.policy}`);
   if (decision.generation != null) parts.push(`generation ${decision.generation}`);
   return parts.join(" · ");

@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from eplb.decision.pace import PaceVerdict, StepTimes, next_part, paced
+from eplb.decision.pace import PaceChange, PaceVerdict, StepTimes, next_part, pace_now, paced
 from eplb.migration.build import Pace
 from rebalance.controller.open_migration import NOT_FINISHED
 from rebalance.controller.settings import ControllerSettings
-from telemetry.events import OUTCOME_OF_EVENT, PlanEnd, PlanOffer, plan_end, plan_offer, read_event
+from telemetry.events import (
+    JUDGED_PACE,
+    OUTCOME_OF_EVENT,
+    PlanEnd,
+    PlanOffer,
+    pace_change,
+    plan_end,
+    plan_offer,
+)
 from telemetry.store import LoadStore, events_backwards
 
-KIND = "pace"  # of the event
-_KINDS = {KIND, "publish", *OUTCOME_OF_EVENT}
-FIRST = "no migration was judged yet"
+_KINDS = {JUDGED_PACE, "publish", *OUTCOME_OF_EVENT}
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PaceChange:
-    """Detail of the event: what a migration did to the steps, and the part of the next one."""
-
-    plan_id: int
-    slowdown: float | None  # None: not measured
-    budget: float
-    part: float
-    reason: str
 
 
 class NextPace(NamedTuple):
@@ -68,17 +62,12 @@ class Pacing:
         Raises:
             StoreError: the store failed; nothing was judged.
         """
-        own, budget = settings.pace, settings.step_time_budget
-        if not budget:
-            return NextPace(own, "fixed: step_time_budget is 0")
-        found = [state.step_times for state in self._store.rank_states(run)]
+        budget = settings.step_time_budget
+        found = [state.step_times for state in self._store.rank_states(run)] if budget else []
         times = [one for one in found if one is not None]
-        if not times:
-            return NextPace(own, "fixed: no rank reports times of its steps")
-        change = self._judged(times, budget)
-        if change is None:
-            return NextPace(own, FIRST)
-        return NextPace(paced(own, change.part, num_layers), change.reason)
+        latest = self._judged(times, budget) if times else None
+        now = pace_now(budget, latest, is_measured=bool(times))
+        return NextPace(paced(settings.pace, now.part, num_layers), now.reason)
 
     def _judged(self, times: Sequence[StepTimes], budget: float) -> PaceChange | None:
         """Return the latest judgement, and write it down if it is made now."""
@@ -93,8 +82,8 @@ class Pacing:
         reason = verdict.reason or f"plan {plan_id} was not judged: it moved no expert"
         reason += f": part {part:g} -> {verdict.part:g}" if verdict.part != part else ""
         slowdown = None if verdict.slowdown is None else round(verdict.slowdown, 4)
-        change = PaceChange(plan_id, slowdown, budget, verdict.part, reason)
-        self._store.add_event(KIND, vars(change))
+        change = PaceChange(plan_id, slowdown, budget, part, verdict.part, reason)
+        self._store.add_event(JUDGED_PACE, vars(change))
         log.info("plan_id=%d pace=%g reason=%r", plan_id, change.part, reason)
         return change
 
@@ -103,8 +92,8 @@ def _last(store: LoadStore) -> Last:
     """Read back to the latest judgement."""
     offer, ends = None, dict[int, PlanEnd]()
     for event in events_backwards(store, _KINDS):
-        if event.kind == KIND:
-            change = read_event(event, PaceChange)
+        change = pace_change(event)
+        if change is not None:
             return Last(offer, ends.get(offer.plan_id) if offer else None, change)
         offer = offer or plan_offer(event)
         end = plan_end(event)

@@ -6,6 +6,7 @@ Policies do not see spare slots, so placements are compacted before a plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -19,10 +20,11 @@ from eplb.core.problem import Problem
 from eplb.decision.coverage import Coverage
 from eplb.decision.gate import Decision
 from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import EplbError
+from eplb.errors import ConfigError, EplbError
 from eplb.explanation.figures import finite
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
+from eplb.policies.legality import violations_of
 from rebalance.controller.load import Group
 from rebalance.controller.plans.track_record import Judged, Promises, TrackRecord
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
@@ -130,7 +132,7 @@ class Planning:
         if settings.spare_slots:
             earlier, _ = compact(earlier, topology, settings.spare_slots)
             current, topology = compact(current, topology, settings.spare_slots)
-        # Constraints on domains bind the planner, not an operator: what served may serve again.
+        # Constraints bind the planner, not an operator: what served may serve again.
         problem = Problem(
             past,
             topology,
@@ -142,7 +144,7 @@ class Planning:
             dispatch=DispatchRule(settings.request.dispatch),
         )
         self.how = {"windows": past.num_windows, "asked": _asked(settings, Coverage(Constraints()))}
-        return plan_to(problem, earlier, why=why)
+        return plan_to(problem, earlier, why=why + _against(problem, settings, earlier))
 
     def judge(
         self, group: Group, serving: Placement, settings: ControllerSettings
@@ -163,6 +165,10 @@ class Planning:
     def taken_back(self) -> None:
         """Hold no plan so far to its promise: the way to an earlier placement is published."""
         self._record().taken_back()
+
+    def forget(self) -> None:
+        """Read promises from the store again, because a write may have reached it unseen."""
+        self._track = None
 
     def _record(self) -> TrackRecord:
         self._track = self._track or TrackRecord(self._store)
@@ -244,6 +250,20 @@ def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
     cost = {name: getattr(settings.cost, name) for name in OF_COST}
     budget = {name: getattr(settings.budget, name) for name in OF_BUDGET}
     return settings.request.recorded(coverage) | budget | cost
+
+
+def _against(problem: Problem, settings: ControllerSettings, placement: Placement) -> str:
+    """Name the constraints that a placement breaks, as the end of a reason; "": it breaks none."""
+    request, groups = settings.request, problem.num_groups
+    try:
+        coverage = request.coverage(problem.history, problem.topology, groups)
+        constrained = replace(problem, constraints=coverage.constraints)
+        broken = violations_of(constrained, placement)
+    except ConfigError as exc:
+        return f", not compared with the constraints: {exc}"
+    if not broken:
+        return ""
+    return f", against the constraints of {len(broken)} layers, the first: {broken[min(broken)]}"
 
 
 def summary(proposal: Plan) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from api.cli.main import app
 from api.deploy.first_placement import START_EVENT
 from api.deploy.secret import deployment_secret
 from api.deploy.status import read_status, render
+from api.monitor.snapshot import PaceView
 from api.processes.controller import StartReports
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
@@ -74,6 +75,7 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     assert "leader     'someone', last turn " in shown
     assert "serves     generation 1, step 7, run a" in shown
     assert "imbalance  1.60 in the latest window, 1.60 unbalanced" in shown
+    assert "pace       1 of the deployment's own; fixed: step_time_budget is 0" in shown
     assert "switches   movement on, observe off" in shown
     ours, unknown = Announcement(RANKS, "a").version, "eplb 0.1.0 or earlier (protocol 1)"
     assert f"versions   ranks: {ours}; controller: {unknown}" in shown
@@ -92,6 +94,7 @@ def test_json_has_what_the_text_has(tmp_path: Path, store: LoadStore) -> None:
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     assert found["migration"]["plan_id"] == 1
     assert found["movement"] is False
+    assert found["pace"] | {"reason": ""} == vars(PaceView())
 
 
 @pytest.mark.parametrize(

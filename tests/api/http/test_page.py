@@ -14,8 +14,9 @@ import pytest
 from api.http.app import create_app
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
+from eplb.decision.pace import PaceChange, StepTimes
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import REPORT_EVERY_S, RankState, RunInfo, TaskResult
+from telemetry.store import REPORT_EVERY_S, STEP_TIMES, RankState, RunInfo, TaskResult
 from telemetry.stores.memory import MemoryStore
 
 CHROMIUM = shutil.which("chromium")
@@ -258,6 +259,27 @@ def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
     assert "imbalance 1.600 → 1.100 predicted" in entry
     assert "realised \N{MINUS SIGN}0.400 of \N{MINUS SIGN}0.500 promised" in entry
     page.locator("#chart .mark.MOVE title").wait_for(state="attached")
+
+
+def test_page_shows_the_pace_and_why_it_changed(page: Any, store: MemoryStore) -> None:
+    store.report(
+        RankState("a", 0, 0.0, 7, 1, "idle", 0, 0, 1, 0, detail={STEP_TIMES: vars(StepTimes())})
+    )
+    store.change_live({"step_time_budget": 0.05}, reason="decode must not slow down")
+    reason = "plan 1 made the p95 of step time +20.0%, expected +5.0% at most: part 1 -> 0.5"
+    store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, reason)))
+
+    page.locator("#pace", has_text=f"0.5 of the deployment's own; {reason}, ").wait_for()
+    event = page.locator("#events .entry", has_text="The next migration has").inner_text()
+    assert f"0.5 of the deployment's pace: {reason}." in event
+
+
+def test_decision_shows_how_many_experts_stay_uncovered(page: Any, store: MemoryStore) -> None:
+    asked = {"min_domains": 2, "num_uncovered": 3, "uncovered": [[0, 0], [0, 1], [0, 2]]}
+    store.add_event("plan", {"decision": "KEEP", "reason": "even", "generation": 1, "asked": asked})
+
+    entry = page.locator("#decisions .entry", has_text="even")
+    entry.locator("text=3 experts in fewer failure domains than asked for").wait_for()
 
 
 def test_many_ranks_are_a_picture_that_fits_and_names_the_cell_under_the_pointer(

@@ -22,6 +22,7 @@ from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
+from eplb.decision.pace import PaceChange, StepTimes
 from eplb.decision.triggers import ACTS
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
@@ -53,6 +54,9 @@ TYPES = {
     "eplb_rank_load_ratio_max": "gauge",
     "eplb_rebalance_phase": "gauge",
     "eplb_swap_pause_seconds": "gauge",
+    "eplb_pace_part": "gauge",
+    "eplb_migration_slowdown": "gauge",
+    "eplb_pace_judgements": "counter",
     "eplb_last_success_timestamp_seconds": "gauge",
     "eplb_drift_score": "gauge",
     "eplb_layers_pending": "gauge",
@@ -167,6 +171,7 @@ def figures_in(text: str) -> Figures:
 def test_every_metric_has_a_type_and_a_help_text(store: MemoryStore) -> None:
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1, 0.1, 0.0)
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
+    store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
     text = Exposition(store, monitor).text().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -184,6 +189,21 @@ def test_number_of_series_does_not_depend_on_the_model(store: MemoryStore) -> No
 def num_series(text: str) -> int:
     families = text_string_to_metric_families(text)
     return sum(len(family.samples) for family in families)
+
+
+def test_pace_and_slowdown_are_those_of_the_latest_judgement(store: MemoryStore) -> None:
+    before = figures_in(text_of(store))
+    store.report(rank_report("a", 0, step_times=vars(StepTimes())))
+    store.change_live({"step_time_budget": 0.05}, reason="a test")
+    store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
+    found = figures_in(text_of(store))
+
+    assert before["eplb_pace_part"] == {(): 1.0}
+    assert "eplb_migration_slowdown" not in before
+    assert found["eplb_pace_part"] == {(): 0.5}
+    assert found["eplb_migration_slowdown"] == {(): 0.2}
+    judged = {("halved",): 1, ("kept",): 0, ("raised",): 0}
+    assert found["eplb_pace_judgements_total"] == judged
 
 
 def test_series_by_layer_and_rank_need_a_metrics_level() -> None:

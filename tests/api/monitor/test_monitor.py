@@ -16,6 +16,7 @@ from api.monitor.verdict import unready
 from api.terminal.live import LiveView, PlainLines, window_line
 from api.terminal.picture import in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
+from eplb.decision.pace import PaceChange, StepTimes
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.store import Control, RankState, RunInfo
 from telemetry.stores.memory import MemoryStore
@@ -241,6 +242,39 @@ def test_experts_staged_are_progress_where_ranks_count_them(store: MemoryStore) 
     progress = seen_by(store).migration
 
     assert (progress.staged_part, progress.fraction) == (0.75, 0.375)
+
+
+JUDGED = PaceChange(1, 0.2, 0.05, 1.0, 0.5, "plan 1 made the p95 of step time +20.0%")
+
+
+def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: MemoryStore) -> None:
+    store.report(state(0, step_times=vars(StepTimes())))
+    store.change_live({"step_time_budget": 0.05}, reason="a test")
+    first = seen_by(store).pace
+    store.add_event("pace", vars(JUDGED))
+    store.add_event("pace", vars(replace(JUDGED, plan_id=2, part_before=0.5, part=0.625)))
+
+    seen = seen_by(store)
+
+    assert (first.part, first.reason, first.latest) == (1.0, "no migration was judged yet", None)
+    assert (seen.pace.part, seen.pace.reason, seen.pace.changed) == (0.625, JUDGED.reason, NOW)
+    assert (seen.pace.latest.plan_id, seen.pace.latest.part_before) == (2, 0.5)
+    assert seen.pace_changes == {"raised": 1, "kept": 0, "halved": 1}
+    store.change_live({"step_time_budget": 0.0}, reason="a test")
+    assert (seen_by(store).pace.part, seen_by(store).pace.reason) == (
+        1.0,
+        "fixed: step_time_budget is 0",
+    )
+
+
+def test_pace_of_ranks_that_report_no_times_is_fixed(store: MemoryStore) -> None:
+    store.report(state(0))
+    store.change_live({"step_time_budget": 0.05}, reason="a test")
+    store.add_event("pace", vars(JUDGED))
+
+    pace = seen_by(store).pace
+
+    assert (pace.part, pace.reason) == (1.0, "fixed: no rank reports times of its steps")
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,7 @@ def test_restarted_controller_takes_live_values_from_the_store(deployment: Deplo
 def test_live_deadline_withdraws_an_open_migration(deployment: Deployment) -> None:
     clock = Clock()
     deployment.serve(SKEWED)
-    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
     for _ in range(2):
         controller.turn()
 
@@ -475,7 +475,7 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
 def test_overdue_migration_is_withdrawn(deployment: Deployment) -> None:
     clock = Clock()
     deployment.serve(SKEWED)
-    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
     controller.turn()
     controller.turn()
 
@@ -534,7 +534,7 @@ def test_nothing_is_published_while_ranks_serve_different_weights(deployment: De
 
 def test_every_migration_has_its_own_deadline(deployment: Deployment) -> None:
     clock = Clock()
-    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
     for load in (SKEWED, list(reversed(SKEWED))):
         deployment.serve(load, windows=4)
         controller.turn()

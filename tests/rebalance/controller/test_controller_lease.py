@@ -297,7 +297,7 @@ def test_open_migration_is_watched_by_the_leader(store: Asked, clock: Clock) -> 
     settings = ControllerSettings(lease_ttl_s=TTL_S, migration_deadline_s=30.0)
     Controller(store, settings, clock=clock).turn()
     clock.now += TTL_S
-    other = Controller(store, settings, clock=clock)
+    other = Controller(store, settings, monotonic=clock)
     other.turn()
 
     clock.now += 30.1

@@ -81,6 +81,7 @@ def test_slow_steps_in_a_migration_halve_the_pace_of_the_next(store: LoadStore) 
         "plan_id": 1,
         "slowdown": 0.2,
         "budget": 0.05,
+        "part_before": 1.0,
         "part": 0.5,
         "reason": plan["pace_reason"],
     }
@@ -132,7 +133,7 @@ def test_ranks_of_an_earlier_release_are_given_the_pace_as_configured(store: Loa
 
 def test_migration_that_does_not_end_in_time_is_not_slowed_further(store: LoadStore) -> None:
     clock = Clock()
-    deployment, controller = Paced(store), Controller(store, PACED, clock=clock)
+    deployment, controller = Paced(store), Controller(store, PACED, monotonic=clock)
     deployment.migrate(controller, slowdown=0.2)
     late = deployment.next_migration(controller)
     deployment.report(late.plan_id, 0.2)

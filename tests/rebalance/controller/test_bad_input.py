@@ -1,0 +1,265 @@
+"""Wrong forecasts, orders against constraints, ranks that are gone, clocks that jump, late stores.
+
+Each is refused with its reason or bounded, and nothing that was committed is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from controlled_deployment import (
+    EVEN,
+    SETTINGS,
+    SKEWED,
+    START,
+    TOPOLOGY,
+    Clock,
+    Deployment,
+    events,
+    worked_off,
+)
+
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.decision.promises import ENOUGH
+from eplb.decision.triggers import TriggerRules
+from eplb.errors import StoreError
+from eplb.measure.balance import imbalance
+from eplb.migration.build import Migration
+from rebalance.controller.loop import Controller
+from rebalance.controller.plans.planner_request import PlannerRequest
+from telemetry.proposals import Approval
+from telemetry.stores.memory import MemoryStore
+
+HOUR_S, WINDOW_S = 3600.0, 60.0
+TURNS_AFTER = 3  # windows, in which the forecast learns the load
+MILD = [36_000, 27_000, 20_000, 17_000]  # turned round, it is no change that the controller detects
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def deployment(clock: Clock) -> Deployment:
+    store = MemoryStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    return Deployment(store)
+
+
+# -- a forecast that is wrong for an hour
+
+
+def served_for_an_hour(forecast_weight: float, cool_down_s: float = 0.0) -> tuple[float, int]:
+    """Serve load that turns round whenever the forecast has learnt it.
+
+    Returns:
+        Mean imbalance, and the number of migrations.
+    """
+    clock = Clock()
+    store = MemoryStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    deployment = Deployment(store)
+    request = PlannerRequest(forecast_weight=forecast_weight)
+    rules = TriggerRules(cool_down_s=cool_down_s)
+    settings = replace(SETTINGS, request=request, triggers=rules)
+    controller = Controller(store, settings, clock=clock)
+    found, migrations = [], 0
+    for window in range(int(HOUR_S / WINDOW_S)):
+        load = MILD if window // TURNS_AFTER % 2 == 0 else MILD[::-1]
+        committed = store.committed()
+        assert committed is not None
+        found.append(imbalance(np.array([load]), committed.placement, TOPOLOGY).mean())
+        deployment.serve(load)
+        clock.now += WINDOW_S
+        controller.turn()
+        if store.published() is not None:
+            deployment.swap()
+            migrations += 1
+    assert events(store, "error") == []
+    kept = {one.placement.generation for one in store.placements()}
+    assert kept == set(range(migrations + 1))
+    return float(np.mean(found)), migrations
+
+
+def test_forecast_that_is_wrong_for_an_hour_costs_less_than_no_balancing() -> None:
+    never = imbalance(np.array([MILD]), START, TOPOLOGY).mean()
+    without, _ = served_for_an_hour(forecast_weight=0.0)
+
+    wrong, migrations = served_for_an_hour(forecast_weight=0.9)
+
+    assert without < wrong < never
+    assert migrations <= HOUR_S / WINDOW_S / 2
+
+
+def test_cool_down_bounds_the_moves_that_a_wrong_forecast_causes() -> None:
+    _, migrations = served_for_an_hour(forecast_weight=0.9, cool_down_s=600.0)
+
+    assert 1 <= migrations <= HOUR_S / 600.0
+
+
+# -- orders against constraints
+
+
+def test_rollback_against_a_pin_names_it_and_the_next_plan_restores_it(
+    deployment: Deployment, clock: Clock
+) -> None:
+    store, controller = deployment.store, Controller(deployment.store, SETTINGS, clock=clock)
+    store.change_live({"pins": "0/0:1"}, reason="its users are near rank 1")
+    deployment.serve(EVEN)
+    controller.turn()
+    assert 0 in deployment.swap().target.slot_to_expert[0, 3:]
+    deployment.serve(EVEN)
+    store.submit("rollback", {"generation": 0, "reason": "look", "dry_run": False})
+    controller.turn()
+
+    assert 0 not in deployment.swap().target.slot_to_expert[0, 3:]
+    reason = events(store, "plan")[-1].detail["reason"]
+    assert reason.startswith(
+        "rollback to generation 0 (look), against the constraints of 1 layers, the first: layer 0: "
+        "expert 0 is pinned to rank 1, which does not hold it: imbalance"
+    )
+    deployment.serve(EVEN)
+    controller.turn()
+    assert 0 in deployment.published().target.slot_to_expert[0, 3:]
+
+
+def test_order_under_a_constraint_that_no_plan_can_meet_fails_with_the_reason(
+    deployment: Deployment,
+) -> None:
+    deployment.serve(SKEWED)
+    deployment.store.change_live({"redundancy": "0:99"}, reason="a typing error")
+
+    task = worked_off(deployment, "rebalance", dry_run=False)
+
+    assert task.state == "failed"
+    assert "redundancy gives layer 0 99 redundant slots, expected" in task.result.error
+    assert deployment.store.published() is None
+
+
+def test_rollback_under_such_a_constraint_is_still_carried_out(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    deployment.serve(SKEWED)
+    controller.turn()
+    deployment.swap()
+    controller.close()
+    deployment.store.change_live({"redundancy": "0:99"}, reason="a typing error")
+    deployment.serve(SKEWED)
+
+    task = worked_off(deployment, "rollback", generation=0, reason="slow", dry_run=False)
+
+    assert task.state == "done"
+    assert np.array_equal(deployment.published().target.slot_to_expert, START.slot_to_expert)
+    reason = events(deployment.store, "plan")[-1].detail["reason"]
+    assert "not compared with the constraints: redundancy gives layer 0 99" in reason
+
+
+# -- ranks that are gone
+
+
+def test_rollback_to_a_generation_whose_rank_is_gone_is_refused(clock: Clock) -> None:
+    three = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=2)
+    store = MemoryStore("test", clock=clock)
+    store.commit(Placement(np.array([[0, 1, 2, 3, 0, 1]]), 4), expected=None, reason="start")
+    without_2 = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]]), 4, 1)
+    store.commit(without_2, expected=0, reason="rank 2 died")
+    survivors = Deployment(store, "run-2", topology=replace(three, alive=[True, True, False]))
+    survivors.serve(EVEN)
+
+    task = worked_off(survivors, "rollback", generation=0, reason="as before", dry_run=False)
+
+    assert task.state == "failed"
+    assert task.result.error == "layer 0 slot 4 holds expert 0 on rank 2, which is not alive"
+    committed = store.committed()
+    assert committed is not None
+    assert (store.published(), committed.placement.generation) == (None, 1)
+
+
+# -- times that jump
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S], ids=["ahead", "back"])
+def test_migration_has_its_deadline_although_the_clock_jumps(
+    deployment: Deployment, clock: Clock, jump_s: float
+) -> None:
+    monotonic = Clock()
+    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=monotonic)
+    deployment.serve(SKEWED)
+    for _ in range(2):  # it is published, and then first seen open
+        controller.turn()
+
+    clock.now += jump_s
+    controller.turn()
+    still_open = deployment.store.published()
+    monotonic.now += SETTINGS.migration_deadline_s + 1
+    controller.turn()
+
+    assert still_open is not None
+    assert deployment.store.published() is None
+    assert events(deployment.store, "abort")[0].detail["reason"] == "not finished in 30 s"
+
+
+def test_committed_placements_survive_samples_and_clocks_that_jump(
+    deployment: Deployment, clock: Clock
+) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    for jump_s in (0.0, HOUR_S, -2 * HOUR_S, 4 * HOUR_S):
+        clock.now += jump_s
+        deployment.serve(SKEWED if jump_s >= 0 else SKEWED[::-1], windows=ENOUGH)
+        controller.turn()
+        if deployment.store.published() is not None:
+            deployment.swap()
+
+    generations = [one.placement.generation for one in deployment.store.placements()]
+    assert generations == sorted(generations, reverse=True)
+    assert generations[-1] == 0
+    assert len(generations) >= 2
+    (refused,) = events(deployment.store, "error")  # samples from before the clock was set back
+    assert "s ahead, expected 60 s at most" in refused.detail["message"]
+
+
+# -- a store that answers late
+
+
+class LateStore(MemoryStore):
+    """A store whose first answer to ``publish`` comes after its caller has given up."""
+
+    is_late = True
+
+    def publish(
+        self,
+        migration: Migration,
+        *,
+        fence: int | None = None,
+        approval: Approval | None = None,
+    ) -> None:
+        super().publish(migration, fence=fence, approval=approval)
+        if self.is_late:
+            self.is_late = False
+            raise StoreError("no answer within 5 s, expected one")
+
+
+def test_plan_whose_publication_is_answered_late_is_published_and_judged_once(
+    clock: Clock,
+) -> None:
+    store = LateStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    deployment, controller = Deployment(store), Controller(store, SETTINGS, clock=clock)
+    deployment.serve(SKEWED)
+    with pytest.raises(StoreError, match="no answer within 5 s"):
+        controller.turn()
+
+    controller.turn()
+    assert len(events(store, "publish")) == 1
+    deployment.swap()
+    deployment.serve(SKEWED, windows=ENOUGH)
+    controller.turn()
+
+    (judged,) = events(store, "promise")
+    assert judged.detail["generation"] == 1
+    assert len(events(store, "publish")) == 1
