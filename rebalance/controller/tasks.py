@@ -8,7 +8,7 @@ from eplb.clock import Clock
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.decision.gate import Decision
-from eplb.errors import EplbError, FencedOut, StaleGeneration
+from eplb.errors import EplbError, StaleGeneration, StaleRevision, StoreError
 from eplb.migration.build import Migration
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
@@ -53,9 +53,9 @@ class Tasks:
             set_log_fields(task=task.id)
             try:
                 result = self._result(group, task)
-            except FencedOut:
-                raise  # the new leader ends the task
             except EplbError as exc:
+                if _is_of_the_store(exc):
+                    raise
                 self._store.finish(task.id, "failed", TaskResult(error=str(exc)), fence=fence)
                 log.info("task=%d kind=%s failed: %s", task.id, task.kind, exc)
             else:
@@ -70,7 +70,10 @@ class Tasks:
         This one ends each task in the turn that claims it, unless the store fails.
         """
         for task in self._store.tasks("running"):
-            reason = "the controller exited during this task, expected it to be submitted again"
+            reason = (
+                "the controller or its store failed during this task, expected a look at the open "
+                "migration, and then the task to be submitted again"
+            )
             result = TaskResult(error=reason)
             self._store.finish(task.id, "failed", result, fence=self._lease.token)
 
@@ -159,6 +162,11 @@ class Tasks:
             )
         if self._store.published() is not None:
             raise EplbError("a migration is open already, expected none")
+
+
+def _is_of_the_store(exc: EplbError) -> bool:
+    """Whether no outcome is known: another leader ends the task, or what was asked may be done."""
+    return isinstance(exc, StoreError) and not isinstance(exc, StaleGeneration | StaleRevision)
 
 
 def _refuse_if_stale(task: Task, serving: Placement) -> None:

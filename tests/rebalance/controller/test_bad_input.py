@@ -263,3 +263,28 @@ def test_plan_whose_publication_is_answered_late_is_published_and_judged_once(
     (judged,) = events(store, "promise")
     assert judged.detail["generation"] == 1
     assert len(events(store, "publish")) == 1
+
+
+def test_request_whose_publication_is_answered_late_does_not_end_before_its_outcome_is_known(
+    clock: Clock,
+) -> None:
+    store = LateStore("test", clock=clock)
+    store.commit(START, expected=None, reason="start")
+    deployment, controller = Deployment(store), Controller(store, SETTINGS, clock=clock)
+    deployment.serve(EVEN)
+    controller.turn()
+    deployment.serve(SKEWED)
+    task = store.submit("rebalance", {"dry_run": False, "reason": "hot expert"})
+    with pytest.raises(StoreError, match="no answer within 5 s"):
+        controller.turn()
+    asked = store.task(task.id)
+    assert asked is not None
+    assert asked.state == "running"
+
+    controller.turn()
+
+    ended = store.task(task.id)
+    assert ended is not None
+    assert ended.state == "failed"
+    assert "a look at the open migration" in ended.result.error
+    assert len(events(store, "publish")) == 1

@@ -806,7 +806,7 @@ def test_task_of_a_dead_controller_fails_with_a_reason(deployment: Deployment) -
     ended = deployment.store.task(task.id)
     assert ended is not None
     assert ended.state == "failed"
-    assert ended.result.error.startswith("the controller exited during this task")
+    assert ended.result.error.startswith("the controller or its store failed during this task")
 
 
 def test_controller_runs_until_stopped(deployment: Deployment) -> None:

@@ -287,7 +287,7 @@ def test_task_of_one_that_slept_through_its_lease_is_ended_by_the_other(
     ended = store.task(task.id)
     assert ended is not None
     assert ended.state == "failed"
-    assert ended.result.error.startswith("the controller exited during this task")
+    assert ended.result.error.startswith("the controller or its store failed during this task")
     assert len(details(store, "publish")) == 1  # the other's own, for the same load
 
 
