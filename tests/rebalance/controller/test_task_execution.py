@@ -48,7 +48,8 @@ def test_each_request_is_executed_once_although_the_leader_is_killed_among_them(
             if event.detail["state"] in ("done", "failed")
         )
         assert ends == Counter(ids), "each ends once"
-        lost = [task for task in store.tasks("failed") if "failed during this task" in task.result.error]
+        words = "failed during this task"
+        lost = [task for task in store.tasks("failed") if words in task.result.error]
         assert len(store.tasks("failed")) == len(lost) <= 1, "at most the one that was running"
         assert len(events(store, "publish")) == 1
         by_task = [one for one in events(store, "plan") if one.detail["trigger"] == "request"]
