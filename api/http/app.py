@@ -54,6 +54,7 @@ from api.http.routes.moves import add_move_routes
 from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
+from api.http.routes.ranks import add_rank_routes
 from api.http.routes.tasks import add_task_routes
 from api.http.routes.watching import add_watching_routes
 from api.http.schemas import (
@@ -142,6 +143,7 @@ add_placement_routes(watch)
 add_event_stream(watch)
 add_task_routes(watch, act)
 add_pin_routes(watch, act)
+add_rank_routes(watch, act)
 add_problem_types(watch)
 
 

@@ -44,6 +44,7 @@ class ProblemType(Enum):
     NO_SUCH_PLACEMENT = 404, "No such placement", "the store holds no placement of this generation"
     NO_SUCH_PROPOSAL = 404, "No such proposal", "the store keeps no proposal of this number"
     NO_SUCH_TASK = 404, "No such task", "the store keeps no task of this number"
+    NO_SUCH_RANK = 404, "No such rank", "the current run has no rank of this number"
     METHOD_NOT_ALLOWED = 405, "Method not allowed", "the route has other methods: see `Allow`"
     NOT_ACCEPTABLE = 406, "Not acceptable", "`Accept` names no format of the load matrix"
     MOVEMENT_OFF = (
@@ -82,6 +83,12 @@ class ProblemType(Enum):
         409,
         "Impossible pin",
         "the ranks of the current run cannot hold what is pinned; the detail names the pin",
+    )
+    IMPOSSIBLE_CORDON = (
+        409,
+        "Impossible cordon",
+        "the rank is not alive, or the ranks that may take experts have too few slots for all that "
+        "no cordoned rank holds",
     )
     GENERATION_MOVED_ON = (
         412,

@@ -22,7 +22,7 @@ MOST_RANKS = 512  # that exchange with each other: the time grows with the cube
 def with_singles_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) -> IntArray:
     """[L, S] the same plan, in which ranks with one slot keep their expert where possible."""
     topology = problem.topology
-    single = topology.alive & (topology.slots_of_rank == 1)
+    single = topology.serving & (topology.slots_of_rank == 1)
     if problem.constraints.binds_experts or single.sum() < 2:
         return held
     kinds = np.where(single & (problem.room == 1), _kind_of_rank(problem), -1)
@@ -48,7 +48,7 @@ def with_most_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) ->
 
     kind, kept = _kind_of_rank(problem), with_singles_kept(problem, held, base).copy()
     for layer in range(len(held)):
-        room = np.where(topology.alive, problem.room[layer], 0)
+        room = problem.room[layer]
         for alike in _alike(kind, room):
             slots = topology.first_slot[alike][:, None] + np.arange(room[alike[0]])
             stay = _in_common(base[layer, slots].astype(np.int64), held[layer, slots])

@@ -1,4 +1,4 @@
-"""Commands of an operator: proposals, rebalances, tasks, events and ranks.
+"""Commands of an operator: proposals, rebalances, tasks and events.
 
 Exit status of each: 0, done; 1, the state of the deployment does not allow it; 2, bad input, no
 such service or store, or no permission; 3, the controller had not done it in the time of --wait.
@@ -6,7 +6,6 @@ such service or store, or no permission; 3, the controller had not done it in th
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -189,27 +188,6 @@ def events(
     which = {"latest": last} if after is None else {"after": after}
     answer = asked((service, store, deployment), "GET", "/events", **which)
     shown(answer, json_output, _events)
-
-
-def ranks(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
-    json_output: AsJson = False,
-) -> None:
-    """Show each rank: step, generation, phase, and how old its report is."""
-    state = asked((service, store, deployment), "GET", "/state").body
-    found = [rank | {"node": state["node_of_rank"][rank["rank"]]} for rank in state["ranks"]]
-    if json_output:
-        typer.echo(json.dumps(found, indent=1))
-        return
-    columns = ("rank", "node", "alive", "step", "generation", "phase", "age_s", "step_ms")
-    rows = (
-        [one["rank"], one["node"], "yes" if one["is_alive"] else "no"]
-        + [one[name] for name in (*columns[3:], "frozen")]
-        for one in found
-    )
-    print_table(columns, rows, "frozen")
 
 
 def _proposals(found: list[dict[str, Any]]) -> None:

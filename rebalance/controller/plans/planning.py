@@ -16,11 +16,12 @@ from eplb.core.constraints import Constraints
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
-from eplb.decision.coverage import Coverage
 from eplb.decision.gate import Decision
 from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import EplbError
+from eplb.errors import EplbError, PlacementError
 from eplb.explanation.figures import finite
+from eplb.fitting.cordons import FittingCordons, arrivals, undrained
+from eplb.fitting.coverage import Coverage
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from rebalance.controller.load import Group
@@ -65,11 +66,12 @@ class Planning:
         if settings.spare_slots:
             current, topology = compact(current, topology, settings.spare_slots)
         groups = group.model.num_expert_groups
-        coverage = settings.request.coverage(past, topology, groups)
+        cordons = settings.request.cordoned(current, topology, groups)
+        coverage = settings.request.coverage(past, current, cordons, groups)
         begun = self._clock()
         proposal = plan(
             past,
-            topology,
+            cordons.topology,
             model=group.model,
             current=current,
             budget=settings.budget,
@@ -123,17 +125,20 @@ class Planning:
         """Plan the way to an earlier placement, priced on ``past``.
 
         Raises:
-            PlacementError: the ranks of this run cannot serve it.
+            PlacementError: the ranks of this run cannot serve it, or are kept from it by cordons.
         """
         topology = settings.request.topology(group.topology)
         check_fits(earlier, topology)
         if settings.spare_slots:
             earlier, _ = compact(earlier, topology, settings.spare_slots)
             current, topology = compact(current, topology, settings.spare_slots)
+        cordons = settings.request.cordoned(current, topology, group.model.num_expert_groups)
+        if arrives := arrivals(cordons.cordoned, current, earlier, topology):
+            raise PlacementError(f"{why}: {arrives}; expected it uncordoned first")
         # Constraints on domains bind the planner, not an operator: what served may serve again.
         problem = Problem(
             past,
-            topology,
+            cordons.topology,
             group.model,
             current,
             settings.budget,
@@ -148,13 +153,26 @@ class Planning:
         self, group: Group, serving: Placement, settings: ControllerSettings
     ) -> Judged | None:
         """Hold what serves to what its plan promised; None: there is nothing to judge now."""
-        topology = settings.request.topology(group.topology)
+        topology = self._cordons(group, serving, settings).topology
         load_of = partial(_history, group, decode_weight=settings.request.decode_weight)
         return self._record().judge(group.complete_windows(), serving, topology, load_of)
 
     def is_judging(self, serving: Placement) -> bool:
         """Whether a plan serves that has not had its windows yet."""
         return self._record().is_judging(serving)
+
+    def is_draining(self, group: Group, serving: Placement, settings: ControllerSettings) -> bool:
+        """Whether a rank that is to hold nothing, and can, holds experts."""
+        if not settings.request.cordons:
+            return False
+        return bool(undrained(serving, self._cordons(group, serving, settings).topology))
+
+    @staticmethod
+    def _cordons(group: Group, serving: Placement, settings: ControllerSettings) -> FittingCordons:
+        """Cordons by all slots of ``serving``, spare ones included."""
+        topology = settings.request.topology(group.topology)
+        groups = group.model.num_expert_groups
+        return settings.request.cordoned(serving, topology, groups)
 
     def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
         """Hold a published plan to its promise."""
