@@ -15,6 +15,7 @@ from api.access.commands import audit
 from api.access.commands import keys as keys_commands
 from api.access.local import local_actor
 from api.cli.admin.commands import (
+    anomalies,
     approve,
     events,
     explain,
@@ -94,6 +95,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     tasks: "eplb tasks --state failed; eplb tasks --cancel 7",
     events: "eplb events --last 100 --json",
     ranks: "eplb ranks --store redis://HOST:PORT --deployment prod",
+    anomalies: "eplb anomalies --state open; eplb anomalies --last 100 --json",
     cordon: "eplb cordon 3 --reason 'its GPU throttles'",
     drain: "eplb drain 3 --reason 'change 4711'; eplb ranks",
     uncordon: "eplb uncordon 3 --reason 'change 4711 is done'",

@@ -48,6 +48,7 @@ from api.http.requests import (
     ControlRequest,
     ReasonRequest,
 )
+from api.http.routes.anomalies import add_anomaly_routes
 from api.http.routes.event_stream import add_event_stream
 from api.http.routes.load_matrix import add_load_matrix
 from api.http.routes.moves import add_move_routes
@@ -138,6 +139,7 @@ def get_metrics(service: Service) -> Response:
 
 
 add_watching_routes(watch)
+add_anomaly_routes(watch)
 add_load_matrix(watch)
 add_placement_routes(watch)
 add_event_stream(watch)

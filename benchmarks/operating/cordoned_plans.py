@@ -46,9 +46,7 @@ def main() -> None:
         ("1 drained", {last: Cordon.DRAIN}),
         ("2 drained", {last: Cordon.DRAIN, 0: Cordon.DRAIN}),
     )
-    print(
-        "| cordons | plan, ms, median | moves | imbalance before | after | held when drained |"
-    )
+    print("| cordons | plan, ms, median | moves | imbalance before | after | held when drained |")
     print("|---|---|---|---|---|---|")
     for name, cordons in rows:
         times, found = [], None

@@ -190,6 +190,31 @@ def events(
     shown(answer, json_output, _events)
 
 
+def anomalies(
+    state: Annotated[str | None, typer.Option(help="open or ended; without: both.")] = None,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="Of how many.")] = 20,
+    service: Service = None,
+    store: ConfiguredStore = None,
+    deployment: ConfiguredDeployment = None,
+    json_output: AsJson = False,
+) -> None:
+    """List what is wrong and what was, newest first; of a store, what is wrong now, and events."""
+    place = (service, store, deployment)
+    shown(asked(place, "GET", "/anomalies", state=state, limit=last), json_output, _anomalies)
+
+
+def _anomalies(found: dict[str, Any]) -> None:
+    rows = [
+        [one[name] for name in ("id", "severity", "kind")]
+        + [at(one["since"]), at(one["until"]) if one["until"] else "now", one["text"]]
+        for one in found["anomalies"]
+    ]
+    if rows:
+        print_table(("id", "severity", "kind", "since", "until"), rows, "what")
+    else:
+        typer.echo("no anomalies")
+
+
 def _proposals(found: list[dict[str, Any]]) -> None:
     columns = ("id", "state", "expires", "by", "decision", "before", "after", "moves", "GB")
     names = ("id", "state", "expires", "by", "decision", "imbalance_before", "imbalance_after")
