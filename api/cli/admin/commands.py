@@ -23,13 +23,23 @@ from api.cli.admin.asking import (
     shown,
 )
 from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
-from api.http.requests import MAX_ID
+from api.http.requests import MAX_ID, MAX_INDEX
 from api.terminal.printable import print_error, printable
 from api.terminal.table import print_table
 
 Policy = Annotated[str | None, typer.Option(help="Placement policy; else the controller's.")]
 Move = Annotated[bool, typer.Option("--move", help="Carry it out; else it is a dry run.")]
 Number = Annotated[int, typer.Argument(min=0, max=MAX_ID, help="Number of the proposal.")]
+ExpertsPerTransaction = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_INDEX, help="Experts that reach a rank together, at most."),
+]
+LayersPerTransaction = Annotated[
+    int | None, typer.Option(min=1, max=MAX_INDEX, help="Layers that swap together, at most.")
+]
+LinkPart = Annotated[
+    float | None, typer.Option(help="Part of each link's budget, above 0 and at most 1.")
+]
 
 
 def proposals(
@@ -122,12 +132,16 @@ def rebalance(
     reason: Reason = WHY,
     policy: Policy = None,
     move: Move = False,
+    experts_per_transaction: ExpertsPerTransaction = None,
+    layers_per_transaction: LayersPerTransaction = None,
+    link_part: LinkPart = None,
     if_generation: IfGeneration = None,
     wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Have the controller plan now; with --move, carry the plan out."""
     body = {"reason": reason, "dry_run": not move} | ({"policy": policy} if policy else {})
+    body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
     place = (service, store, deployment, wait)
     answer = asked(place, "POST", "/rebalances", body, if_match=if_generation)
     shown(answer, json_output, _task)
@@ -142,12 +156,16 @@ def rollback(
     deployment: ConfiguredDeployment = None,
     reason: Reason = WHY,
     move: Move = False,
+    experts_per_transaction: ExpertsPerTransaction = None,
+    layers_per_transaction: LayersPerTransaction = None,
+    link_part: LinkPart = None,
     if_generation: IfGeneration = None,
     wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Plan the way back to an earlier placement; with --move, carry it out."""
     body = {"reason": reason, "dry_run": not move, "generation": generation}
+    body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
     place = (service, store, deployment, wait)
     answer = asked(place, "POST", "/rollbacks", body, if_match=if_generation)
     shown(answer, json_output, _task)
@@ -213,6 +231,17 @@ def _anomalies(found: dict[str, Any]) -> None:
         print_table(("id", "severity", "kind", "since", "until"), rows, "what")
     else:
         typer.echo("no anomalies")
+
+
+def _throttle(experts: int | None, layers: int | None, link_part: float | None) -> dict[str, Any]:
+    """Part of a body that has the limits which were given."""
+    given = {
+        "experts_per_transaction": experts,
+        "layers_per_transaction": layers,
+        "link_part": link_part,
+    }
+    limits = {name: value for name, value in given.items() if value is not None}
+    return {"throttle": limits} if limits else {}
 
 
 def _proposals(found: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
 from eplb.decision.gate import Decision
 from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import EplbError, PlacementError
+from eplb.errors import PlacementError
 from eplb.explanation.figures import finite
 from eplb.fitting.cordons import FittingCordons, arrivals, undrained
 from eplb.fitting.coverage import Coverage
@@ -26,9 +26,11 @@ from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from rebalance.controller.load import Group
 from rebalance.controller.plans.track_record import Judged, Promises, TrackRecord
+from rebalance.controller.refusals import TaskRefused
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
 from telemetry.drift.detector import LOOK_BACK, windows_since_change
 from telemetry.log_context import set_log_fields
+from telemetry.refusals import Refusal
 from telemetry.windows.folder import Window, history
 from telemetry.windows.phases import apart, weighted
 
@@ -107,10 +109,12 @@ class Planning:
         """
         earlier = self._store.placement(generation)
         if earlier is None:
-            raise EplbError(f"{why}: found no placement of generation {generation} in the store")
+            found = f"{why}: found no placement of generation {generation} in the store"
+            raise TaskRefused(Refusal.NO_SUCH_PLACEMENT, found)
         past = planned_on(group, last, settings.request.decode_weight)
         if past is None:
-            raise EplbError(f"{why}: found no complete window of load, expected one for its price")
+            found = f"{why}: found no complete window of load, expected one for its price"
+            raise TaskRefused(Refusal.NO_LOAD, found)
         return self.plan_back(group, settings, past.history, current, earlier.placement, why)
 
     def plan_back(

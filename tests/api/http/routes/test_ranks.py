@@ -132,7 +132,7 @@ def test_operator_lists_cordons_and_uncordons_ranks_on_a_store(tmp_path: Path) -
     assert status == 0, text
     assert rows == [["0", "0", "0", "2", "2", "open"], ["1", "0", "0", "2", "2", "cordoned"]]
     found = json.loads(run("ranks", "--json")[1])
-    assert [(one["state"], one["step"]) for one in found] == [("open", 0), ("cordoned", 0)]
+    assert [(one["state"], one["step"]) for one in found] == [("open", 1), ("cordoned", 1)]
     assert "cordoned" in run("ranks")[1]
     status, text = run("drain", "0")
     assert (status, "slots in a layer for the 4 experts" in text) == (1, True)

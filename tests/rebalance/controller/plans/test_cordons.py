@@ -20,6 +20,7 @@ from rebalance.controller.plans.planner_request import (
     read_cordons,
     written_cordons,
 )
+from telemetry.refusals import Refusal
 from telemetry.stores.memory import MemoryStore
 
 # One layer of four experts over three ranks of three slots.
@@ -123,7 +124,7 @@ def test_rollback_to_a_placement_on_a_drained_or_cordoned_rank_is_refused(
     controller.close()
 
     refused = worked_off(deployment, "rollback", generation=0, dry_run=False)
-    assert refused.state == "failed"
+    assert (refused.state, refused.result.refusal) == ("failed", Refusal.CANNOT_SERVE)
     assert "rank 2 is drained, and holds experts" in (refused.result.error or "")
 
     deployment.store.change_live({"cordons": "2:cordon"}, reason="look at it first")
