@@ -301,8 +301,10 @@ class AdminService:
             if expected is not None:
                 self.check_generation(generation_tag(expected))
             why = task.result.error or "no reason was given"
-            of = OF_REFUSAL.get(task.result.refusal, ProblemType.CONTROLLER_REFUSED)
-            raise Refused(of, f"task {task.id}: {why}")
+            raise Refused(
+                OF_REFUSAL.get(task.result.refusal, ProblemType.CONTROLLER_REFUSED),
+                f"task {task.id}: {why}",
+            )
         return task_answer(self.store, task)
 
     def check_generation(self, if_match: str) -> int | None:

@@ -38,7 +38,7 @@ LayersPerTransaction = Annotated[
     int | None, typer.Option(min=1, max=MAX_INDEX, help="Layers that swap together, at most.")
 ]
 LinkPart = Annotated[
-    float | None, typer.Option(help="Part of each link's budget, above 0 and at most 1.")
+    float | None, typer.Option(min=0, max=1, help="Part of each link's budget, above 0.")
 ]
 
 

@@ -31,12 +31,14 @@ def revision_of(request: Request, *, is_required: bool = True) -> int | None:
     """Return the revision that a change of live settings names; None: whatever it is now.
 
     Raises:
-        Refused: ``If-Match`` is no entity tag, or is missing where it is required.
+        Refused: ``If-Match`` is no entity tag, or is missing where it is required. Where it is
+            not, what is no tag of a revision is a precondition that fails (RFC 9110, 13.1.1).
     """
     tag = request.headers.get("if-match", "" if is_required else ANY)
     if not re.fullmatch(TAG, tag):
         why = f'header.if-match: found {tag[:40]!r}, expected the ETag of GET, as "7", or *'
-        raise Refused(ProblemType.INVALID_REQUEST, why)
+        kind = ProblemType.INVALID_REQUEST if is_required else ProblemType.SETTINGS_CHANGED
+        raise Refused(kind, why)
     return None if tag == ANY else int(tag.strip('"'))
 
 
