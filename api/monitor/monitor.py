@@ -42,7 +42,9 @@ from api.processes.supervision import SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
+from eplb.fitting.cordons import Cordon
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
+from rebalance.controller.plans.planner_request import read_cordons
 from telemetry.events import PlanEnd, plan_end
 from telemetry.retention.folding import RunShape
 from telemetry.store import Event, LoadStore, RankState, RunInfo
@@ -86,7 +88,7 @@ class Monitor:
         self._rebalances = RebalanceLog(history)
         self._tally = RunTally()
         self._death: Death | None = None
-        self._control = store.control()
+        self._live = store.live()
         self._committed = store.committed()
         self._published = store.published()
         self._follow(None)
@@ -121,7 +123,7 @@ class Monitor:
                     self._read_runs_before(info)
                 self._follow(info)
             self._read_events()
-            self._control = self._store.control()
+            self._live = self._store.live()
             self._committed = self._store.committed()
             self._published = self._store.published()
             if self._info is not None:
@@ -293,8 +295,8 @@ class Monitor:
                 events=tuple(self._events),
                 samples_stored=self._samples_read,
                 samples_lost=detail_sum(self._states, "samples_lost"),
-                movement=self._control.movement,
-                observe=self._control.observe,
+                movement=self._live.control.movement,
+                observe=self._live.control.observe,
                 scrubbed_slots=scrubbed_slots(self._states),
                 digest_failures=sum(state.digest_failures for state in self._states),
                 mover_failures=sum(state.mover_failures for state in self._states),
@@ -327,14 +329,17 @@ class Monitor:
         if self._info is None:
             return ()
         state_of = {state.rank: state for state in self._states}
+        cordons = read_cordons(self._live.effective.cordons or "")
         return tuple(
-            self._rank_view(rank, state_of.get(rank), now)
+            self._rank_view(rank, state_of.get(rank), now, cordons.get(rank))
             for rank in range(self._topology.num_ranks)
         )
 
-    def _rank_view(self, rank: int, state: RankState | None, now: float) -> RankView:
+    def _rank_view(
+        self, rank: int, state: RankState | None, now: float, cordon: Cordon | None
+    ) -> RankView:
         if state is None:
-            return RankView(rank, 0, 0, "silent", False, None, None, "")
+            return RankView(rank, 0, 0, "silent", False, None, None, "", cordon=cordon)
         age_s = max(0.0, now - state.time)
         return RankView(
             rank=rank,
@@ -347,6 +352,7 @@ class Monitor:
             frozen=state.frozen,
             ahead_s=max(0.0, state.time - now),
             silent_after_s=state.silent_after_s,
+            cordon=cordon,
         )
 
     def _marks(self) -> tuple[RebalanceMark, ...]:

@@ -21,6 +21,7 @@ from typing import Literal
 
 from api.monitor.snapshot import RankView, Snapshot
 from api.processes.supervision import ProcessState
+from eplb.fitting.cordons import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
 from telemetry.events import OUTCOME_OF_EVENT, plan_end
 
@@ -112,6 +113,9 @@ def verdict(
         return Verdict(found[0].grade, found[0].text, problems, tuple(found))
     notes = [] if seen.movement else ["movement is off"]
     notes += ["observe is on"] if seen.observe else []
+    for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
+        if views := [view for view in seen.ranks if view.cordon is cordon]:
+            notes.append(f"{name} by order: {_named(views)}")
     ranks = f"{len(seen.ranks)} ranks serve, at step {seen.step}"
     return Verdict(Grade.SERVING, "; ".join([ranks, *notes]), (), tuple(found))
 

@@ -65,6 +65,8 @@ def test_cordon_is_audited_and_plans_of_requests_keep_to_it(
     moved = client.post("/api/v1/rebalances", json={"reason": "now", "dry_run": False})
 
     assert states(cordoned) == ["open", "cordoned"]
+    seen = client.get("/api/v1/state").json()["ranks"]
+    assert [one["cordon"] for one in seen] == [None, "cordon"]
     assert (cordoned.json()["reason"], cordoned.json()["waits"]) == (WHY["reason"], "")
     assert moved.status_code == 200, moved.text
     published = deployment.store.published()

@@ -14,6 +14,7 @@ from eplb.core.topology import Topology
 from eplb.decision.triggers import TriggerRules
 from eplb.errors import ConfigError
 from eplb.fitting.cordons import Cordon
+from eplb.migration.build import Pace
 from rebalance.controller.loop import Controller
 from rebalance.controller.plans.planner_request import (
     PlannerRequest,
@@ -151,6 +152,24 @@ def test_drain_moves_first_where_only_few_layers_move(deployment: Deployment) ->
     assert decisions(store) == ["MOVE"]
     assert target.slot_to_expert[0, TOPOLOGY.slots_on(2)].tolist() == [EMPTY] * 3
     assert target.slot_to_expert[1].tolist() == rows[1].tolist()
+
+
+@pytest.mark.parametrize("cordon", ["drain", "cordon"])
+def test_cordon_holds_where_every_rank_keeps_a_spare_slot(cordon: str) -> None:
+    rows = np.array([[0, 1, EMPTY, EMPTY, 2, EMPTY, EMPTY, EMPTY, EMPTY, 3, EMPTY, EMPTY]])
+    store = MemoryStore("spares", clock=Clock())
+    store.commit(Placement(rows, num_experts=4), expected=None, reason="start")
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=4)
+    served = Deployment(store, topology=topology, model=MODEL)
+    store.change_live({"cordons": f"2:{cordon}"}, reason="change 4711")
+    served.serve(SKEWED)
+    flip = replace(SETTINGS, pace=Pace(staging_experts=0, mode="flip", spare_slots=1))
+    Controller(store, flip, clock=Clock()).turn()
+
+    target = served.swap().target
+    mine = target.slot_to_expert[0, topology.slots_on(2)]
+    assert sorted(mine[mine != EMPTY].tolist()) == ([] if cordon == "drain" else [3])
+    assert events(store, "error") == []
 
 
 def test_cordons_are_read_back_as_they_were_written() -> None:
