@@ -63,7 +63,12 @@ class Constraints:
     @property
     def binds_experts(self) -> bool:
         """Whether single experts or ranks are constrained, not only slots and groups."""
-        return bool(self.min_domains or self.hottest_in_two_domains or self.pinned or self.joining)
+        return bool(self.pinned) or self.binds_ranks
+
+    @property
+    def binds_ranks(self) -> bool:
+        """Whether equal ranks without pins may not exchange what they hold."""
+        return bool(self.min_domains or self.hottest_in_two_domains or self.joining)
 
 
 def _of_layers(asked: Mapping[Which, _Asked], place: dict[int, int]) -> dict[Which, _Asked]:
