@@ -45,12 +45,28 @@ class FittingCordons:
     unmet: tuple[str, ...] = ()
 
     def limited(self, room: NDArray[np.int64], current: Placement) -> NDArray[np.int64]:
-        """[L, R] ``room`` in which cordoned ranks have the slots that they use in ``current``."""
+        """[L, R] ``room`` in which cordoned ranks have the slots that they use in ``current``.
+
+        A layer whose room is limited further gets all slots of the other ranks where its experts
+        would have none.
+        """
         if not self.cordoned:
             return room
         limited, used = room.copy(), slots_in_use(current, self.topology)
         limited[:, self.cordoned] = used[:, self.cordoned]
+        elsewhere = self.elsewhere(current)
+        is_free = np.ones(self.topology.num_ranks, dtype=np.bool_)
+        is_free[list(self.cordoned)] = False
+        short = limited[:, is_free].sum(axis=1) < elsewhere
+        limited[np.ix_(short, is_free)] = self.topology.usable_slots[is_free]
         return limited
+
+    def elsewhere(self, current: Placement) -> NDArray[np.int64]:
+        """[L] experts that no cordoned rank keeps, so that other ranks must hold them."""
+        count = np.full(current.num_layers, current.num_experts)
+        for layer, _ in _experts_on(self.cordoned, current, self.topology):
+            count[layer] -= 1
+        return count
 
 
 def fitting_cordons(
@@ -133,9 +149,7 @@ def _why_not(found: FittingCordons, rank: int, current: Placement, num_groups: i
         for layer, held in layers:
             if nodes_of_groups(held, topology, num_groups, current.num_experts) is None:
                 return f"layer {layer}: an expert group is on several nodes, expected it on one"
-    elsewhere = np.full(current.num_layers, current.num_experts)  # experts that others must hold
-    for layer, _ in _experts_on(found.cordoned, current, topology):
-        elsewhere[layer] -= 1
+    elsewhere = found.elsewhere(current)
     layer = int(elsewhere.argmax())
     is_free = topology.serving.copy()
     is_free[list(found.cordoned)] = False

@@ -131,6 +131,23 @@ def test_cordoned_rank_keeps_exactly_what_it_holds() -> None:
     assert arrivals((0,), CURRENT, held.target, TOPOLOGY) == ""
 
 
+def test_redundancy_yields_where_a_cordoned_rank_uses_fewer_slots_than_its_part() -> None:
+    current = Placement(
+        np.array([[0, EMPTY, EMPTY, 1, 2, EMPTY, 3, 4, EMPTY, 5, 0, EMPTY]]), num_experts=6
+    )
+    found = fitting_cordons({0: CORDON}, current, TOPOLOGY)
+    even = np.array([[2, 2, 1, 1]])  # one slot for each expert, in equal parts
+
+    room = found.limited(even, current)
+
+    assert room.tolist() == [[1, 3, 3, 3]]
+    constraints = Constraints(slots=room, pinned=found.kept)
+    planned = plan(LOAD, found.topology, current=current, constraints=constraints)
+    assert planned.target.slot_to_expert[0, :3].tolist() == [0, EMPTY, EMPTY]
+    roomy = np.array([[2, 2, 2, 2]])
+    assert found.limited(roomy, current).tolist() == [[1, 2, 2, 2]]
+
+
 def test_cordoned_rank_keeps_its_experts_where_groups_stay_on_nodes() -> None:
     rng = np.random.default_rng(0)
     model = ModelShape(tuple(range(6)), 32, 4, num_expert_groups=4, hidden=16, intermediate=8)
