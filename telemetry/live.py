@@ -56,6 +56,7 @@ class LiveSettings:
     rank_speed: str | None = None
     redundancy: str | None = None
     pins: str | None = None
+    cordons: str | None = None
     forecast_weight: float | None = None
     decode_weight: float | None = None
     expert_part: float | None = None

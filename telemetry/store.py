@@ -112,6 +112,7 @@ class TaskResult:
     error: str = ""  # why it failed
     plan_id: int = 0  # of the migration that was published for it; 0: none
     detail: Details = field(default_factory=dict)  # for display, by the kind of task
+    refusal: str = ""  # one of telemetry.refusals.Refusal; "": none is known
 
 
 @dataclass(frozen=True)

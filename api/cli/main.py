@@ -15,12 +15,12 @@ from api.access.commands import audit
 from api.access.commands import keys as keys_commands
 from api.access.local import local_actor
 from api.cli.admin.commands import (
+    anomalies,
     approve,
     events,
     explain,
     proposals,
     propose,
-    ranks,
     rebalance,
     reject,
     rollback,
@@ -28,6 +28,7 @@ from api.cli.admin.commands import (
 )
 from api.cli.admin.pins import app as pins_commands
 from api.cli.admin.placements import app as placements_commands
+from api.cli.admin.ranks import cordon, drain, ranks, uncordon
 from api.cli.check import check, fsck
 from api.cli.config import config as config_command
 from api.cli.config import named_settings
@@ -94,6 +95,10 @@ EXAMPLES: dict[Callable[..., None], str] = {
     tasks: "eplb tasks --state failed; eplb tasks --cancel 7",
     events: "eplb events --last 100 --json",
     ranks: "eplb ranks --store redis://HOST:PORT --deployment prod",
+    anomalies: "eplb anomalies --state open; eplb anomalies --last 100 --json",
+    cordon: "eplb cordon 3 --reason 'its GPU throttles'",
+    drain: "eplb drain 3 --reason 'change 4711'; eplb ranks",
+    uncordon: "eplb uncordon 3 --reason 'change 4711 is done'",
 }
 for asks, example in EXAMPLES.items():
     app.command(epilog=f"Example: {example}")(asks)

@@ -11,7 +11,12 @@ from api.config.reference import toml_value
 from api.config.tree import Known, Settings, known_names, known_settings
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from rebalance.controller.plans.planner_request import read_pins, redundancy_of, speeds_of
+from rebalance.controller.plans.planner_request import (
+    read_cordons,
+    read_pins,
+    redundancy_of,
+    speeds_of,
+)
 from telemetry.live import LiveChange, LiveSettings, LiveState, Value
 
 
@@ -58,6 +63,7 @@ def check_policy(changes: Mapping[str, Value | None]) -> None:
         speeds_of(str(speeds))
     redundancy_of(str(changes.get("redundancy") or ""))
     read_pins(str(changes.get("pins") or ""))
+    read_cordons(str(changes.get("cordons") or ""))
 
 
 def overriding(state: LiveState) -> list[str]:

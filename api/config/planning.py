@@ -74,6 +74,13 @@ class Planner(Section):
         max_length=20_000,
         live=True,
     )
+    cordons: str = setting(
+        PlannerRequest.cordons,
+        "ranks that take no further experts, `rank:cordon`, or hold none, `rank:drain`; see "
+        "/api/v1/ranks",
+        max_length=20_000,
+        live=True,
+    )
     forecast_weight: Number = setting(
         PlannerRequest.forecast_weight,
         "weight of a forecast of the next window beside the past windows; 0: no forecast",

@@ -49,12 +49,14 @@ from api.http.requests import (
     ControlRequest,
     ReasonRequest,
 )
+from api.http.routes.anomalies import add_anomaly_routes
 from api.http.routes.event_stream import add_event_stream
 from api.http.routes.load_matrix import add_load_matrix
 from api.http.routes.moves import add_move_routes
 from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
+from api.http.routes.ranks import add_rank_routes
 from api.http.routes.tasks import add_task_routes
 from api.http.routes.watching import add_watching_routes
 from api.http.schemas import (
@@ -139,11 +141,13 @@ def get_metrics(service: Service) -> Response:
 
 
 add_watching_routes(watch)
+add_anomaly_routes(watch)
 add_load_matrix(watch)
 add_placement_routes(watch)
 add_event_stream(watch)
 add_task_routes(watch, act)
 add_pin_routes(watch, act)
+add_rank_routes(watch, act)
 add_problem_types(watch)
 
 

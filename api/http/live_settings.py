@@ -45,10 +45,12 @@ _SLOTS = r"[0-9]{1,6}:[0-9]{1,6}"
 # Lists of figures: what the form leaves to the service is that nothing is named twice.
 _NUMBER = r"[0-9]{1,6}"
 _PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
+_CORDON = rf"{_NUMBER}:(cordon|drain)"
 FORMS = {
     "rank_speed": SPEEDS,
     "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$",
     "pins": rf"^({_PIN}(, ?{_PIN})*)?$",
+    "cordons": rf"^({_CORDON}(, ?{_CORDON})*)?$",
 }
 
 

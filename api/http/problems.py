@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 
 from api.http.schemas import Answer
 from eplb.errors import ConfigError, EplbError
+from telemetry.refusals import Refusal
 
 MAX_DETAIL = 500  # characters
 MAX_FOUND = 100  # of a refused value
@@ -44,6 +45,8 @@ class ProblemType(Enum):
     NO_SUCH_PLACEMENT = 404, "No such placement", "the store holds no placement of this generation"
     NO_SUCH_PROPOSAL = 404, "No such proposal", "the store keeps no proposal of this number"
     NO_SUCH_TASK = 404, "No such task", "the store keeps no task of this number"
+    NO_SUCH_EXPERT = 404, "No such expert", "the model has no such layer or expert"
+    NO_SUCH_RANK = 404, "No such rank", "the current run has no rank of this number"
     METHOD_NOT_ALLOWED = 405, "Method not allowed", "the route has other methods: see `Allow`"
     NOT_ACCEPTABLE = 406, "Not acceptable", "`Accept` names no format of the load matrix"
     MOVEMENT_OFF = (
@@ -62,9 +65,33 @@ class ProblemType(Enum):
     CONTROLLER_REFUSED = (
         409,
         "Refused by the controller",
-        "the controller worked on the task and refused it: no load to plan on, ranks that are "
-        "gone, a task that expired; the detail has its reason",
+        "the controller worked on the task and refused it for a reason without a type of its own",
     )
+    NO_LOAD = 409, "No load yet", "no complete window of load to plan on: ask again later"
+    NO_PLAN = (
+        409,
+        "No plan",
+        "constraints, cordons or ranks that are gone leave no placement that can serve",
+    )
+    CANNOT_SERVE = (
+        409,
+        "Placement cannot serve",
+        "the target of a rollback or proposal cannot serve on these ranks, or cordons forbid it",
+    )
+    NOTHING_TO_PROPOSE = 409, "Nothing to propose", "the plan is KEEP; the detail has its reason"
+    NOT_PUBLISHED = (
+        409,
+        "Not published",
+        "another plan came first, or the ranks' weights differ in version: ask again",
+    )
+    IMPOSSIBLE_THROTTLE = (
+        409,
+        "Impossible throttle",
+        "the ranks are of a release without it, or the mode of migrations has no such limit",
+    )
+    TASK_EXPIRED = 409, "Task expired", "no controller began it within `task_expiry_s`: ask again"
+    TASK_ABANDONED = 409, "Task abandoned", "the controller exited during it: ask again"
+    TASK_CANCELLED = 409, "Task cancelled", "it was cancelled while it was queued"
     REQUEST_IN_PROGRESS = (
         409,
         "Request in progress",
@@ -82,6 +109,12 @@ class ProblemType(Enum):
         409,
         "Impossible pin",
         "the ranks of the current run cannot hold what is pinned; the detail names the pin",
+    )
+    IMPOSSIBLE_CORDON = (
+        409,
+        "Impossible cordon",
+        "the rank is not alive, or the ranks that may take experts have too few slots for all that "
+        "no cordoned rank holds",
     )
     GENERATION_MOVED_ON = (
         412,
@@ -140,6 +173,15 @@ OF_STATUS = {  # those of Starlette and FastAPI themselves
     404: ProblemType.NOT_FOUND,
     405: ProblemType.METHOD_NOT_ALLOWED,
 }
+
+
+# Refusals of the controller whose problem has another name than the reason.
+_RENAMED = {
+    Refusal.EXPIRED: ProblemType.TASK_EXPIRED,
+    Refusal.ABANDONED: ProblemType.TASK_ABANDONED,
+    Refusal.CANCELLED: ProblemType.TASK_CANCELLED,
+}
+OF_REFUSAL = {one.value: _RENAMED.get(one) or ProblemType[one.name] for one in Refusal}
 
 
 class Problem(Answer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eplb.policies.table import POLICIES
 from telemetry.proposals import LASTS_S
@@ -54,12 +54,40 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class ThrottleRequest(Body):
+    """How much slower than the deployment's settings this migration is to go."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "minProperties": 1,
+            "examples": [{"experts_per_transaction": 2, "link_part": 0.25}],
+        }
+    )
+
+    experts_per_transaction: Annotated[int, Field(ge=1, le=MAX_INDEX), *WHOLE] | None = Field(
+        None, description="that a transaction brings to a rank, at most; copy mode only"
+    )
+    layers_per_transaction: Annotated[int, Field(ge=1, le=MAX_INDEX), *WHOLE] | None = Field(
+        None, description="that swap together, at most"
+    )
+    link_part: Annotated[float, Field(gt=0, le=1), Field(strict=False)] | None = Field(
+        None, description="part of the budget of each of a rank's links that staging may use"
+    )
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> ThrottleRequest:
+        if not self.model_fields_set:
+            raise ValueError("the throttle names no limit, expected one or more")
+        return self
+
+
 class RebalanceRequest(Body):
     """Ask the controller for a plan now, and unless this is a dry run, for its migration."""
 
     reason: Reason
     dry_run: bool = Field(True, description="true: plan only, move nothing")
     policy: Policy = None
+    throttle: ThrottleRequest | None = Field(None, description="null: the deployment's pace")
 
 
 class ProposalRequest(Body):
@@ -83,6 +111,7 @@ class RollbackRequest(Body):
         description="whose placement is to serve again"
     )
     dry_run: bool = Field(True, description="true: plan only, move nothing")
+    throttle: ThrottleRequest | None = Field(None, description="null: the deployment's pace")
 
 
 class ExplainRequest(Body):

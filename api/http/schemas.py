@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.monitor.verdict import Grade
+from eplb.fitting.cordons import Cordon
 
 
 class Answer(BaseModel):
@@ -186,6 +187,7 @@ class Rank(Answer):
     age_s: float | None
     step_ms: float | None
     frozen: str
+    cordon: Cordon | None = Field(description="by an operator; see /api/v1/ranks")
 
 
 class EventAnswer(Answer):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from api.http.problems import ProblemType, Refused
+from api.http.problems import OF_REFUSAL, ProblemType, Refused
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.routes.event_feed import EventFeed
 from api.http.schemas import (
@@ -269,7 +269,7 @@ class AdminService:
         """
         expected = self.check_generation(if_match)
         self.check_may_move(request.dry_run)
-        return self.ask("rollback", request.model_dump(), expected)
+        return self.ask("rollback", request.model_dump(exclude_none=True), expected)
 
     def explain(self, request: ExplainRequest) -> TaskAnswer:
         """Ask the controller why an expert is where a plan has it; nothing moves.
@@ -301,7 +301,10 @@ class AdminService:
             if expected is not None:
                 self.check_generation(generation_tag(expected))
             why = task.result.error or "no reason was given"
-            raise Refused(ProblemType.CONTROLLER_REFUSED, f"task {task.id}: {why}")
+            raise Refused(
+                OF_REFUSAL.get(task.result.refusal, ProblemType.CONTROLLER_REFUSED),
+                f"task {task.id}: {why}",
+            )
         return task_answer(self.store, task)
 
     def check_generation(self, if_match: str) -> int | None:

@@ -44,7 +44,9 @@ from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.decision.pace import PaceChange
 from eplb.errors import HistoryError
+from eplb.fitting.cordons import Cordon
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
+from rebalance.controller.plans.planner_request import read_cordons
 from telemetry.events import PlanEnd, pace_change, plan_end
 from telemetry.retention.folding import RunShape
 from telemetry.store import Event, LoadStore, RankState, RunInfo
@@ -269,7 +271,7 @@ class Monitor:
             latest = next(reversed(self._windows.values()), None)
             ranks = self._rank_views(now)
             age_s, stuck = oldest_progress(self._states, now)
-            stepped, control = self._step_at[1], self._live.control
+            stepped = self._step_at[1]
             return Snapshot(
                 deployment=self._store.deployment,
                 run=info.run if info else None,
@@ -298,8 +300,8 @@ class Monitor:
                 events=tuple(self._events),
                 samples_stored=self._samples_read,
                 samples_lost=detail_sum(self._states, "samples_lost"),
-                movement=control.movement,
-                observe=control.observe,
+                movement=self._live.control.movement,
+                observe=self._live.control.observe,
                 pace=pace_view(
                     self._live.effective.step_time_budget or 0.0, self._paced, self._states
                 ),
@@ -335,14 +337,17 @@ class Monitor:
         if self._info is None:
             return ()
         state_of = {state.rank: state for state in self._states}
+        cordons = read_cordons(self._live.effective.cordons or "")
         return tuple(
-            self._rank_view(rank, state_of.get(rank), now)
+            self._rank_view(rank, state_of.get(rank), now, cordons.get(rank))
             for rank in range(self._topology.num_ranks)
         )
 
-    def _rank_view(self, rank: int, state: RankState | None, now: float) -> RankView:
+    def _rank_view(
+        self, rank: int, state: RankState | None, now: float, cordon: Cordon | None
+    ) -> RankView:
         if state is None:
-            return RankView(rank, 0, 0, "silent", False, None, None, "")
+            return RankView(rank, 0, 0, "silent", False, None, None, "", cordon=cordon)
         age_s = max(0.0, now - state.time)
         return RankView(
             rank=rank,
@@ -355,6 +360,7 @@ class Monitor:
             frozen=state.frozen,
             ahead_s=max(0.0, state.time - now),
             silent_after_s=state.silent_after_s,
+            cordon=cordon,
         )
 
     def _marks(self) -> tuple[RebalanceMark, ...]:

@@ -30,6 +30,7 @@ def _shown(task: Task) -> dict[str, Any]:
     """A result as one table: what is for display, and the facts over it."""
     result = task.result
     facts: dict[str, Any] = {"error": result.error} if result.error else {}
+    facts |= {"refusal": result.refusal} if result.refusal else {}
     if task.kind in ("rebalance", "rollback", "approve") and task.state == "done":
         facts |= {"published": result.plan_id > 0, "plan_id": result.plan_id or None}
     return dict(result.detail) | facts

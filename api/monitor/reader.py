@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from api.monitor.anomalies import AnomalyLog
 from api.monitor.health import Leadership, leadership
 from api.monitor.monitor import Monitor
 from api.monitor.snapshot import Snapshot
@@ -58,6 +59,7 @@ class Reader:
     ) -> None:
         self._store, self._monitor, self._clock = store, monitor, clock
         self._stalled_after_s = stalled_after_s
+        self.anomalies = AnomalyLog()
         self._lock = threading.Lock()
         self._latest: Reading | None = None
         self._read_at, self._failure = clock(), ""
@@ -93,6 +95,7 @@ class Reader:
         why = why or "it does not answer"
         around = Around(leads.why_none, age_s, why, leads.turn_age_s)
         judged = verdict(latest.seen, around, self._stalled_after_s)
+        self.anomalies.note(latest.seen, judged.findings)
         return Reading(latest.seen, latest.leads, judged, judged.reason)
 
     def _read(self) -> Reading:
@@ -101,6 +104,7 @@ class Reader:
         leads = leadership(self._store, seen.time)
         around = Around(leads.why_none, turn_age_s=leads.turn_age_s)
         judged = verdict(seen, around, self._stalled_after_s)
+        self.anomalies.note(seen, judged.findings)
         found = Reading(seen, leads, judged)
         with self._lock:
             self._latest, self._read_at, self._failure = found, self._clock(), ""

@@ -16,6 +16,7 @@ from api.monitor.tally import Carried, Durations
 from api.processes.supervision import SupervisionView
 from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange, pace_now
+from eplb.fitting.cordons import Cordon
 from eplb.measure.balance import imbalance_of
 from eplb.migration.build import Migration
 from telemetry.store import LEAST_SILENCE_S, STEP_TIMES, Event, RankState
@@ -130,6 +131,7 @@ class RankView:
     frozen: str  # why its migrations are disabled; empty: they are not
     ahead_s: float = 0.0  # that its report is dated ahead of the reader's clock
     silent_after_s: float = LEAST_SILENCE_S  # age of a report at which it counts as silent
+    cordon: Cordon | None = None  # by an operator
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,6 +47,14 @@ class Durations:
         return Durations(counts, self.total_s + seconds)
 
 
+def anomaly_of(event: Event) -> str:
+    """Which of ANOMALIES an event is; "" if it is none."""
+    if event.kind == "error":
+        where = str(event.detail.get("where", ""))
+        return where if where in ANOMALIES else "other"
+    return {"recovery": "rank_death", "restore": "store_lost"}.get(event.kind, "")
+
+
 class RunTally:
     """Counts the plans of all runs, from the store's events in order: a death resets nothing."""
 
@@ -85,13 +93,8 @@ class RunTally:
             self._note_end(end.plan_id, OUTCOME_OF_EVENT[event.kind], event.time)
         elif (change := pace_change(event)) is not None:
             self.pace_changes[_pace_result(change)] += 1
-        elif event.kind == "error":
-            where = str(detail.get("where", ""))
-            self.anomalies[where if where in ANOMALIES else "other"] += 1
-        elif event.kind == "recovery":
-            self.anomalies["rank_death"] += 1
-        elif event.kind == "restore":
-            self.anomalies["store_lost"] += 1
+        elif found := anomaly_of(event):
+            self.anomalies[found] += 1
 
     def shown(self) -> dict[str, Any]:
         """Give the counts of now as fields of a Snapshot."""

@@ -63,7 +63,12 @@ class Constraints:
     @property
     def binds_experts(self) -> bool:
         """Whether single experts or ranks are constrained, not only slots and groups."""
-        return bool(self.min_domains or self.hottest_in_two_domains or self.pinned or self.joining)
+        return bool(self.pinned) or self.binds_ranks
+
+    @property
+    def binds_ranks(self) -> bool:
+        """Whether equal ranks without pins may not exchange what they hold."""
+        return bool(self.min_domains or self.hottest_in_two_domains or self.joining)
 
 
 def _of_layers(asked: Mapping[Which, _Asked], place: dict[int, int]) -> dict[Which, _Asked]:
@@ -77,13 +82,12 @@ def _of_layers(asked: Mapping[Which, _Asked], place: dict[int, int]) -> dict[Whi
 
 
 def room_of(constraints: Constraints, topology: Topology, num_layers: int) -> NDArray[np.int64]:
-    """[L, R] slots that a layer may use on each rank; none on dead ranks.
+    """[L, R] slots that a layer may use on each rank; none on dead or drained ranks.
 
     Raises:
         ConfigError: ``slots`` of another shape, or more than there are.
     """
-    have = np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)
-    room = np.broadcast_to(have, (num_layers, topology.num_ranks))
+    room = np.broadcast_to(topology.usable_slots, (num_layers, topology.num_ranks))
     if constraints.slots is None:
         # Always a C-ordered copy: kernels are compiled once, for writable arrays of that layout.
         return np.array(room, order="C")

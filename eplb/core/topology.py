@@ -39,6 +39,7 @@ class Topology:
         default_factory=unset
     )  # [R]; 1.0, the default, is nominal
     alive: NDArray[np.bool_] = field(default_factory=unset)  # [R]; default: all
+    drained: NDArray[np.bool_] = field(default_factory=unset)  # [R] hold nothing; default: none
 
     def __post_init__(self) -> None:
         nodes = owned(self.node_of_rank, np.int32)
@@ -47,10 +48,11 @@ class Topology:
         domains = hosts if self.failure_domain is UNSET else owned(self.failure_domain, np.int32)
         speed = owned(ones if self.rank_speed is UNSET else self.rank_speed, np.float64)
         alive = owned(ones if self.alive is UNSET else self.alive, np.bool_)
+        drained = owned(0 * ones if self.drained is UNSET else self.drained, np.bool_)
         slots = owned(self.slots_of_rank, np.int32)
         freeze(self, node_of_rank=nodes, slots_of_rank=slots, host_of_rank=hosts)
-        freeze(self, failure_domain=domains, rank_speed=speed, alive=alive)
-        for name in ("slots_of_rank", "host_of_rank", "failure_domain", "rank_speed", "alive"):
+        freeze(self, failure_domain=domains, rank_speed=speed, alive=alive, drained=drained)
+        for name in vars(self):
             shape = getattr(self, name).shape
             if shape != nodes.shape or nodes.ndim != 1:
                 raise TopologyError(
@@ -96,8 +98,13 @@ class Topology:
 
     @cached_property
     def serving(self) -> NDArray[np.bool_]:
-        """[R] live ranks with slots: only these get load and count in means."""
-        return owned(self.alive & (self.slots_of_rank > 0), np.bool_)
+        """[R] live ranks with slots, not drained: only these get load and count in means."""
+        return owned(self.alive & (self.slots_of_rank > 0) & ~self.drained, np.bool_)
+
+    @cached_property
+    def usable_slots(self) -> NDArray[np.int64]:
+        """[R] slots of serving ranks, none of the others."""
+        return owned(np.where(self.serving, self.slots_of_rank, 0), np.int64)
 
     @cached_property
     def first_slot(self) -> NDArray[np.int64]:

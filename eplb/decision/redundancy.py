@@ -80,7 +80,7 @@ def slots_per_layer(slots: ArrayLike, topology: Topology) -> NDArray[np.int64]:
 
     Args:
         slots: [L] as ``allocate_redundancy`` returns them.
-        topology: the most slots of any layer on each rank; dead ranks get none.
+        topology: the most slots of any layer on each rank; dead and drained ranks get none.
 
     Returns:
         [L, R] usable slots. A layer's ranks differ by one at most where the topology has room,
@@ -90,7 +90,7 @@ def slots_per_layer(slots: ArrayLike, topology: Topology) -> NDArray[np.int64]:
         TopologyError: a layer has more slots than the live ranks.
     """
     wanted = np.asarray(slots, dtype=np.int64)
-    room = np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)
+    room = topology.usable_slots
     usable = np.zeros((len(wanted), topology.num_ranks), dtype=np.int64)
     for layer, count in enumerate(wanted.tolist()):
         if not 0 <= count <= room.sum():
@@ -111,7 +111,7 @@ def imbalance_by_slots(
     with fewer slots counts as those: slots can be left empty.
     """
     topology = problem.topology
-    room = np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)
+    room = topology.usable_slots
     extra = min(most, int(room.sum())) - problem.num_experts
     steps = np.rint(extra * np.linspace(0.0, 1.0, NUM_TRIED) ** 2)
     tried = problem.num_experts + np.unique(steps).astype(np.int64)

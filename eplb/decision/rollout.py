@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from eplb.core.placement import EMPTY
 from eplb.decision.gate import Decision
 from eplb.decision.outcome import Plan
 
@@ -41,7 +42,7 @@ def breach(given: float, limit: float) -> str:
 
 
 def for_few_layers(proposal: Plan, most: int) -> Plan:
-    """The plan with only the layers that gain most, at most ``most`` of those that change."""
+    """The plan with at most ``most`` layers: those with experts on drained ranks, then by gain."""
     base, target = proposal.base, proposal.target
     if proposal.decision is Decision.KEEP:
         return proposal
@@ -50,6 +51,11 @@ def for_few_layers(proposal: Plan, most: int) -> Plan:
     if int(changes.sum()) <= most:
         return proposal
     gain = np.where(changes, proposal.before_per_layer - proposal.after_per_layer, -np.inf)
+    # A drain is an order: its layers come first, whatever they gain.
+    topology = proposal.topology
+    gain[(base.slot_to_expert[:, topology.drained[topology.rank_of_slot]] != EMPTY).any(axis=1)] = (
+        np.inf
+    )
     taken = np.sort(np.argsort(-gain, kind="stable")[:most])
     is_taken = np.zeros(base.num_layers, dtype=np.bool_)
     is_taken[taken] = True

@@ -1,13 +1,14 @@
 """When the controller makes a plan: triggers, hysteresis and cool-down.
 
-    membership, first, change      at once
+    membership, drain              at once, also within the cool-down
+    first, change                  at once
     interval                       every so many tokens of prefill, or seconds
     imbalance                      above ``start_imbalance``; again only after it fell below
                                    ``rearm_imbalance``, or after another placement was committed
     load                           each window, where neither interval nor imbalance is set
 
 After a commit no plan follows for ``cool_down_s``, whatever the load does. Membership does not
-wait, and neither does an operator, who asks by a task.
+wait, and neither does an operator, who asks by a task or has a rank drained.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal, get_args
 
 from eplb.errors import ConfigError
 
-Trigger = Literal["membership", "first", "change", "interval", "imbalance", "load"]
+Trigger = Literal["membership", "drain", "first", "change", "interval", "imbalance", "load"]
 # What the event of a decision names: a trigger; an operator; either's way to an earlier placement.
 ACTS = (*get_args(Trigger), "request", "rollback")
 
@@ -69,6 +70,7 @@ class Observed:
     committed_at: float  # seconds since the epoch; of the placement that serves
     is_rebalanced: bool  # whether a plan led to what serves; a first placement cools nothing down
     is_changed: bool  # whether the load changed suddenly since the last plan
+    is_draining: bool = False  # whether a rank that is to hold nothing holds experts
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def due(
         state = replace(state, is_armed=True)
     trigger = _trigger(rules, state, seen)
     cools = seen.is_rebalanced and 0 <= seen.now - seen.committed_at < rules.cool_down_s
-    if trigger is None or (cools and trigger != "membership"):
+    if trigger is None or (cools and trigger not in ("membership", "drain")):
         return None, state
     is_armed = not (rules.start_imbalance and seen.imbalance >= rules.start_imbalance)
     return trigger, TriggerState(seen.now, 0, seen.generation, is_armed)
@@ -104,6 +106,8 @@ def due(
 def _trigger(rules: TriggerRules, state: TriggerState, seen: Observed) -> Trigger | None:
     if state.is_member_change:
         return "membership"
+    if seen.is_draining:
+        return "drain"
     if rules.is_each_window:
         return "load"
     if state.generation < 0:

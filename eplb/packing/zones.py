@@ -36,7 +36,7 @@ def keeps_groups(
         topology: nodes, slots, and which ranks are alive.
         num_groups: G.
         num_experts: E.
-        room: [L, R] slots that a layer may use; default: all of live ranks.
+        room: [L, R] slots that a layer may use; default: all of serving ranks.
     """
     num_nodes = topology.num_nodes
     if num_groups < 2 or num_nodes < 2 or num_groups % num_nodes:
@@ -54,7 +54,7 @@ def zones_for(
         work: load, to pack groups by.
         topology: nodes, slots, and which ranks are alive.
         num_groups: G; 1 for none.
-        room: [L, R] slots that a layer may use; default: all of live ranks.
+        room: [L, R] slots that a layer may use; default: all of serving ranks.
     """
     num_layers, num_experts = work.shape
     if room is None:
@@ -112,8 +112,8 @@ def nodes_of_groups(
 
 
 def _live_room(topology: Topology) -> IntArray:
-    """[1, R] slots of live ranks."""
-    return np.where(topology.alive, topology.slots_of_rank, 0).astype(np.int64)[None]
+    """[1, R] slots of serving ranks."""
+    return topology.usable_slots[None]
 
 
 def _by_zone(of_rank: NDArray[np.int64] | NDArray[np.bool_], zone: NDArray[np.integer]) -> IntArray:

@@ -41,7 +41,7 @@ def topk_everywhere(problem: Problem) -> Placement:
     Source of the idea: ROCm/ATOM pull request 1210.
     """
     topology = problem.topology
-    usable = topology.alive & (topology.slots_of_rank > 0)
+    usable = topology.serving
     num_top = _num_everywhere(topology.slots_of_rank[usable], problem.num_experts)
     by_heat = np.argsort(-problem.work.sum(axis=0), axis=1, kind="stable")  # [L, E]
     held = np.full((problem.history.num_layers, topology.num_slots), EMPTY, dtype=np.int64)
@@ -84,7 +84,7 @@ def _pack_the_rest(
 
 def _round_robin_layer(num_experts: int, topology: Topology) -> NDArray[np.int64]:
     """[S] of one layer."""
-    room = np.where(topology.alive, topology.slots_of_rank, 0).tolist()
+    room = topology.usable_slots.tolist()
     on_rank: list[list[int]] = [[] for _ in room]
     turn = 0
     for _ in range(max(room)):  # an upper bound of the turns

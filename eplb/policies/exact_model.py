@@ -58,7 +58,7 @@ def layer_of(problem: Problem, number: int, start: IntArray) -> Layer:
     """
     topology = problem.topology
     work = problem.scaled[number]
-    ranks: list[int] = np.flatnonzero(topology.alive & (topology.slots_of_rank > 0)).tolist()
+    ranks: list[int] = np.flatnonzero(topology.serving).tolist()
     grouped = keeps_groups(topology, problem.num_groups, problem.num_experts)
     layer = Layer(
         work[work.sum(axis=1) > 0],

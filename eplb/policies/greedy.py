@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.kernels import (
+    BoolArray,
     ConstraintArrays,
     Demand,
     FloatArray,
@@ -25,12 +26,13 @@ from eplb.core.kernels import (
     keep_in_place,
     replicate,
 )
+from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 from eplb.measure.noise import sampling_noise
 from eplb.packing.heaviest_first import pack
-from eplb.packing.zones import Zones, zone_bound, zones_for
+from eplb.packing.zones import Zones, nodes_of_groups, zone_bound, zones_for
 from eplb.search.demand import (
     constraint_arrays,
     demand_of,
@@ -68,8 +70,29 @@ def frame_of(problem: Problem, zones: Zones | None = None) -> Frame:
     """Zones and constraints of a problem; zones by its load unless they are given."""
     if zones is None:
         zones = zones_for(summed(problem), problem.topology, problem.num_groups, problem.room)
+        if problem.constraints.pinned and problem.current is not None:
+            # A cordoned rank keeps its experts, so each group stays on the node that it is on.
+            with_groups_kept(problem, problem.current, zones)
     node = problem.topology.node_of_rank.astype(np.int64)
     return Frame(zones, constraint_arrays(problem, zones), node)
+
+
+def with_groups_kept(problem: Problem, current: Placement, zones: Zones) -> BoolArray:
+    """Put each expert group into the zone of its node in ``current``, in place.
+
+    Returns:
+        [L] layers whose groups are not on single nodes, which stay as they are.
+    """
+    ungrouped = np.zeros(current.num_layers, dtype=np.bool_)
+    if not problem.groups_stay:
+        return ungrouped
+    topology, num_groups = problem.topology, problem.num_groups
+    for layer, held in enumerate(current.slot_to_expert):
+        node_of_group = nodes_of_groups(held, topology, num_groups, problem.num_experts)
+        ungrouped[layer] = node_of_group is None
+        if node_of_group is not None:
+            zones.of_expert[layer] = np.repeat(node_of_group, problem.num_experts // num_groups)
+    return ungrouped
 
 
 def greedy(problem: Problem) -> IntArray:
@@ -184,7 +207,7 @@ def in_place(
         held: experts by slot.
         base: the serving placement.
         topology: where slots are.
-        room: [L, R] slots that a layer may use; default: all of live ranks.
+        room: [L, R] slots that a layer may use; default: all of serving ranks.
     """
     zones = zones_for(np.zeros((len(held), 1)), topology, 1, room)
     return keep_in_place(held, base.astype(np.int64), zones.ranks)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from eplb.core.kernels import BoolArray, Demand, FloatArray, IntArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.packing.zones import nodes_of_groups, zones_for
+from eplb.packing.zones import zones_for
 from eplb.policies.frontier import Curve, curve_of, frontier_of, select_steps, worth_price
 from eplb.policies.greedy import (
     WINDOWS_GAIN,
@@ -28,6 +28,7 @@ from eplb.policies.greedy import (
     in_place,
     refined,
     rules_for,
+    with_groups_kept,
 )
 from eplb.policies.relabel import with_most_kept
 from eplb.search.demand import demand_of, demand_of_sum, summed
@@ -172,16 +173,8 @@ def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:
 
 def _frame_from(problem: Problem, current: Placement) -> tuple[Frame, BoolArray]:
     """Zones as in ``current``, and [L] the layers whose groups are not on single nodes."""
-    topology, num_groups = problem.topology, problem.num_groups
-    zones = zones_for(summed(problem), topology, num_groups, problem.room)
-    ungrouped = np.zeros(current.num_layers, dtype=np.bool_)
-    if problem.groups_stay:
-        for layer, held in enumerate(current.slot_to_expert):
-            node_of_group = nodes_of_groups(held, topology, num_groups, problem.num_experts)
-            ungrouped[layer] = node_of_group is None
-            if node_of_group is not None:
-                size = problem.num_experts // num_groups
-                zones.of_expert[layer] = np.repeat(node_of_group, size)
+    zones = zones_for(summed(problem), problem.topology, problem.num_groups, problem.room)
+    ungrouped = with_groups_kept(problem, current, zones)
     return frame_of(problem, zones), ungrouped
 
 

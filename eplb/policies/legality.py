@@ -13,6 +13,7 @@ from eplb.core.kernels import BoolArray, IntArray
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
 from eplb.errors import PlacementError
+from eplb.fitting.cordons import undrained
 from eplb.packing.zones import nodes_of_groups
 from eplb.policies.greedy import frame_of
 from eplb.search.demand import full_constraint_arrays
@@ -55,6 +56,8 @@ def violations_of(problem: Problem, placement: Placement) -> dict[int, str]:
     if found:
         # The slow check, which gives the text of the violation.
         why = "a layer uses slots that the constraints exclude"
+        if drained := undrained(placement, problem.topology):
+            why = f"rank {drained[0]} is drained, and holds experts"
         try:
             check_fits(placement, problem.topology)
         except PlacementError as exc:

@@ -70,7 +70,7 @@ def dead_zone(problem: Problem) -> float:
     The time of a busiest rank whose replicas have r times the mean tokens is read from the curve.
     """
     demand = demand_of(replace(problem, objective="time"), raw=True)
-    slots = int(problem.topology.slots_of_rank[problem.topology.alive].sum())
+    slots = int(problem.topology.usable_slots.sum())
     mean = demand.tokens.sum(axis=1).mean() / slots  # of a replica in a step
     ratio = np.linspace(1.0, MOST_IMBALANCE, 6301)
     time = time_of(ratio * mean, demand)

@@ -22,8 +22,8 @@ MOST_RANKS = 512  # that exchange with each other: the time grows with the cube
 def with_singles_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) -> IntArray:
     """[L, S] the same plan, in which ranks with one slot keep their expert where possible."""
     topology = problem.topology
-    single = topology.alive & (topology.slots_of_rank == 1)
-    if problem.constraints.binds_experts or single.sum() < 2:
+    single = topology.serving & (topology.slots_of_rank == 1)
+    if problem.constraints.binds_ranks or single.sum() < 2:
         return held
     kinds = np.where(single & (problem.room == 1), _kind_of_rank(problem), -1)
     kept = held.copy()
@@ -37,18 +37,19 @@ def with_most_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) ->
     Takes about 1 ms a layer of 320 ranks.
 
     Args:
-        problem: which ranks are equal. Constraints on experts or ranks allow no exchange.
+        problem: which ranks are equal. Ranks with pins exchange nothing, and constraints on failure
+            domains allow no exchange at all.
         held: experts by slot.
         base: the serving placement.
     """
     topology = problem.topology
-    if problem.constraints.binds_experts:
+    if problem.constraints.binds_ranks:
         return held
     from scipy.optimize import linear_sum_assignment  # late: it takes a tenth of a second
 
     kind, kept = _kind_of_rank(problem), with_singles_kept(problem, held, base).copy()
     for layer in range(len(held)):
-        room = np.where(topology.alive, problem.room[layer], 0)
+        room = problem.room[layer]
         for alike in _alike(kind, room):
             slots = topology.first_slot[alike][:, None] + np.arange(room[alike[0]])
             stay = _in_common(base[layer, slots].astype(np.int64), held[layer, slots])
@@ -58,12 +59,14 @@ def with_most_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) ->
 
 
 def _kind_of_rank(problem: Problem) -> IntArray:
-    """[R] equal for ranks of one speed, and of one node where experts or tokens stay on theirs."""
+    """[R] equal for ranks of one speed, of one node where experts or tokens stay, without pins."""
     topology = problem.topology
     stays = problem.groups_stay or problem.cost.node_traffic > 0
     node = topology.node_of_rank if stays else np.zeros(topology.num_ranks)
     keys = np.stack([node, topology.rank_speed], axis=1)
     kinds: IntArray = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    pinned = sorted({rank for ranks in problem.constraints.pinned.values() for rank in ranks})
+    kinds[pinned] = topology.num_ranks + np.arange(len(pinned))  # each is of a kind of its own
     return kinds
 
 

@@ -54,6 +54,8 @@ class Due:
         past: Past,
         committed: CommittedPlacement,
         group: Group,
+        *,
+        is_draining: bool = False,
     ) -> str | None:
         """Return what makes a plan due now; None: nothing does."""
         tokens = driving_tokens(group, self._seen) if rules.interval_tokens else 0
@@ -69,6 +71,7 @@ class Due:
                 committed_at=committed.time,
                 is_rebalanced=committed.plan_id > 0,
                 is_changed=self._is_changed(past),
+                is_draining=is_draining,
             ),
         )
         if trigger is not None:

@@ -209,7 +209,10 @@ class Controller:
             settings = self._live.settings  # of the stage before, if it stepped back
             if is_free and self._take_back(group, judged, serving):
                 return
-        trigger = self._due.trigger(settings.triggers, windows, past, committed, group)
+        is_draining = self._planning.is_draining(group, serving, settings)
+        trigger = self._due.trigger(
+            settings.triggers, windows, past, committed, group, is_draining=is_draining
+        )
         if trigger is None:
             return
         proposal = self._planning.plan(group, settings, past.history, serving, settings.policy)

@@ -8,17 +8,20 @@ from eplb.clock import Clock
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.decision.gate import Decision
-from eplb.errors import EplbError, StaleGeneration, StaleRevision, StoreError
+from eplb.errors import ConfigError, EplbError, StaleGeneration, StaleRevision, StoreError
 from eplb.migration.build import Migration
+from eplb.migration.throttle import Throttle
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
 from rebalance.controller.plans.planning import Planning, planned_on
 from rebalance.controller.plans.proposals import Why, to_carry_out
 from rebalance.controller.plans.publishing import Publisher
+from rebalance.controller.refusals import TaskRefused, refusal_of
 from rebalance.controller.settings import LiveReader
 from telemetry.log_context import set_log_fields
 from telemetry.proposals import LASTS_S, Approval
+from telemetry.refusals import Refusal
 from telemetry.store import LoadStore, Task, TaskResult
 
 KINDS = ("rebalance", "rollback", "explain", "propose", "approve")
@@ -56,7 +59,9 @@ class Tasks:
             except EplbError as exc:
                 if _is_of_the_store(exc):
                     raise
-                self._store.finish(task.id, "failed", TaskResult(error=str(exc)), fence=fence)
+                refusal = refusal_of(exc, task.kind)
+                result = TaskResult(error=str(exc), refusal=refusal.value if refusal else "")
+                self._store.finish(task.id, "failed", result, fence=fence)
                 log.info("task=%d kind=%s failed: %s", task.id, task.kind, exc)
             else:
                 self._store.finish(task.id, "done", result, fence=fence)
@@ -74,7 +79,7 @@ class Tasks:
                 "the controller or its store failed during this task, expected a look at the open "
                 "migration, and then the task to be submitted again"
             )
-            result = TaskResult(error=reason)
+            result = TaskResult(error=reason, refusal=Refusal.ABANDONED.value)
             self._store.finish(task.id, "failed", result, fence=self._lease.token)
 
     def _result(self, group: Group, task: Task) -> TaskResult:
@@ -86,8 +91,10 @@ class Tasks:
         windows = group.complete_windows()
         past = planned_on(group, settings.plan_windows, settings.request.decode_weight)
         if committed is None or past is None:
-            raise EplbError("no complete window of load yet, expected at least one to plan on")
+            why = "no complete window of load yet, expected at least one to plan on"
+            raise TaskRefused(Refusal.NO_LOAD, why)
         serving, newest = committed.placement, windows[-1].index
+        throttle = self._throttle(group, task)
         _refuse_if_stale(task, serving)
         if task.kind == "approve":
             return self._approve(group, task, past.history, serving, newest)
@@ -102,7 +109,10 @@ class Tasks:
             self._lease.check()  # a plan may take long, and what comes next is written down
         if task.kind == "explain":
             layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
-            return TaskResult(detail=proposal.explain(layer, expert).to_dict())
+            try:
+                return TaskResult(detail=proposal.explain(layer, expert).to_dict())
+            except ConfigError as exc:
+                raise TaskRefused(Refusal.NO_SUCH_EXPERT, str(exc)) from exc
         if task.kind == "propose":
             return self._propose(group, task, proposal, serving)
         is_dry = bool(task.request.get("dry_run", True))
@@ -111,14 +121,41 @@ class Tasks:
             return TaskResult(detail=detail)
         self._refuse_if_held_back()
         trigger = "request" if task.kind == "rebalance" else task.kind
-        self._publisher.note(group, proposal, newest, trigger=trigger, actor=f"task {task.id}")
+        asked_by = f"task {task.id}"
+        self._publisher.note(
+            group, proposal, newest, trigger=trigger, actor=asked_by, throttle=throttle
+        )
         is_promise = trigger != "rollback"
-        migration = self._publisher.publish(group, proposal, serving, is_promise=is_promise)
-        return TaskResult(plan_id=_plan_id(migration, "the plan"), detail=detail)
+        migration = self._publisher.publish(
+            group, proposal, serving, is_promise=is_promise, throttle=throttle
+        )
+        plan_id = _plan_id(migration, "the plan")
+        pace = vars(migration.pace) if migration is not None else {}
+        return TaskResult(plan_id=plan_id, detail=detail | {"pace": pace})
+
+    def _throttle(self, group: Group, task: Task) -> Throttle | None:
+        """Return the throttle of a request, which these ranks can take."""
+        asked = task.request.get("throttle")
+        if asked is None:
+            return None
+        try:
+            throttle = Throttle(**asked)
+            throttle.of(self._live.settings.pace)
+        except ConfigError as exc:
+            raise TaskRefused(Refusal.IMPOSSIBLE_THROTTLE, str(exc)) from exc
+        states = self._store.rank_states(group.run.run)
+        if throttle.changes_what_is_new and any(state.step_times is None for state in states):
+            raise TaskRefused(
+                Refusal.IMPOSSIBLE_THROTTLE,
+                "throttle: found ranks that report no times of steps, expected none: ranks of "
+                "release 0.1 refuse experts_per_transaction and link_part",
+            )
+        return throttle
 
     def _propose(self, group: Group, task: Task, proposal: Plan, serving: Placement) -> TaskResult:
         if proposal.decision is Decision.KEEP:
-            raise EplbError(f"no proposal, because the plan is KEEP: {proposal.reason}")
+            kept = f"no proposal, because the plan is KEEP: {proposal.reason}"
+            raise TaskRefused(Refusal.NOTHING_TO_PROPOSE, kept)
         asked = task.request
         by, reason = (str(asked.get(name, "")) for name in ("by", "reason"))
         lasts_s = float(asked.get("expires_s", LASTS_S))
@@ -131,7 +168,10 @@ class Tasks:
     ) -> TaskResult:
         """Publish the way to exactly the target that is stored; its price is of the load now."""
         by, reason = (str(task.request.get(name, "")) for name in ("by", "reason"))
-        found, target = to_carry_out(self._store, int(task.request["proposal"]), serving)
+        try:
+            found, target = to_carry_out(self._store, int(task.request["proposal"]), serving)
+        except StaleGeneration as exc:
+            raise TaskRefused(Refusal.BASE_MOVED_ON, str(exc)) from exc
         self._refuse_if_held_back()
         why = f"proposal {found.id}, approved by {by} ({reason})"
         settings = self._live.settings
@@ -147,21 +187,23 @@ class Tasks:
     def _refuse_if_expired(self, task: Task) -> None:
         age_s, limit_s = self._clock() - task.time, self._live.settings.task_expiry_s
         if limit_s and age_s > limit_s:
-            raise EplbError(
+            raise TaskRefused(
+                Refusal.EXPIRED,
                 f"task {task.id} of kind {task.kind!r} expired: found it queued for {age_s:.0f} s, "
-                f"expected {limit_s:g} s at most; submit it again"
+                f"expected {limit_s:g} s at most; submit it again",
             )
 
     def _refuse_if_held_back(self) -> None:
         control = self._store.control()
         if not control.movement:
-            raise EplbError("movement is switched off, expected it on for a rebalance")
+            why = "movement is switched off, expected it on for a rebalance"
+            raise TaskRefused(Refusal.MOVEMENT_OFF, why)
         if control.observe or self._live.settings.stage == "observe":
-            raise EplbError(
-                "this deployment is observed only, expected observe off and a later stage"
-            )
+            why = "this deployment is observed only, expected observe off and a later stage"
+            raise TaskRefused(Refusal.MOVEMENT_OFF, why)
         if self._store.published() is not None:
-            raise EplbError("a migration is open already, expected none")
+            why = "a migration is open already, expected none"
+            raise TaskRefused(Refusal.MIGRATION_OPEN, why)
 
 
 def _is_of_the_store(exc: EplbError) -> bool:
@@ -180,8 +222,9 @@ def _refuse_if_stale(task: Task, serving: Placement) -> None:
 
 def _plan_id(migration: Migration | None, what: str) -> int:
     if migration is None:
-        raise EplbError(
+        raise TaskRefused(
+            Refusal.NOT_PUBLISHED,
             f"{what} was not published: found another plan, or ranks without a common version of "
-            "weights; submit it again"
+            "weights; submit it again",
         )
     return migration.plan_id

@@ -37,6 +37,7 @@ from telemetry.proposals import (
     to_forget,
 )
 from telemetry.records.task_codec import result_from_text, result_to_text
+from telemetry.refusals import Refusal
 from telemetry.store import (
     Control,
     Details,
@@ -477,7 +478,7 @@ class DecidingStore(ABC):
 
     def cancel(self, task_id: int, *, reason: str) -> bool:
         """Cancel a task that is still queued."""
-        result = TaskResult(error=f"cancelled: {reason}")
+        result = TaskResult(error=f"cancelled: {reason}", refusal=Refusal.CANCELLED.value)
 
         def decision(ledger: Ledger) -> bool:
             found = ledger.task(task_id)

@@ -1,4 +1,4 @@
-"""Commands of an operator: proposals, rebalances, tasks, events and ranks.
+"""Commands of an operator: proposals, rebalances, tasks and events.
 
 Exit status of each: 0, done; 1, the state of the deployment does not allow it; 2, bad input, no
 such service or store, or no permission; 3, the controller had not done it in the time of --wait.
@@ -6,7 +6,6 @@ such service or store, or no permission; 3, the controller had not done it in th
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -24,13 +23,23 @@ from api.cli.admin.asking import (
     shown,
 )
 from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
-from api.http.requests import MAX_ID
+from api.http.requests import MAX_ID, MAX_INDEX
 from api.terminal.printable import print_error, printable
 from api.terminal.table import print_table
 
 Policy = Annotated[str | None, typer.Option(help="Placement policy; else the controller's.")]
 Move = Annotated[bool, typer.Option("--move", help="Carry it out; else it is a dry run.")]
 Number = Annotated[int, typer.Argument(min=0, max=MAX_ID, help="Number of the proposal.")]
+ExpertsPerTransaction = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_INDEX, help="Experts that reach a rank together, at most."),
+]
+LayersPerTransaction = Annotated[
+    int | None, typer.Option(min=1, max=MAX_INDEX, help="Layers that swap together, at most.")
+]
+LinkPart = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Part of each link's budget, above 0.")
+]
 
 
 def proposals(
@@ -123,12 +132,16 @@ def rebalance(
     reason: Reason = WHY,
     policy: Policy = None,
     move: Move = False,
+    experts_per_transaction: ExpertsPerTransaction = None,
+    layers_per_transaction: LayersPerTransaction = None,
+    link_part: LinkPart = None,
     if_generation: IfGeneration = None,
     wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Have the controller plan now; with --move, carry the plan out."""
     body = {"reason": reason, "dry_run": not move} | ({"policy": policy} if policy else {})
+    body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
     place = (service, store, deployment, wait)
     answer = asked(place, "POST", "/rebalances", body, if_match=if_generation)
     shown(answer, json_output, _task)
@@ -143,12 +156,16 @@ def rollback(
     deployment: ConfiguredDeployment = None,
     reason: Reason = WHY,
     move: Move = False,
+    experts_per_transaction: ExpertsPerTransaction = None,
+    layers_per_transaction: LayersPerTransaction = None,
+    link_part: LinkPart = None,
     if_generation: IfGeneration = None,
     wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Plan the way back to an earlier placement; with --move, carry it out."""
     body = {"reason": reason, "dry_run": not move, "generation": generation}
+    body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
     place = (service, store, deployment, wait)
     answer = asked(place, "POST", "/rollbacks", body, if_match=if_generation)
     shown(answer, json_output, _task)
@@ -191,25 +208,40 @@ def events(
     shown(answer, json_output, _events)
 
 
-def ranks(
+def anomalies(
+    state: Annotated[str | None, typer.Option(help="open or ended; without: both.")] = None,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="Of how many.")] = 20,
     service: Service = None,
     store: ConfiguredStore = None,
     deployment: ConfiguredDeployment = None,
     json_output: AsJson = False,
 ) -> None:
-    """Show each rank: step, generation, phase, and how old its report is."""
-    state = asked((service, store, deployment), "GET", "/state").body
-    found = [rank | {"node": state["node_of_rank"][rank["rank"]]} for rank in state["ranks"]]
-    if json_output:
-        typer.echo(json.dumps(found, indent=1))
-        return
-    columns = ("rank", "node", "alive", "step", "generation", "phase", "age_s", "step_ms")
-    rows = (
-        [one["rank"], one["node"], "yes" if one["is_alive"] else "no"]
-        + [one[name] for name in (*columns[3:], "frozen")]
-        for one in found
-    )
-    print_table(columns, rows, "frozen")
+    """List what is wrong and what was, newest first; of a store, what is wrong now, and events."""
+    place = (service, store, deployment)
+    shown(asked(place, "GET", "/anomalies", state=state, limit=last), json_output, _anomalies)
+
+
+def _anomalies(found: dict[str, Any]) -> None:
+    rows = [
+        [one[name] for name in ("id", "severity", "kind")]
+        + [at(one["since"]), at(one["until"]) if one["until"] else "now", one["text"]]
+        for one in found["anomalies"]
+    ]
+    if rows:
+        print_table(("id", "severity", "kind", "since", "until"), rows, "what")
+    else:
+        typer.echo("no anomalies")
+
+
+def _throttle(experts: int | None, layers: int | None, link_part: float | None) -> dict[str, Any]:
+    """Part of a body that has the limits which were given."""
+    given = {
+        "experts_per_transaction": experts,
+        "layers_per_transaction": layers,
+        "link_part": link_part,
+    }
+    limits = {name: value for name, value in given.items() if value is not None}
+    return {"throttle": limits} if limits else {}
 
 
 def _proposals(found: list[dict[str, Any]]) -> None:

@@ -34,12 +34,24 @@ IF_GENERATION = header_document(
 NOT_YET: dict[int | str, dict[str, Any]] = {
     202: {"model": TaskAnswer, "description": "Not done yet; see Location"}
 }
-OF_TASKS = (ProblemType.CONTROLLER_REFUSED, ProblemType.REQUEST_IN_PROGRESS)
+OF_TASKS = (
+    ProblemType.CONTROLLER_REFUSED,
+    ProblemType.NO_LOAD,
+    ProblemType.NO_PLAN,
+    ProblemType.TASK_EXPIRED,
+    ProblemType.TASK_ABANDONED,
+    ProblemType.TASK_CANCELLED,
+    ProblemType.REQUEST_IN_PROGRESS,
+)
 OF_MOVES = (
     *OF_TASKS,
     ProblemType.MOVEMENT_OFF,
     ProblemType.MIGRATION_OPEN,
     ProblemType.GENERATION_MOVED_ON,
+    ProblemType.CANNOT_SERVE,
+    ProblemType.NOT_PUBLISHED,
+    ProblemType.IMPOSSIBLE_THROTTLE,
+    ProblemType.NO_SUCH_PLACEMENT,
 )
 OF_PROPOSALS = (
     ProblemType.NO_SUCH_PROPOSAL,
@@ -124,7 +136,7 @@ def add_move_routes(watch: APIRouter, act: APIRouter) -> None:
         summary="Plan now and store the plan; nothing moves",
         status_code=201,
         response_model=ProposalAnswer,
-        responses=NOT_YET | documented(*OF_TASKS),
+        responses=NOT_YET | documented(*OF_TASKS, ProblemType.NOTHING_TO_PROPOSE),
     )(post_proposal)
     act.post(
         "/proposals/{proposal_id}/approve",
@@ -140,7 +152,7 @@ def add_move_routes(watch: APIRouter, act: APIRouter) -> None:
     act.post(
         "/explanations",
         summary="Why is this expert there?",
-        responses=NOT_YET | documented(*OF_TASKS),
+        responses=NOT_YET | documented(*OF_TASKS, ProblemType.NO_SUCH_EXPERT),
     )(post_explanation)
 
 

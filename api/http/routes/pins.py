@@ -6,7 +6,6 @@ live settings.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -16,12 +15,12 @@ from starlette.responses import Response
 from api.http.problems import ProblemType, Refused, documented
 from api.http.requests import WHOLE, Body, Reason, ReasonRequest
 from api.http.routes.placements.answers import shape_of_run
-from api.http.routes.request_parts import header_document, service_of
+from api.http.routes.request_parts import TAG, header_document, revision_of, service_of
 from api.http.schemas import Answer
-from api.http.service import ANY
 from eplb.core.constraints import Constraints, Which, room_of
-from eplb.decision.pins import Pins, fitting_pins
 from eplb.errors import StaleRevision
+from eplb.fitting.cordons import FittingCordons
+from eplb.fitting.pins import Pins, fitting_pins
 from rebalance.controller.plans.planner_request import PlannerRequest, read_pins, written_pins
 from telemetry.live import LiveState
 from telemetry.store import LoadStore
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 # A list with one pin too many still fits a body of 64 KiB.
 MOST_PINS, MOST_RANKS, MOST_TEXT = 1000, 64, 20_000
-TAG = r'(\*|"[0-9]{1,19}")'
 IF_MATCH = header_document(
     "if-match",
     "the ETag that was read, or *",
@@ -131,11 +129,7 @@ def add_pin_routes(watch: APIRouter, act: APIRouter) -> None:
 
 
 def _changed(request: Request, store: LoadStore, pins: str | None, reason: str) -> LiveState:
-    tag = request.headers.get("if-match", "")
-    if not re.fullmatch(TAG, tag):
-        why = f'header.if-match: found {tag[:40]!r}, expected the ETag of GET, as "7", or *'
-        raise Refused(ProblemType.INVALID_REQUEST, why)
-    expected = None if tag == ANY else int(tag.strip('"'))
+    expected = revision_of(request)
     try:
         return store.change_live({"pins": pins}, expected=expected, reason=reason)
     except StaleRevision as exc:
@@ -163,8 +157,15 @@ def _unmet(store: LoadStore, state: LiveState, pins: Pins) -> list[str]:
     if not pins:
         return []
     model, topology = shape_of_run(store)
-    asked = PlannerRequest(redundancy=state.effective.redundancy or "")
-    slots = asked.slots(topology, model.num_layers, model.num_experts)
-    room = room_of(Constraints(slots=slots), topology, model.num_layers)
-    found = fitting_pins(pins, room, topology, model.num_experts, model.num_expert_groups)
+    committed, effective = store.committed(), state.effective
+    asked = PlannerRequest(redundancy=effective.redundancy or "", cordons=effective.cordons or "")
+    cordons = FittingCordons(topology)
+    if committed is not None:
+        cordons = asked.cordoned(committed.placement, topology, model.num_expert_groups)
+    slots = asked.slots(cordons.topology, model.num_layers, model.num_experts)
+    room = room_of(Constraints(slots=slots), cordons.topology, model.num_layers)
+    if committed is not None:
+        room = cordons.limited(room, committed.placement)
+    groups = model.num_expert_groups
+    found = fitting_pins(pins, room, cordons.topology, model.num_experts, groups, cordons.kept)
     return list(found.unmet)

@@ -179,6 +179,8 @@ function showHeat() {
     state.expert_heat, state.layer_ids, state.num_experts);
   const worst = worstLayer(), frozen = state.ranks.filter((rank) => rank.frozen);
   text($("heat-note"), ["Latest window.", worst,
+    ...state.ranks.filter((rank) => rank.cordon).slice(0, 3).map((rank) => rank.cordon === "drain"
+      ? `Rank ${rank.rank} is drained by order: it is to hold no expert.` : `Rank ${rank.rank} is cordoned: it takes no further experts.`),
     ...frozen.slice(0, 3).map((rank) => `Migrations are disabled on rank ${rank.rank}: ${rank.frozen}.`)].join(" "));
   const hottest = Math.max(0, ...state.expert_heat.flatMap((row) => row ?? []));
   text($("experts-note"), `Same window; the hottest expert has ${hottest.toFixed(1)} × the mean of its layer.`);

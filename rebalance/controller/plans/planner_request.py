@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 
 from eplb.core.constraints import Constraints, Which, room_of
 from eplb.core.load import LoadHistory
+from eplb.core.placement import Placement
 from eplb.core.problem import Objective
 from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
-from eplb.decision.coverage import Coverage, coverage_of
-from eplb.decision.pins import Pins, fitting_pins
 from eplb.decision.redundancy import slots_per_layer
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
+from eplb.fitting.cordons import Cordon, Cordons, FittingCordons, fitting_cordons
+from eplb.fitting.coverage import Coverage, coverage_of
+from eplb.fitting.pins import Pins, fitting_pins
 from telemetry.forecast.forecasters import Ewma
 
 HALF_LIFE = 4.0  # windows, of the forecast
@@ -32,6 +34,7 @@ MOST_SLOTS = 2**31
 _PIN = re.compile(
     r"(?P<layer>\*|[0-9]{1,6})/(?P<expert>[0-9]{1,6}):(?P<ranks>[0-9]{1,6}(\+[0-9]{1,6})*)"
 )
+_CORDON = re.compile(r"(?P<rank>[0-9]{1,6}):(?P<cordon>cordon|drain)")
 SHOWN_TEXT = 4096  # characters of a setting; 320 ranks with speeds of two digits take 2,800
 
 
@@ -49,6 +52,7 @@ class PlannerRequest:
     rank_speed: str = ""  # "rank:speed, ..."; 1 is nominal, and that of all others
     redundancy: str = ""  # "layer:slots, ..."; redundant slots of a layer; the others use all
     pins: str = ""  # "layer/expert:rank+rank, ..."; ranks that must hold an expert; *: each layer
+    cordons: str = ""  # "rank:cordon, rank:drain"; ranks that take nothing new, or hold nothing
     forecast_weight: float = 0.0  # of the forecast beside the past windows; 0: no forecast
     # Of decode, where ranks serve both phases: its part of the windows. 0: phases are summed.
     decode_weight: float = 0.0
@@ -67,6 +71,7 @@ class PlannerRequest:
         speeds_of(self.rank_speed)
         redundancy_of(self.redundancy)
         read_pins(self.pins)
+        read_cordons(self.cordons)
 
     def topology(self, topology: Topology) -> Topology:
         """The topology with the measured speeds.
@@ -86,29 +91,50 @@ class PlannerRequest:
             found[rank] = speed
         return replace(topology, rank_speed=found)
 
-    def coverage(self, past: LoadHistory, topology: Topology, num_groups: int) -> Coverage:
+    def cordoned(self, current: Placement, topology: Topology, num_groups: int) -> FittingCordons:
+        """Cordons that the ranks can meet from ``current``, and why not the others."""
+        return fitting_cordons(read_cordons(self.cordons), current, topology, num_groups)
+
+    def coverage(
+        self, past: LoadHistory, current: Placement, cordons: FittingCordons, num_groups: int
+    ) -> Coverage:
         """Constraints on slots, pins and failure domains that fit, and what is left out.
+
+        Args:
+            past: load, by which experts are covered.
+            current: the placement that serves.
+            cordons: with the topology, as ``cordoned`` gives them for ``current``.
+            num_groups: the model's expert groups.
 
         Raises:
             ConfigError: ``redundancy`` of a layer that is not there, or of more slots.
         """
-        tokens = past.tokens.sum(axis=0)
+        tokens, topology = past.tokens.sum(axis=0), cordons.topology
         slots = self.slots(topology, *tokens.shape)
         room = room_of(Constraints(slots=slots), topology, len(tokens))
-        pins = fitting_pins(read_pins(self.pins), room, topology, tokens.shape[1], num_groups)
+        room = cordons.limited(room, current)
+        asked = read_pins(self.pins)
+        pins = fitting_pins(asked, room, topology, tokens.shape[1], num_groups, cordons.kept)
         # Further failure domains are asked for in the slots that pins leave.
         found = coverage_of(tokens, pins.left, topology, self.min_domains, num_groups)
-        constraints = replace(found.constraints, slots=slots, pinned=pins.pinned)
-        return replace(found, constraints=constraints, unmet_pins=pins.unmet)
+        limits = slots if slots is None and not cordons.cordoned else room
+        return replace(
+            found,
+            constraints=replace(found.constraints, slots=limits, pinned=pins.pinned),
+            releases_groups=found.releases_groups or cordons.releases_groups,
+            unmet_pins=pins.unmet,
+            unmet_cordons=cordons.unmet,
+        )
 
     def slots(
         self, topology: Topology, num_layers: int, num_experts: int
     ) -> NDArray[np.int64] | None:
-        """[L, R] slots that layers may use; None: all. Those of dead ranks are not missed."""
+        """[L, R] slots that layers may use; None: all. Those of dead or drained ranks are not
+        missed."""
         asked = redundancy_of(self.redundancy)
         if not asked:
             return None
-        live = int(topology.slots_of_rank[topology.alive].sum())
+        live = int(topology.usable_slots.sum())
         counts, most = np.full(num_layers, live), topology.num_slots - num_experts
         for layer, redundant in asked.items():
             if layer >= num_layers or redundant > most:
@@ -134,7 +160,7 @@ class PlannerRequest:
     def recorded(self, coverage: Coverage) -> dict[str, Any]:
         """What was asked and what of it does not fit, as details of an event."""
         asked = dict(vars(self))
-        for name in ("rank_speed", "redundancy", "pins"):
+        for name in ("rank_speed", "redundancy", "pins", "cordons"):
             if len(text := asked[name]) > SHOWN_TEXT:
                 digest = sha256(text.encode()).hexdigest()
                 asked[name] = f"{len(text)} characters, sha256 {digest}"
@@ -144,6 +170,8 @@ class PlannerRequest:
         if coverage.unmet_pins:
             asked["num_unmet_pins"] = len(coverage.unmet_pins)
             asked["unmet_pins"] = list(coverage.unmet_pins[:SHOWN])
+        if coverage.unmet_cordons:
+            asked["unmet_cordons"] = list(coverage.unmet_cordons[:SHOWN])
         if coverage.releases_groups:
             asked["releases_groups"] = True
         return asked
@@ -226,6 +254,29 @@ def written_pins(pins: Pins) -> str:
         ranks = "+".join(map(str, sorted(pins[which])))
         parts.append(f"{'*' if layer < 0 else layer}/{expert}:{ranks}")
     return ", ".join(parts)
+
+
+def read_cordons(text: str) -> dict[int, Cordon]:
+    """Read "rank:cordon, rank:drain".
+
+    Raises:
+        ConfigError: something else.
+    """
+    cordons: dict[int, Cordon] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        found = _CORDON.fullmatch(part)
+        if not found or int(found["rank"]) in cordons:
+            raise ConfigError(
+                f"cordons has {part!r}, expected rank:cordon or rank:drain for each rank once, "
+                "such as '3:cordon, 7:drain'"
+            )
+        cordons[int(found["rank"])] = Cordon(found["cordon"])
+    return cordons
+
+
+def written_cordons(cordons: Cordons) -> str:
+    """Write cordons as ``read_cordons`` reads them, in one order."""
+    return ", ".join(f"{rank}:{cordons[rank]}" for rank in sorted(cordons))
 
 
 def _pairs(text: str) -> Iterator[tuple[str, int, float]]:

@@ -17,19 +17,22 @@ from eplb.core.constraints import Constraints
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
-from eplb.decision.coverage import Coverage
 from eplb.decision.gate import Decision
 from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError, PlacementError
 from eplb.explanation.figures import finite
+from eplb.fitting.cordons import FittingCordons, arrivals, undrained
+from eplb.fitting.coverage import Coverage
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from eplb.policies.legality import violations_of
 from rebalance.controller.load import Group
 from rebalance.controller.plans.track_record import Judged, Promises, TrackRecord
+from rebalance.controller.refusals import TaskRefused
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
 from telemetry.drift.detector import LOOK_BACK, windows_since_change
 from telemetry.log_context import set_log_fields
+from telemetry.refusals import Refusal
 from telemetry.windows.folder import Window, history
 from telemetry.windows.phases import apart, weighted
 
@@ -67,11 +70,12 @@ class Planning:
         if settings.spare_slots:
             current, topology = compact(current, topology, settings.spare_slots)
         groups = group.model.num_expert_groups
-        coverage = settings.request.coverage(past, topology, groups)
+        cordons = settings.request.cordoned(current, topology, groups)
+        coverage = settings.request.coverage(past, current, cordons, groups)
         begun = self._clock()
         proposal = plan(
             past,
-            topology,
+            cordons.topology,
             model=group.model,
             current=current,
             budget=settings.budget,
@@ -107,10 +111,12 @@ class Planning:
         """
         earlier = self._store.placement(generation)
         if earlier is None:
-            raise EplbError(f"{why}: found no placement of generation {generation} in the store")
+            found = f"{why}: found no placement of generation {generation} in the store"
+            raise TaskRefused(Refusal.NO_SUCH_PLACEMENT, found)
         past = planned_on(group, last, settings.request.decode_weight)
         if past is None:
-            raise EplbError(f"{why}: found no complete window of load, expected one for its price")
+            found = f"{why}: found no complete window of load, expected one for its price"
+            raise TaskRefused(Refusal.NO_LOAD, found)
         return self.plan_back(group, settings, past.history, current, earlier.placement, why)
 
     def plan_back(
@@ -125,17 +131,20 @@ class Planning:
         """Plan the way to an earlier placement, priced on ``past``.
 
         Raises:
-            PlacementError: the ranks of this run cannot serve it.
+            PlacementError: the ranks of this run cannot serve it, or are kept from it by cordons.
         """
         topology = settings.request.topology(group.topology)
         check_fits(earlier, topology)
         if settings.spare_slots:
             earlier, _ = compact(earlier, topology, settings.spare_slots)
             current, topology = compact(current, topology, settings.spare_slots)
-        # Constraints bind the planner, not an operator: what served may serve again.
+        cordons = settings.request.cordoned(current, topology, group.model.num_expert_groups)
+        if arrives := arrivals(cordons.cordoned, current, earlier, topology):
+            raise PlacementError(f"{why}: {arrives}; expected it uncordoned first")
+        # Other constraints bind the planner, not an operator: what served may serve again.
         problem = Problem(
             past,
-            topology,
+            cordons.topology,
             group.model,
             current,
             settings.budget,
@@ -144,19 +153,33 @@ class Planning:
             dispatch=DispatchRule(settings.request.dispatch),
         )
         self.how = {"windows": past.num_windows, "asked": _asked(settings, Coverage(Constraints()))}
-        return plan_to(problem, earlier, why=why + _against(problem, settings, earlier))
+        broken = _against(problem, settings, current, cordons, earlier)
+        return plan_to(problem, earlier, why=why + broken)
 
     def judge(
         self, group: Group, serving: Placement, settings: ControllerSettings
     ) -> Judged | None:
         """Hold what serves to what its plan promised; None: there is nothing to judge now."""
-        topology = settings.request.topology(group.topology)
+        topology = self._cordons(group, serving, settings).topology
         load_of = partial(_history, group, decode_weight=settings.request.decode_weight)
         return self._record().judge(group.complete_windows(), serving, topology, load_of)
 
     def is_judging(self, serving: Placement) -> bool:
         """Whether a plan serves that has not had its windows yet."""
         return self._record().is_judging(serving)
+
+    def is_draining(self, group: Group, serving: Placement, settings: ControllerSettings) -> bool:
+        """Whether a rank that is to hold nothing, and can, holds experts."""
+        if not settings.request.cordons:
+            return False
+        return bool(undrained(serving, self._cordons(group, serving, settings).topology))
+
+    @staticmethod
+    def _cordons(group: Group, serving: Placement, settings: ControllerSettings) -> FittingCordons:
+        """Cordons by all slots of ``serving``, spare ones included."""
+        topology = settings.request.topology(group.topology)
+        groups = group.model.num_expert_groups
+        return settings.request.cordoned(serving, topology, groups)
 
     def published(self, proposal: Plan, base: Placement, target: Placement) -> None:
         """Hold a published plan to its promise."""
@@ -252,11 +275,17 @@ def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
     return settings.request.recorded(coverage) | budget | cost
 
 
-def _against(problem: Problem, settings: ControllerSettings, placement: Placement) -> str:
+def _against(
+    problem: Problem,
+    settings: ControllerSettings,
+    current: Placement,
+    cordons: FittingCordons,
+    placement: Placement,
+) -> str:
     """Name the constraints that a placement breaks, as the end of a reason; "": it breaks none."""
     request, groups = settings.request, problem.num_groups
     try:
-        coverage = request.coverage(problem.history, problem.topology, groups)
+        coverage = request.coverage(problem.history, current, cordons, groups)
         constrained = replace(problem, constraints=coverage.constraints)
         broken = violations_of(constrained, placement)
     except ConfigError as exc:

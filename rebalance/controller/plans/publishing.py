@@ -10,6 +10,7 @@ from eplb.decision.gate import Decision
 from eplb.errors import StaleGeneration
 from eplb.migration.build import Migration, build_migration
 from eplb.migration.spares import expand
+from eplb.migration.throttle import Throttle
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
@@ -64,6 +65,7 @@ class Publisher:
         held_back: str = "",
         trigger: str,
         actor: str = "controller",
+        throttle: Throttle | None = None,
     ) -> None:
         """Record a decision; one that is carried out with its pace.
 
@@ -72,6 +74,7 @@ class Publisher:
             held_back: why it is not carried out; "" if it is.
             trigger: what the plan was due by.
             actor: who asked for it.
+            throttle: of the request.
         """
         self._noted_window, self._noted_decision = window, proposal.decision.value
         reason = f"{proposal.reason} (not moved: {held_back})" if held_back else proposal.reason
@@ -79,7 +82,7 @@ class Publisher:
         detail |= {"actor": actor, "stage": self._live.settings.stage}
         detail |= self._planning.how
         if not held_back and proposal.decision is not Decision.KEEP:
-            pace = self._pace(group)
+            pace = self._pace(group, throttle)
             detail |= {"pace": vars(pace.pace), "pace_reason": pace.reason}
         self._store.add_event("plan", detail)
         log.info(
@@ -106,6 +109,7 @@ class Publisher:
         is_promise: bool = True,
         target: Placement | None = None,
         approval: Approval | None = None,
+        throttle: Throttle | None = None,
     ) -> Migration | None:
         """Offer the way from ``current``, which the plan was made for, to the plan's target.
 
@@ -113,6 +117,7 @@ class Publisher:
             is_promise: whether the plan is held to its gain; a rollback promises none.
             target: exactly this one in place of the plan's.
             approval: of the proposal that is carried out.
+            throttle: of the request.
 
         Returns:
             None: another plan is open, or the ranks' weights differ in version.
@@ -130,7 +135,7 @@ class Publisher:
             target,
             group.topology,
             plan_id=self._store.next_plan_id(),
-            pace=self._pace(group).pace,
+            pace=self._pace(group, throttle).pace,
             weights_version=served,
         )
         try:
@@ -144,8 +149,15 @@ class Publisher:
             self._planning.taken_back()
         return migration
 
-    def _pace(self, group: Group) -> NextPace:
-        return self._pacing.next(group.run.run, group.model.num_layers, self._live.settings)
+    def _pace(self, group: Group, throttle: Throttle | None) -> NextPace:
+        settings = self._live.settings
+        found = self._pacing.next(group.run.run, group.model.num_layers, settings)
+        if throttle is None:
+            return found
+        asked = ", ".join(
+            f"{name} {value:g}" for name, value in vars(throttle).items() if value is not None
+        )
+        return NextPace(throttle.of(found.pace), f"{found.reason}; throttled to {asked}")
 
     def _target(self, group: Group, proposal: Plan, current: Placement) -> Placement:
         """The plan's target with the spare slots of the deployment."""

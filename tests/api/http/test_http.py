@@ -19,11 +19,13 @@ from api.config.addresses import loopback_address
 from api.config.live import live_settings
 from api.http.app import create_app
 from api.http.limits import DEFAULT_LIMITS
+from api.http.problems import OF_REFUSAL, ProblemType
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.live import LiveSettings, LiveState
+from telemetry.refusals import Refusal
 from telemetry.store import Control, RunInfo, TaskResult
 from telemetry.stores.memory import MemoryStore
 
@@ -281,6 +283,48 @@ def test_refusal_by_the_controller_is_a_conflict(
     answer = client.post("/api/v1/rebalances", json={"reason": "look"})
 
     assert refusal(answer, 409) == "task 1: no complete window yet"
+
+
+@pytest.mark.parametrize("refusal_", list(Refusal))
+def test_each_reason_of_the_controller_has_a_problem_type(
+    client: httpx.Client, controller: EndTasks, refusal_: Refusal
+) -> None:
+    controller("failed", TaskResult("not now", refusal=refusal_.value))
+
+    answer = client.post("/api/v1/rebalances", json={"reason": "look"})
+
+    kind = OF_REFUSAL[refusal_.value]
+    assert kind is not ProblemType.CONTROLLER_REFUSED
+    assert refusal(answer, kind.status) == "task 1: not now"
+    assert answer.json()["type"] == kind.uri
+
+
+@pytest.mark.parametrize(
+    ("throttle", "expected"),
+    [
+        ({}, "the throttle names no limit"),
+        ({"link_part": 0}, "greater than 0"),
+        ({"link_part": 1.5}, "less than or equal to 1"),
+        ({"experts_per_transaction": 0}, "greater than or equal to 1"),
+        ({"layers": 1}, "extra inputs are not permitted"),
+    ],
+)
+def test_throttle_out_of_range_is_refused(
+    client: httpx.Client, throttle: dict[str, float], expected: str
+) -> None:
+    answer = client.post("/api/v1/rebalances", json={"reason": "now", "throttle": throttle})
+
+    assert expected in refusal(answer, 422)
+
+
+def test_throttle_of_a_request_is_stored_with_its_task(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    limits = {"link_part": 0.25, "experts_per_transaction": 2}
+    asked = client.post("/api/v1/rebalances", json={"reason": "now", "throttle": limits})
+
+    assert asked.status_code == 202
+    assert asked.json()["request"]["throttle"] == limits
 
 
 def test_only_dry_runs_are_accepted_while_movement_is_off(
@@ -561,7 +605,7 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 35
+    assert len(paths) == 40
 
 
 def test_port_in_use_is_refused_with_one_line(store: MemoryStore) -> None:

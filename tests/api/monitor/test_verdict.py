@@ -15,6 +15,7 @@ from api.monitor.snapshot import Death, RankView, Snapshot, mean_imbalance, rela
 from api.monitor.verdict import Around, Grade, findings, unready, verdict
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
+from eplb.fitting.cordons import Cordon
 from telemetry.stores.memory import MemoryStore
 
 NOW = 1000.0
@@ -58,6 +59,12 @@ def process(state: ProcessState) -> ProcessView:
     [
         (seen(), Around(), Grade.SERVING, "2 ranks serve, at step 7"),
         (seen(movement=False), Around(), Grade.SERVING, "2 ranks serve, at step 7; movement is of"),
+        (
+            seen(ranks=(rank(0, cordon=Cordon.CORDON), rank(1, cordon=Cordon.DRAIN))),
+            Around(),
+            Grade.SERVING,
+            "2 ranks serve, at step 7; cordoned by order: 0; drained by order: 1",
+        ),
         (EMPTY, Around(), Grade.BLIND, "no run has begun, expected one"),
         (
             seen(),

@@ -99,9 +99,29 @@ def test_ranks_of_two_nodes_are_not_exchanged_where_nodes_matter(why: str) -> No
             assert sets_of(kept[layer], topology, node) == sets_of(fresh[layer], topology, node)
 
 
-def test_pinned_experts_allow_no_exchange() -> None:
-    topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=2)
-    problem = problem_of(topology, 7, constraints=Constraints(pinned={0: (3,)}))
+@pytest.mark.parametrize("slots_per_rank", [1, 2])
+def test_ranks_with_pins_keep_their_experts_and_the_others_exchange(slots_per_rank: int) -> None:
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=16, slots_per_rank=slots_per_rank)
+    experts = 14 * slots_per_rank
+    pinned = Constraints(pinned={0: (3,), 1: (7,)})
+    problem = problem_of(topology, experts, layers=4, constraints=pinned)
+    assert problem.current is not None
+    base = problem.current.slot_to_expert
+
+    fresh, kept = exchanged(problem)
+
+    for layer in range(4):
+        assert sets_of(kept[layer], topology, [3]) == sets_of(fresh[layer], topology, [3])
+        assert sets_of(kept[layer], topology, [7]) == sets_of(fresh[layer], topology, [7])
+        assert sets_of(kept[layer], topology, [*range(16)]) == (
+            sets_of(fresh[layer], topology, [*range(16)])
+        )
+    assert (in_place(fresh, base, topology) != base).sum() > (kept != base).sum()
+
+
+def test_failure_domains_allow_no_exchange() -> None:
+    topology = Topology.uniform(num_nodes=2, ranks_per_node=4, slots_per_rank=2)
+    problem = problem_of(topology, 12, constraints=Constraints(min_domains={0: 2}))
     assert problem.current is not None
     fresh = refined(problem)
 

@@ -440,6 +440,7 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
         "rank_speed": "1:0.5",
         "redundancy": "0:1",
         "pins": "0/3:1",
+        "cordons": "1:cordon",
         "forecast_weight": 0.25,
         "decode_weight": 0.5,
         "expert_part": 0.5,

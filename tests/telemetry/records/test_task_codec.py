@@ -12,10 +12,20 @@ from telemetry.store import TaskResult
 
 
 @pytest.mark.parametrize(
-    "result", [TaskResult(), TaskResult("no load"), TaskResult("", 4, {"moves": [1]})]
+    "result",
+    [
+        TaskResult(),
+        TaskResult("no load"),
+        TaskResult("no load", refusal="no-load"),
+        TaskResult("", 4, {"moves": [1]}),
+    ],
 )
 def test_task_result_is_read_back_as_it_was_written(result: TaskResult) -> None:
     assert result_from_text(result_to_text(result)) == result
+
+
+def test_task_result_without_a_refusal_is_one_of_version_2() -> None:
+    assert json.loads(result_to_text(TaskResult("no load")))["version"] == 2
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,7 @@ def test_task_result_of_version_1_gets_typed_fields(
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        ({"version": 3}, "a task's result is of version 3, expected one of: 1, 2"),
+        ({"version": 4}, "a task's result is of version 4, expected one of: 1, 2, 3"),
         ({"version": 2}, "a task's result lacks error, plan_id, detail"),
         ({"plan_id": "4"}, "plan_id is '4', expected int"),
     ],

@@ -11,8 +11,8 @@ from eplb.core.constraints import Constraints
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.decision.coverage import coverage_of
 from eplb.errors import ConfigError
+from eplb.fitting.coverage import coverage_of
 from eplb.planner import plan
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eplb import Topology
-from eplb.decision.pins import Pins, fitting_pins
+from eplb.fitting.pins import Pins, fitting_pins
 
 # Two ranks of three slots for four experts: two slots beyond one for each expert.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -32,7 +32,7 @@ def test_pins_of_one_layer_and_of_each_layer_are_taken_together() -> None:
         ({(0, 0): (2,)}, "layer 0 expert 0 on rank 2: expected ranks 0..1"),
         (
             {(0, expert): (1,) for expert in range(4)},
-            "layer 0 expert 3 on rank 1: other pins take every slot there that may be used",
+            "layer 0 expert 3 on rank 1: pins or a cordon take every slot there that may be used",
         ),
         (
             {(0, expert): (0, 1) for expert in range(3)},

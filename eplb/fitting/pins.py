@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ def fitting_pins(
     topology: Topology,
     num_experts: int,
     num_groups: int = 1,
+    kept: Mapping[tuple[int, int], tuple[int, ...]] = MappingProxyType({}),
 ) -> FittingPins:
     """Take pins one by one, by expert, layer and rank, as far as they fit.
 
@@ -45,16 +47,21 @@ def fitting_pins(
         topology: which ranks there are.
         num_experts: E.
         num_groups: the model's expert groups.
+        kept: ranks that keep an expert, by (layer, expert): these are taken first.
     """
+    pinned, unmet = dict[Which, tuple[int, ...]](), list[str]()
+    num_layers, left = len(room), room.copy()
+    free = room.sum(axis=1) - num_experts  # beyond one for each expert
+    for (layer, expert), those in kept.items():
+        pinned[layer, expert] = those
+        free[layer] -= len(those) - 1
+        left[layer, list(those)] -= 1
     if pins and keeps_groups(topology, num_groups, num_experts, room):
         why = (
             f"all pins: {num_groups} expert groups stay each on one of {topology.num_nodes} nodes, "
             "and the planner chooses the node of a group by load alone; expected no such groups"
         )
-        return FittingPins({}, room, (why,))
-    num_layers = len(room)
-    left, free = room.copy(), room.sum(axis=1) - num_experts  # free: beyond one for each expert
-    pinned, unmet = dict[Which, tuple[int, ...]](), list[str]()
+        return FittingPins(pinned, left, (why,))
     for which, ranks in pins.items():
         layers, expert = (
             (range(num_layers), which) if isinstance(which, int) else ([which[0]], which[1])
@@ -85,6 +92,8 @@ def _why_not(layer: int, rank: int, left: NDArray[np.int64], topology: Topology)
         return f"expected ranks 0..{topology.num_ranks - 1}"
     if not topology.alive[rank]:
         return "the rank is not alive"
+    if topology.drained[rank]:
+        return "the rank is drained"
     if left[layer, rank] < 1:
-        return "other pins take every slot there that may be used"
+        return "pins or a cordon take every slot there that may be used"
     return ""

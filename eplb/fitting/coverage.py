@@ -31,7 +31,8 @@ class Coverage:
     constraints: Constraints
     uncovered: tuple[tuple[int, int], ...] = ()  # (layer, expert), costliest first in each layer
     releases_groups: bool = False  # whether expert groups would stay on nodes without it
-    unmet_pins: tuple[str, ...] = ()  # sentences: see eplb/decision/pins.py
+    unmet_pins: tuple[str, ...] = ()  # sentences: see eplb/fitting/pins.py
+    unmet_cordons: tuple[str, ...] = ()  # and eplb/fitting/cordons.py
 
 
 def coverage_of(

@@ -1,0 +1,170 @@
+"""Anomalies: findings over time, and events, each with its beginning, its end and its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import yaml
+from repository import ROOT
+
+from api.monitor.anomalies import OF_EVENT, Anomaly, AnomalyLog
+from api.monitor.monitor import Monitor
+from api.monitor.snapshot import RankView, Snapshot, WindowScore
+from api.monitor.tally import ANOMALIES
+from api.monitor.verdict import (
+    FAILED,
+    FAILED_S,
+    UNBALANCED,
+    UNBALANCED_S,
+    Around,
+    FindingKind,
+    Grade,
+    findings,
+    unready,
+    verdict,
+)
+from telemetry.store import Event
+from telemetry.stores.memory import MemoryStore
+
+NOW = 10_000.0
+EMPTY = Monitor(MemoryStore("d"), clock=lambda: NOW).snapshot()
+SERVES = replace(
+    EMPTY,
+    run="a",
+    started=NOW - 6000,
+    step=7,
+    ranks=tuple(RankView(rank, 7, 1, "idle", True, 0.1, 20.0, "") for rank in range(2)),
+    progress_age_s=0.5,
+    token_time=NOW - 2,
+    sample_age_s=2.0,
+)
+
+
+def at(now: float, **changes: Any) -> Snapshot:
+    return replace(SERVES, **({"time": now, "token_time": now - 2} | changes))
+
+
+def silent(now: float) -> Snapshot:
+    views = (SERVES.ranks[0], replace(SERVES.ranks[1], is_alive=False, age_s=12.0))
+    return at(now, ranks=views)
+
+
+def noted(log: AnomalyLog, seen: Snapshot, around: Around | None = None) -> list[Anomaly]:
+    log.note(seen, verdict(seen, around).findings)
+    return log.page(None, 100)[0]
+
+
+def windows(measured: float, first: float, last: float) -> tuple[WindowScore, ...]:
+    times = [first + part * (last - first) / 9 for part in range(10)]
+    return tuple(
+        WindowScore(n, 4 * n, 4 * n + 3, measured, measured, 1, True, False, time)
+        for n, time in enumerate(times)
+    )
+
+
+def failure(number: int, time: float, reason: str = "not staged in time") -> Event:
+    detail = {"plan_id": number, "generation": None, "reason": reason}
+    return Event(number, time, "abort", detail)
+
+
+def test_silent_rank_is_open_since_its_last_report_and_ends_when_it_reports() -> None:
+    log = AnomalyLog()
+    death = Event(4, NOW - 11, "error", {"where": "ranks", "message": "rank 1 was killed"})
+    (first, event) = noted(log, replace(silent(NOW), events=(death,)))
+    (same, _) = noted(log, silent(NOW + 5))
+    (ended, _) = noted(log, at(NOW + 9))
+
+    assert (first.kind, first.severity, first.ranks) == ("rank-silent", "warning", (1,))
+    assert (first.since, first.until, first.events) == (NOW - 12, None, (4,))
+    assert (event.kind, event.text, event.since, event.until) == (
+        "error",
+        "rank 1 was killed",
+        NOW - 11,
+        NOW - 11,
+    )
+    assert (same.id, same.since, same.events) == (first.id, NOW - 12, (4,))
+    assert (ended.id, ended.until) == (first.id, NOW + 9)
+
+
+def test_finding_that_comes_back_soon_is_the_same_and_later_another() -> None:
+    log = AnomalyLog()
+    leaderless = Around("no controller leads")
+    noted(log, at(NOW), leaderless)
+    noted(log, at(NOW + 1))
+    assert [(one.id, one.until) for one in noted(log, at(NOW + 30), leaderless)] == [(1, None)]
+    noted(log, at(NOW + 31))
+    found = noted(log, at(NOW + 500), leaderless)
+
+    assert [(one.id, one.until) for one in found] == [(2, None), (1, NOW + 31)]
+    assert found[0].since == NOW + 500
+
+
+def test_pages_go_from_the_newest_down_and_states_are_told_apart() -> None:
+    log = AnomalyLog()
+    events = tuple(Event(n, NOW, "recovery", {"reason": f"rank {n} died"}) for n in range(1, 6))
+    noted(log, replace(silent(NOW), events=events))
+    assert noted(log, replace(silent(NOW + 1), events=events))[0].id == 6  # none is read twice
+
+    first, before = log.page(None, 2)
+    second, _ = log.page(before, 2)
+    assert ([one.id for one in first], [one.id for one in second]) == ([6, 5], [4, 3])
+    assert [one.id for one in log.page(None, 10, is_open=True)[0]] == [6]
+    last, after = log.page(None, 10, is_open=False)
+    assert ([one.id for one in last], after) == ([5, 4, 3, 2, 1], None)
+    assert {(one.kind, one.severity) for one in last} == {("rank-death", "critical")}
+
+
+def test_long_imbalance_is_a_notice_and_no_verdict() -> None:
+    long = at(NOW, series=windows(1.5, NOW - 700, NOW - 1))
+    short = at(NOW, series=windows(1.5, NOW - 500, NOW - 1))
+    fell = at(NOW, series=(*windows(1.5, NOW - 700, NOW - 9), *windows(1.1, NOW - 8, NOW - 1)))
+
+    (found,) = findings(long, Around(), 30.0)
+    assert (found.kind, found.since) == ("unbalanced", NOW - 700)
+    assert "imbalance is 1.50, and above 1.43 for 700 s" in found.text
+    assert (verdict(long).grade, verdict(long).problems) == (Grade.SERVING, ())
+    assert unready(long) is None
+    assert [one.severity for one in noted(AnomalyLog(), long)] == ["notice"]
+    assert list(findings(short, Around(), 30.0)) == list(findings(fell, Around(), 30.0)) == []
+
+
+def test_migrations_that_fail_again_are_a_notice_and_orders_are_none() -> None:
+    failed = tuple(failure(n, NOW - 100 + n) for n in range(1, 5))
+    ordered = tuple(failure(n, NOW - 100 + n, "movement is switched off") for n in range(1, 5))
+    old = (failure(0, NOW - 2000), *failed[:3])
+
+    (found,) = findings(at(NOW, events=failed), Around(), 30.0)
+    assert (found.kind, found.since) == ("migrations-fail", NOW - 99)
+    assert "4 migrations failed within 30 minutes, expected 3 at most" in found.text
+    for events in (ordered, old):
+        assert list(findings(at(NOW, events=events), Around(), 30.0)) == []
+
+
+def test_plan_that_gave_less_than_nothing_is_a_notice() -> None:
+    detail = {"generation": 3, "promised": 0.2, "given": -0.05, "record": [0.2, -0.05]}
+    kept = {"generation": 4, "promised": 0.2, "given": 0.1, "record": [0.4, 0.05]}
+    events = (Event(1, NOW, "promise", detail), Event(2, NOW, "promise", kept))
+
+    (found,) = noted(AnomalyLog(), at(NOW, events=events))
+    assert (found.kind, found.severity) == ("gain-missed", "notice")
+    assert found.text.startswith(
+        "generation 3 gave -0.050 in its first windows, expected the 0.200"
+    )
+
+
+def test_figures_of_notices_are_those_of_the_alerts() -> None:
+    path = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
+    rules = [one for group in yaml.safe_load(path.read_text())["groups"] for one in group["rules"]]
+    of = {rule["alert"]: rule for rule in rules}
+
+    assert of["EplbUnbalanced"]["expr"].endswith(f"< {1 / UNBALANCED:.1f}")
+    assert of["EplbUnbalanced"]["for"] == f"{UNBALANCED_S / 60:.0f}m"
+    assert of["EplbRebalancesFail"]["expr"].endswith(f"[{FAILED_S / 60:.0f}m])) > {FAILED}")
+    assert set(OF_EVENT) == set(ANOMALIES)
+
+
+@pytest.mark.parametrize("kind", get_args(FindingKind))
+def test_each_kind_of_finding_is_in_the_operators_page(kind: str) -> None:
+    assert f"| `{kind}` |" in (ROOT / "docs" / "operations.md").read_text()

@@ -1,0 +1,186 @@
+"""Cordons as a live setting: what plans hold, when they are due, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from controlled_deployment import SETTINGS, Clock, Deployment, decisions, events, worked_off
+
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.decision.triggers import TriggerRules
+from eplb.errors import ConfigError
+from eplb.fitting.cordons import Cordon
+from eplb.migration.build import Pace
+from rebalance.controller.loop import Controller
+from rebalance.controller.plans.planner_request import (
+    PlannerRequest,
+    read_cordons,
+    written_cordons,
+)
+from telemetry.refusals import Refusal
+from telemetry.stores.memory import MemoryStore
+
+# One layer of four experts over three ranks of three slots.
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=3)
+MODEL = ModelShape((0,), 4, 2, hidden=16, intermediate=8)
+START = Placement(np.array([[0, 1, EMPTY, 2, EMPTY, EMPTY, 3, EMPTY, EMPTY]]), num_experts=4)
+# Even over the ranks of START, and not.
+EVEN, SKEWED = [15_000, 15_000, 30_000, 30_000], [60_000, 20_000, 10_000, 10_000]
+
+
+@pytest.fixture
+def deployment() -> Deployment:
+    store = MemoryStore("test", clock=Clock())
+    store.commit(START, expected=None, reason="start")
+    return Deployment(store, topology=TOPOLOGY, model=MODEL)
+
+
+def held(placement: Placement, rank: int) -> list[int]:
+    return placement.slot_to_expert[0, TOPOLOGY.slots_on(rank)].tolist()
+
+
+def test_drained_rank_is_emptied_whatever_the_triggers_and_stays_empty(
+    deployment: Deployment,
+) -> None:
+    settings = replace(SETTINGS, triggers=TriggerRules(interval_s=3600.0, cool_down_s=3600.0))
+    controller = Controller(deployment.store, settings, clock=Clock())
+    deployment.serve(EVEN)
+    controller.turn()
+    assert deployment.store.published() is None
+    deployment.store.change_live({"cordons": "2:drain"}, reason="change 4711")
+    deployment.serve(EVEN)
+    controller.turn()
+
+    emptied = deployment.swap().target
+    assert held(emptied, 2) == [EMPTY] * 3
+    assert sorted(set(held(emptied, 0) + held(emptied, 1)) - {EMPTY}) == [0, 1, 2, 3]
+    planned = events(deployment.store, "plan")[-1].detail
+    assert planned["trigger"] == "drain"
+    assert "rank 2 is drained, and holds experts" in planned["reason"]
+
+    deployment.serve(SKEWED, windows=4)
+    Controller(deployment.store, SETTINGS, clock=Clock(), holder="next").turn()
+    published = deployment.store.published()
+    assert published is None or held(published.target, 2) == [EMPTY] * 3
+    assert events(deployment.store, "error") == []
+
+
+def test_uncordoned_rank_takes_experts_again(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    deployment.store.change_live({"cordons": "2:drain"}, reason="change 4711")
+    deployment.serve(SKEWED)
+    controller.turn()
+    assert held(deployment.swap().target, 2) == [EMPTY] * 3
+
+    deployment.store.change_live({"cordons": ""}, reason="change 4711 is done")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert held(deployment.swap().target, 2) != [EMPTY] * 3
+
+
+def test_cordoned_rank_keeps_what_it_holds_and_takes_nothing_new(deployment: Deployment) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    deployment.store.change_live({"cordons": "1:cordon"}, reason="its GPU throttles")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    target = deployment.swap().target
+    assert held(target, 1) == [2, EMPTY, EMPTY]
+    assert held(target, 2) != held(START, 2)
+    assert events(deployment.store, "plan")[-1].detail["asked"]["cordons"] == "1:cordon"
+
+
+def test_drain_that_slots_do_not_allow_is_recorded_and_ends_no_planning(
+    deployment: Deployment,
+) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    deployment.store.change_live({"cordons": "1:drain, 2:drain, 7:cordon"}, reason="too many")
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    target = deployment.swap().target
+    assert held(target, 1) == [EMPTY] * 3
+    assert held(target, 2) != [EMPTY] * 3
+    unmet = events(deployment.store, "plan")[-1].detail["asked"]["unmet_cordons"]
+    assert unmet == [
+        "rank 7 (cordon): expected ranks 0..2",
+        "rank 2 (drain): the 1 ranks that may take experts have 3 slots in a layer for the 4 "
+        "experts that must be on one of them, expected at least one for each",
+    ]
+
+
+def test_rollback_to_a_placement_on_a_drained_or_cordoned_rank_is_refused(
+    deployment: Deployment,
+) -> None:
+    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    deployment.store.change_live({"cordons": "2:drain"}, reason="change 4711")
+    deployment.serve(SKEWED)
+    controller.turn()
+    deployment.swap()
+    controller.close()
+
+    refused = worked_off(deployment, "rollback", generation=0, dry_run=False)
+    assert (refused.state, refused.result.refusal) == ("failed", Refusal.CANNOT_SERVE)
+    assert "rank 2 is drained, and holds experts" in (refused.result.error or "")
+
+    deployment.store.change_live({"cordons": "2:cordon"}, reason="look at it first")
+    refused = worked_off(deployment, "rollback", generation=0, dry_run=False)
+    assert "layer 0: expert 3 is new on rank 2, which is cordoned; expected it uncordoned" in (
+        refused.result.error or ""
+    )
+    deployment.store.change_live({"cordons": ""}, reason="done")
+    assert worked_off(deployment, "rollback", generation=0, dry_run=False).state == "done"
+
+
+def test_drain_moves_first_where_only_few_layers_move(deployment: Deployment) -> None:
+    model = ModelShape((0, 1), 4, 2, hidden=16, intermediate=8)
+    rows = np.stack([START.slot_to_expert[0], [0, 1, EMPTY, 2, 3, EMPTY, EMPTY, EMPTY, EMPTY]])
+    store = MemoryStore("layers", clock=Clock())
+    store.commit(Placement(rows, num_experts=4), expected=None, reason="start")
+    served = Deployment(store, topology=TOPOLOGY, model=model)
+    store.change_live({"cordons": "2:drain"}, reason="change 4711")
+    served.serve([EVEN, SKEWED])
+    settings = replace(SETTINGS, stage="layers", stage_layers=1)
+    Controller(store, settings, clock=Clock()).turn()
+
+    target = served.swap().target
+    assert decisions(store) == ["MOVE"]
+    assert target.slot_to_expert[0, TOPOLOGY.slots_on(2)].tolist() == [EMPTY] * 3
+    assert target.slot_to_expert[1].tolist() == rows[1].tolist()
+
+
+@pytest.mark.parametrize("cordon", ["drain", "cordon"])
+def test_cordon_holds_where_every_rank_keeps_a_spare_slot(cordon: str) -> None:
+    rows = np.array([[0, 1, EMPTY, EMPTY, 2, EMPTY, EMPTY, EMPTY, EMPTY, 3, EMPTY, EMPTY]])
+    store = MemoryStore("spares", clock=Clock())
+    store.commit(Placement(rows, num_experts=4), expected=None, reason="start")
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=4)
+    served = Deployment(store, topology=topology, model=MODEL)
+    store.change_live({"cordons": f"2:{cordon}"}, reason="change 4711")
+    served.serve(SKEWED)
+    flip = replace(SETTINGS, pace=Pace(staging_experts=0, mode="flip", spare_slots=1))
+    Controller(store, flip, clock=Clock()).turn()
+
+    target = served.swap().target
+    mine = target.slot_to_expert[0, topology.slots_on(2)]
+    assert sorted(mine[mine != EMPTY].tolist()) == ([] if cordon == "drain" else [3])
+    assert events(store, "error") == []
+
+
+def test_cordons_are_read_back_as_they_were_written() -> None:
+    cordons = {7: Cordon.DRAIN, 3: Cordon.CORDON}
+
+    assert written_cordons(cordons) == "3:cordon, 7:drain"
+    assert read_cordons("3:cordon, 7:drain") == cordons
+    assert read_cordons("") == {}
+
+
+@pytest.mark.parametrize("text", ["3", "3:", "3:away", "-1:drain", "3:drain, 3:cordon", "a:drain"])
+def test_text_that_is_no_list_of_cordons_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"cordons has .*, expected rank:cordon or rank:drain"):
+        PlannerRequest(cordons=text)

@@ -1,0 +1,105 @@
+"""Reasons of refused tasks, and throttles of requests, with a real controller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from controlled_deployment import SETTINGS, SKEWED, START, Clock, Deployment, events, worked_off
+from rank_reports import rank_report
+
+from eplb.decision.pace import StepTimes
+from rebalance.controller.loop import Controller
+from telemetry.refusals import Refusal
+from telemetry.store import Control
+from telemetry.stores.memory import MemoryStore
+
+
+@pytest.fixture
+def deployment() -> Deployment:
+    store = MemoryStore("test", clock=Clock())
+    store.commit(START, expected=None, reason="start")
+    return Deployment(store)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "refusal"),
+    [
+        ("rollback", {"generation": 7}, Refusal.NO_SUCH_PLACEMENT),
+        ("explain", {"layer": 0, "expert": 9}, Refusal.NO_SUCH_EXPERT),
+        ("rebalance", {"if_generation": 7}, Refusal.GENERATION_MOVED_ON),
+        ("approve", {"proposal": 7}, Refusal.PROPOSAL_ENDED),
+        ("rebalance", {"throttle": {"link_part": 2.0}}, Refusal.IMPOSSIBLE_THROTTLE),
+        ("dance", {}, None),
+    ],
+)
+def test_refused_task_has_a_reason_to_act_on(
+    deployment: Deployment, kind: str, asked: dict[str, Any], refusal: Refusal | None
+) -> None:
+    deployment.serve(SKEWED)
+
+    ended = worked_off(deployment, kind, **asked)
+
+    assert ended.state == "failed"
+    assert ended.result.refusal == (refusal or "")
+    assert ended.result.error
+
+
+def test_task_without_load_or_movement_has_its_reason(deployment: Deployment) -> None:
+    assert worked_off(deployment).result.refusal == Refusal.NO_LOAD
+    deployment.serve(SKEWED)
+    deployment.store.set_control(Control(movement=False), reason="test")
+    assert worked_off(deployment, dry_run=False).result.refusal == Refusal.MOVEMENT_OFF
+    deployment.store.set_control(Control(), reason="test")
+    assert worked_off(deployment, dry_run=False).state == "done"
+    assert worked_off(deployment, dry_run=False).result.refusal == Refusal.MIGRATION_OPEN
+    queued = deployment.store.submit("rebalance", {})
+    deployment.store.cancel(queued.id, reason="not now")
+    cancelled = deployment.store.task(queued.id)
+    assert cancelled is not None
+    assert cancelled.result.refusal == Refusal.CANCELLED
+
+
+def test_throttled_rebalance_is_slower_and_recorded_with_its_plan(deployment: Deployment) -> None:
+    for rank in deployment.ranks:
+        deployment.store.report(rank_report(deployment.run, rank, step_times=vars(StepTimes())))
+    deployment.serve(SKEWED)
+    asked = {"experts_per_transaction": 1, "link_part": 0.25}
+
+    ended = worked_off(deployment, dry_run=False, throttle=asked)
+
+    assert ended.state == "done", ended.result.error
+    slower = replace(SETTINGS.pace, experts_per_transaction=1, link_part=0.25)
+    assert deployment.published().pace == slower
+    assert ended.result.detail["pace"] == vars(slower)
+    planned = events(deployment.store, "plan")[-1].detail
+    assert planned["pace"] == vars(slower)
+    assert planned["pace_reason"].endswith(
+        "; throttled to experts_per_transaction 1, link_part 0.25"
+    )
+
+
+def test_throttle_that_ranks_of_release_0_1_refuse_is_refused(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+
+    refused = worked_off(deployment, dry_run=False, throttle={"link_part": 0.25})
+
+    assert refused.result.refusal == Refusal.IMPOSSIBLE_THROTTLE
+    assert "found ranks that report no times of steps" in refused.result.error
+    deployment.swap()  # the controller's own plan, after the task
+    deployment.serve(list(reversed(SKEWED)), windows=4)
+    ended = worked_off(deployment, dry_run=False, throttle={"layers_per_transaction": 1})
+    assert ended.state == "done", ended.result.error
+    assert deployment.published().pace.layers_per_transaction == 1
+
+
+def test_throttle_of_one_request_is_none_of_the_next_plan(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+    assert worked_off(deployment, dry_run=False, throttle={"layers_per_transaction": 1}).result
+    deployment.swap()
+    deployment.serve(list(reversed(SKEWED)), windows=4)
+
+    Controller(deployment.store, SETTINGS, holder="one", clock=Clock()).turn()
+
+    assert deployment.published().pace == SETTINGS.pace
