@@ -18,7 +18,7 @@ from simulations.cost.expert_time import from_data_sheet
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
 from simulations.limits import limit_of
-from simulations.recommend import Question, first_windows, recommend
+from simulations.questions.recommend import Question, first_windows, recommend
 from simulations.windows import Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
