@@ -68,7 +68,8 @@ def write_page(
         text = "Tokens a second of a rank, with the time that moves take."
         figures.append(Figure("Throughput", text, _throughput(go, judged)))
     if ran:
-        figures += _heatmaps(go, scenario, ran[-1])
+        shown = [one for one in ran if not one.is_oracle] or ran
+        figures += _heatmaps(go, scenario, shown[-1])
     page = Page(
         result["trace"],
         conclusions,
@@ -92,7 +93,7 @@ def _table(judged: dict[str, dict[str, Any]]) -> Table:
     headings += ["experts moved", "GB moved", "tokens/s a rank"]
     rows = [
         (
-            f"{policy} (oracle)" if one["oracle"] else policy,
+            policy,
             f"{one['imbalance_mean']:.3f}",
             f"{one['imbalance_p95']:.3f}",
             f"{one['imbalance_p99']:.3f}",
@@ -112,7 +113,9 @@ def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
     for number, replay in enumerate(replays):
         colour, series = colour_of(number), replay.per_window
         windows = np.arange(1, len(series) + 1)
-        figure.add_scatter(x=windows, y=series, name=replay.policy, line={"color": colour})
+        figure.add_scatter(
+            x=windows, y=series, mode="lines", name=replay.policy, line={"color": colour}
+        )
         taken = [one for one in replay.rebalances if one.window < len(series)]
         served_from = np.array([rebalance.window + 1 for rebalance in taken], dtype=int)
         figure.add_scatter(
@@ -148,8 +151,9 @@ def _distribution(go: Any, samples: Sequence[tuple[str, NDArray[np.float64]]], x
         figure.add_scatter(
             x=np.quantile(values, parts) if values.size else [],
             y=parts,
+            mode="lines",
             name=name,
-            line={"color": colour_of(number)},
+            line={"color": colour_of(number), "shape": "hv"},
         )
     return framed(figure, x_title, "part")
 

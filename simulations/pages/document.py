@@ -61,6 +61,7 @@ function paint() {
 dark.addEventListener("change", paint);
 addEventListener("load", paint);
 """
+MOST_BEFORE = 16  # rows of a table that figures come after
 Cells = Sequence[str]
 
 
@@ -79,6 +80,11 @@ class Table:
 
     headings: Cells
     rows: Sequence[Cells]
+
+    @property
+    def is_long(self) -> bool:
+        """It comes after the figures."""
+        return len(self.rows) > MOST_BEFORE
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,10 @@ class Page:
 
         title = escape(self.title)
         found = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.conclusions)
-        tables = "".join(f'<div class="wide">{_table(one)}</div>' for one in self.tables)
+        short, long = (
+            "".join(_table(one) for one in self.tables if one.is_long is wanted)
+            for wanted in (False, True)
+        )
         figures = "".join(_figure(one) for one in self.figures)
         inputs = "".join(
             f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
@@ -115,8 +124,8 @@ class Page:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{title}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
-            f'<body><h1>{title}</h1><ul class="found">{found}</ul>{tables}'
-            f'<div class="figures">{figures}</div>'
+            f'<body><h1>{title}</h1><ul class="found">{found}</ul>{short}'
+            f'<div class="figures">{figures}</div>{long}'
             f"<h2>Inputs</h2><dl>{inputs}</dl><p>{escape(self.limits)}</p>"
             f"<script>{THEME}</script></body></html>\n"
         )
@@ -127,11 +136,11 @@ def _table(table: Table) -> str:
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _figure(one: Figure) -> str:
-    config = {"displaylogo": False, "responsive": True}
+    config = {"displayModeBar": False, "responsive": True}
     plot = one.figure.to_html(full_html=False, include_plotlyjs=False, config=config)
     return f"<section><h2>{escape(one.title)}</h2><p>{escape(one.text)}</p>{plot}</section>"
 

@@ -56,11 +56,12 @@ def write_recommendation(
 
 
 def _table(answer: Answer) -> Table:
-    headings = ["candidate", "slots a rank", "sequences", "KV GB", "imbalance", "step ms", "moves"]
+    headings = ["group", "slots a rank", "plan every", "sequences", "KV GB", "imbalance"]
     rows = [
         (
-            one.name,
+            one.group,
             str(one.slots_per_rank),
+            str(one.interval) if one.interval else "never",
             str(one.sequences),
             f"{one.kv_bytes / 1e9:.1f}",
             f"{one.imbalance:.3f}",
@@ -70,7 +71,7 @@ def _table(answer: Answer) -> Table:
         )
         for one in answer.candidates
     ]
-    return Table([*headings, "tokens/s a rank"], rows)
+    return Table([*headings, "step ms", "moves", "tokens/s a rank"], rows)
 
 
 def _candidates(go: Any, answer: Answer) -> Any:
