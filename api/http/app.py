@@ -54,6 +54,7 @@ from api.http.routes.moves import add_move_routes
 from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
+from api.http.routes.simulations import add_simulation_routes
 from api.http.routes.tasks import add_task_routes
 from api.http.routes.watching import add_watching_routes
 from api.http.schemas import (
@@ -64,6 +65,7 @@ from api.http.schemas import (
     WhoAnswer,
 )
 from api.http.service import AdminService
+from api.http.simulations import Simulations
 from api.metrics.definitions import Level
 from api.processes.supervision import SupervisionView
 from eplb import __version__
@@ -142,6 +144,7 @@ add_placement_routes(watch)
 add_event_stream(watch)
 add_task_routes(watch, act)
 add_pin_routes(watch, act)
+add_simulation_routes(watch, act)
 add_problem_types(watch)
 
 
@@ -252,15 +255,21 @@ def create_app(
         store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
     )
 
+    simulations = Simulations(store)
+
     @asynccontextmanager
-    async def watching(app: FastAPI) -> AsyncIterator[None]:
-        service.reader.start()
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        if is_watching:
+            service.reader.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(service.reader.stop)
+            simulations.stop()
+            if is_watching:
+                await asyncio.to_thread(service.reader.stop)
 
-    app = _bare_app("EPLB admin API", service, limits, watching if is_watching else None)
+    app = _bare_app("EPLB admin API", service, limits, running)
+    app.state.simulations = simulations
     app.state.feed = service.feed
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
     app.state.audit = None if state_dir is None else Audit(state_dir)

@@ -43,6 +43,11 @@ class ProblemType(Enum):
     NOT_FOUND = 404, "Not found", "there is no such route, or the service keeps no audit"
     NO_SUCH_PLACEMENT = 404, "No such placement", "the store holds no placement of this generation"
     NO_SUCH_PROPOSAL = 404, "No such proposal", "the store keeps no proposal of this number"
+    NO_SUCH_SIMULATION = (
+        404,
+        "No such simulation",
+        "the service keeps no simulation of this number; it keeps the latest ones since its start",
+    )
     NO_SUCH_TASK = 404, "No such task", "the store keeps no task of this number"
     METHOD_NOT_ALLOWED = 405, "Method not allowed", "the route has other methods: see `Allow`"
     NOT_ACCEPTABLE = 406, "Not acceptable", "`Accept` names no format of the load matrix"
@@ -112,7 +117,8 @@ class ProblemType(Enum):
     TOO_BUSY = (
         503,
         "Too busy",
-        "too many requests, event streams or load matrices are in progress; see `Retry-After`",
+        "too many requests, event streams, load matrices or simulations are in progress; see "
+        "`Retry-After`",
     )
     AUDIT_UNAVAILABLE = (
         503,
