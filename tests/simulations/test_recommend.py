@@ -55,7 +55,7 @@ def test_no_redundancy_is_recommended_for_even_load() -> None:
 
     assert answer.best.redundant == 0
     assert answer.best.imbalance == 1.0
-    assert answer.sentences()[2].startswith("runner-up: ")
+    assert answer.sentences()[3].startswith("runner-up: ")
 
 
 def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
