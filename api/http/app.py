@@ -54,6 +54,7 @@ from api.http.routes.moves import add_move_routes
 from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
+from api.http.routes.simulation_runs import Simulations
 from api.http.routes.simulations import add_simulation_routes
 from api.http.routes.tasks import add_task_routes
 from api.http.routes.watching import add_watching_routes
@@ -65,7 +66,6 @@ from api.http.schemas import (
     WhoAnswer,
 )
 from api.http.service import AdminService
-from api.http.simulations import Simulations
 from api.metrics.definitions import Level
 from api.processes.supervision import SupervisionView
 from eplb import __version__
