@@ -51,27 +51,29 @@ def write_recommendation(
         [_table(answer)],
         figures,
         {"command": command, "load": load, "expert times": expert_times},
+        "No queue and no scheduler is modelled: batches are full. Attention ranks and expert ranks "
+        "take turns: two batches in a pipeline between them are not modelled.",
     )
     page.write(path)
 
 
 def _table(answer: Answer) -> Table:
-    headings = ["group", "slots a rank", "plan every", "sequences", "KV GB", "imbalance"]
+    headings = ["group", "slots", "tokens/s a rank", "plan every", "sequences", "KV GB"]
     rows = [
         (
             one.group,
             str(one.slots_per_rank),
+            f"{one.tokens_per_s:.1f}",
             str(one.interval) if one.interval else "never",
             str(one.sequences),
             f"{one.kv_bytes / 1e9:.1f}",
             f"{one.imbalance:.3f}",
             f"{one.step_us / 1000:.2f}",
             f"{one.lost_part:.2%}",
-            f"{one.tokens_per_s:.1f}",
         )
         for one in answer.candidates
     ]
-    return Table([*headings, "step ms", "moves", "tokens/s a rank"], rows)
+    return Table([*headings, "imbalance", "step ms", "moves"], rows)
 
 
 def _candidates(go: Any, answer: Answer) -> Any:
