@@ -21,6 +21,7 @@ Trace = Annotated[
         "docs/simulator.md."
     ),
 ]
+DeploymentName = Annotated[str, typer.Option(help="Deployment, where the load is a store.")]
 
 
 def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:

@@ -11,7 +11,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from api.cli.simulator.options import BAD_INPUT, MAX_WINDOWS, Trace, command_line, numbers
+from api.cli.simulator.options import (
+    BAD_INPUT,
+    MAX_WINDOWS,
+    DeploymentName,
+    Trace,
+    command_line,
+    numbers,
+)
 from api.cli.simulator.placement import (
     EngineOption,
     HiddenLayers,
@@ -72,6 +79,7 @@ def recommend_command(
         float | None, typer.Option(max=1e9, help="Milliseconds that a token may take.")
     ] = None,
     engine: EngineOption = None,
+    deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all candidates.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
@@ -82,7 +90,9 @@ def recommend_command(
     try:
         check_placement(placement, engine)
         shape, card = preset(model), hardware_named(hardware)
-        load = windows_of(trace, ReadOptions(max_windows=MAX_WINDOWS), seed, shape)
+        load = windows_of(
+            trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, shape
+        )
         model_of(shape, load)
         groups = numbers("--ranks", ranks)
         if expert_times is not None:

@@ -13,6 +13,7 @@ from api.cli.simulator.options import (
     BAD_INPUT,
     LIMIT_BROKEN,
     MAX_WINDOWS,
+    DeploymentName,
     Trace,
     command_line,
 )
@@ -106,6 +107,7 @@ def simulate(
         bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")
     ] = False,
     engine: EngineOption = None,
+    deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
@@ -122,7 +124,12 @@ def simulate(
         check_placement(placement, engine)
         limits = [limit_of(text) for text in fail_if or ()]
         shape = preset(model) if model is not None else None
-        options = ReadOptions(num_experts=experts, window_tokens=window, max_windows=MAX_WINDOWS)
+        options = ReadOptions(
+            num_experts=experts,
+            window_tokens=window,
+            max_windows=MAX_WINDOWS,
+            deployment=deployment,
+        )
         load = windows_of(trace, options, seed, shape, layout)
         if steps is not None:
             load = replace(load, steps=steps)
