@@ -63,6 +63,7 @@ class Scenario:
     step_model: StepModel | None = None  # None: imbalance alone, no times
     migration: MigrationCost | None = None  # None: what moves takes no time
     tokens_per_step: float | None = None  # of all ranks, in place of those of the windows
+    batches: tuple[float, ...] = ()  # tokens of a step of all ranks, which are timed too
 
     def __post_init__(self) -> None:
         for name in ("past_windows", "plan_every"):
@@ -125,6 +126,7 @@ class Replay:
     last_placement: Placement
     tokens: NDArray[np.float64]  # [T - 1] routed tokens of each window, mean over layers
     step_us: NDArray[np.float64]  # [T - 1] of one step of each window; empty without a step model
+    batch_us: NDArray[np.float64]  # [T - 1, B] as ``step_us``, for the scenario's batches
     failed: str = ""  # why it ended before the last window
 
     @property
@@ -186,6 +188,7 @@ class Runner:
         self._plan_ms: list[float] = []
         self._served: SlotLoad | None = None
         self._step_us: list[float] = []
+        self._batch_us: list[list[float]] = []
 
     def plan(self, window: int, tokens: Tokens, past: Past) -> None:
         """Let the scheme plan after a window; an error ends this scheme and no other."""
@@ -204,7 +207,11 @@ class Runner:
             return
         moved = moved_between(taken.base, taken.target, self.scenario.topology)
         target = taken.target if self.scenario.keep_placements else None
-        self._taken.append(Rebalance(window, moved.total, self._bytes(moved), taken.reason, target))
+        price = self.scenario.migration
+        lost_s = price.lost_s(moved, is_async=self.scheme.is_async) if price is not None else 0.0
+        self._taken.append(
+            Rebalance(window, moved.total, self._bytes(moved), taken.reason, target, lost_s)
+        )
 
     def _bytes(self, moved: Moved) -> dict[str, int]:
         model = self.scenario.model
@@ -223,17 +230,22 @@ class Runner:
             return
         topology = self.scenario.topology
         self._imbalance.append(imbalance_of(by_rank(self._served, topology), topology))
-        if self.scenario.step_model is not None:
-            self._step_us.append(self.scenario.step_model.of(self._rows(tokens)).us)
+        if (step_model := self.scenario.step_model) is not None:
+            batches = self.scenario.batches
+            rows = self._rows(tokens, self.scenario.tokens_per_step, step_model)
+            self._step_us.append(step_model.of(rows).us)
+            timed = [step_model.of(self._rows(tokens, one, step_model)).us for one in batches]
+            self._batch_us.append(timed)
 
-    def _rows(self, tokens: Tokens) -> SlotLoad:
+    def _rows(
+        self, tokens: Tokens, tokens_per_step: float | None, step_model: StepModel
+    ) -> SlotLoad:
         """[L, S] rows of each slot in one step."""
         assert self._served is not None, "served before"
-        scenario, step_model = self.scenario, self.scenario.step_model
-        if scenario.tokens_per_step is None or step_model is None:
-            return self._served / scenario.windows.steps
+        if tokens_per_step is None:
+            return self._served / self.scenario.windows.steps
         routed = np.maximum(tokens.sum(axis=1, keepdims=True), 1)
-        rows: SlotLoad = self._served * (scenario.tokens_per_step * step_model.model.top_k / routed)
+        rows: SlotLoad = self._served * (tokens_per_step * step_model.model.top_k / routed)
         return rows
 
     def result(self, last: Tokens, routed: NDArray[np.float64]) -> Replay:
@@ -254,6 +266,7 @@ class Runner:
             last_placement=self.scheme.serving,
             tokens=routed[: len(self._imbalance)],
             step_us=np.array(self._step_us),
+            batch_us=np.array(self._batch_us).reshape(len(self._batch_us), len(scenario.batches)),
             failed=self.failed,
         )
 
@@ -297,6 +310,18 @@ def replay(scenario: Scenario, policy: str) -> Replay:
     if found.failed:
         raise ConfigError(f"policy {policy!r}: {found.failed}")
     return found
+
+
+def chosen_of(replays: Sequence[Replay]) -> Replay:
+    """The last policy that is no oracle and did not end early, whose placement is to be deployed.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for one in reversed(replays):
+        if not one.is_oracle and not one.failed:
+            return one
+    raise ConfigError("no policy but oracles came to the end, expected one")
 
 
 def noise_floor(scenario: Scenario, tokens_per_window: float) -> float:

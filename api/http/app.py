@@ -57,6 +57,8 @@ from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
 from api.http.routes.ranks import add_rank_routes
+from api.http.routes.simulation_runs import Simulations
+from api.http.routes.simulations import add_simulation_routes
 from api.http.routes.tasks import add_task_routes
 from api.http.routes.watching import add_watching_routes
 from api.http.schemas import (
@@ -148,6 +150,7 @@ add_event_stream(watch)
 add_task_routes(watch, act)
 add_pin_routes(watch, act)
 add_rank_routes(watch, act)
+add_simulation_routes(watch, act)
 add_problem_types(watch)
 
 
@@ -257,17 +260,22 @@ def create_app(
     service = AdminService(
         store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
     )
+    simulations = Simulations(store)
 
     @asynccontextmanager
-    async def watching(app: FastAPI) -> AsyncIterator[None]:
-        service.reader.start()
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        if is_watching:
+            service.reader.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(service.reader.stop)
+            simulations.stop()
+            if is_watching:
+                await asyncio.to_thread(service.reader.stop)
 
-    app = _bare_app(TITLE, watching if is_watching else None)
+    app = _bare_app(TITLE, running)
     app.state.service, app.state.limits = service, limits
+    app.state.simulations = simulations
     app.state.feed = service.feed
     app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
     app.state.audit = None if state_dir is None else Audit(state_dir)

@@ -44,6 +44,11 @@ class ProblemType(Enum):
     NOT_FOUND = 404, "Not found", "there is no such route, or the service keeps no audit"
     NO_SUCH_PLACEMENT = 404, "No such placement", "the store holds no placement of this generation"
     NO_SUCH_PROPOSAL = 404, "No such proposal", "the store keeps no proposal of this number"
+    NO_SUCH_SIMULATION = (
+        404,
+        "No such simulation",
+        "the service keeps no simulation of this number; it keeps the latest ones since its start",
+    )
     NO_SUCH_TASK = 404, "No such task", "the store keeps no task of this number"
     NO_SUCH_EXPERT = 404, "No such expert", "the model has no such layer or expert"
     NO_SUCH_RANK = 404, "No such rank", "the current run has no rank of this number"
@@ -145,7 +150,8 @@ class ProblemType(Enum):
     TOO_BUSY = (
         503,
         "Too busy",
-        "too many requests, event streams or load matrices are in progress; see `Retry-After`",
+        "too many requests, event streams, load matrices or simulations are in progress; see "
+        "`Retry-After`",
     )
     AUDIT_UNAVAILABLE = (
         503,

@@ -1,6 +1,6 @@
 """Published figures beside what the simulator gives, fitted figures named as fitted.
 
-    python -m benchmarks.simulator.calibration [--layers 200] [--seed 0]
+    python -m benchmarks.simulator.calibration [--part trt,...] [--layers 200] [--seed 0]
 
 TensorRT-LLM's table (DeepSeek-R1, translation, 1,024 rows a rank): the skew of generated layers is
 fitted to the imbalance without balancing alone; the rows with its balancer are then predicted, on
@@ -11,18 +11,20 @@ Per-batch plans (UltraEP's set-up: 64 ranks, 4 slots and 2 redundant ones, 8,192
 skew fitted to each of its three imbalances, and what a fresh plan for each batch leaves.
 
 Training throughput (UltraEP): the linear law from imbalance to time alone, without the step model.
+
+The other parts have modules of their own: ``throughput`` (SGLang's gains), ``static_rule`` (its
+dispatch), ``arms`` (balancing on three kinds of hardware).
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
+from benchmarks.simulator import arms, static_rule, throughput
+from benchmarks.simulator.loads import TOP_K, fitted, imbalances, traffic_of
 from eplb import Topology
-from simulations.replay import Scenario, replay_all
-from simulations.traffic import Traffic, traffic_windows
 
-EXPERTS, TOP_K = 256, 8
-PLANNED_ON, JUDGED = 16, 8  # batches
 TRT = {
     "EP32 x 9 slots": (Topology.uniform(4, 8, 9), 0.109),
     "EP36 x 8 slots": (Topology.uniform(9, 4, 8), 0.115),
@@ -46,48 +48,7 @@ TRAINING = {
 }
 
 
-def traffic_of(shape: float, layers: int, tokens: int, dispersion: float) -> Traffic:
-    """Layers of one skew, one domain, nothing that drifts."""
-    return Traffic(
-        layers,
-        EXPERTS,
-        TOP_K,
-        PLANNED_ON + JUDGED,
-        tokens=tokens,
-        decode=0,
-        shape_low=shape,
-        shape_high=shape,
-        hot_layers=0.0,
-        domains=1,
-        domain_spread=0.0,
-        dispersion=dispersion,
-        drift=0.0,
-        diurnal=0.0,
-        shift_hours=0.0,
-    )
-
-
-def imbalances(traffic: Traffic, topology: Topology, names: list[str], seed: int) -> list[float]:
-    """Mean imbalance of each policy on the batches after the first plan."""
-    scenario = Scenario(traffic_windows(traffic, seed), topology, plan_every=PLANNED_ON)
-    found = replay_all(scenario, names)
-    return [float(one.per_window[PLANNED_ON - 1 :].mean()) for one in found]
-
-
-def fitted(
-    wanted: float, topology: Topology, layers: int, tokens: int, dispersion: float, seed: int
-) -> float:
-    """The Gamma shape whose consecutive experts give the wanted imbalance."""
-    low, high = 0.05, 50.0
-    for _ in range(14):
-        middle = (low * high) ** 0.5
-        traffic = traffic_of(middle, layers, tokens, dispersion)
-        (found,) = imbalances(traffic, topology, ["none"], seed)
-        low, high = (middle, high) if found > wanted else (low, middle)
-    return (low * high) ** 0.5
-
-
-def training_rows() -> None:
+def training_rows(layers: int, seed: int) -> None:
     """Time in proportion to imbalance, one slope for each model, fitted to the row "none"."""
     print("| model | slope, fitted | EPLB | LPLB | UltraEP |")
     for model, (ideal, rows) in TRAINING.items():
@@ -101,12 +62,8 @@ def training_rows() -> None:
         print(f"| {model} | {slope:.2f} | " + " | ".join(cells) + " |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    layers, seed = arguments.layers, arguments.seed
+def trt_rows(layers: int, seed: int) -> None:
+    """DeepSeek's balancer on the past, at each dispersion of recorded prefill."""
     print("| dispersion | shape, fitted | " + " | ".join(TRT) + " |")
     plain = Topology.uniform(4, 8, 8)
     for dispersion in (1.0, 2.0, 3.0, 4.0, 5.0):
@@ -117,18 +74,40 @@ def main() -> None:
             (found,) = imbalances(traffic, topology, ["deepseek"], seed)
             cells.append(f"{found - 1:.3f} ({(found - 1) / published - 1:+.0%})")
         print(f"| {dispersion:g} | {shape:.3f} | " + " | ".join(cells) + " |", flush=True)
-    print(
-        "\n| imbalance without, fitted | shape | per-batch plan | deepseek, planned on the past |"
-    )
-    wide = Topology.uniform(8, 8, 6)
+
+
+def batch_rows(layers: int, seed: int) -> None:
+    """What plans for each batch leave, by the way they are made."""
+    print(f"| imbalance without, fitted | shape | {' | '.join(PER_BATCH)} |")
+    few, tokens = min(layers, 12), 64 * 8192
     for wanted in ULTRA_EP:
-        few, tokens = min(layers, 32), 64 * 8192
         shape = fitted(wanted, Topology.uniform(8, 8, 4), few, tokens, 4.0, seed)
         traffic = traffic_of(shape, few, tokens, 4.0)
-        fresh, past = imbalances(traffic, wide, ["oracle:re-plan", "deepseek"], seed)
-        print(f"| {wanted} | {shape:.3f} | {fresh:.4f} | {past:.4f} |", flush=True)
-    print()
-    training_rows()
+        found = imbalances(traffic, Topology.uniform(8, 8, 6), list(PER_BATCH), seed)
+        cells = " | ".join(f"{one:.4f}" for one in found)
+        print(f"| {wanted} | {shape:.3f} | {cells} |", flush=True)
+
+
+PER_BATCH = ("oracle:re-plan", "oracle:moonep", "oracle:ultraep", "deepseek")
+PARTS: dict[str, Callable[[int, int], None]] = {
+    "trt": trt_rows,
+    "batch": batch_rows,
+    "training": training_rows,
+    "throughput": throughput.main,
+    "static": static_rule.main,
+    "arms": arms.main,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default=",".join(PARTS), help="of: " + ", ".join(PARTS))
+    parser.add_argument("--layers", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for name in arguments.part.split(","):
+        print(f"\n## {name}\n", flush=True)
+        PARTS[name](arguments.layers, arguments.seed)
 
 
 if __name__ == "__main__":

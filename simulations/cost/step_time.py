@@ -7,9 +7,9 @@ Ranks wait for each other at dispatch and at combine, so a layer takes
 and the shared expert and what is outside of the MoE layer on top, which balance does not change.
 With two-batch overlap a layer takes the longer of communication and computation.
 
-Tokens start evenly on all live ranks. In decode (DeepEP's low-latency mode) each copy of a token
-crosses its links alone. In prefill (normal mode) a token crosses the network once for each node
-that it goes to, and is forwarded inside the node.
+Tokens start evenly on all live ranks, or on attention ranks of other nodes. In decode (DeepEP's
+low-latency mode) each copy of a token crosses its links alone. In prefill (normal mode) a token
+crosses the network once for each node that it goes to, and is forwarded inside the node.
 
 Shapes:  L MoE layers, S slots, R ranks, N nodes.
 """
@@ -47,6 +47,7 @@ class StepModel:
     is_prefill: bool = False
     other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
+    is_separate: bool = False  # tokens start on attention ranks, and all cross the network
 
     def __post_init__(self) -> None:
         if not self.other_us >= 0:
@@ -75,6 +76,7 @@ class StepModel:
         topology, num_nodes = self.topology, self.topology.num_nodes
         ranks_of_node = np.bincount(topology.node_of_rank[topology.serving], minlength=num_nodes)
         here = (ranks_of_node / ranks_of_node.sum())[topology.node_of_rank]  # of the tokens
+        here = np.zeros_like(here) if self.is_separate else here
         if not self.is_prefill:
             return by_rank * here, by_rank * (1 - here)
         total = by_rank.sum(axis=1, keepdims=True)

@@ -3,6 +3,7 @@
     oracle:force-balanced  the same tokens in every slot: what benchmarks with forced routing show
     oracle:re-plan         a fresh plan for each window before it comes; its moves cost nothing
     oracle:shares          our placement from the past, with the best shares for the window itself
+    oracle:moonep, oracle:ultraep  first copies in order, redundant slots filled for each window
 
 Shapes:  L MoE layers, S slots, R ranks.
 """
@@ -15,6 +16,7 @@ from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.policies.table import greedy_policy
 from eplb.shares.resplitting import resplit
+from simulations.oracles.quotas import MoonEp, UltraEp
 from simulations.schemes import Fixed, Ours, Planned, SlotLoad, Split
 from simulations.windows import Tokens
 
@@ -64,4 +66,6 @@ ORACLES: dict[str, type[Planned]] = {
     "oracle:force-balanced": ForceBalanced,
     "oracle:re-plan": RePlan,
     "oracle:shares": BatchShares,
+    "oracle:moonep": MoonEp,
+    "oracle:ultraep": UltraEp,
 }

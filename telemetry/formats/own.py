@@ -176,10 +176,11 @@ def read_store(url: str, options: ReadOptions) -> LoadFile:
     if path is not None and not path.is_file():
         raise StoreError(f"there is no store at {path}, expected the file of a deployment")
     with closing(open_store(url, options.deployment)) as store:
-        return _of_store(store, options)
+        return load_of_store(store, options)
 
 
-def _of_store(store: LoadStore, options: ReadOptions) -> LoadFile:
+def load_of_store(store: LoadStore, options: ReadOptions) -> LoadFile:
+    """As ``read_store``, of a store that is open."""
     info = store.current_run()
     if info is None:
         raise StoreError(f"deployment {options.deployment!r} has no run, expected one")

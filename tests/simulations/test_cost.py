@@ -235,7 +235,10 @@ def test_replay_counts_time_of_steps_and_of_moves() -> None:
 
     none, engine, forced = (result[one.policy] for one in found)
     assert none["lost_s"] == 0.0
-    assert engine["lost_s"] == pytest.approx(sum(one.lost_s for one in found[1].rebalances))
+    price = scenario.migration
+    assert price is not None
+    # DeepSeek's balancer makes serving wait, for at least the work of hosts at each change.
+    assert engine["lost_s"] >= engine["rebalances"] * price.host_s > 0
     assert engine["step_us_mean"] < none["step_us_mean"]
     assert forced["tokens_per_s_per_rank"] > none["tokens_per_s_per_rank"]
     sentences = conclusions(summary("x", scenario, found))

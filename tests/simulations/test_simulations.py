@@ -15,8 +15,8 @@ from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
 from eplb.measure.noise import fluctuation, sampling_noise
 from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
-from simulations.page import write_page
-from simulations.report import summary, write_json
+from simulations.pages.comparison import write_page
+from simulations.report import conclusions, summary, write_json
 
 DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -226,7 +226,8 @@ def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     replays = replay_all(scenario, ["contiguous", "auto"])
     result = summary("<gamma>", scenario, replays)
     write_json(tmp_path / "out.json", result)
-    write_page(tmp_path / "out.html", result, scenario, replays)
+    command = "eplb simulate '<gamma>'"
+    write_page(tmp_path / "out.html", result, scenario, replays, conclusions(result), command)
 
     read = json.loads((tmp_path / "out.json").read_text())
     page = (tmp_path / "out.html").read_text()
@@ -235,6 +236,7 @@ def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     assert "&lt;gamma&gt;" in page
     assert "<li>auto against contiguous: imbalance" in page
     assert "<gamma>" not in page
+    assert "<dt>command</dt><dd>eplb simulate &#x27;&lt;gamma&gt;&#x27;</dd>" in page
     assert '<script src="http' not in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]
 

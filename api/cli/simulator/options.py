@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +21,7 @@ Trace = Annotated[
         "docs/simulator.md."
     ),
 ]
+DeploymentName = Annotated[str, typer.Option(help="Deployment, where the load is a store.")]
 
 
 def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:
@@ -33,3 +37,8 @@ def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple
     if not found or min(found) < least or max(found) > most:
         raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to {most}, as 1,2,4")
     return found
+
+
+def command_line() -> str:
+    """The command as it was typed, for reports."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -11,7 +11,22 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from api.cli.simulator.options import BAD_INPUT, MAX_WINDOWS, Trace, numbers
+from api.cli.simulator.options import (
+    BAD_INPUT,
+    MAX_WINDOWS,
+    DeploymentName,
+    Trace,
+    command_line,
+    numbers,
+)
+from api.cli.simulator.placement import (
+    EngineOption,
+    HiddenLayers,
+    PlacementOption,
+    check_placement,
+    rule_of,
+    write_chosen,
+)
 from api.terminal.printable import print_error
 from eplb.core.model import preset
 from eplb.errors import EplbError
@@ -19,7 +34,8 @@ from simulations.cost.expert_time import check_fits, from_data_sheet, read_exper
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
 from simulations.inputs import model_of, windows_of
-from simulations.recommend import Answer, Question, first_windows, recommend
+from simulations.pages.recommendation import write_recommendation
+from simulations.questions.recommend import Answer, Question, first_windows, recommend
 from simulations.report import write_json
 from telemetry.formats.types import ReadOptions
 
@@ -56,13 +72,27 @@ def recommend_command(
     window_seconds: Annotated[
         float, typer.Option(max=1e9, help="Serving time of a window.")
     ] = 60.0,
+    attention_ranks: Annotated[
+        str, typer.Option(help="Ranks for attention alone beside the group, to compare; 0: none.")
+    ] = "0",
+    most_ms: Annotated[
+        float | None, typer.Option(max=1e9, help="Milliseconds that a token may take.")
+    ] = None,
+    engine: EngineOption = None,
+    deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all candidates.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    placement: PlacementOption = None,
+    hidden_layers: HiddenLayers = None,
 ) -> None:
     """Compare groups, redundancy and intervals on a load; print the best, and why."""
     try:
+        check_placement(placement, engine)
         shape, card = preset(model), hardware_named(hardware)
-        load = windows_of(trace, ReadOptions(max_windows=MAX_WINDOWS), seed, shape)
+        load = windows_of(
+            trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, shape
+        )
         model_of(shape, load)
         groups = numbers("--ranks", ranks)
         if expert_times is not None:
@@ -88,19 +118,35 @@ def recommend_command(
                 other_us,
                 window_seconds,
                 seed,
+                numbers("--attention-ranks", attention_ranks, least=0),
+                rule_of(engine),
+                most_ms,
             )
         )
+        source = times[groups[0]].source
         if json_file is not None:
-            write_json(json_file, _as_json(answer, times[groups[0]].source))
+            write_json(json_file, _as_json(answer, source))
+        if html is not None:
+            write_recommendation(html, answer, Path(trace).name, source, command_line())
+        written = []
+        if placement is not None and engine is not None:
+            chosen = answer.best.placement
+            assert chosen is not None, "the best candidate was replayed"
+            about = {"source": Path(trace).name, "chosen": answer.best.name}
+            written = write_chosen(
+                placement, engine, chosen, answer.best.ranks, shape, hidden_layers, about
+            )
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
     console = Console()
     console.print(_table(answer))
-    for sentence in answer.sentences():
+    if answer.batches:
+        console.print(_batch_table(answer))
+    for sentence in (*answer.sentences(), *written):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"expert times: {times[groups[0]].source}; no queue and no scheduler is modelled",
+        f"expert times: {source}; no queue and no scheduler is modelled",
         highlight=False,
         soft_wrap=True,
     )
@@ -109,20 +155,33 @@ def recommend_command(
 def _as_json(answer: Answer, source: str) -> dict[str, object]:
     return {
         "expert_times": source,
-        "candidates": [asdict(one) for one in answer.candidates],
-        "unfit": [asdict(one) for one in answer.unfit],
+        "candidates": [one.as_json() for one in answer.candidates],
+        "unfit": [one.as_json() for one in answer.unfit],
+        "batches": [asdict(one) for one in answer.batches],
         "sentences": answer.sentences(),
     }
 
 
 def _table(answer: Answer) -> Table:
     grid = Table(box=SIMPLE_HEAD, padding=0)
-    headings = ("EP", "slots", "every", "seqs", "KV GB", "imbalance", "step ms", "moves", "tok/s")
+    headings = (
+        "EP",
+        "attn",
+        "slots",
+        "every",
+        "seqs",
+        "KV GB",
+        "imbalance",
+        "step ms",
+        "moves",
+        "tok/s",
+    )
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
     for one in answer.candidates:
         grid.add_row(
             str(one.ranks),
+            str(one.attention_ranks) if one.attention_ranks else "same",
             str(one.slots_per_rank * one.ranks),
             str(one.interval) if one.interval else "never",
             str(one.sequences),
@@ -131,5 +190,29 @@ def _table(answer: Answer) -> Table:
             f"{one.step_us / 1000:.2f}",
             f"{one.lost_part:.2%}",
             f"{one.tokens_per_s:.1f}",
+        )
+    return grid
+
+
+def _batch_table(answer: Answer) -> Table:
+    """Of the best candidate: ms a token and tokens/s of a rank, by balance."""
+    grid = Table(
+        title=f"batches of {answer.best.name}: ms a token, and tokens/s of a rank",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
+    headings = ("seqs", "tok/expert", "none ms", "ms", "perfect ms", "none", "tok/s", "perfect")
+    for heading in (*headings, "gain"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for one in answer.batches:
+        times = (one.none_ms, one.planned_ms, one.perfect_ms)
+        rates = (one.none_tokens_per_s, one.planned_tokens_per_s, one.perfect_tokens_per_s)
+        grid.add_row(
+            str(one.sequences),
+            f"{one.tokens_per_expert:.1f}",
+            *(f"{ms:.2f}" for ms in times),
+            *(f"{rate:.1f}" for rate in rates),
+            f"{one.gain:+.1%}",
         )
     return grid

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from api.cli.simulator.options import BAD_INPUT, LIMIT_BROKEN, MAX_WINDOWS, Trace
+from api.cli.simulator.options import (
+    BAD_INPUT,
+    LIMIT_BROKEN,
+    MAX_WINDOWS,
+    DeploymentName,
+    Trace,
+    command_line,
+)
+from api.cli.simulator.placement import (
+    EngineOption,
+    HiddenLayers,
+    PlacementOption,
+    check_placement,
+    rule_of,
+    write_chosen,
+)
 from api.terminal.printable import print_error
 from eplb.core.model import preset
 from eplb.core.problem import Budget
@@ -18,9 +33,10 @@ from eplb.errors import EplbError
 from simulations.cost.migration import MigrationCost
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
 from simulations.limits import limit_of
-from simulations.page import write_page
+from simulations.pages.comparison import write_page
 from simulations.peers import register_peers
-from simulations.replay import Scenario, replay_all
+from simulations.questions.failures import failures_of
+from simulations.replay import Scenario, chosen_of, replay_all
 from simulations.report import conclusions, summary, table, write_json
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
@@ -87,9 +103,16 @@ def simulate(
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Two batches overlap communication.")
     ] = False,
+    failures: Annotated[
+        bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")
+    ] = False,
+    engine: EngineOption = None,
+    deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    placement: PlacementOption = None,
+    hidden_layers: HiddenLayers = None,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(help="End with exit code 1 where this holds, for example 'imbalance>1.1'."),
@@ -98,9 +121,15 @@ def simulate(
     """Plan on past windows, judge on the next one, and count what moved and what it took."""
     try:
         register_peers()
+        check_placement(placement, engine)
         limits = [limit_of(text) for text in fail_if or ()]
         shape = preset(model) if model is not None else None
-        options = ReadOptions(num_experts=experts, window_tokens=window, max_windows=MAX_WINDOWS)
+        options = ReadOptions(
+            num_experts=experts,
+            window_tokens=window,
+            max_windows=MAX_WINDOWS,
+            deployment=deployment,
+        )
         load = windows_of(trace, options, seed, shape, layout)
         if steps is not None:
             load = replace(load, steps=steps)
@@ -127,19 +156,32 @@ def simulate(
             seed,
             past,
             every,
+            dispatch=rule_of(engine),
             step_model=step_model,
             migration=price,
         )
         replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
         result = summary(Path(trace).name, scenario, replays)
+        said = conclusions(result)
+        if failures:
+            chosen = chosen_of(replays)
+            costs = failures_of(scenario, chosen.last_placement)
+            result["failures"] = {"of": chosen.policy, "found": [asdict(one) for one in costs]}
+            said += [f"{chosen.policy}, {one.sentence()}" for one in costs]
         console = Console()
         console.print(table(result))
-        for sentence in conclusions(result):
-            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         if json_file is not None:
             write_json(json_file, result)
         if html is not None:
-            write_page(html, result, scenario, replays)
+            write_page(html, result, scenario, replays, said, command_line())
+        if placement is not None and engine is not None:
+            chosen = chosen_of(replays)
+            about = {"source": Path(trace).name, "policy": chosen.policy}
+            said += write_chosen(
+                placement, engine, chosen.last_placement, ranks, fitted, hidden_layers, about
+            )
+        for sentence in said:
+            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]
     except EplbError as exc:
         print_error(exc)

@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from api.cli.simulator.options import BAD_INPUT, MAX_WINDOWS, Trace, numbers
+from api.cli.simulator.options import BAD_INPUT, MAX_WINDOWS, Trace, command_line, numbers
 from api.terminal.printable import print_error
 from eplb.core.model import preset
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError, EplbError
 from simulations.cost.hardware import hardware_named
 from simulations.inputs import model_of, windows_of
+from simulations.pages.sweep import write_sweep
 from simulations.peers import register_peers
 from simulations.scheme_table import check_names
 from simulations.sweep.grid import Settings, Task, software, tasks_of
@@ -91,6 +92,7 @@ def sweep_command(
         int | None, typer.Option(min=1, max=4096, help="Processes; all cores if not given.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
     try:
@@ -112,6 +114,8 @@ def sweep_command(
         if executor is ExecutorName.PROCESSES:
             load = on_this_host(load, out)
         done = _with_progress(load, tasks, results, execute, is_shown=not json_output)
+        if html is not None:
+            write_sweep(html, _best_first(done.rows), Path(trace).name, command_line())
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
@@ -212,7 +216,7 @@ def _print(done: Sweep) -> None:
 
 def _table(rows: Sequence[Row]) -> Table:
     """The best rows: the most tokens, or where times are not known the lowest imbalance."""
-    best = sorted(rows, key=lambda row: (-(row.tokens_per_s_per_rank or 0), _imbalance(row)))
+    best = _best_first(rows)
     title = f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else None
     grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     headings = ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s")
@@ -233,6 +237,10 @@ def _table(rows: Sequence[Row]) -> Table:
             "-" if timed is None else f"{timed:.0f}",
         )
     return grid
+
+
+def _best_first(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (-(row.tokens_per_s_per_rank or 0), _imbalance(row)))
 
 
 def _imbalance(row: Row) -> float:

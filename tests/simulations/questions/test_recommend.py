@@ -18,7 +18,7 @@ from simulations.cost.expert_time import from_data_sheet
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
 from simulations.limits import limit_of
-from simulations.recommend import Question, first_windows, recommend
+from simulations.questions.recommend import Question, first_windows, recommend
 from simulations.windows import Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
@@ -55,7 +55,7 @@ def test_no_redundancy_is_recommended_for_even_load() -> None:
 
     assert answer.best.redundant == 0
     assert answer.best.imbalance == 1.0
-    assert answer.sentences()[2].startswith("runner-up: ")
+    assert answer.sentences()[3].startswith("runner-up: ")
 
 
 def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:

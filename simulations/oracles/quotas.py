@@ -1,0 +1,134 @@
+"""Replicas for each batch on its exact load: the balancers of MoonEP and UltraEP, as limits.
+
+First copies stay where they are. Ranks above a threshold give tokens of their heaviest experts to
+ranks below it, and each piece takes one redundant slot of the rank that gets it. The lowest
+threshold that the slots allow is found by bisection, as UltraEP does. The two differ in the least
+tokens of a piece, and in how near to the lowest threshold the search stops. Transfers cost nothing.
+
+    oracle:moonep   pieces of any size: the same tokens on each rank, where the slots suffice
+    oracle:ultraep  no piece below 1,024 tokens, threshold within 1 %
+
+Written from published descriptions (Kimi-K3 report 5.2.1; UltraEP 1.0.0, MIN_TOKENS_PER_REPLICA and
+EPS), not from their code. A window is taken as one batch.
+
+Shapes:  L MoE layers, E experts, S slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.placement import EMPTY
+from eplb.core.topology import Topology
+from simulations.schemes import Fixed, SlotLoad
+from simulations.windows import Tokens
+
+ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE = 1024, 0.01
+EXACT = 1e-4  # of the mean rank load
+Load = NDArray[np.float64]
+
+
+class Piece(NamedTuple):
+    """Tokens of an expert that a rank without its first copy gets."""
+
+    expert: int
+    rank: int
+    tokens: float
+
+
+class MoonEp(Fixed):
+    """Pieces of any size."""
+
+    is_oracle = True
+    least, tolerance = 0, EXACT
+
+    def serve(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] under pieces for these tokens."""
+        load = super().serve(tokens)
+        for layer, row in enumerate(self.serving.slot_to_expert):
+            pieces = lowest(load[layer], row, self.terms.topology, self.least, self.tolerance)
+            _apply(pieces, load[layer], row, self.terms.topology)
+        return load
+
+
+class UltraEp(MoonEp):
+    """Pieces of a least size."""
+
+    least, tolerance = ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE
+
+
+def lowest(
+    load: Load, held: NDArray[np.int32], topology: Topology, least: int, tolerance: float
+) -> list[Piece]:
+    """Pieces of one layer at the lowest threshold that can be reached.
+
+    Args:
+        load: [S] tokens of the first copies.
+        held: [S] their experts; EMPTY slots can take pieces.
+        least: tokens of a piece.
+        tolerance: of the threshold, relative to the mean.
+    """
+    serving, speed = topology.serving, topology.rank_speed
+    by_rank = np.bincount(topology.rank_of_slot, load, topology.num_ranks)
+    fair = by_rank.sum() / speed[serving].sum()  # time of each rank at perfect balance
+    low, high = fair, float((by_rank / speed)[serving].max())
+    best: list[Piece] = []
+    found = pieces_at(low, load, held, topology, least)
+    if found is not None:
+        return found
+    while high - low > tolerance * fair:
+        middle = (low + high) / 2
+        found = pieces_at(middle, load, held, topology, least)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return best
+
+
+def pieces_at(
+    threshold: float, load: Load, held: NDArray[np.int32], topology: Topology, least: int
+) -> list[Piece] | None:
+    """Pieces that leave no rank above a threshold; None where the heaviest-first search finds none.
+
+    Args:
+        threshold: time of a rank, in tokens at nominal speed.
+    """
+    rank_of_slot = topology.rank_of_slot
+    by_rank = np.bincount(rank_of_slot, load, topology.num_ranks)
+    room = np.where(topology.serving, threshold * topology.rank_speed, 0.0) - by_rank
+    free = np.bincount(rank_of_slot[held == EMPTY], minlength=topology.num_ranks)
+    slack = 1e-9 * max(threshold, 1.0)
+    pieces: list[Piece] = []
+    for giver in np.argsort(room, kind="stable"):
+        slots = np.flatnonzero((rank_of_slot == giver) & (held != EMPTY))
+        for slot in slots[np.argsort(-load[slots], kind="stable")]:
+            left = load[slot]
+            while room[giver] < -slack:
+                taker = int(np.argmax(np.where((free > 0) & topology.serving, room, -np.inf)))
+                part = min(max(-room[giver], least), left, room[taker])
+                if part < max(least, slack) or not free[taker]:
+                    break
+                pieces.append(Piece(int(held[slot]), taker, float(part)))
+                room[giver] += part
+                room[taker] -= part
+                free[taker] -= 1
+                left -= part
+        if room[giver] < -slack:
+            return None
+    return pieces
+
+
+def _apply(pieces: list[Piece], load: Load, held: NDArray[np.int32], topology: Topology) -> None:
+    """Move the tokens of pieces from first copies to free slots, in place."""
+    slot_of = {int(expert): slot for slot, expert in enumerate(held) if expert != EMPTY}
+    empty = [
+        iter(np.flatnonzero((topology.rank_of_slot == rank) & (held == EMPTY)))
+        for rank in range(topology.num_ranks)
+    ]
+    for piece in pieces:
+        load[slot_of[piece.expert]] -= piece.tokens
+        load[next(empty[piece.rank])] += piece.tokens

@@ -1,0 +1,181 @@
+"""One HTML file: conclusions, figures, inputs. The script is included, nothing is downloaded.
+
+Colours follow the reader's light or dark setting; figures share the width in as many columns as
+fit, one on a phone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from eplb.errors import ConfigError
+from simulations.report import write_whole
+
+# Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+STYLE = """
+:root { color-scheme: light dark; --text: #1a1a1a; --soft: #555; --line: #ddd; --back: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e6e6; --soft: #aaa; --line: #3a3a3a; --back: #161616; }
+}
+body { font-family: system-ui, sans-serif; margin: 0 auto; padding: 1.5rem; max-width: 128rem;
+  color: var(--text); background: var(--back); line-height: 1.45; }
+h1 { font-size: 1.4rem; margin: 0 0 0.2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 0 0 0.2rem; }
+p, li { max-width: 60rem; }
+p { margin: 0.2rem 0 0.8rem; color: var(--soft); }
+ul.found { padding-left: 1.2rem; font-size: 1.05rem; }
+section { min-width: 0; }
+.wide { overflow-x: auto; margin-bottom: 1.5rem; }
+.figures { display: grid; gap: 2rem; margin: 1.5rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; }
+dt { color: var(--soft); }
+dd { margin: 0; overflow-wrap: anywhere; }
+@media (max-width: 40rem) { body { padding: 0.8rem; } dl { grid-template-columns: 1fr; } }
+"""
+# Plotly draws with colours of its own: they are set again whenever the reader's setting changes.
+THEME = """
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function paint() {
+  const style = getComputedStyle(document.documentElement);
+  const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+  for (const plot of document.querySelectorAll(".js-plotly-plot")) {
+    const changes = { "font.color": text };
+    for (const axis of ["xaxis", "yaxis"]) {
+      for (const part of ["gridcolor", "zerolinecolor", "linecolor"]) {
+        changes[`${axis}.${part}`] = line;
+      }
+    }
+    Plotly.relayout(plot, changes);
+  }
+}
+dark.addEventListener("change", paint);
+addEventListener("load", paint);
+"""
+MOST_BEFORE = 16  # rows of a table that figures come after
+Cells = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plotly figure under its heading."""
+
+    title: str
+    text: str
+    figure: Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first column is on the left, numbers on the right."""
+
+    headings: Cells
+    rows: Sequence[Cells]
+
+    @property
+    def is_long(self) -> bool:
+        """It comes after the figures."""
+        return len(self.rows) > MOST_BEFORE
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page has, in its order."""
+
+    title: str
+    conclusions: Sequence[str]
+    tables: Sequence[Table]
+    figures: Sequence[Figure]
+    inputs: dict[str, object]  # by what they are called; the command is among them
+    limits: str = "No queue and no scheduler is modelled: batches are full."
+
+    def write(self, path: Path) -> None:
+        """Write the page atomically.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        write_whole(path, self._html())
+
+    def _html(self) -> str:
+        from plotly.offline import get_plotlyjs
+
+        title = escape(self.title)
+        found = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.conclusions)
+        short, long = (
+            "".join(_table(one) for one in self.tables if one.is_long is wanted)
+            for wanted in (False, True)
+        )
+        figures = "".join(_figure(one) for one in self.figures)
+        inputs = "".join(
+            f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
+            for name, value in self.inputs.items()
+        )
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{title}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
+            f'<body><h1>{title}</h1><ul class="found">{found}</ul>{short}'
+            f'<div class="figures">{figures}</div>{long}'
+            f"<h2>Inputs</h2><dl>{inputs}</dl><p>{escape(self.limits)}</p>"
+            f"<script>{THEME}</script></body></html>\n"
+        )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in table.headings)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _figure(one: Figure) -> str:
+    config = {"displayModeBar": False, "responsive": True}
+    plot = one.figure.to_html(full_html=False, include_plotlyjs=False, config=config)
+    return f"<section><h2>{escape(one.title)}</h2><p>{escape(one.text)}</p>{plot}</section>"
+
+
+def graph_objects() -> Any:
+    """Plotly, which pages are drawn with.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import plotly.graph_objects as go
+    except ImportError as exc:
+        raise ConfigError("the HTML page needs plotly: install eplb[sim]") from exc
+    return go
+
+
+def framed(figure: Any, x_title: str, y_title: str) -> Any:
+    """The same look for all figures; the legend is below, where a phone has room for it."""
+    figure.update_layout(
+        template="none",
+        height=420,
+        autosize=True,
+        xaxis_title=x_title,
+        yaxis_title=y_title,
+        margin={"t": 20, "l": 60, "r": 20, "b": 60},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": -0.2},
+        xaxis={"automargin": True},
+        yaxis={"automargin": True},
+    )
+    return figure
+
+
+def colour_of(number: int) -> str:
+    """The colour of a line."""
+    return COLOURS[number % len(COLOURS)]

@@ -1,0 +1,390 @@
+"""Which group, how much redundancy, how often to plan: candidates compared on the same load.
+
+A redundant slot balances better and takes memory from the KV cache, so fewer sequences run at once;
+a larger group leaves each rank fewer slots and more memory, and is harder to balance. With
+attention ranks of their own, the expert ranks hold experts alone, and every token crosses the
+network. Each candidate is replayed with the live planner at the batch that its memory allows:
+
+    memory -> sequences of a rank -> rows of slots -> time of a step -> tokens a second, less moves
+
+The best candidate is replayed once more at smaller batches: with, without and with perfect balance.
+
+No queue and no scheduler is modelled: the batch is always full, one token of each sequence a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, product
+from typing import Any
+
+from eplb.core.placement import Placement
+from eplb.decision.gate import CostModel
+from eplb.dispatch_rules.rules import DispatchRule
+from eplb.errors import ConfigError
+from simulations.cost.expert_time import ExpertTime
+from simulations.cost.memory import MemoryModel
+from simulations.cost.migration import MigrationCost
+from simulations.cost.step_time import StepModel
+from simulations.inputs import even_topology
+from simulations.replay import Replay, Scenario, replay_all
+from simulations.windows import Windows
+
+POLICY, NOTHING, PERFECT = "auto", "none", "oracle:force-balanced"
+WORTH_IT = 0.01  # of the tokens per second: less is called no gain
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is compared, and on what.
+
+    Raises:
+        ConfigError: nothing to compare.
+    """
+
+    windows: Windows
+    memory: MemoryModel
+    experts: dict[int, ExpertTime]  # by ranks of a group
+    ranks_per_node: int = 8
+    redundant: Sequence[int] = (0, 1, 2, 4)  # slots of each rank beyond those that hold all once
+    intervals: Sequence[int] = (1, 4, 16)  # windows from one plan to the next
+    context: int = 4096  # tokens of a sequence
+    most_sequences: int = 256  # of a rank
+    other_us: float = 0.0
+    window_s: float = 60.0
+    seed: int = 0
+    attention_ranks: Sequence[int] = (0,)  # beside the group; 0: its ranks do both
+    dispatch: DispatchRule = DispatchRule.WEIGHTED
+    most_ms: float | None = None  # of a token: the batch is chosen within it
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "redundant", "intervals", "attention_ranks"):
+            if not getattr(self, name):
+                raise ConfigError(f"no {name} to compare, expected at least one")
+        for name in ("context", "most_sequences", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        for name in ("window_s", "most_ms"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}, expected above 0")
+        if min(self.attention_ranks) < 0:
+            raise ConfigError(
+                f"attention_ranks are {list(self.attention_ranks)}, expected 0 or more"
+            )
+        if min(self.redundant) < 0 or min(self.intervals) < 1:
+            raise ConfigError(
+                f"redundant {list(self.redundant)} and intervals {list(self.intervals)}, "
+                "expected 0 or more, and 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to deploy, and what it gives."""
+
+    ranks: int
+    slots_per_rank: int
+    redundant: int  # slots of a rank
+    interval: int  # windows; 0: nothing is planned
+    sequences: int  # of a rank that runs attention; 0: the weights do not fit
+    is_memory_bound: bool  # the KV cache limits the batch, not ``most_sequences``
+    kv_bytes: float
+    imbalance: float
+    step_us: float
+    lost_part: float  # of the time, by moves
+    tokens_per_s: float  # of a rank, attention ranks included
+    attention_ranks: int = 0  # beside the group; 0: its ranks do both
+    placement: Placement | None = field(default=None, repr=False)  # that served last
+
+    @property
+    def name(self) -> str:
+        """As sentences have it."""
+        slots = f"{self.redundant} redundant slots a rank" if self.redundant else "no redundancy"
+        planned = f"a plan every {self.interval} windows" if self.interval else "no balancing"
+        return f"{self.group}, {slots}, {planned}"
+
+    @property
+    def group(self) -> str:
+        """Its ranks."""
+        beside = f" and {self.attention_ranks} attention ranks" if self.attention_ranks else ""
+        return f"EP{self.ranks}{beside}"
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that run attention, which hold the sequences."""
+        return self.attention_ranks or self.ranks
+
+    def rank_tokens_per_s(self, step_us: float, sequences: float) -> float:
+        """Tokens a second of a rank, all ranks counted, without what moves take."""
+        parts = self.batch_ranks / (self.ranks + self.attention_ranks)
+        return sequences / (step_us / 1e6) * parts if step_us else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the placement."""
+        found = asdict(replace(self, placement=None))
+        del found["placement"]
+        return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of the best candidate: milliseconds of a token, which are those of a step."""
+
+    sequences: int  # of a rank that runs attention
+    tokens_per_expert: float  # mean, of one step
+    none_ms: float  # without balancing, in the same slots
+    planned_ms: float
+    perfect_ms: float  # the same tokens on each rank
+    none_tokens_per_s: float  # of a rank, as the next two
+    planned_tokens_per_s: float
+    perfect_tokens_per_s: float
+
+    @property
+    def gain(self) -> float:
+        """Tokens a second that balancing brings, relative."""
+        return self.planned_tokens_per_s / self.none_tokens_per_s - 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Candidates, the best first."""
+
+    candidates: tuple[Candidate, ...]
+    unfit: tuple[Candidate, ...]  # whose weights do not fit
+    batches: tuple[Batch, ...] = ()  # of the best candidate, the smallest first
+    most_ms: float | None = None  # of a token, as asked for
+
+    @property
+    def best(self) -> Candidate:
+        """The recommendation."""
+        return self.candidates[0]
+
+    def sentences(self) -> list[str]:
+        """The recommendation, its reasons, the runner-up, and what does not fit."""
+        best = self.best
+        nothing = [one for one in self.candidates if not one.interval and one.group == best.group]
+        lines = [f"recommended: {best.name}: {best.tokens_per_s:.1f} tokens/s a rank"]
+        if nothing and best.interval:
+            gain = best.tokens_per_s / nothing[0].tokens_per_s - 1
+            lines[0] += f", {gain:+.1%} over no balancing"
+            lines.append(
+                f"why: imbalance {nothing[0].imbalance:.3f} -> {best.imbalance:.3f}; a step takes "
+                f"{best.step_us / 1000:.2f} ms, {nothing[0].step_us / 1000:.2f} ms without; moves "
+                f"take {best.lost_part:.2%} of the time"
+            )
+        limit = "the KV cache" if best.is_memory_bound else "the most that was asked for"
+        lines.append(
+            f"batch: {best.sequences} sequences a rank, limited by {limit}; "
+            f"{best.kv_bytes / 1e9:.1f} GB are left for the KV cache"
+        )
+        lines += self._batch_sentences()
+        if len(self.candidates) > 1:
+            lines.append(self._second(self.candidates[1]))
+        lines += [
+            f"does not fit: {one.group} with {one.slots_per_rank} slots a rank lacks "
+            f"{max(-one.kv_bytes, 0.0) / 1e9:.1f} GB for its weights, or holds no sequence"
+            for one in self.unfit
+        ]
+        return lines
+
+    def _batch_sentences(self) -> list[str]:
+        """From which batch on balancing pays, and which one keeps the time of a token."""
+        if not self.batches:
+            return []
+        first = next(
+            (n for n, one in enumerate(self.batches[::-1]) if one.gain < WORTH_IT),
+            len(self.batches),
+        )
+        pays = self.batches[len(self.batches) - first :]  # and at every larger batch
+        last = self.batches[-1]
+        text = f"balancing gains less than {WORTH_IT:.0%} at every batch up to {last.sequences}"
+        if pays:
+            text = (
+                f"balancing pays from {pays[0].sequences} sequences a rank on "
+                f"({pays[0].tokens_per_expert:.0f} tokens an expert); at {last.sequences} it "
+                f"brings {last.gain:+.1%}, and perfect balance "
+                f"{last.perfect_tokens_per_s / last.none_tokens_per_s - 1:+.1%}"
+            )
+        if self.most_ms is None:
+            return [text]
+        within = [one for one in self.batches if one.planned_ms <= self.most_ms]
+        if not within:
+            least = self.batches[0]
+            return [
+                text,
+                f"no batch keeps {self.most_ms:g} ms: one takes {least.planned_ms:.1f} ms",
+            ]
+        chosen = within[-1]
+        return [
+            text,
+            f"within {self.most_ms:g} ms a token: {chosen.sequences} sequences a rank, "
+            f"{chosen.planned_ms:.1f} ms and {chosen.planned_tokens_per_s:.1f} tokens/s a rank "
+            f"({chosen.none_ms:.1f} ms without balancing)",
+        ]
+
+    def _second(self, second: Candidate) -> str:
+        loss = 1 - second.tokens_per_s / self.best.tokens_per_s
+        reasons = []
+        if second.imbalance > self.best.imbalance + 0.001:
+            reasons.append(f"imbalance {second.imbalance:.3f}")
+        if second.sequences < self.best.sequences:
+            reasons.append(f"{second.sequences} sequences fit")
+        if second.lost_part > self.best.lost_part:
+            reasons.append(f"moves take {second.lost_part:.2%}")
+        why = ", ".join(reasons) or "nearly the same"
+        return f"runner-up: {second.name}: {loss:.1%} less ({why})"
+
+
+def recommend(question: Question) -> Answer:
+    """Compare groups and redundancy at the middle interval, then intervals for the best of them.
+
+    Raises:
+        ConfigError: no candidate fits the memory.
+        HistoryError: load that cannot be replayed.
+    """
+    middle = sorted(question.intervals)[len(question.intervals) // 2]
+    found: list[Candidate] = []
+    unfit: list[Candidate] = []
+    for ranks, attention, redundant in product(
+        question.experts, question.attention_ranks, question.redundant
+    ):
+        intervals = (0, middle) if not redundant else (middle,)
+        for one in _candidates(question, _plain(question, ranks, attention, redundant), intervals):
+            (found if one.sequences else unfit).append(one)
+    if not found:
+        raise ConfigError(
+            f"no candidate fits {question.memory.hardware.memory_bytes / 1e9:.0f} GB a rank: "
+            + ", ".join(f"{one.group} with {one.slots_per_rank} slots" for one in unfit)
+        )
+    best = _sorted(found)[0]
+    others = [one for one in question.intervals if one != middle]
+    if best.interval and others:
+        found += _candidates(question, replace(best, placement=None), tuple(others))
+    once = {(one.group, one.slots_per_rank): one for one in unfit}
+    ordered = tuple(_sorted(found))
+    return Answer(ordered, tuple(once.values()), _batches(question, ordered[0]), question.most_ms)
+
+
+def _sorted(found: Sequence[Candidate]) -> list[Candidate]:
+    """The most tokens first; of equals the fewest slots."""
+    return sorted(found, key=lambda one: (-one.tokens_per_s, one.slots_per_rank, one.interval))
+
+
+def _plain(question: Question, ranks: int, attention: int, redundant: int) -> Candidate:
+    """A candidate that is not judged yet."""
+    memory = question.memory
+    topology = even_topology(
+        ranks, question.ranks_per_node, redundant, question.windows.num_experts
+    )
+    slots = topology.num_slots // ranks
+    fits, kv_bytes = memory.sequences(slots, question.context), memory.kv_bytes(slots)
+    if attention:
+        # What the expert ranks lack for their weights, else what the attention ranks have left.
+        left = replace(memory, dense_bytes=0.0).kv_bytes(slots)
+        kv_bytes = min(left, 0.0) or memory.kv_bytes(0)
+        fits = memory.sequences(0, question.context) if left >= 0 else 0
+    return Candidate(
+        ranks,
+        slots,
+        redundant,
+        0,
+        min(fits, question.most_sequences),
+        fits < question.most_sequences,
+        kv_bytes,
+        imbalance=0.0,
+        step_us=0.0,
+        lost_part=0.0,
+        tokens_per_s=0.0,
+        attention_ranks=attention,
+    )
+
+
+def _scenario(question: Question, one: Candidate, interval: int) -> Scenario:
+    memory = question.memory
+    topology = even_topology(
+        one.ranks, question.ranks_per_node, one.redundant, question.windows.num_experts
+    )
+    step = StepModel(
+        memory.model,
+        topology,
+        memory.hardware,
+        question.experts[one.ranks],
+        other_us=question.other_us,
+        is_separate=bool(one.attention_ranks),
+    )
+    return Scenario(
+        question.windows,
+        topology,
+        memory.model,
+        cost=CostModel(),
+        seed=question.seed,
+        plan_every=max(1, interval),
+        dispatch=question.dispatch,
+        step_model=step,
+        migration=MigrationCost(memory.model, memory.hardware),
+        tokens_per_step=float(one.sequences * one.batch_ranks),
+    )
+
+
+def _candidates(
+    question: Question, plain: Candidate, intervals: tuple[int, ...]
+) -> list[Candidate]:
+    if not plain.sequences:
+        return [plain]
+    found = []
+    for interval in intervals:
+        scenario = _scenario(question, plain, interval)
+        (one,) = replay_all(scenario, [POLICY if interval else NOTHING])
+        if one.failed:
+            raise ConfigError(f"{plain.group}, {plain.slots_per_rank} slots a rank: {one.failed}")
+        found.append(_judged(question, replace(plain, interval=interval), one))
+    return found
+
+
+def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
+    """Powers of two up to the batch of a candidate, with, without and with perfect balance."""
+    sizes = [2**power for power in range(best.sequences.bit_length())]
+    sizes = sorted({*sizes, best.sequences})
+    scenario = replace(
+        _scenario(question, best, best.interval),
+        batches=tuple(float(size * best.batch_ranks) for size in sizes),
+    )
+    names = [NOTHING, POLICY if best.interval else NOTHING, PERFECT]
+    found = {one.policy: one for one in replay_all(scenario, list(dict.fromkeys(names)))}
+    if not found[NOTHING].tokens.any():
+        return ()
+    step_us = [found[name].batch_us[~found[name].idle].mean(axis=0) for name in names]
+    kept = (1.0, 1.0 - best.lost_part, 1.0)
+    model = question.memory.model
+    batches = []
+    for size, *times in zip(sizes, *step_us, strict=True):
+        rates = [
+            best.rank_tokens_per_s(us, size) * part for us, part in zip(times, kept, strict=True)
+        ]
+        rows = size * best.batch_ranks * model.top_k / model.num_experts
+        batches.append(Batch(size, rows, *(us / 1000 for us in times), *rates))
+    return tuple(batches)
+
+
+def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
+    busy = one.step_us[~one.idle]
+    step_us = float(busy.mean()) if busy.size else 0.0
+    lost_s = sum(rebalance.lost_s for rebalance in one.rebalances)
+    lost = min(1.0, lost_s / (len(one.imbalance) * question.window_s))
+    return replace(
+        plain,
+        imbalance=one.mean,
+        step_us=step_us,
+        lost_part=lost,
+        tokens_per_s=plain.rank_tokens_per_s(step_us, plain.sequences) * (1 - lost),
+        placement=one.last_placement,
+    )
+
+
+def first_windows(windows: Windows, most: int) -> Windows:
+    """The first windows of a source."""
+    count = windows.num_windows
+    limited = most if count is None else min(most, count)
+    return replace(windows, read=lambda: islice(windows.read(), most), num_windows=limited)

@@ -1,0 +1,157 @@
+"""What a failure costs, which batch to take, and attention on ranks of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eplb import ModelShape, Placement, Topology
+from eplb.errors import ConfigError
+from simulations.cost.expert_time import from_data_sheet
+from simulations.cost.hardware import hardware_named
+from simulations.cost.memory import MemoryModel
+from simulations.cost.step_time import StepModel
+from simulations.questions.failures import failures_of
+from simulations.questions.recommend import Question, recommend
+from simulations.replay import Scenario
+from simulations.windows import Windows
+
+MODEL = ModelShape((0, 1), 8, 4, 7168, 2048)
+CARD = hardware_named("h200")
+FOUR = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
+# Experts 0 to 3 have a replica on the other node, 4 to 7 have none.
+ROW = [0, 1, 4, 2, 3, 5, 0, 1, 6, 2, 3, 7]
+HELD = Placement(np.tile(np.array(ROW), (2, 1)), num_experts=8, generation=1)
+WINDOW = np.tile(np.array([20, 20, 20, 20, 10, 30, 10, 10]), (2, 1))
+LOAD = Windows(2, 8, lambda: (WINDOW.copy() for _ in range(4)))
+
+
+def test_loss_of_a_rank_names_the_one_with_most_tokens_of_sole_copies() -> None:
+    rank, node = failures_of(Scenario(LOAD, FOUR, MODEL), HELD)
+
+    # Rank 1 alone has expert 5, which gets 30 of the 140 tokens of each of two layers.
+    assert rank.name == "rank 1 lost, the worst of 4"
+    assert (rank.uncovered, rank.unserved) == (2, pytest.approx(30 / 140))
+    assert rank.repaired_imbalance is not None
+    assert rank.moves >= 2
+    assert rank.bytes == rank.moves * MODEL.expert_bytes
+    assert "without a slot: 21.4% of the tokens are not served" in rank.sentence()
+    assert node.name == "node 0 lost, the worst of 2"
+    assert node.unserved == pytest.approx(40 / 140)
+
+
+def test_loss_that_leaves_too_few_slots_cannot_be_repaired() -> None:
+    _, node = failures_of(Scenario(LOAD, FOUR, MODEL), HELD)
+
+    # 6 slots are left for 8 experts.
+    assert node.repaired_imbalance is None
+    assert "cannot be repaired: 6 slots" in node.sentence()
+
+
+def test_slow_network_link_makes_steps_longer_and_leaves_balance() -> None:
+    step = StepModel(MODEL, FOUR, CARD, from_data_sheet(CARD, MODEL))
+    scenario = Scenario(LOAD, FOUR, MODEL, step_model=step, tokens_per_step=4096.0)
+
+    found = failures_of(scenario, HELD)
+
+    network = found[-1]
+    assert network.name == "a network link at half its rate"
+    assert network.slower is not None
+    assert 0.0 < network.slower < 1.0
+    assert network.imbalance == found[-2].imbalance
+    assert network.repaired_imbalance is None
+
+
+def test_one_rank_has_no_failure_to_survive() -> None:
+    one = Topology.uniform(num_nodes=1, ranks_per_node=1, slots_per_rank=8)
+    held = Placement(np.tile(np.arange(8), (2, 1)), num_experts=8, generation=1)
+
+    assert failures_of(Scenario(LOAD, one, MODEL), held) == []
+
+
+def question(spare_bytes: float = 4e9, **changes: object) -> Question:
+    """Four ranks, the hot expert 9 times as busy, and so much KV cache."""
+    window = np.full((2, 8), 1000, dtype=np.int64)
+    window[:, 0] *= 9
+    windows = Windows(2, 8, lambda: (window.copy() for _ in range(6)))
+    weights = 2 * MODEL.num_layers * MODEL.expert_bytes
+    memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
+    asked = Question(
+        windows,
+        memory,
+        {4: from_data_sheet(CARD, MODEL)},
+        redundant=(1,),
+        intervals=(1,),
+        context=1000,
+        most_sequences=3000,
+    )
+    return replace(asked, **changes)  # type: ignore[arg-type]
+
+
+def test_batches_of_the_best_candidate_grow_to_what_its_memory_allows() -> None:
+    answer = recommend(question())
+
+    sizes = [one.sequences for one in answer.batches]
+    assert sizes == [2**power for power in range(12)] + [3000]
+    last = answer.batches[-1]
+    assert last.planned_ms == pytest.approx(answer.best.step_us / 1000)
+    assert last.perfect_ms <= last.planned_ms < last.none_ms
+    assert last.tokens_per_expert == 3000 * 4 * 4 / 8
+
+
+def test_sentence_tells_from_which_batch_on_balancing_pays() -> None:
+    answer = recommend(question())
+    (text,) = (one for one in answer.sentences() if one.startswith("balancing pays from"))
+
+    first = int(text.split()[3])
+    gains = {one.sequences: one.gain for one in answer.batches}
+    assert all(gain >= 0.01 for size, gain in gains.items() if size >= first)
+    assert gains[first // 2] < 0.01
+
+
+def test_batch_within_a_time_of_a_token_is_the_largest_that_keeps_it() -> None:
+    limit = recommend(question()).batches[5].planned_ms
+
+    sentences = recommend(question(most_ms=limit)).sentences()
+    nothing = recommend(question(most_ms=1e-6)).sentences()
+
+    assert any("a token: 32 sequences a rank" in one for one in sentences)
+    assert any(one.startswith("no batch keeps 1e-06 ms") for one in nothing)
+
+
+def test_attention_ranks_hold_the_cache_and_count_among_the_ranks() -> None:
+    answer = recommend(question(attention_ranks=(0, 4)))
+
+    together, apart = (
+        next(one for one in answer.candidates if one.attention_ranks == ranks) for ranks in (0, 4)
+    )
+    # The attention ranks have room for the weights of experts: two slots of two layers.
+    weights = 2 * MODEL.num_layers * MODEL.expert_bytes
+    redundant = MODEL.num_layers * MODEL.expert_bytes
+    assert apart.kv_bytes - together.kv_bytes == pytest.approx(weights + redundant)
+    assert apart.tokens_per_s == pytest.approx(apart.sequences / (apart.step_us / 1e6) / 2)
+    assert apart.group == "EP4 and 4 attention ranks"
+
+
+def test_expert_ranks_that_cannot_hold_their_slots_do_not_fit() -> None:
+    small = replace(CARD, memory_bytes=MODEL.num_layers * MODEL.expert_bytes * 2.5)
+    asked = question()
+    memory = replace(asked.memory, hardware=small, dense_bytes=0.0)
+
+    with pytest.raises(ConfigError, match="EP4 and 4 attention ranks with 3 slots"):
+        recommend(replace(asked, memory=memory, attention_ranks=(4,)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_ranks": ()}, "no attention_ranks to compare"),
+        ({"attention_ranks": (-1,)}, "expected 0 or more"),
+        ({"most_ms": 0.0}, "most_ms is 0.0, expected above 0"),
+    ],
+)
+def test_question_that_cannot_be_asked_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        question(**changes)
