@@ -21,6 +21,36 @@ Trace = Annotated[
         "docs/simulator.md."
     ),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option(help="A known model, for expert groups and bytes."),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1_000_000_000, help="Forward passes of a window, if the load has none."
+    ),
+]
+Hardware = Annotated[
+    str | None,
+    typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
+]
+Prefill = Annotated[
+    bool,
+    typer.Option("--prefill", help="Tokens cross the network once for each node."),
+]
+OtherUs = Annotated[
+    float,
+    typer.Option(max=1e9, help="Microseconds of a layer outside of its experts."),
+]
+Overlap = Annotated[
+    bool,
+    typer.Option("--overlap", help="Two batches overlap communication."),
+]
+ExpertTimes = Annotated[
+    Path | None,
+    typer.Option(help="Measured times of experts, in place of the data sheet."),
+]
 DeploymentName = Annotated[str, typer.Option(help="Deployment, where the load is a store.")]
 
 

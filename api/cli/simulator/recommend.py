@@ -15,6 +15,8 @@ from api.cli.simulator.options import (
     BAD_INPUT,
     MAX_WINDOWS,
     DeploymentName,
+    ExpertTimes,
+    OtherUs,
     Trace,
     command_line,
     numbers,
@@ -62,12 +64,8 @@ def recommend_command(
     kv_token_bytes: Annotated[
         float, typer.Option(max=1e9, help="KV cache of a token on a rank.")
     ] = 70_272.0,
-    other_us: Annotated[
-        float, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
-    ] = 100.0,
-    expert_times: Annotated[
-        Path | None, typer.Option(help="Measured times of experts, in place of the data sheet.")
-    ] = None,
+    other_us: OtherUs = 100.0,
+    expert_times: ExpertTimes = None,
     windows: Annotated[int, typer.Option(max=1_000_000, help="Windows to replay.")] = 96,
     window_seconds: Annotated[
         float, typer.Option(max=1e9, help="Serving time of a window.")

@@ -14,6 +14,13 @@ from api.cli.simulator.options import (
     LIMIT_BROKEN,
     MAX_WINDOWS,
     DeploymentName,
+    ExpertTimes,
+    Hardware,
+    ModelName,
+    OtherUs,
+    Overlap,
+    Prefill,
+    Steps,
     Trace,
     command_line,
 )
@@ -63,9 +70,7 @@ def simulate(
     every: Annotated[
         int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
-    model: Annotated[
-        str | None, typer.Option(help="A known model, for expert groups and bytes.")
-    ] = None,
+    model: ModelName = None,
     experts: Annotated[
         int | None,
         typer.Option(max=1_048_576, help="Experts of a trace; the largest id + 1 if not given."),
@@ -83,26 +88,12 @@ def simulate(
         float,
         typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
     ] = CostModel.pay_back_s,
-    steps: Annotated[
-        int | None,
-        typer.Option(max=1_000_000_000, help="Forward passes of a window, if the load has none."),
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
-    ] = None,
-    expert_times: Annotated[
-        Path | None, typer.Option(help="Measured times of experts, in place of the data sheet.")
-    ] = None,
-    prefill: Annotated[
-        bool, typer.Option("--prefill", help="Tokens cross the network once for each node.")
-    ] = False,
-    other_us: Annotated[
-        float, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
-    ] = 0.0,
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Two batches overlap communication.")
-    ] = False,
+    steps: Steps = None,
+    hardware: Hardware = None,
+    expert_times: ExpertTimes = None,
+    prefill: Prefill = False,
+    other_us: OtherUs = 0.0,
+    overlap: Overlap = False,
     failures: Annotated[
         bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")
     ] = False,

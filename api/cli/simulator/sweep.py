@@ -16,7 +16,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from api.cli.simulator.options import BAD_INPUT, MAX_WINDOWS, Trace, command_line, numbers
+from api.cli.simulator.options import (
+    BAD_INPUT,
+    MAX_WINDOWS,
+    Hardware,
+    ModelName,
+    OtherUs,
+    Overlap,
+    Prefill,
+    Steps,
+    Trace,
+    command_line,
+    numbers,
+)
 from api.terminal.printable import print_error
 from eplb.core.model import preset
 from eplb.dispatch_rules.rules import DispatchRule
@@ -63,28 +75,12 @@ def sweep_command(
     ] = "weighted",
     seed: Annotated[str, typer.Option(help="Seeds of generated load and of planners.")] = "0",
     past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")] = 16,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1_000_000_000, help="Forward passes of a window, if the load has none."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A known model, for expert groups and bytes.")
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
-    ] = None,
-    prefill: Annotated[
-        bool, typer.Option("--prefill", help="Tokens cross the network once for each node.")
-    ] = False,
-    other_us: Annotated[
-        float, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
-    ] = 0.0,
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Two batches overlap communication.")
-    ] = False,
+    steps: Steps = None,
+    model: ModelName = None,
+    hardware: Hardware = None,
+    prefill: Prefill = False,
+    other_us: OtherUs = 0.0,
+    overlap: Overlap = False,
     executor: Annotated[
         ExecutorName, typer.Option(help="Processes of this host, or a Ray cluster.")
     ] = ExecutorName.PROCESSES,

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
-from controlled_deployment import Deployment, planned_by_request
+from controlled_deployment import Deployment
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.http.app import create_app
-from api.http.server import HttpService
-from telemetry import open_store
 
 PATH = "/api/v1/anomalies"
-
-
-@pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
-    with (
-        closing(open_store(tmp_path / "store.sqlite", "test")) as store,
-        planned_by_request(store) as served,
-    ):
-        yield served
-
-
-@pytest.fixture
-def client(deployment: Deployment) -> Iterator[httpx.Client]:
-    service = HttpService(create_app(deployment.store))
-    service.start()
-    with httpx.Client(base_url=service.url, timeout=60.0) as opened:
-        yield opened
-    service.stop()
 
 
 def test_open_and_ended_anomalies_are_paged(deployment: Deployment, client: httpx.Client) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from controlled_deployment import TOPOLOGY, Deployment, planned_by_request
+from controlled_deployment import TOPOLOGY, Deployment
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
@@ -19,31 +17,12 @@ from api.cli.main import app
 from api.http.app import create_app
 from api.http.problems import ProblemType
 from api.http.server import HttpService
-from telemetry import open_store
 from telemetry.store import Control
 from telemetry.stores.memory import MemoryStore
 
 PATH = "/api/v1/pins"
 WHY = {"reason": "its users are near rank 1"}
 ANY_REVISION = {"if-match": "*"}
-
-
-@pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
-    with (
-        closing(open_store(tmp_path / "store.sqlite", "test")) as store,
-        planned_by_request(store) as served,
-    ):
-        yield served
-
-
-@pytest.fixture
-def client(deployment: Deployment, tmp_path: Path) -> Iterator[httpx.Client]:
-    service = HttpService(create_app(deployment.store, plan_wait_s=60.0, state_dir=tmp_path))
-    service.start()
-    with httpx.Client(base_url=service.url, timeout=60.0) as opened:
-        yield opened
-    service.stop()
 
 
 def pin(expert: int, *ranks: int, layer: int | None = 0) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""A deployment that is planned by request, and the service of its store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+from controlled_deployment import Deployment, planned_by_request
+
+from api.http.app import create_app
+from api.http.server import HttpService
+from telemetry import open_store
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    with (
+        closing(open_store(tmp_path / "store.sqlite", "test")) as store,
+        planned_by_request(store) as served,
+    ):
+        yield served
+
+
+@pytest.fixture
+def client(deployment: Deployment, tmp_path: Path) -> Iterator[httpx.Client]:
+    service = HttpService(create_app(deployment.store, plan_wait_s=DEADLINE_S, state_dir=tmp_path))
+    service.start()
+    with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as opened:
+        yield opened
+    service.stop()
