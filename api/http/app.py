@@ -50,15 +50,15 @@ from api.http.requests import (
     ReasonRequest,
 )
 from api.http.routes.anomalies import add_anomaly_routes
-from api.http.routes.event_stream import add_event_stream
+from api.http.routes.events.stream import add_event_stream
 from api.http.routes.load_matrix import add_load_matrix
 from api.http.routes.moves import add_move_routes
 from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
 from api.http.routes.ranks import add_rank_routes
-from api.http.routes.simulation_runs import Simulations
-from api.http.routes.simulations import add_simulation_routes
+from api.http.routes.simulations.routes import add_simulation_routes
+from api.http.routes.simulations.runs import Simulations
 from api.http.routes.tasks import add_task_routes
 from api.http.routes.watching import add_watching_routes
 from api.http.schemas import (

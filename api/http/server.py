@@ -18,7 +18,7 @@ import uvicorn
 from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
-from api.http.routes.event_feed import EventFeed
+from api.http.routes.events.feed import EventFeed
 from eplb.errors import ConfigError
 from rebalance.network.tls import Certificate
 

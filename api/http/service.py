@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from api.http.problems import OF_REFUSAL, ProblemType, Refused
 from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
-from api.http.routes.event_feed import EventFeed
+from api.http.routes.events.feed import EventFeed
 from api.http.schemas import (
     ControlAnswer,
     DecisionAnswer,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
-from api.http.routes.event_feed import EventFeed
+from api.http.routes.events.feed import EventFeed
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.drift_watch import DriftWatch
 from api.monitor.monitor import KEPT_WINDOWS, Monitor

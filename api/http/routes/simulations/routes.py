@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID
-from api.http.routes.simulation_runs import SimulationAnswer, SimulationRequest, Simulations
+from api.http.routes.simulations.runs import SimulationAnswer, SimulationRequest, Simulations
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from api.http.limits import HttpLimits
 from api.http.problems import ProblemType, Refused, problem
 from api.http.requests import MAX_ID
-from api.http.routes.event_feed import Client, EventFeed
+from api.http.routes.events.feed import Client, EventFeed
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

@@ -1,0 +1,1 @@
+"""Simulations: routes, and the one that runs in a process of its own."""
