@@ -118,6 +118,7 @@ def test_death_of_a_rank_is_found_out_later_on_a_page_that_was_not_open(
     demo: Any, page: Any
 ) -> None:
     page.goto("about:blank")
+    demo.sees("a plan", lambda store: [one for one in store.events() if one.kind == "plan"])
     demo.kill("rank 1")
     demo.sees("the next start", lambda store: len(runs(store)) > 1)
     page.goto(page.deployment + "#range=3600")
