@@ -52,11 +52,11 @@ from api.http.requests import (
 from api.http.routes.anomalies import add_anomaly_routes
 from api.http.routes.events.stream import add_event_stream
 from api.http.routes.load_matrix import add_load_matrix
-from api.http.routes.moves import add_move_routes
 from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
 from api.http.routes.ranks import add_rank_routes
+from api.http.routes.rebalances import add_rebalance_routes
 from api.http.routes.simulations.routes import add_simulation_routes
 from api.http.routes.simulations.runs import Simulations
 from api.http.routes.tasks import add_task_routes
@@ -181,7 +181,7 @@ def get_audit(
     return AuditPage(entries=[AuditAnswer.model_validate(one) for one in found], next=following)
 
 
-add_move_routes(watch, act)
+add_rebalance_routes(watch, act)
 
 
 @act.post(

@@ -110,7 +110,7 @@ def post_explanation(request: Request, body: ExplainRequest, response: Response)
     return _answered(service_of(request).explain(body), response)
 
 
-def add_move_routes(watch: APIRouter, act: APIRouter) -> None:
+def add_rebalance_routes(watch: APIRouter, act: APIRouter) -> None:
     """Add the routes."""
     of_moves = NOT_YET | documented(*OF_MOVES)
     act.post(
