@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def serve(folder: Path, pipe: Connection) -> None:
-    """Run the service until it is told to end."""
+    """Run the service until the parent process ends it."""
     with closing(open_store(folder / "store.sqlite", "west")) as store:
         fill(store, Size(ranks=8, layers=4, experts=32, windows=20), Now(time.time()))
         limits = HttpLimits(stream_s=0.05, request_deadline_s=0.5)

@@ -131,7 +131,7 @@ class Controlled:
 
 
 def serve(url: str, clients: int, pipe: Connection) -> None:
-    """Run the service until it is told to end."""
+    """Run the service until the parent process ends it."""
     # One address may have half of the connections.
     limits = HttpLimits(max_connections=2 * clients + 128, max_streams=clients)
     with closing(open_store(url, "streams")) as store:
@@ -144,7 +144,7 @@ def serve(url: str, clients: int, pipe: Connection) -> None:
 
 
 def connect(base: str, clients: int, slow: int, pipe: Connection) -> None:
-    """Connect all clients, and read until told to end."""
+    """Connect all clients, and read until the parent process ends them."""
     delays, missed, num_closed = asyncio.run(read_all(base, clients, slow, pipe))
     pipe.send((np.array(delays), missed, num_closed))
 

@@ -21,7 +21,7 @@ class TaskRefused(EplbError):
 
     Args:
         refusal: the reason.
-        why: it in words.
+        why: the reason, one sentence.
     """
 
     def __init__(self, refusal: Refusal, why: str) -> None:

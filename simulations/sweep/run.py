@@ -48,7 +48,7 @@ def sweep(
     """Run the tasks that are not finished, and write the table.
 
     Args:
-        on_outcome: is told how many tasks came to an end, at first those of earlier runs.
+        on_outcome: gets the number of tasks that ended, at first those of earlier runs.
 
     Raises:
         ConfigError: results that cannot be read or written.
