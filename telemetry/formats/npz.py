@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import HistoryError
-from telemetry.formats.bounded import DAMAGED, check_regular
+from telemetry.formats.bounded import check_regular, reading
 
 MAX_RATIO = 50  # unpacked over packed bytes; recorded routing packs to a tenth
 SMALL_BYTES = 4 * 2**20  # an array up to this size may pack better
@@ -47,22 +47,13 @@ def read_arrays(path: Path, wanted: Collection[str]) -> tuple[Arrays, str]:
     Raises:
         HistoryError: the file is missing, damaged, or needs more memory than its size allows.
     """
-    if path.exists() and not path.is_file():  # a pipe would be waited for without end
-        raise HistoryError(f"trace {path} is no regular file, expected an .npz file")
-    try:
+    with reading(path, "an .npz file"):
+        file_bytes = check_regular(path)
         with path.open("rb") as file:
             if file.read(len(MAGIC)) == MAGIC:
                 raise HistoryError(f"trace {path} is a bare array, expected an .npz file")
             with zipfile.ZipFile(file) as archive:
-                return _read(archive, wanted, path.stat().st_size)
-    except FileNotFoundError as exc:
-        raise HistoryError(f"trace {path} does not exist, expected an .npz file") from exc
-    except HistoryError as exc:
-        at_front = str(exc) if str(path) in str(exc) else f"trace {path}: {exc}"
-        raise HistoryError(at_front) from exc
-    except DAMAGED as exc:
-        why = " ".join(str(exc).split()) or type(exc).__name__
-        raise HistoryError(f"trace {path} cannot be read as an .npz file: {why}") from exc
+                return _read(archive, wanted, file_bytes)
 
 
 def _read(archive: zipfile.ZipFile, wanted: Collection[str], file_bytes: int) -> tuple[Arrays, str]:

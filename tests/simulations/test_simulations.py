@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from eplb.measure.noise import fluctuation, sampling_noise
 from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
 from simulations.pages.comparison import write_page
 from simulations.report import conclusions, summary, write_json
+from telemetry.formats.npz import read_arrays
 
 DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -87,6 +89,19 @@ def test_truncated_trace_is_refused_with_a_reason(tmp_path: Path, length: int) -
 
     with pytest.raises(HistoryError, match=r"cannot be read as an .npz file"):
         load_trace(trace)
+
+
+def test_damaged_trace_with_a_long_name_inside_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    trace = tmp_path / "long.npz"
+    with zipfile.ZipFile(trace, "w") as archive:
+        archive.writestr("x" * 30_000 + ".npy", b"")
+    damaged = trace.read_bytes().replace(b"x", b"y", 1)  # the header, not the index
+    trace.write_bytes(damaged)
+
+    with pytest.raises(HistoryError) as refused:
+        read_arrays(trace, ["x" * 30_000])
+
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -261,7 +276,7 @@ def test_command_prints_a_table_and_writes_a_summary(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("none.npz",), "trace none.npz does not exist"),
+        (("none.npz",), "none.npz does not exist"),
         (("generated:nope",), "unknown workload 'nope'"),
         (("generated:gamma", "--policy", "best"), "unknown policy 'best'"),
         (("generated:gamma", "--slots", "60"), "60 slots on live ranks for 64 experts"),

@@ -90,7 +90,7 @@ def test_unknown_commands_and_flags_are_refused(words: list[str], found: str) ->
         ),
         (
             ["simulate", "/nowhere.npz"],
-            "trace /nowhere.npz does not exist, expected an .npz file",
+            "/nowhere.npz does not exist, expected an .npz file",
         ),
         (
             ["pause", "--store", "/nowhere.sqlite"],

@@ -201,9 +201,9 @@ def test_traces_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
         return str(done.stderr)
 
     flags = ["--trace", str(trace)]
-    assert refused(flags) == f"eplb: trace {trace} does not exist, expected an .npz file\n"
+    assert refused(flags) == f"eplb: {trace} does not exist, expected an .npz file\n"
     trace.write_bytes(b"not an archive")
-    assert refused(flags).startswith(f"eplb: trace {trace} cannot be read as an .npz file: ")
+    assert refused(flags).startswith(f"eplb: {trace} cannot be read as an .npz file: ")
     expected = "expected 0..7 (--experts), or -1 for padding"
     write_routes(trace, routes + 8)
     assert refused(flags) == f"eplb: trace {trace} names experts 8..8, {expected}\n"
