@@ -2,13 +2,14 @@
 
     python -m benchmarks.emulated_ranks --file rows.json
 
-A step lasts as long as its busiest rank: ``benchmarks.serve_gpu`` runs its rows on one GPU. One
+A step lasts as long as its slowest rank: ``benchmarks.serve_gpu`` runs its rows on one GPU. One
 layer of 256 experts on 32, 64 or 144 ranks (``ranks.batch_split`` has the traces, how 256 experts
 are made of them, and the windows). Placements are planned on earlier windows than those that are
 timed.
 
     contiguous   experts in order, replicas of the first ones
     greedy, auto the planner's policies, shares as planned
+    time         auto with objective="time": the experts' time by a measured curve, not tokens
     split        auto's replicas with the shares of the batch itself
     LP           the same, by the optimum of the batch's linear program
     pulled       split, then pieces of hot experts in one more slot of each rank, pulled for the
@@ -42,6 +43,7 @@ from benchmarks.ranks.batch_split import (
 )
 from eplb import Placement, Topology, plan
 from eplb.core.placement import EMPTY
+from eplb.decision.gate import GROUPED_GEMM_H200
 from simulations.oracles.quotas import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
 
 CASES = (
@@ -55,7 +57,7 @@ CASES = (
 TOP_K = {"gpt-oss": 4, "V2-Lite": 6}  # of each of the layers that make one
 ROWS = (16, 64, 256, 768)  # mean of a slot
 POLICIES = ("contiguous", "greedy", "auto")
-LEAST_WINDOWS, MOST_TIMED, SEED = 2, 4, 3
+LEAST_WINDOWS, MOST_TIMED, SEED = 2, 6, 3
 
 PULLED_LEAST = 64  # rows of a pulled replica: a tile, below which time does not fall
 
@@ -71,8 +73,9 @@ def samples(case: Case, rows: int, order: str) -> list[Sample]:
     if len(loads) < LEAST_WINDOWS:
         return []
     half = min(NUM_HISTORY, len(loads) // 2)
-    history = loads[:half].sum(axis=0)
+    history = loads[:half]
     plans = {name: plan(history, case.topology, policy=name).target for name in POLICIES}
+    plans["time"] = plan(history, case.topology, objective="time").target
     rng = np.random.default_rng(SEED)
     found = []
     for _ in range(MOST_TIMED):
@@ -84,18 +87,18 @@ def samples(case: Case, rows: int, order: str) -> list[Sample]:
 
 def sample(case: Case, plans: dict[str, Placement], number: int, counts: Ints) -> Sample:
     """Rows of the rank that each arm waits for."""
-    made = {}
-    for name, placement in plans.items():
-        planned, split = rows_of_slots(case, placement, number, counts)
-        made[name] = by_rank(case, planned)
-    made["split"] = by_rank(case, split)  # of auto, the last
-    made["LP"] = by_rank(case, optimal_rows(case, placement, number, counts))
-    made["pulled"] = pulled(
-        made["split"], placement.slot_to_expert[number].reshape(made["split"].shape)
-    )
+    made = {
+        name: by_rank(case, rows_of_slots(case, placement, number, counts)[0])
+        for name, placement in plans.items()
+    }
+    auto = plans["auto"]
+    made["split"] = by_rank(case, rows_of_slots(case, auto, number, counts)[1])
+    made["LP"] = by_rank(case, optimal_rows(case, auto, number, counts))
+    held = auto.slot_to_expert[number].reshape(made["split"].shape)
+    made["pulled"] = pulled(made["split"], held)
     made["MoonEP"] = in_order(case, counts, 0, EXACT)
     made["UltraEP"] = in_order(case, counts, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE)
-    found = {name: rounded(ranks[ranks.sum(axis=1).argmax()]) for name, ranks in made.items()}
+    found = {name: rounded(ranks[slowest(ranks)]) for name, ranks in made.items()}
     for name, of in (("mean rank", "auto"), ("mean pulled", "pulled")):
         of_rank = made[of].sum(axis=1)
         found[name] = rounded(made[of][np.abs(of_rank - of_rank.mean()).argmin()])
@@ -123,6 +126,14 @@ def in_order(case: Case, counts: Ints, least: int, tolerance: float) -> NDArray[
     pieces = lowest(load, held.ravel(), case.topology, least, tolerance)
     give(pieces, load, held.ravel(), case.topology)
     return by_rank(case, load)
+
+
+def slowest(rows: NDArray[np.float64]) -> int:
+    """The rank of rows [R, C] that takes longest by the planner's curve."""
+    at, us = np.array(GROUPED_GEMM_H200).T
+    beyond = np.maximum(rows / at[-1], 1.0)  # the last point, in proportion
+    times = np.where(rows > 0, np.interp(rows, at, us) * beyond, 0.0)
+    return int(times.sum(axis=1).argmax())
 
 
 def by_rank(case: Case, rows: NDArray[np.float64]) -> NDArray[np.float64]:

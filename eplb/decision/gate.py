@@ -18,11 +18,13 @@ from eplb.errors import ConfigError
 
 Curve = tuple[tuple[float, float], ...]
 
-# Microseconds of one expert of 7168 x 4096 in a grouped GEMM of 16 in BF16 on an H200, by its
-# tokens: constant while reading weights dominates, then proportional to tokens. Measured with
-# torch 2.11's grouped_mm on 2026-11-20; the times of 1 to 256 tokens, 263 to 348 us for all 16
-# without a trend, are taken as constant.
-GROUPED_GEMM_H200: Curve = ((1.0, 20.4), (256.0, 20.8), (512.0, 40.5), (1024.0, 80.1))
+# Microseconds of one expert of DeepSeek-V3 in FP8, of nine in the project's grouped product on an
+# H200, by its tokens: nearly constant while reading weights dominates, then proportional to tokens
+# (benchmarks/expert_curve.py on 2026-11-23; benchmarks/reports/2026-11-23-serve-gpu.md).
+GROUPED_GEMM_H200: Curve = (
+    *((1.0, 13.1), (32.0, 13.8), (64.0, 14.7), (96.0, 18.0), (128.0, 19.0)),
+    *((192.0, 27.2), (256.0, 37.1), (512.0, 66.3), (1024.0, 124.5)),
+)
 
 
 NOMINAL_BYTES = 17_301_504  # of an expert without a model: DeepSeek-V2-Lite's, in BF16

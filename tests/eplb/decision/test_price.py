@@ -190,7 +190,8 @@ def test_record_that_is_no_sum_is_refused(sums: tuple[float, float]) -> None:
 
 def test_small_batches_are_in_the_dead_zone_and_large_ones_are_not() -> None:
     few, many = HOT_FIRST // 100_000, HOT_FIRST
-    cost = CostModel(dead_zone=True, pay_back_s=300.0)
+    reads_weights_to_256 = ((1.0, 20.4), (256.0, 20.8), (512.0, 40.5), (1024.0, 80.1))
+    cost = CostModel(dead_zone=True, pay_back_s=300.0, curve=reads_weights_to_256)
 
     kept = plan(few, TWO_RANKS, current=SINGLE, cost=cost)
     taken = plan(many, TWO_RANKS, current=SINGLE, cost=cost)
