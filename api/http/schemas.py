@@ -199,6 +199,13 @@ class EventAnswer(Answer):
     detail: dict[str, Any]
 
 
+class EventsPage(Answer):
+    """Events, oldest first."""
+
+    events: list[EventAnswer]
+    next: int | None = Field(description="for `after`, of the next page; null: no more now")
+
+
 class State(Answer):
     """Everything at a glance, without matrices of history."""
 
@@ -289,6 +296,7 @@ class AuditAnswer(Answer):
 
     number: int
     time: float
+    deployment: str = Field(description="that the change is of")
     actor: str
     role: str
     address: str
@@ -397,3 +405,10 @@ class TaskAnswer(Answer):
         None,
         description="of the plan that the task published; null while it is open",
     )
+
+
+class TasksPage(Answer):
+    """Tasks in a state, oldest first."""
+
+    tasks: list[TaskAnswer]
+    next: int | None = Field(description="for `after`, of the next page; null: no more now")

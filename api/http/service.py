@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from api.http.schemas import (
     ControlAnswer,
     DecisionAnswer,
     EventAnswer,
+    EventsPage,
     Health,
     HistoryAnswer,
     Imbalance,
@@ -36,6 +37,7 @@ from api.http.schemas import (
     Score,
     State,
     TaskAnswer,
+    TasksPage,
     TransactionAnswer,
 )
 from api.metrics.definitions import Level
@@ -49,9 +51,11 @@ from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.policies.table import policy_named
-from telemetry.store import LoadStore, Task, TaskState
+from telemetry.store import Event, LoadStore, Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
+
+_Numbered = TypeVar("_Numbered", Event, Task)
 
 
 class AdminService:
@@ -201,15 +205,15 @@ class AdminService:
             ],
         )
 
-    def events(self, after: int, limit: int) -> list[EventAnswer]:
+    def events(self, after: int, limit: int) -> EventsPage:
         """Events past an id, oldest first."""
-        found = self.store.events(after=after, limit=limit)
-        return [EventAnswer(**asdict(event)) for event in found]
+        found, following = _page(self.store.events(after=after, limit=limit + 1), limit)
+        return EventsPage(events=[EventAnswer(**asdict(one)) for one in found], next=following)
 
-    def latest_events(self, limit: int) -> list[EventAnswer]:
+    def latest_events(self, limit: int) -> EventsPage:
         """The latest events, oldest first."""
-        found = self.store.latest_events(limit=limit)
-        return [EventAnswer(**asdict(event)) for event in reversed(found)]
+        found = reversed(self.store.latest_events(limit=limit))
+        return EventsPage(events=[EventAnswer(**asdict(one)) for one in found], next=None)
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.
@@ -222,10 +226,10 @@ class AdminService:
             raise Refused(ProblemType.NO_SUCH_TASK, f"there is no task {task_id}")
         return task_answer(self.store, found)
 
-    def tasks(self, state: TaskState, after: int, limit: int) -> list[TaskAnswer]:
+    def tasks(self, state: TaskState, after: int, limit: int) -> TasksPage:
         """Tasks in a state past an id, oldest first."""
-        found = self.store.tasks(state, after=after, limit=limit)
-        return [task_answer(self.store, task) for task in found]
+        found, following = _page(self.store.tasks(state, after=after, limit=limit + 1), limit)
+        return TasksPage(tasks=[task_answer(self.store, one) for one in found], next=following)
 
     # -- requests
     def cancel(self, task_id: int, reason: str) -> TaskAnswer:
@@ -373,6 +377,12 @@ class AdminService:
 def generation_tag(generation: int) -> str:
     """Give a generation as an entity tag (RFC 9110, 8.8.3)."""
     return f'"{generation}"'
+
+
+def _page(found: Sequence[_Numbered], limit: int) -> tuple[Sequence[_Numbered], int | None]:
+    """The first so many, and the id of the last of them if there are more."""
+    page = found[:limit]
+    return page, page[-1].id if len(found) > limit else None
 
 
 def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 
@@ -109,8 +110,8 @@ def _answer(
     """The answer to one request, unless it is a refusal."""
     given = {name: value for name, value in params.items() if value is not None}
     with ExitStack() as stack:
-        client = _of_service(place.service) if place.service else _of_store(place, stack)
-        answer = asyncio.run(_sent(client, method, f"/api/v1{path}", params=given, **parts))
+        client = _of_service(place) if place.service else _of_store(place, stack)
+        answer = asyncio.run(_sent(client, method, f"api/v1{path}", params=given, **parts))
     if answer.status_code >= 400:
         found = _json(answer)
         detail = found.get("detail", found) if isinstance(found, dict) else found
@@ -136,11 +137,13 @@ async def _sent(client: httpx.AsyncClient, method: str, path: str, **parts: Any)
             raise ConfigError(f"no answer of a service at {where}: {exc or type(exc)}") from exc
 
 
-def _of_service(url: str) -> httpx.AsyncClient:
-    key = os.environ.get(KEY)
+def _of_service(place: Place) -> httpx.AsyncClient:
+    key, url = os.environ.get(KEY), place.service or ""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--service is {url!r}, expected http://HOST:PORT or https://HOST:PORT")
+    if place.deployment is not None:
+        url = f"{url.rstrip('/')}/deployments/{quote(place.deployment, safe='')}"
     try:
         return httpx.AsyncClient(base_url=url, headers=headers, timeout=IN_SERVICE_S + MARGIN_S)
     except httpx.InvalidURL as exc:

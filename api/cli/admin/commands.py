@@ -186,7 +186,7 @@ def tasks(
     place = (service, store, deployment)
     if cancel is not None:
         answer = asked(place, "POST", f"/tasks/{cancel}/cancel", {"reason": reason})
-        shown(answer, json_output, lambda found: _tasks([found]))
+        shown(answer, json_output, lambda found: _tasks({"tasks": [found]}))
         return
     shown(asked(place, "GET", "/tasks", state=state), json_output, _tasks)
 
@@ -280,18 +280,20 @@ def _task(task: dict[str, Any]) -> None:
         typer.echo("nothing moves" + (": a dry run" if found.get("dry_run") else ""))
 
 
-def _tasks(found: list[dict[str, Any]]) -> None:
+def _tasks(found: dict[str, Any]) -> None:
     rows = [
         [one["id"], at(one["time"]), one["kind"], one["state"], result.get("plan_id"), why]
-        for one in found
+        for one in found["tasks"]
         for result in [one["result"]]
         for why in [result.get("error") or one["request"].get("reason")]
     ]
     print_table(("id", "time", "kind", "state", "plan"), rows, "reason")
 
 
-def _events(found: list[dict[str, Any]]) -> None:
-    rows = ([one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found)
+def _events(found: dict[str, Any]) -> None:
+    rows = (
+        [one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found["events"]
+    )
     print_table(("id", "time", "kind"), rows, "detail")
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from api.http.requests import MAX_ID
 from api.http.routes.request_parts import service_of
 from api.http.schemas import (
-    EventAnswer,
+    EventsPage,
     HistoryAnswer,
     Imbalance,
     Load,
@@ -72,8 +72,8 @@ def get_events(
     after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0,
     limit: Annotated[int, Field(ge=1, le=10_000)] = 1000,
     latest: Annotated[int | None, Field(ge=1, le=1000)] = None,
-) -> list[EventAnswer]:
-    """Oldest first, past an id or the `latest` so many: repeat with the last id to continue."""
+) -> EventsPage:
+    """Oldest first, past an id or the `latest` so many: give `next` as `after` to continue."""
     service = service_of(request)
     return service.events(after, limit) if latest is None else service.latest_events(latest)
 

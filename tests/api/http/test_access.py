@@ -358,10 +358,9 @@ def test_outcome_is_in_the_audit_before_the_answer_is_sent_whole(tmp_path: Path)
     async def receive() -> Message:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    changes = Changes(
-        PlainTextResponse("done"), deployment="d", limits=HttpLimits(), state_dir=tmp_path
-    )
+    changes = Changes(PlainTextResponse("done"), limits=HttpLimits(), state_dir=tmp_path)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": None}
+    scope["state"] = {"deployment": "d"}
     asyncio.run(changes(scope, receive, send))
 
     assert found == [("http.response.start", "asked"), ("http.response.body", "asked", "200")]

@@ -34,9 +34,9 @@ class Services:
     def __init__(self, stack: ExitStack, state_dir: Path) -> None:
         store = stack.enter_context(closing(MemoryStore("d")))
         app = create_app(store, token=ADMIN, state_dir=state_dir)
-        self.service: AdminService = app.state.service
+        self.service: AdminService = app.state.deployments.own.service
         self.admin = HttpService(app, is_authenticated=True)
-        figures = create_metrics_app(self.service, token=SCRAPE, state_dir=state_dir)
+        figures = create_metrics_app(app.state.deployments, token=SCRAPE, state_dir=state_dir)
         self.metrics = HttpService(
             figures, "127.0.0.2", limits=figures.state.limits, is_authenticated=True
         )

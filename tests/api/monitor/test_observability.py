@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.metrics.definitions import Metric, Scrape, metrics_of
-from api.metrics.exposition import Exposition
+from api.metrics.exposition import Exposition, metrics_text
 from api.metrics.observability import ALERTS, DASHBOARD
 from api.monitor.health import Leadership
 from api.monitor.monitor import Monitor
@@ -251,4 +251,4 @@ def test_promtool_takes_the_rules() -> None:
 
 def test_promtool_takes_the_metrics() -> None:
     store = MemoryStore("d")
-    promtool("check", "metrics", text=Exposition(store, Monitor(store)).text().decode())
+    promtool("check", "metrics", text=metrics_text([Exposition(store, Monitor(store))])[0].decode())

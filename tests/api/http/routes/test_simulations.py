@@ -128,7 +128,7 @@ def test_simulation_ends_with_its_service(tmp_path: Path) -> None:
 
         service.stop()
 
-    simulations = app.state.simulations
+    simulations = app.state.deployments.own.simulations
     deadline = Deadline.after(DEADLINE_S, time.monotonic)
     while (found := simulations.one(1)).state == "running":
         assert not deadline.has_passed
