@@ -84,7 +84,7 @@ from telemetry.store import LoadStore
 
 TITLE = "EPLB admin API"
 STATIC = Path(__file__).parent / "static"
-SERVERS = [
+SERVERS: list[dict[str, Any]] = [
     {"url": "/", "description": "the service's own deployment"},
     {
         "url": f"{PREFIX}{{deployment}}",

@@ -49,8 +49,8 @@ def metrics_text(of_all: Iterable[Exposition]) -> tuple[bytes, str]:
                 known.samples.extend(family.samples)
     if failed and not merged:
         raise failed[0]
-    for exc in failed:
-        log.warning("no figures of a deployment: %s", exc)
+    for why in failed:
+        log.warning("no figures of a deployment: %s", why)
 
     class Merged(Collector):
         def collect(self) -> Iterator[Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
 from api.http.requests import MAX_ID
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
@@ -20,12 +22,14 @@ OF_STATE = (404, 409, 412)  # statuses of an API that understood, and may not
 Service = Annotated[
     str | None,
     typer.Option(
-        envvar="EPLB_SERVICE", help="URL of a service, its key in EPLB_KEY; else a store is used."
+        envvar="EPLB_SERVICE",
+        help="URL of a service, its key in EPLB_KEY; else, or with --store: a store.",
     ),
 ]
 Wait = Annotated[
     float, typer.Option(min=0, max=3600, help="Seconds for the controller; with a store.")
 ]
+IN_SERVICE_S = 10.0  # for which a service waits for the controller
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer of the API as JSON.")]
 Reason = Annotated[str, typer.Option(help="Reason; stored with the request.")]
 IfGeneration = Annotated[
@@ -34,13 +38,64 @@ IfGeneration = Annotated[
 WHY = "from the command line"
 
 
-def asked(place: tuple[Any, ...], method: str, path: str, *body: Any, **more: Any) -> Any:
+class Place(NamedTuple):
+    """Which API is asked, as given on the command line."""
+
+    service: str | None
+    store: str | None
+    deployment: str | None
+    wait_s: float = IN_SERVICE_S  # for the controller, with a store
+
+    @property
+    def url(self) -> str | None:
+        """Of the service; None: a store is used, which was named or is configured."""
+        return self.service if self.store is None else None
+
+
+def with_place(*, waits: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that choose an API, in place of its first parameter, ``place``.
+
+    Args:
+        waits: whether ``--wait`` is one of them.
+    """
+    options: dict[str, Any] = {
+        "service": Service,
+        "store": ConfiguredStore,
+        "deployment": ConfiguredDeployment,
+    }
+    defaults = dict.fromkeys(options) | ({"wait": 60.0} if waits else {})
+    options |= {"wait": Wait} if waits else {}
+
+    def given(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            command(Place(*(values.pop(name) for name in options)), **values)
+
+        signature = inspect.signature(command, eval_str=True)
+        of_place = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=option
+            )
+            for name, option in options.items()
+        ]
+        own = [
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for one in list(signature.parameters.values())[1:]
+        ]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = signature.replace(parameters=own + of_place)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in own + of_place}
+        return run
+
+    return given
+
+
+def asked(place: Place, method: str, path: str, *body: Any, **more: Any) -> Any:
     """Send one request; a refusal ends the command."""
     # Imported here: httpx takes 0.1 s, and --help needs none of it.
-    from api.cli.admin.client import Place, ask
+    from api.cli.admin.client import ask
 
     with refusals_end_the_command():
-        return ask(Place(*place), method, path, *body, **more)
+        return ask(place, method, path, *body, **more)
 
 
 @contextmanager
