@@ -14,7 +14,7 @@ import typer
 from api.access.commands import audit
 from api.access.commands import keys as keys_commands
 from api.access.local import local_actor
-from api.cli.admin.asking import Place, asked, with_place
+from api.cli.admin.asking import asked, with_place
 from api.cli.admin.commands import (
     anomalies,
     approve,
@@ -29,6 +29,7 @@ from api.cli.admin.commands import (
     tasks,
 )
 from api.cli.admin.pins import app as pins_commands
+from api.cli.admin.place import Place
 from api.cli.admin.placements import app as placements_commands
 from api.cli.admin.ranks import cordon, drain, ranks, uncordon
 from api.cli.check import check, fsck

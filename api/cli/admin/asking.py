@@ -7,10 +7,11 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
+from api.cli.admin.place import Place
 from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
 from api.http.requests import MAX_ID
 from api.terminal.printable import print_error
@@ -29,27 +30,12 @@ Service = Annotated[
 Wait = Annotated[
     float, typer.Option(min=0, max=3600, help="Seconds for the controller; with a store.")
 ]
-IN_SERVICE_S = 10.0  # for which a service waits for the controller
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer of the API as JSON.")]
 Reason = Annotated[str, typer.Option(help="Reason; stored with the request.")]
 IfGeneration = Annotated[
     int | None, typer.Option(min=0, max=MAX_ID, help="Only if this generation serves.")
 ]
 WHY = "from the command line"
-
-
-class Place(NamedTuple):
-    """Which API is asked, as given on the command line."""
-
-    service: str | None
-    store: str | None
-    deployment: str | None
-    wait_s: float = IN_SERVICE_S  # for the controller, with a store
-
-    @property
-    def url(self) -> str | None:
-        """Of the service; None: a store is used, which was named or is configured."""
-        return self.service if self.store is None else None
 
 
 def with_place(*, waits: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:

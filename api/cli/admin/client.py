@@ -16,7 +16,7 @@ import httpx
 
 from api.access.keys import Actor, Role
 from api.access.local import local_actor
-from api.cli.admin.asking import IN_SERVICE_S, Place
+from api.cli.admin.place import IN_SERVICE_S, Place
 from api.cli.store_place import audit_folder, configured_store, open_existing
 from api.http.deployments.choice import path_of
 from api.http.requests import NOTES

@@ -15,13 +15,13 @@ from api.cli.admin.asking import (
     WHY,
     AsJson,
     IfGeneration,
-    Place,
     Reason,
     asked,
     at,
     shown,
     with_place,
 )
+from api.cli.admin.place import Place
 from api.http.requests import MAX_ID, MAX_INDEX
 from api.terminal.printable import print_error, printable
 from api.terminal.table import print_table

@@ -15,12 +15,12 @@ from api.cli.admin.asking import (
     NOT_ALLOWED,
     WHY,
     AsJson,
-    Place,
     Reason,
     asked,
     shown,
     with_place,
 )
+from api.cli.admin.place import Place
 from api.terminal.printable import print_error, printable
 from api.terminal.table import print_table
 

@@ -14,13 +14,13 @@ import typer
 
 from api.cli.admin.asking import (
     AsJson,
-    Place,
     asked,
     at,
     refusals_end_the_command,
     shown,
     with_place,
 )
+from api.cli.admin.place import Place
 from api.http.requests import MAX_ID
 from api.terminal.printable import printable
 from api.terminal.table import print_table

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.admin.asking import WHY, AsJson, Place, Reason, asked, shown, with_place
+from api.cli.admin.asking import WHY, AsJson, Reason, asked, shown, with_place
+from api.cli.admin.place import Place
 from api.terminal.printable import printable
 from api.terminal.table import print_table
 

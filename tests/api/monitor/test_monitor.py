@@ -11,7 +11,8 @@ from rank_reports import rank_report
 from rich.console import Console
 
 from api.monitor.monitor import Monitor
-from api.monitor.snapshot import WindowScore, contiguous_load
+from api.monitor.scores import contiguous_load
+from api.monitor.snapshot import WindowScore
 from api.monitor.verdict import unready
 from api.terminal.live import LiveView, PlainLines, window_line
 from api.terminal.picture import in_units, render
@@ -117,7 +118,9 @@ def test_window_in_mid_migration_is_not_scored_as_its_base(
 
 
 def test_experts_that_ranks_do_not_divide_leave_one_more_on_the_first() -> None:
-    assert contiguous_load(np.array([[5, 3, 2]]), 2).tolist() == [[8, 2]]
+    assert contiguous_load(np.array([[5, 3, 2]]), TOPOLOGY).tolist() == [[8, 2]]
+    without_first = replace(TOPOLOGY, drained=np.array([True, False]))
+    assert contiguous_load(np.array([[5, 3, 2]]), without_first).tolist() == [[0, 10]]
 
 
 def test_heatmaps_are_load_over_mean_of_the_latest_window(store: MemoryStore) -> None:

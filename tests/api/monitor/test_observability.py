@@ -63,6 +63,7 @@ def metrics() -> dict[str, Metric]:
     seen = replace(
         Monitor(MemoryStore("d")).snapshot(),
         heatmap=np.ones((1, 2)),
+        layer_imbalance=np.ones(1),
         swap_pauses_ms=(1.0,),
         supervision=SupervisionView(tuple(processes), 0.1, 0.1, 0.0),
     )
