@@ -1,7 +1,7 @@
 """Imbalance of windows and roll-ups, for page, metrics, terminal and history alike.
 
-It is that of ``eplb.measure.balance``, over the ranks that hold experts. A drained rank has no slot in
-use and gets no tokens: in the mean it would make the best placement look uneven.
+It is that of ``eplb.measure.balance``, over the ranks that hold experts. A drained rank has no slot
+in use and gets no tokens: in the mean it would make the best placement look uneven.
 
 Shapes:  L MoE layers, E experts, R ranks.
 """
