@@ -45,15 +45,17 @@ from api.metrics.exposition import Exposition
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
-from api.monitor.reader import Reader, Reading
+from api.monitor.reader import Reader
 from api.monitor.snapshot import Snapshot
 from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.policies.table import policy_named
-from telemetry.store import Event, LoadStore, Task, TaskState
+from telemetry.store import CommittedPlacement, Event, LoadStore, Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
+
+MOST_MADE = 16  # answers that are kept; the largest has a megabyte
 
 _Numbered = TypeVar("_Numbered", Event, Task)
 
@@ -86,7 +88,7 @@ class AdminService:
         self.metrics = Exposition(
             store, self._monitor, metrics_level, reader=self.reader, feed=self.feed
         )
-        self._made: tuple[Reading | None, dict[str, bytes]] = (None, {})  # of the latest reading
+        self._of_reading, self._of_commit = _Made(), _Made()
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
         self._clock = clock
 
@@ -137,13 +139,14 @@ class AdminService:
 
     def once_a_reading(self, name: str, make: Callable[[], BaseModel]) -> bytes:
         """Make an answer as JSON, once for each reading of the store: many may ask for it."""
-        reading = self.reader.reading()
-        of, made = self._made
-        if of is not reading:  # of two threads at once both make it, and either is right
-            self._made = of, made = reading, {}
-        if name not in made:
-            made[name] = make().model_dump_json().encode()
-        return made[name]
+        return self._of_reading.get(self.reader.reading(), name, make)
+
+    def once_a_commit(
+        self, of: CommittedPlacement | None, name: str, make: Callable[[], BaseModel]
+    ) -> bytes:
+        """Make an answer as JSON, once as long as one placement serves."""
+        key = None if of is None else (of.placement.generation, of.placement.hash, of.time)
+        return self._of_commit.get(key, name, make)
 
     def load(self, last: int) -> Load:
         """The latest windows with their matrices."""
@@ -372,6 +375,22 @@ class AdminService:
             )
         state = self.store.change_live(changes, reason=request.reason)
         return ControlAnswer.model_validate(state.control)
+
+
+class _Made:
+    """Answers as JSON, made once as long as what they are of stays the same."""
+
+    def __init__(self) -> None:
+        self._made: tuple[object, dict[str, bytes]] = (None, {})
+
+    def get(self, of: object, name: str, make: Callable[[], BaseModel]) -> bytes:
+        known, made = self._made
+        if known != of or len(made) >= MOST_MADE:
+            self._made = _, made = of, {}
+        answer = made.get(name)
+        if answer is None:  # two threads at once both make it, and either is right
+            answer = made[name] = make().model_dump_json().encode()
+        return answer
 
 
 def generation_tag(generation: int) -> str:
