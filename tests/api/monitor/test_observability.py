@@ -43,6 +43,9 @@ SHOWN = {
     "eplb_telemetry_lag_seconds",
     "eplb_ranks_alive",
     "eplb_progress_age_seconds",
+    "eplb_pace_part",
+    "eplb_migration_slowdown",
+    "eplb_pace_judgements_total",
 }
 ALERTED = {
     "eplb_balancedness",
