@@ -363,7 +363,7 @@ def test_picture_shows_the_latest_anomalies_that_are_not_in_its_first_line(
     assert len(lines) <= height
     assert "silent ranks: 1" in lines[0]
     found = [line.split(maxsplit=2) for line in lines if " now " in line or " ago " in line]
-    assert ["now", "warning"] == found[0][:2]
+    assert found[0][:2] == ["now", "warning"]
     assert "a torn copy" in found[0][2]
     assert found[1][2].endswith("rank 3 was killed")
     assert len(found) == 2
