@@ -13,12 +13,12 @@ import httpx
 import pytest
 from deployments import OneHost, deployment_in
 from documents import files_of
-from prometheus_server import PROMETHEUS, Prometheus
 
 from api.access.keys import AccessKeys
 from api.http.app import create_app, create_metrics_app
 from api.http.server import HttpService
 from api.http.service import AdminService
+from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 from eplb.errors import ConfigError
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.memory import MemoryStore
