@@ -54,7 +54,8 @@ class Changes:
 
     Args:
         state_dir: that has the audit; None: there is none.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch, of the audit.
+        age_clock: of kept answers; it never jumps.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Changes:
         limits: HttpLimits,
         state_dir: Path | None,
         clock: Clock = time.time,
+        age_clock: Clock = time.monotonic,
     ) -> None:
-        self._app, self._clock = app, clock
+        self._app, self._clock, self._age_clock = app, clock, age_clock
         self._limits = limits
         self._audit = None if state_dir is None else Audit(state_dir)
         self._answers: OrderedDict[_Place, _Answer] = OrderedDict()
@@ -95,7 +97,7 @@ class Changes:
         digest = sha256(body).hexdigest()
         known = self._known(place)
         if known is None:
-            answer = self._answers[place] = _Answer(digest, self._clock())
+            answer = self._answers[place] = _Answer(digest, self._age_clock())
             await self._kept(answer, place, scope, body, receive, send, actor)
         elif known.body != digest:
             detail = "this idempotency key was used for another body, expected the same"
@@ -108,7 +110,7 @@ class Changes:
                 await send(_marked(message))
 
     def _known(self, place: _Place) -> _Answer | None:
-        limit = self._clock() - KEPT_ANSWERS_S
+        limit = self._age_clock() - KEPT_ANSWERS_S
         while self._answers:
             oldest = next(iter(self._answers.values()))
             if len(self._answers) <= KEPT_ANSWERS and oldest.time >= limit:

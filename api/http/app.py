@@ -108,6 +108,7 @@ OF_ALL = (
     ProblemType.BAD_REQUEST,
     ProblemType.FOREIGN_HOST,
     ProblemType.NO_SUCH_DEPLOYMENT,
+    ProblemType.REQUEST_TOO_SLOW,
     ProblemType.INVALID_REQUEST,
 )
 OF_KEYS = (ProblemType.NOT_AUTHENTICATED, ProblemType.TOO_MANY_FAILED_LOGINS)
