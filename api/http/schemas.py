@@ -264,6 +264,17 @@ class Imbalance(Answer):
     rebalances: list[Mark]
 
 
+class DriftAnswer(Answer):
+    """Jensen-Shannon distance of the latest load from the load planned on, 0 to 1, less noise."""
+
+    generation: int | None = Field(description="that serves")
+    overall: float | None = Field(
+        description="of all layers; null: the load planned on is not known, or none came since"
+    )
+    layers: list[float] | None = Field(description="[L]")
+    noise: float | None = Field(description="the distance that chance alone would show")
+
+
 class LoadWindow(Answer):
     """Steps or time of one window."""
 

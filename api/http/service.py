@@ -22,6 +22,7 @@ from api.http.routes.events.feed import EventFeed
 from api.http.schemas import (
     ControlAnswer,
     DecisionAnswer,
+    DriftAnswer,
     EventAnswer,
     EventsPage,
     Health,
@@ -164,6 +165,18 @@ class AdminService:
         return Imbalance(
             windows=[Score.model_validate(score) for score in seen.series[-last:]],
             rebalances=[Mark.model_validate(mark) for mark in seen.marks],
+        )
+
+    def drift(self) -> DriftAnswer:
+        """How far the load is from the one that the serving placement was planned on."""
+        found, generation = self.metrics.drift(), self._snapshot().generation
+        if found is None:
+            return DriftAnswer(generation=generation, overall=None, layers=None, noise=None)
+        return DriftAnswer(
+            generation=generation,
+            overall=found.overall,
+            layers=found.per_layer.tolist(),
+            noise=found.noise,
         )
 
     def history(self, seconds: int, points: int) -> HistoryAnswer:

@@ -8,7 +8,8 @@ or rank; the page has those. ``level`` adds more. The library's global registry 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, get_args
 
@@ -17,9 +18,12 @@ from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.drift_watch import DriftWatch
 from api.monitor.monitor import KEPT_WINDOWS, Monitor
 from api.monitor.reader import Reader
+from api.monitor.snapshot import Snapshot
 from api.monitor.tally import BUCKETS_S, Durations
 from eplb.errors import ConfigError, StoreError
+from telemetry.drift.detector import Drift
 from telemetry.store import LoadStore
+from telemetry.windows.folder import Window
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +90,7 @@ class Exposition:
             raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
         self._store, self._monitor, self._level = store, monitor, level
         self._reader = reader or Reader(store, monitor)
-        self._feed, self._drift = feed, DriftWatch()
+        self._feed, self._drift, self._drift_lock = feed, DriftWatch(), threading.Lock()
 
     def families(self) -> Iterator[Any]:
         """Give the metrics in the library's own form.
@@ -98,6 +102,18 @@ class Exposition:
         for metric in metrics_of(scrape, self._level):
             yield _family(metric, scrape.seen.deployment)
 
+    def drift(self) -> Drift | None:
+        """How far the load is from the one that the serving placement was planned on.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return self._drift_of(self._reader.reading().seen, self._monitor.windows(KEPT_WINDOWS))
+
+    def _drift_of(self, seen: Snapshot, windows: Sequence[Window]) -> Drift | None:
+        with self._drift_lock:
+            return self._drift.update(seen, windows)
+
     def _scrape(self) -> Scrape:
         reading = self._reader.reading()
         seen = reading.seen
@@ -107,7 +123,7 @@ class Exposition:
             seen=seen,
             judged=reading.judged,
             latest=windows[-1] if windows else None,
-            drift=self._drift.update(seen, windows),
+            drift=self._drift_of(seen, windows),
             migration=self._store.published(),
             samples_stored=sum(counts.values()),
             leads=reading.leads,

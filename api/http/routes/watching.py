@@ -12,6 +12,7 @@ from starlette.responses import Response
 from api.http.requests import MAX_ID
 from api.http.routes.request_parts import service_of
 from api.http.schemas import (
+    DriftAnswer,
     EventsPage,
     HistoryAnswer,
     Imbalance,
@@ -42,6 +43,11 @@ def get_imbalance(
 ) -> Imbalance:
     """Measured beside contiguous, window by window, with the rebalances between them."""
     return service_of(request).imbalance(last)
+
+
+def get_drift(request: Request) -> DriftAnswer:
+    """Of the latest windows from those that the serving placement was planned on, by layer."""
+    return service_of(request).drift()
 
 
 def get_history(
@@ -83,6 +89,7 @@ def add_watching_routes(watch: APIRouter) -> None:
     watch.get("/state", summary="Everything at a glance", response_model=State)(get_state)
     watch.get("/load", summary="Load windows with their matrices")(get_load)
     watch.get("/imbalance", summary="Imbalance over time")(get_imbalance)
+    watch.get("/drift", summary="Drift of the load")(get_drift)
     watch.get(
         "/history",
         summary="Imbalance by wall-clock time, over all runs",

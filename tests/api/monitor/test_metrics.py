@@ -16,6 +16,7 @@ from rank_reports import rank_report
 
 from api.http.app import create_app
 from api.http.server import HttpService
+from api.http.service import AdminService
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition, metrics_text
 from api.monitor.history import History
@@ -340,6 +341,10 @@ def test_drift_is_measured_from_the_load_that_was_planned_on(store: MemoryStore)
 
     assert before[("all",)] < 0.1
     assert after[("worst_layer",)] > after[("all",)] > 0.3
+    answer = AdminService(store).drift()
+    assert answer.layers is not None
+    shown = answer.generation, answer.overall, max(answer.layers)
+    assert shown == (2, after[("all",)], after[("worst_layer",)])
 
 
 def test_anomalies_are_counted_by_type(store: MemoryStore) -> None:
