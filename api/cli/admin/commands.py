@@ -171,6 +171,7 @@ def deployments(
 def tasks(
     place: Place,
     state: Annotated[str, typer.Option(help="queued, running, done or failed.")] = "queued",
+    after: Annotated[int, typer.Option(min=0, max=MAX_ID, help="Those past this number.")] = 0,
     cancel: Annotated[
         int | None, typer.Option(min=0, max=MAX_ID, help="Cancel this one; it must be queued.")
     ] = None,
@@ -180,9 +181,9 @@ def tasks(
     """List requests to the controller, or cancel one."""
     if cancel is not None:
         answer = asked(place, "POST", f"/tasks/{cancel}/cancel", {"reason": reason})
-        shown(answer, json_output, lambda found: _tasks({"tasks": [found]}))
+        shown(answer, json_output, lambda found: _tasks({"tasks": [found], "next": None}))
         return
-    shown(asked(place, "GET", "/tasks", state=state), json_output, _tasks)
+    shown(asked(place, "GET", "/tasks", state=state, after=after), json_output, _tasks)
 
 
 @with_place()
@@ -286,6 +287,7 @@ def _tasks(found: dict[str, Any]) -> None:
         for why in [result.get("error") or one["request"].get("reason")]
     ]
     print_table(("id", "time", "kind", "state", "plan"), rows, "reason")
+    _more(found)
 
 
 def _events(found: dict[str, Any]) -> None:
@@ -293,6 +295,12 @@ def _events(found: dict[str, Any]) -> None:
         [one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found["events"]
     )
     print_table(("id", "time", "kind"), rows, "detail")
+    _more(found)
+
+
+def _more(found: dict[str, Any]) -> None:
+    if found["next"] is not None:
+        typer.echo(f"there are more: --after {found['next']}")
 
 
 def _words(detail: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -167,6 +168,37 @@ def test_path_trick_around_the_prefix_changes_no_deployment(shown: Shown, path: 
 
     assert answer.status_code == 404
     assert all(store.control().movement for store in shown.stores.values())
+
+
+@pytest.mark.parametrize("base", ["", AT_OTHER])
+@pytest.mark.parametrize(
+    "trick", ["../app.py", "%2e%2e/app.py", "..%2fapp.py", "%2fetc%2fpasswd", "..%5capp.py", "%00"]
+)
+def test_path_trick_reads_no_file_beside_those_of_the_page(
+    shown: Shown, base: str, trick: str
+) -> None:
+    target = httpx.URL(shown.service.url).copy_with(raw_path=f"{base}/static/{trick}".encode())
+
+    assert problem_of(shown.client.get(target)) == (404, "not-found")
+
+
+def test_lists_of_events_and_tasks_are_read_page_by_page(shown: Shown) -> None:
+    store = shown.stores[OTHER]
+    tasks = [store.submit("rebalance", {"reason": f"task {number}"}).id for number in range(5)]
+    events = [one.id for one in store.events(after=0, limit=100)]
+    for name, expected, size in (("tasks", tasks, 2), ("events", events, 1)):
+        found, after = list[int](), 0
+        while after is not None:
+            params = {"after": after, "limit": size}
+            page = shown.client.get(f"{AT_OTHER}/api/v1/{name}", params=params).json()
+            found += [one["id"] for one in page[name]]
+            after = page["next"]
+        assert found == expected, name
+        whole = {"limit": len(expected)}
+        assert shown.client.get(f"{AT_OTHER}/api/v1/{name}", params=whole).json()["next"] is None
+    place = ["--service", shown.service.url, "--deployment", OTHER, "--after", str(tasks[1])]
+    listed = CliRunner().invoke(commands, ["tasks", "--json", *place])
+    assert [one["id"] for one in json.loads(listed.output)["tasks"]] == tasks[2:]
 
 
 def test_keys_and_roles_hold_below_the_prefix(shown: Shown) -> None:
