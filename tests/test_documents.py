@@ -41,6 +41,7 @@ from telemetry.stores.redis.connection.local_server import RedisProcess
 
 SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
 ADDRESS = re.compile(r"^(http://)?[\d.]+:8765")
+OF_DEPLOYMENT = re.compile(r"^/deployments/[^/]+(?=/)")  # before any route
 LANGUAGES = {"python", "sh", "conf", "toml", "json", "yaml", "mermaid", "output", "text"}
 # Blocks that no test runs, by page. Each has its reason beside it in the page.
 NOT_RUN = {
@@ -52,6 +53,7 @@ NOT_RUN = {
     "docs/engines.md": 4,
     "docs/engines-vllm.md": 2,
     "docs/metrics.md": 1,
+    "docs/operations.md": 1,
 }
 PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun", "pip", "redis-server"}
 PROGRAMS |= {"vllm", "python3", ".", "export"}  # that make and enter an environment
@@ -168,6 +170,7 @@ def test_every_command_of_a_page_exists(block: Block) -> None:
             assert f"\n{words[1]}:" in makefile, f"{block.name}: make {words[1]}"
         elif program == "curl":
             path = ADDRESS.sub("", words[-1]).partition("?")[0]
+            path = OF_DEPLOYMENT.sub("", path)
             assert path in routes() or path == "/api/v1/openapi.json", f"{block.name}: {path}"
         elif program == "pip":
             for extras in re.findall(r"\[([\w,]+)\]", " ".join(words)):

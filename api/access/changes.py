@@ -36,6 +36,8 @@ HEADER = "idempotency-key"
 
 log = logging.getLogger(__name__)
 
+_Place = tuple[str, str, str, str]  # actor, deployment, path and key of a request
+
 
 @dataclass
 class _Answer:
@@ -48,27 +50,27 @@ class _Answer:
 
 
 class Changes:
-    """ASGI middleware around the routes.
+    """ASGI middleware around the routes; the deployment is chosen before it.
 
     Args:
-        deployment: named in the audit.
         state_dir: that has the audit; None: there is none.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch, of the audit.
+        age_clock: of kept answers; it never jumps.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        deployment: str,
         limits: HttpLimits,
         state_dir: Path | None,
         clock: Clock = time.time,
+        age_clock: Clock = time.monotonic,
     ) -> None:
-        self._app, self._deployment, self._clock = app, deployment, clock
+        self._app, self._clock, self._age_clock = app, clock, age_clock
         self._limits = limits
         self._audit = None if state_dir is None else Audit(state_dir)
-        self._answers: OrderedDict[tuple[str, str, str], _Answer] = OrderedDict()
+        self._answers: OrderedDict[_Place, _Answer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
@@ -91,24 +93,24 @@ class Changes:
             detail = f"an idempotency key of {len(key)} characters, expected 1 to {MOST_KEY}"
             await problem(ProblemType.INVALID_REQUEST, detail)(scope, receive, send)
             return
-        place, digest = (actor.name, scope["path"], key), sha256(body).hexdigest()
+        place = actor.name, scope["state"]["deployment"], scope["path"], key
+        digest = sha256(body).hexdigest()
         known = self._known(place)
         if known is None:
-            answer = self._answers[place] = _Answer(digest, self._clock())
+            answer = self._answers[place] = _Answer(digest, self._age_clock())
             await self._kept(answer, place, scope, body, receive, send, actor)
         elif known.body != digest:
             detail = "this idempotency key was used for another body, expected the same"
             await problem(ProblemType.KEY_REUSED, detail)(scope, receive, send)
         elif not known.is_done:
             detail = "the request with this idempotency key is in progress, expected its end first"
-            refusal = problem(ProblemType.REQUEST_IN_PROGRESS, detail, {"Retry-After": "1"})
-            await refusal(scope, receive, send)
+            await problem(ProblemType.REQUEST_IN_PROGRESS, detail)(scope, receive, send)
         else:
             for message in known.messages:
                 await send(_marked(message))
 
-    def _known(self, place: tuple[str, str, str]) -> _Answer | None:
-        limit = self._clock() - KEPT_ANSWERS_S
+    def _known(self, place: _Place) -> _Answer | None:
+        limit = self._age_clock() - KEPT_ANSWERS_S
         while self._answers:
             oldest = next(iter(self._answers.values()))
             if len(self._answers) <= KEPT_ANSWERS and oldest.time >= limit:
@@ -119,7 +121,7 @@ class Changes:
     async def _kept(
         self,
         answer: _Answer,
-        place: tuple[str, str, str],
+        place: _Place,
         scope: Scope,
         body: bytes,
         receive: Receive,
@@ -148,7 +150,7 @@ class Changes:
             return
         entry = AuditEntry(
             time=self._clock(),
-            deployment=self._deployment,
+            deployment=scope["state"]["deployment"],
             actor=actor.name,
             role=actor.role.label,
             address=client_address(scope),

@@ -14,9 +14,11 @@ import typer
 from api.access.commands import audit
 from api.access.commands import keys as keys_commands
 from api.access.local import local_actor
+from api.cli.admin.asking import asked, with_place
 from api.cli.admin.commands import (
     anomalies,
     approve,
+    deployments,
     events,
     explain,
     proposals,
@@ -27,6 +29,7 @@ from api.cli.admin.commands import (
     tasks,
 )
 from api.cli.admin.pins import app as pins_commands
+from api.cli.admin.place import Place
 from api.cli.admin.placements import app as placements_commands
 from api.cli.admin.ranks import cordon, drain, ranks, uncordon
 from api.cli.check import check, fsck
@@ -41,11 +44,7 @@ from api.cli.simulator.sweep import EXAMPLE as SWEEP_EXAMPLE
 from api.cli.simulator.sweep import sweep_command
 from api.cli.status import status, top
 from api.cli.store_commands import app as store_commands
-from api.cli.store_place import (
-    ConfiguredDeployment,
-    ConfiguredStore,
-    configured_store,
-)
+from api.cli.store_place import configured_store
 from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
 from api.config.loader import load
@@ -92,6 +91,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     reject: "eplb reject 12 --reason 'not tonight'",
     rebalance: "eplb rebalance --reason 'hot expert' --move",
     rollback: "eplb rollback 40 --reason 'answers got slower' --move",
+    deployments: "eplb deployments --service http://127.0.0.1:8765",
     tasks: "eplb tasks --state failed; eplb tasks --cancel 7",
     events: "eplb events --last 100 --json",
     ranks: "eplb ranks --store redis://HOST:PORT --deployment prod",
@@ -195,23 +195,17 @@ def demo(
 
 
 @app.command()
-def pause(
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
-    reason: Reason = "paused from the command line",
-) -> None:
+@with_place()
+def pause(place: Place, reason: Reason = "paused from the command line") -> None:
     """Stop all movement of weights at once; serving continues."""
-    _switch(store, deployment, movement=False, reason=reason)
+    _switch(place, movement=False, reason=reason)
 
 
 @app.command()
-def resume(
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
-    reason: Reason = "resumed from the command line",
-) -> None:
+@with_place()
+def resume(place: Place, reason: Reason = "resumed from the command line") -> None:
     """Let weights move again."""
-    _switch(store, deployment, movement=True, reason=reason)
+    _switch(place, movement=True, reason=reason)
 
 
 def main() -> None:
@@ -220,9 +214,13 @@ def main() -> None:
     app()
 
 
-def _switch(url: str | None, name: str | None, *, movement: bool, reason: str) -> None:
+def _switch(place: Place, *, movement: bool, reason: str) -> None:
+    if place.url:
+        asked(place, "POST", "/resume" if movement else "/pause", {"reason": reason})
+        typer.echo(f"movement {'on' if movement else 'off'}: {printable(reason)}")
+        return
     try:
-        store, deployment = configured_store(url, name)
+        store, deployment = configured_store(place.store, place.deployment)
         change, has_reports = switch_movement(store, deployment, movement=movement, reason=reason)
     except EplbError as exc:
         print_error(exc)

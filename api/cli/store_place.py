@@ -26,7 +26,8 @@ ConfiguredStore = Annotated[
     str | None, typer.Option(help="The store: a file or URL; else that of the configuration.")
 ]
 ConfiguredDeployment = Annotated[
-    str | None, typer.Option(help="Name of the deployment; else that of the configuration.")
+    str | None,
+    typer.Option(help="Name of the deployment; else that of the service or configuration."),
 ]
 
 

@@ -22,6 +22,8 @@ from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
 from telemetry.reporter.drain import Tempo
 from telemetry.retention.pruning import Retention
 
+EVERY = "*"  # in place of the names of deployments
+
 
 class Deployment(Section):
     """What runs where."""
@@ -152,6 +154,11 @@ class Http(Section):
         None, "certificate with those up to its authority; none: http, without encryption"
     )
     tls_key_file: Path | None = setting(None, "its key, without a passphrase")
+    deployments: str = setting(
+        "",
+        "of the store that `eplb serve` shows beside its own, as `a, b`; `*`: all; empty: none",
+        max_length=5000,
+    )
     metrics_level: Literal["default", "layer", "rank"] = setting(
         "default", "series of /metrics for each layer, or each layer and rank"
     )
@@ -196,6 +203,11 @@ class Http(Section):
     def limits(self) -> HttpLimits:
         """Give the limits that the service takes."""
         return HttpLimits(**self.model_dump(include={one.name for one in fields(HttpLimits)}))
+
+    @property
+    def deployment_names(self) -> tuple[str, ...]:
+        """Of the deployments that are shown beside the service's own; EVERY: all of the store."""
+        return tuple(name for part in self.deployments.split(",") if (name := part.strip()))
 
     @property
     def certificate(self) -> Certificate | None:

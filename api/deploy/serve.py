@@ -7,7 +7,7 @@ all leads, and every API shows the same store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -15,14 +15,14 @@ from socket import socket
 from typing import Any
 
 from api.config.addresses import numeric_address
-from api.config.sections import Http
+from api.config.sections import EVERY, Http
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs, ensure_first_placement
 from api.deploy.roles import controller_job
 from api.deploy.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
 from api.http.app import create_app, create_metrics_app
+from api.http.deployments.served import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
-from api.http.service import AdminService
 from api.interrupts import StopSignals
 from api.processes.children import Child, refusal
 from api.processes.controller import run_controller
@@ -31,6 +31,7 @@ from api.processes.supervision import Kill, Supervised, Supervisor
 from eplb import versions
 from eplb.errors import StoreError
 from rebalance.controller.lease import new_holder
+from telemetry import deployments_of, open_store
 from telemetry.joining import check_versions
 from telemetry.store import LoadStore
 
@@ -77,6 +78,7 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             token=token,
             state_dir=state_dir,
             is_watching=True,
+            others=_others(deployment),
         )
         service = HttpService(
             app,
@@ -93,7 +95,7 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
         if bound_metrics is not None:
             path = state_dir / METRICS_TOKEN_FILE
             metrics_token_file = write_token(secret.metrics_token, path)
-            metrics = _metrics_service(deployment, app.state.service, bound_metrics)
+            metrics = _metrics_service(deployment, app.state.deployments, bound_metrics)
             metrics.start()
             stack.callback(metrics.stop)
             services["the service of /metrics"] = metrics
@@ -123,11 +125,23 @@ def _bound_metrics(http: Http) -> socket | None:
     return bound_socket(address, http.metrics_port, "http.metrics_port, http.metrics_host")
 
 
-def _metrics_service(deployment: Deployment, admin: AdminService, bound: socket) -> HttpService:
+def _others(deployment: Deployment) -> Others | None:
+    """The deployments of its store that are shown beside it."""
+    names = deployment.settings.http.deployment_names
+    if not names:
+        return None
+
+    def found() -> Sequence[str]:
+        return deployments_of(deployment.store_url) if names == (EVERY,) else names
+
+    return Others(found, partial(open_store, deployment.store_url))
+
+
+def _metrics_service(deployment: Deployment, shown: Deployments, bound: socket) -> HttpService:
     """Make the service of /metrics alone, over the figures of the admin API."""
     http, token = deployment.settings.http, deployment.secret.metrics_token
     app = create_metrics_app(
-        admin, limits=http.limits(), token=token, state_dir=deployment.state_dir
+        shown, limits=http.limits(), token=token, state_dir=deployment.state_dir
     )
     return HttpService(
         app,

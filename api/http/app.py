@@ -2,6 +2,7 @@
 
     GET  /            the page          GET  /healthz /livez /readyz /metrics
     GET  /api/v1/...  queries           POST, PATCH /api/v1/...  requests
+    /deployments/NAME/...               the same, of another deployment
 
 Queries read the store, and requests are written to it. Access checks and limits are in
 ``api/http/guard.py`` and ``api/http/connections.py``. The two probes take no thread and never wait
@@ -11,6 +12,7 @@ for the store.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -27,6 +29,10 @@ from api.access.audit import Audit
 from api.access.authentication import Authentication
 from api.access.changes import Changes
 from api.access.keys import Actor
+from api.demo.settings import DEPLOYMENT
+from api.http.deployments.choice import PREFIX, Choice, Prefix
+from api.http.deployments.routes import add_deployment_routes
+from api.http.deployments.served import Deployments, Others, Served
 from api.http.guard import Guard, check_request
 from api.http.latest import WAIT_S, LatestAnswer
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
@@ -57,6 +63,7 @@ from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
 from api.http.routes.ranks import add_rank_routes
 from api.http.routes.rebalances import add_rebalance_routes
+from api.http.routes.request_parts import served, service_of
 from api.http.routes.simulations.routes import add_simulation_routes
 from api.http.routes.simulations.runs import Simulations
 from api.http.routes.tasks import add_task_routes
@@ -70,18 +77,26 @@ from api.http.schemas import (
 )
 from api.http.service import AdminService
 from api.metrics.definitions import Level
+from api.metrics.exposition import metrics_text
 from api.processes.supervision import SupervisionView
 from eplb import __version__
 from telemetry.store import LoadStore
 
 TITLE = "EPLB admin API"
 STATIC = Path(__file__).parent / "static"
+SERVERS: list[dict[str, Any]] = [
+    {"url": "/", "description": "the service's own deployment"},
+    {
+        "url": f"{PREFIX}{{deployment}}",
+        "description": "each deployment of GET /api/v1/deployments",
+        "variables": {"deployment": {"default": DEPLOYMENT}},
+    },
+]
 METRICS_CONNECTIONS, METRICS_REQUESTS = 16, 4  # of an address of their own
 
 
 async def _service(request: Request) -> AdminService:
-    service: AdminService = request.app.state.service
-    return service
+    return service_of(request)
 
 
 Service = Annotated[AdminService, Depends(_service)]
@@ -89,7 +104,13 @@ IfMatch = Annotated[
     str, Header(pattern=r'^(\*|"[0-9]{1,19}")$', description="the ETag that was read, or *")
 ]
 
-OF_ALL = (ProblemType.BAD_REQUEST, ProblemType.FOREIGN_HOST, ProblemType.INVALID_REQUEST)
+OF_ALL = (
+    ProblemType.BAD_REQUEST,
+    ProblemType.FOREIGN_HOST,
+    ProblemType.NO_SUCH_DEPLOYMENT,
+    ProblemType.REQUEST_TOO_SLOW,
+    ProblemType.INVALID_REQUEST,
+)
 OF_KEYS = (ProblemType.NOT_AUTHENTICATED, ProblemType.TOO_MANY_FAILED_LOGINS)
 OF_STORE = (ProblemType.STORE_UNAVAILABLE, ProblemType.TOO_BUSY, ProblemType.KEYS_UNAVAILABLE)
 OF_CHANGES = (
@@ -127,8 +148,7 @@ def get_healthz(service: Service) -> Health:
 )
 async def get_readyz(request: Request) -> Health:
     """A run has begun, every rank reports, and steps make progress."""
-    latest: LatestAnswer = request.app.state.readiness
-    return await latest.get()
+    return await served(request).readiness.get()
 
 
 @figures.get(
@@ -137,11 +157,19 @@ async def get_readyz(request: Request) -> Health:
     response_class=PlainTextResponse,
     responses=documented(*OF_KEYS, *OF_STORE),
 )
-def get_metrics(service: Service) -> Response:
-    """Under a hundred series of the current run; counters are the run's, not this process's."""
-    return Response(service.metrics.text(), media_type=service.metrics.content_type)
+def get_metrics(request: Request) -> Response:
+    """Under a hundred series of each deployment; counters are its own, not this process's.
+
+    A path of one deployment has that one alone.
+    """
+    deployments: Deployments = request.app.state.deployments
+    is_of_one = getattr(request.state, "asked_for", None) is not None
+    chosen = [served(request)] if is_of_one else deployments.all()
+    text, media_type = metrics_text(one.service.metrics for one in chosen)
+    return Response(text, media_type=media_type)
 
 
+add_deployment_routes(watch)
 add_watching_routes(watch)
 add_anomaly_routes(watch)
 add_load_matrix(watch)
@@ -246,41 +274,49 @@ def create_app(
     state_dir: Path | None = None,
     is_watching: bool = False,
     actor: Actor | None = None,
+    others: Others | None = None,
 ) -> FastAPI:
-    """Make the service of one deployment; ``HttpService`` binds it to a port.
+    """Make the service of a deployment; ``HttpService`` binds it to a port.
 
     Args:
+        store: of the deployment; the caller closes it.
         is_watching: whether the store is read in the background while the service runs; otherwise
             it is read when it is asked.
         token: that a request but the two probes may prove in place of an access key; None: without
             keys only this host can ask.
         state_dir: that has the access keys and the audit; None: there are neither.
         actor: who sends every request, for an application that is bound to no port.
+        others: deployments that are shown beside it; None: there are none.
     """
-    service = AdminService(
-        store, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
-    )
-    simulations = Simulations(store)
+    is_simulating = threading.Lock()
+
+    def serve(
+        of: LoadStore, supervision: Callable[[], SupervisionView] = SupervisionView
+    ) -> Served:
+        service = AdminService(
+            of, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
+        )
+        readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
+        return Served(service, Simulations(of, is_simulating), readiness)
+
+    deployments = Deployments(serve(store, supervision), others, serve, is_watching=is_watching)
 
     @asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
-        if is_watching:
-            service.reader.start()
+        deployments.start()
         try:
             yield
         finally:
-            simulations.stop()
-            if is_watching:
-                await asyncio.to_thread(service.reader.stop)
+            await asyncio.to_thread(deployments.stop)
 
     app = _bare_app(TITLE, running)
-    app.state.service, app.state.limits = service, limits
-    app.state.simulations = simulations
-    app.state.feed = service.feed
-    app.state.readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
+    app.state.deployments, app.state.limits = deployments, limits
+    app.state.streams = deployments
     app.state.audit = None if state_dir is None else Audit(state_dir)
-    app.add_middleware(Changes, deployment=store.deployment, limits=limits, state_dir=state_dir)
+    app.add_middleware(Changes, limits=limits, state_dir=state_dir)
+    app.add_middleware(Choice, deployments=deployments)
     _add_checks(app, token, state_dir, actor)
+    app.add_middleware(Prefix)
     app.router.routes.extend(_routes().routes)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_api_route("/", _page, include_in_schema=False)
@@ -290,7 +326,7 @@ def create_app(
 
 
 def create_metrics_app(
-    service: AdminService,
+    deployments: Deployments,
     *,
     limits: HttpLimits = DEFAULT_LIMITS,
     token: str | None = None,
@@ -299,7 +335,7 @@ def create_metrics_app(
     """Make the service of /metrics alone, for an address of its own.
 
     Args:
-        service: of the admin API; its figures are served.
+        deployments: of the admin API; their figures are served.
         limits: of the admin API; this one has fewer connections and requests.
         token: that a scrape may prove in place of an access key; not that of the admin API.
         state_dir: that has the access keys; None: there are none.
@@ -310,8 +346,8 @@ def create_metrics_app(
         max_requests=min(limits.max_requests, METRICS_REQUESTS),
     )
     app = _bare_app("EPLB metrics")
-    app.state.service, app.state.limits = service, few
-    app.state.feed = None
+    app.state.deployments, app.state.limits = deployments, few
+    app.state.streams = None
     _add_checks(app, token, state_dir)
     app.include_router(figures)
     app.openapi()  # makes its routes now, and not at the first request
@@ -331,6 +367,8 @@ def _bare_app(
         openapi_url=None,  # the document has a route like all others
         dependencies=[Depends(check_request)],
         lifespan=lifespan,
+        # To a path with another slash at its end: it would lead a change to another deployment.
+        redirect_slashes=False,
     )
     report_problems(app, RequestValidationError)
     return app
@@ -344,6 +382,7 @@ def _routes() -> FastAPI:
     alone would make them at the first request, on the event loop.
     """
     app = _bare_app(TITLE)
+    app.servers = SERVERS
     for router in (probes, figures, watch, act):
         app.include_router(router)
     correct_media_types(app.openapi())

@@ -20,6 +20,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.http.limits import HttpLimits
+from api.http.problems import ProblemType, problem
 
 PART_OF_DESCRIPTORS = 4  # connections take a quarter of them at most
 PART_OF_ADDRESS = 2  # one client address takes half of the connections at most
@@ -119,9 +120,22 @@ class BoundedConnection(H11Protocol):
 
     def _start_deadline(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(
-                self.limits.request_deadline_s, self.transport.abort
-            )
+            self._deadline = self.loop.call_later(self.limits.request_deadline_s, self._too_late)
+
+    def _too_late(self) -> None:
+        """Close; a client that has sent a part of a request is told why."""
+        has_part = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+        if has_part and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            detail = f"not whole after {self.limits.request_deadline_s:g} s, expected it to be"
+            answer = problem(ProblemType.REQUEST_TOO_SLOW, detail)
+            headers = [*answer.raw_headers, (b"connection", b"close")]
+            for event in (
+                h11.Response(status_code=answer.status_code, headers=headers),
+                h11.Data(data=bytes(answer.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:

@@ -51,8 +51,7 @@ class Guard:
         takes_thread = scope["path"] not in THREADLESS
         if takes_thread and self._under_way >= self._limits.max_requests:
             detail = f"{self._under_way} requests are in progress, expected fewer"
-            refusal = problem(ProblemType.TOO_BUSY, detail, {"Retry-After": "1"})
-            await refusal(scope, receive, send)
+            await problem(ProblemType.TOO_BUSY, detail)(scope, receive, send)
             return
         self._under_way += takes_thread
         try:

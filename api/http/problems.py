@@ -42,6 +42,7 @@ class ProblemType(Enum):
     FOREIGN_ORIGIN = 403, "Sent by another site", "a page of another origin sent the change"
     ROLE_TOO_LOW = 403, "Role too low", "the key has a lower role than the request needs"
     NOT_FOUND = 404, "Not found", "there is no such route, or the service keeps no audit"
+    NO_SUCH_DEPLOYMENT = 404, "No such deployment", "the service shows none of this name"
     NO_SUCH_PLACEMENT = 404, "No such placement", "the store holds no placement of this generation"
     NO_SUCH_PROPOSAL = 404, "No such proposal", "the store keeps no proposal of this number"
     NO_SUCH_SIMULATION = (
@@ -54,6 +55,12 @@ class ProblemType(Enum):
     NO_SUCH_RANK = 404, "No such rank", "the current run has no rank of this number"
     METHOD_NOT_ALLOWED = 405, "Method not allowed", "the route has other methods: see `Allow`"
     NOT_ACCEPTABLE = 406, "Not acceptable", "`Accept` names no format of the load matrix"
+    REQUEST_TOO_SLOW = (
+        408,
+        "Request too slow",
+        "its headers and body have not arrived within `http.request_deadline_s`; the connection "
+        "is closed",
+    )
     MOVEMENT_OFF = (
         409,
         "Movement is off",
@@ -174,6 +181,10 @@ class ProblemType(Enum):
         return f"{PATH}/{self.label}"
 
 
+RETRY = "Retry-After"
+PASSING = frozenset({ProblemType.TOO_BUSY, ProblemType.REQUEST_IN_PROGRESS})
+PASSES_S = "1"
+
 OF_STATUS = {  # those of Starlette and FastAPI themselves
     400: ProblemType.BAD_REQUEST,
     404: ProblemType.NOT_FOUND,
@@ -202,9 +213,10 @@ class Problem(Answer):
 class Refused(EplbError):
     """A request that cannot be served."""
 
-    def __init__(self, kind: ProblemType, detail: str) -> None:
+    def __init__(self, kind: ProblemType, detail: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(detail)
         self.kind = kind
+        self.headers = {} if retry_after_s is None else {RETRY: str(retry_after_s)}
 
 
 def documented(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
@@ -221,8 +233,9 @@ def documented(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
 def problem(
     kind: ProblemType, detail: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Make the answer that reports a problem."""
-    return _answer(kind.uri, kind.title, kind.status, detail, headers)
+    """Make the answer that reports a problem; one that passes by itself has ``Retry-After``."""
+    passes = {RETRY: PASSES_S} if kind in PASSING else {}
+    return _answer(kind.uri, kind.title, kind.status, detail, passes | dict(headers or {}))
 
 
 def _answer(
@@ -274,7 +287,7 @@ def _cut(text: str, limit: int = MAX_DETAIL) -> str:
 
 def _refused(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, Refused), "registered for Refused only"
-    return problem(exc.kind, str(exc))
+    return problem(exc.kind, str(exc), exc.headers)
 
 
 def _value_refused(request: Request, exc: Exception) -> JSONResponse:

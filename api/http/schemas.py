@@ -199,6 +199,13 @@ class EventAnswer(Answer):
     detail: dict[str, Any]
 
 
+class EventsPage(Answer):
+    """Events, oldest first."""
+
+    events: list[EventAnswer]
+    next: int | None = Field(description="for `after`, of the next page; null: no more now")
+
+
 class State(Answer):
     """Everything at a glance, without matrices of history."""
 
@@ -257,6 +264,17 @@ class Imbalance(Answer):
     rebalances: list[Mark]
 
 
+class DriftAnswer(Answer):
+    """Jensen-Shannon distance of the latest load from the load planned on, 0 to 1, less noise."""
+
+    generation: int | None = Field(description="that serves")
+    overall: float | None = Field(
+        description="of all layers; null: the load planned on is not known, or none came since"
+    )
+    layers: list[float] | None = Field(description="[L]")
+    noise: float | None = Field(description="the distance that chance alone would show")
+
+
 class LoadWindow(Answer):
     """Steps or time of one window."""
 
@@ -289,6 +307,7 @@ class AuditAnswer(Answer):
 
     number: int
     time: float
+    deployment: str = Field(description="that the change is of")
     actor: str
     role: str
     address: str
@@ -397,3 +416,10 @@ class TaskAnswer(Answer):
         None,
         description="of the plan that the task published; null while it is open",
     )
+
+
+class TasksPage(Answer):
+    """Tasks in a state, oldest first."""
+
+    tasks: list[TaskAnswer]
+    next: int | None = Field(description="for `after`, of the next page; null: no more now")

@@ -17,8 +17,8 @@ import uvicorn
 
 from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
+from api.http.deployments.served import Deployments
 from api.http.limits import DEFAULT_LIMITS, HttpLimits
-from api.http.routes.events.feed import EventFeed
 from eplb.errors import ConfigError
 from rebalance.network.tls import Certificate
 
@@ -78,7 +78,7 @@ class HttpService:
             ssl_keyfile=certificate.key if certificate else None,
         )
         self._config, self._server = config, _Server(config, limits)
-        self._feed: EventFeed | None = app.state.feed
+        self._streams: Deployments | None = app.state.streams
         self._limits = limits
         self._bound = bound
         self._thread: threading.Thread | None = None
@@ -97,8 +97,8 @@ class HttpService:
     def start(self) -> None:
         """Bind, and return once requests are answered. Again, when its thread has ended."""
         self._server = _Server(self._config, self._limits)
-        if self._feed is not None:
-            self._feed.open()
+        if self._streams is not None:
+            self._streams.open_streams()
         bound = self._bound or bound_socket(self._host, self._port)
         self._bound, self._port = None, bound.getsockname()[1]
         self._thread = threading.Thread(
@@ -122,8 +122,8 @@ class HttpService:
         if self._thread is None:
             return
         self._server.should_exit = True
-        if self._feed is not None:
-            self._feed.close()  # its streams would outlast every deadline
+        if self._streams is not None:
+            self._streams.close_streams()
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise ConfigError(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,9 @@ from api.http.routes.events.feed import EventFeed
 from api.http.schemas import (
     ControlAnswer,
     DecisionAnswer,
+    DriftAnswer,
     EventAnswer,
+    EventsPage,
     Health,
     HistoryAnswer,
     Imbalance,
@@ -36,6 +38,7 @@ from api.http.schemas import (
     Score,
     State,
     TaskAnswer,
+    TasksPage,
     TransactionAnswer,
 )
 from api.metrics.definitions import Level
@@ -43,15 +46,19 @@ from api.metrics.exposition import Exposition
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
-from api.monitor.reader import Reader, Reading
+from api.monitor.reader import Reader
 from api.monitor.snapshot import Snapshot
 from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.policies.table import policy_named
-from telemetry.store import LoadStore, Task, TaskState
+from telemetry.store import CommittedPlacement, Event, LoadStore, Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
+
+MOST_MADE = 16  # answers that are kept; the largest has a megabyte
+
+_Numbered = TypeVar("_Numbered", Event, Task)
 
 
 class AdminService:
@@ -82,7 +89,7 @@ class AdminService:
         self.metrics = Exposition(
             store, self._monitor, metrics_level, reader=self.reader, feed=self.feed
         )
-        self._made: tuple[Reading | None, dict[str, bytes]] = (None, {})  # of the latest reading
+        self._of_reading, self._of_commit = _Made(), _Made()
         self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
         self._clock = clock
 
@@ -133,13 +140,14 @@ class AdminService:
 
     def once_a_reading(self, name: str, make: Callable[[], BaseModel]) -> bytes:
         """Make an answer as JSON, once for each reading of the store: many may ask for it."""
-        reading = self.reader.reading()
-        of, made = self._made
-        if of is not reading:  # of two threads at once both make it, and either is right
-            self._made = of, made = reading, {}
-        if name not in made:
-            made[name] = make().model_dump_json().encode()
-        return made[name]
+        return self._of_reading.get(self.reader.reading(), name, make)
+
+    def once_a_commit(
+        self, of: CommittedPlacement | None, name: str, make: Callable[[], BaseModel]
+    ) -> bytes:
+        """Make an answer as JSON, once as long as one placement serves."""
+        key = None if of is None else (of.placement.generation, of.placement.hash, of.time)
+        return self._of_commit.get(key, name, make)
 
     def load(self, last: int) -> Load:
         """The latest windows with their matrices."""
@@ -157,6 +165,18 @@ class AdminService:
         return Imbalance(
             windows=[Score.model_validate(score) for score in seen.series[-last:]],
             rebalances=[Mark.model_validate(mark) for mark in seen.marks],
+        )
+
+    def drift(self) -> DriftAnswer:
+        """How far the load is from the one that the serving placement was planned on."""
+        found, generation = self.metrics.drift(), self._snapshot().generation
+        if found is None:
+            return DriftAnswer(generation=generation, overall=None, layers=None, noise=None)
+        return DriftAnswer(
+            generation=generation,
+            overall=found.overall,
+            layers=found.per_layer.tolist(),
+            noise=found.noise,
         )
 
     def history(self, seconds: int, points: int) -> HistoryAnswer:
@@ -201,15 +221,15 @@ class AdminService:
             ],
         )
 
-    def events(self, after: int, limit: int) -> list[EventAnswer]:
+    def events(self, after: int, limit: int) -> EventsPage:
         """Events past an id, oldest first."""
-        found = self.store.events(after=after, limit=limit)
-        return [EventAnswer(**asdict(event)) for event in found]
+        found, following = _page(self.store.events(after=after, limit=limit + 1), limit)
+        return EventsPage(events=[EventAnswer(**asdict(one)) for one in found], next=following)
 
-    def latest_events(self, limit: int) -> list[EventAnswer]:
+    def latest_events(self, limit: int) -> EventsPage:
         """The latest events, oldest first."""
-        found = self.store.latest_events(limit=limit)
-        return [EventAnswer(**asdict(event)) for event in reversed(found)]
+        found = reversed(self.store.latest_events(limit=limit))
+        return EventsPage(events=[EventAnswer(**asdict(one)) for one in found], next=None)
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.
@@ -222,10 +242,10 @@ class AdminService:
             raise Refused(ProblemType.NO_SUCH_TASK, f"there is no task {task_id}")
         return task_answer(self.store, found)
 
-    def tasks(self, state: TaskState, after: int, limit: int) -> list[TaskAnswer]:
+    def tasks(self, state: TaskState, after: int, limit: int) -> TasksPage:
         """Tasks in a state past an id, oldest first."""
-        found = self.store.tasks(state, after=after, limit=limit)
-        return [task_answer(self.store, task) for task in found]
+        found, following = _page(self.store.tasks(state, after=after, limit=limit + 1), limit)
+        return TasksPage(tasks=[task_answer(self.store, one) for one in found], next=following)
 
     # -- requests
     def cancel(self, task_id: int, reason: str) -> TaskAnswer:
@@ -370,9 +390,31 @@ class AdminService:
         return ControlAnswer.model_validate(state.control)
 
 
+class _Made:
+    """Answers as JSON, made once as long as what they are of stays the same."""
+
+    def __init__(self) -> None:
+        self._made: tuple[object, dict[str, bytes]] = (None, {})
+
+    def get(self, of: object, name: str, make: Callable[[], BaseModel]) -> bytes:
+        known, made = self._made
+        if known != of or len(made) >= MOST_MADE:
+            self._made = _, made = of, {}
+        answer = made.get(name)
+        if answer is None:  # two threads at once both make it, and either is right
+            answer = made[name] = make().model_dump_json().encode()
+        return answer
+
+
 def generation_tag(generation: int) -> str:
     """Give a generation as an entity tag (RFC 9110, 8.8.3)."""
     return f'"{generation}"'
+
+
+def _page(found: Sequence[_Numbered], limit: int) -> tuple[Sequence[_Numbered], int | None]:
+    """The first so many, and the id of the last of them if there are more."""
+    page = found[:limit]
+    return page, page[-1].id if len(found) > limit else None
 
 
 def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:

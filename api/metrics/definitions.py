@@ -163,10 +163,9 @@ def _supervision(seen: Snapshot) -> Iterator[Metric]:
 
 def _balance(scrape: Scrape) -> Iterator[Metric]:
     seen, ratio = scrape.seen, None
-    heat = _with_tokens(seen.heatmap)
+    busiest = _with_tokens(seen.layer_imbalance)
     figures: dict[tuple[str, ...], Figure] = {}
-    if heat is not None and scrape.latest is not None:
-        busiest = heat.max(axis=1)  # [L] max over mean rank load
+    if busiest is not None and scrape.latest is not None:
         by_agg = {
             "mean": (1 / busiest).mean(),
             "p95": 1 / np.quantile(busiest, 0.95),
@@ -175,9 +174,9 @@ def _balance(scrape: Scrape) -> Iterator[Metric]:
         }
         figures = {(scrape.latest.phase, agg): float(value) for agg, value in by_agg.items()}
         ratio = float(busiest.max())
-    even_help = "Mean over busiest rank load of the latest window, 1 is perfect."
+    even_help = "Inverse of the imbalance of the latest window, 1 is perfect."
     yield Metric("eplb_balancedness", "gauge", even_help, ("phase", "agg"), figures)
-    yield _gauge("rank_load_ratio_max", "Busiest rank over mean, of the worst layer.", ratio)
+    yield _gauge("rank_load_ratio_max", "Imbalance of the worst layer.", ratio)
     last = seen.decisions[-1].imbalance_after if seen.decisions else None
     predicted = 1 / last if last else None
     yield _gauge("balancedness_predicted", "What the last decision expects.", predicted)
@@ -271,18 +270,18 @@ def _telemetry(scrape: Scrape) -> Iterator[Metric]:
     yield _counter("store_errors", errors_help, errors, "backend")
 
 
-def _with_tokens(heat: NDArray[np.float64] | None) -> NDArray[np.float64] | None:
-    """The rows of layers with tokens; None: no layer has any, which is no perfect balance."""
-    if heat is None or np.isnan(heat).all():
+def _with_tokens(imbalance: NDArray[np.float64] | None) -> NDArray[np.float64] | None:
+    """Those of layers with tokens; None: no layer has any, which is no perfect balance."""
+    if imbalance is None or np.isnan(imbalance).all():
         return None
-    return heat[~np.isnan(heat).any(axis=1)]
+    return imbalance[~np.isnan(imbalance)]
 
 
 def _per_layer(scrape: Scrape) -> Iterator[Metric]:
-    heat = scrape.seen.heatmap
-    even = {} if heat is None else dict(enumerate((1 / heat.max(axis=1)).tolist()))
+    found = scrape.seen.layer_imbalance
+    even = {} if found is None else dict(enumerate((1 / found).tolist()))
     even = {layer: figure for layer, figure in even.items() if not isnan(figure)}
-    even_help = "Mean over busiest rank load of the latest window, layer by layer."
+    even_help = "Inverse of the imbalance of the latest window, layer by layer."
     by_layer = {str(layer): figure for layer, figure in even.items()}
     yield _gauge("layer_balancedness", even_help, by_layer, "layer")
     if scrape.received is None:

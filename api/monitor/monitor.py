@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 
 from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
 from api.monitor.rebalances import Rebalance, RebalanceLog
-from api.monitor.rollup_scores import minute_scores
+from api.monitor.scores import (
+    Holders,
+    contiguous_load,
+    layer_imbalance,
+    mean_imbalance,
+    minute_scores,
+    relative,
+)
 from api.monitor.snapshot import (
     Death,
     Decision,
@@ -28,13 +35,10 @@ from api.monitor.snapshot import (
     Snapshot,
     WindowScore,
     bytes_by_source,
-    contiguous_load,
     decision_of,
     detail_sum,
-    mean_imbalance,
     pace_view,
     progress_of,
-    relative,
     slowest_phase,
     swap_pauses_ms,
 )
@@ -42,6 +46,7 @@ from api.monitor.tally import Carried, RunTally, SampleTally, oldest_progress, s
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
+from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange
 from eplb.errors import HistoryError
 from eplb.fitting.cordons import Cordon
@@ -110,6 +115,8 @@ class Monitor:
             return
         self._topology = topology_from_dict(dict(info.topology))
         self._model = model_from_dict(dict(info.model))
+        self._holders = Holders(self._store, self._topology)
+        self._scale = self._topology  # of the latest window
         self._folder = folder_of(info, self._model, self._topology, keep=KEPT_WINDOWS)
         self._intake = Intake(self._folder, (self._store.deployment, info.run))
 
@@ -226,18 +233,24 @@ class Monitor:
                 if self._history is not None:
                     self._history.note(window.run, score)
         self._windows = {window.index: window for window in settled}
+        if settled:
+            self._scale = self._topology_of(settled[-1])
         kept = sorted(self._scores)[-KEPT_SCORES:]
         self._scores = {index: self._scores[index] for index in kept}
         self._time_of = {at: when for at, when in self._time_of.items() if at >= oldest}
 
+    def _topology_of(self, window: Window) -> Topology:
+        """The ranks, of which those that held no expert count as drained."""
+        return self._holders.topology(window.received, window.generations)
+
     def _score(self, window: Window, is_in_migration: bool) -> WindowScore:
-        in_order = contiguous_load(window.tokens, self._topology.num_ranks)
+        topology = self._topology_of(window)
         return WindowScore(
             index=window.index,
             first_step=window.first_step,
             last_step=window.last_step,
-            measured=mean_imbalance(window.received, self._topology),
-            contiguous=mean_imbalance(in_order, self._topology),
+            measured=mean_imbalance(window.received, topology),
+            contiguous=mean_imbalance(contiguous_load(window.tokens, topology), topology),
             generation=max(window.generations, default=0),
             is_complete=window.is_complete,
             is_migrating=is_in_migration or len(window.generations) > 1,
@@ -288,7 +301,8 @@ class Monitor:
                 progress_age_s=age_s,
                 progress_of=stuck,
                 series=tuple(self._scores.values()),
-                heatmap=relative(latest.received) if latest else None,
+                heatmap=relative(latest.received, self._scale.serving) if latest else None,
+                layer_imbalance=layer_imbalance(latest.received, self._scale) if latest else None,
                 expert_heat=relative(latest.tokens) if latest else None,
                 marks=self._marks(),
                 phase=slowest_phase(self._states),

@@ -72,11 +72,15 @@ class Reader:
         self._thread = threading.Thread(target=self._run, name="eplb-reader", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; one that hangs in the store is a daemon, and is left behind."""
+    def end(self) -> None:
+        """Have the thread end, without a wait for it."""
         self._stopped.set()
+
+    def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """End the thread; one that hangs in the store is a daemon, and is left behind."""
+        self.end()
         if self._thread is not None:
-            self._thread.join(STOP_DEADLINE_S)
+            self._thread.join(deadline_s)
             self._thread = None
 
     def reading(self) -> Reading:

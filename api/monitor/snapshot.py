@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 from api.monitor.tally import Carried, Durations
 from api.processes.supervision import SupervisionView
-from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange, pace_now
 from eplb.fitting.cordons import Cordon
-from eplb.measure.balance import imbalance_of
 from eplb.migration.build import Migration
 from telemetry.store import LEAST_SILENCE_S, STEP_TIMES, Event, RankState
 
@@ -153,6 +151,7 @@ class Snapshot:
     progress_age_s: float | None  # of the step or thread with the least progress, over all ranks
     series: tuple[WindowScore, ...]
     heatmap: NDArray[np.float64] | None  # [L, R] rank load over mean of the latest window
+    layer_imbalance: NDArray[np.float64] | None  # [L] of the same window; NaN: without tokens
     expert_heat: NDArray[np.float64] | None  # [L, E] expert load over mean of the same window
     marks: tuple[RebalanceMark, ...]
     phase: str  # of the rank that is furthest behind
@@ -206,33 +205,6 @@ class Snapshot:
         """The latest window that every rank reported on."""
         complete = (score for score in reversed(self.series) if score.is_complete)
         return next(complete, None)
-
-
-def contiguous_load(tokens: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """[L, R] rank load if the experts of ``tokens`` [L, E] lay on the ranks in order, no replicas.
-
-    Where the ranks do not divide the experts, the first ranks hold one more.
-    """
-    parts = np.array_split(tokens, num_ranks, axis=1)
-    load: NDArray[np.int64] = np.stack([part.sum(axis=1) for part in parts], axis=1)
-    return load
-
-
-def mean_imbalance(load: NDArray[np.int64], topology: Topology) -> float | None:
-    """Mean imbalance of the layers of a rank load [L, R] that have tokens; None: none has any."""
-    has_tokens = load.any(axis=1)
-    if not has_tokens.any():
-        return None
-    return float(imbalance_of(load[has_tokens].astype(np.float64), topology).mean())
-
-
-def relative(load: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Each row over its mean; a row without tokens is all NaN."""
-    mean = load.mean(axis=1, keepdims=True)
-    ratio: NDArray[np.float64] = np.full(load.shape, np.nan)
-    np.divide(load, mean, out=ratio, where=mean > 0)
-    ratio.flags.writeable = False
-    return ratio
 
 
 def slowest_phase(states: Iterable[RankState]) -> str:

@@ -12,6 +12,7 @@ from math import isnan
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from api.monitor.anomalies import AnomalyLog, Severity
 from api.monitor.snapshot import Snapshot, WindowScore
 from api.monitor.verdict import Grade, verdict
 from api.terminal.printable import printable
@@ -37,18 +38,24 @@ GRADE_STYLE = {
     Grade.STOPPED: "bold white on red",
     Grade.BLIND: "bold white on magenta",
 }
+SEVERITY_STYLE: dict[Severity, str] = {
+    "critical": BAD,
+    "warning": "yellow",
+    "notice": QUIET,
+}
+MOST_ANOMALIES = 2
 DECISION_STYLE = {"MOVE": "bold black on cyan", "RESPLIT": "cyan", "KEEP": QUIET}
 BYTES_PER_UNIT = 1000.0
 
 
 def render(snapshot: Snapshot, width: int = 100, height: int = 30) -> RenderableType:
     """Draw a snapshot, at most ``width`` columns and ``height`` rows."""
-    head = [_verdict(snapshot), _header(snapshot), _switches(snapshot)]
+    head = [_verdict(snapshot), _header(snapshot), _switches(snapshot), *_anomalies(snapshot)]
     if snapshot.run is None:
         waiting = Text("No run has begun: waiting for ranks to report.", style=QUIET)
         return Group(*_printable(head), waiting)
     plot = _plot(snapshot, width)
-    tail = [_migration(snapshot, width), _bytes(snapshot)]
+    tail = [_migration(snapshot, width), _pace(snapshot), _bytes(snapshot)]
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
     used = len(head) + len(plot) + len(tail) + 3
     num_decisions = min(4, max(1, height - used - snapshot.num_layers - 2))
@@ -106,6 +113,28 @@ def _switches(seen: Snapshot) -> Text:
     if seen.silent_ranks:
         line.append(f"  silent: {', '.join(map(str, seen.silent_ranks))}", BAD)
     return line
+
+
+def _anomalies(seen: Snapshot) -> Iterator[Text]:
+    """What is wrong beside the verdict's reason, and what ended last: the latest of both."""
+    log, judged = AnomalyLog(), verdict(seen)
+    log.note(seen, judged.findings)
+    found, _ = log.page(None, MOST_ANOMALIES + 1)
+    shown = [one for one in found if one.until is not None or one.text != judged.reason]
+    for one in shown[:MOST_ANOMALIES]:
+        style = SEVERITY_STYLE[one.severity]
+        since = "now" if one.until is None else f"{in_time(seen.time - one.until)} ago"
+        yield Text.assemble(f" {since:>8} ", (f"{one.severity}", style), f"  {one.text}")
+
+
+def in_time(seconds: float) -> str:
+    """Write a time with the largest unit that keeps it at 1 or more."""
+    value, units = max(0.0, seconds), [(60, "s"), (60, "min"), (24, "h")]
+    for most, unit in units:
+        if value < most:
+            return f"{value:.0f} {unit}"
+        value /= most
+    return f"{value:.0f} d"
 
 
 def _heatmap(seen: Snapshot, width: int, num_rows: int) -> list[Text]:
@@ -205,6 +234,12 @@ def _migration(seen: Snapshot, width: int) -> Text:
         f"  {open_one.applied}/{open_one.num_transactions} transactions serve, "
         f"{open_one.staged_part:.0%} staged",
     )
+
+
+def _pace(seen: Snapshot) -> Text:
+    pace = seen.pace
+    style = "bold" if pace.part == 1 else f"bold {ACCENT}"
+    return Text.assemble(" pace  ", (f"{pace.part:g}", style), f" of its own; {pace.reason}")
 
 
 def _bytes(seen: Snapshot) -> Text:

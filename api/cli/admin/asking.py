@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli.admin.place import Place
+from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
 from api.http.requests import MAX_ID
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
@@ -20,7 +23,8 @@ OF_STATE = (404, 409, 412)  # statuses of an API that understood, and may not
 Service = Annotated[
     str | None,
     typer.Option(
-        envvar="EPLB_SERVICE", help="URL of a service, its key in EPLB_KEY; else a store is used."
+        envvar="EPLB_SERVICE",
+        help="URL of a service, its key in EPLB_KEY; else, or with --store: a store.",
     ),
 ]
 Wait = Annotated[
@@ -34,13 +38,50 @@ IfGeneration = Annotated[
 WHY = "from the command line"
 
 
-def asked(place: tuple[Any, ...], method: str, path: str, *body: Any, **more: Any) -> Any:
+def with_place(*, waits: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that choose an API, in place of its first parameter, ``place``.
+
+    Args:
+        waits: whether ``--wait`` is one of them.
+    """
+    options: dict[str, Any] = {
+        "service": Service,
+        "store": ConfiguredStore,
+        "deployment": ConfiguredDeployment,
+    }
+    defaults = dict.fromkeys(options) | ({"wait": 60.0} if waits else {})
+    options |= {"wait": Wait} if waits else {}
+
+    def given(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            command(Place(*(values.pop(name) for name in options)), **values)
+
+        signature = inspect.signature(command, eval_str=True)
+        of_place = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=option
+            )
+            for name, option in options.items()
+        ]
+        own = [
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for one in list(signature.parameters.values())[1:]
+        ]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = signature.replace(parameters=own + of_place)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in own + of_place}
+        return run
+
+    return given
+
+
+def asked(place: Place, method: str, path: str, *body: Any, **more: Any) -> Any:
     """Send one request; a refusal ends the command."""
     # Imported here: httpx takes 0.1 s, and --help needs none of it.
-    from api.cli.admin.client import Place, ask
+    from api.cli.admin.client import ask
 
     with refusals_end_the_command():
-        return ask(Place(*place), method, path, *body, **more)
+        return ask(place, method, path, *body, **more)
 
 
 @contextmanager

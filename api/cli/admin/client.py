@@ -16,12 +16,13 @@ import httpx
 
 from api.access.keys import Actor, Role
 from api.access.local import local_actor
+from api.cli.admin.place import IN_SERVICE_S, Place
 from api.cli.store_place import audit_folder, configured_store, open_existing
+from api.http.deployments.choice import path_of
 from api.http.requests import NOTES
 from eplb.errors import ConfigError, EplbError
 
 MARGIN_S = 30.0  # beyond the time that the service waits for the controller
-IN_SERVICE_S = 10.0  # for which a service waits for the controller
 KEY = "EPLB_KEY"  # the environment variable with the key of a service: arguments are listed by ps
 
 
@@ -45,15 +46,6 @@ class Download(NamedTuple):
 
     data: bytes
     notes: str  # of what the file cannot express; "": it has all
-
-
-class Place(NamedTuple):
-    """Which API is asked, as given on the command line."""
-
-    service: str | None
-    store: str | None
-    deployment: str | None
-    wait_s: float = IN_SERVICE_S
 
 
 def ask(
@@ -109,8 +101,8 @@ def _answer(
     """The answer to one request, unless it is a refusal."""
     given = {name: value for name, value in params.items() if value is not None}
     with ExitStack() as stack:
-        client = _of_service(place.service) if place.service else _of_store(place, stack)
-        answer = asyncio.run(_sent(client, method, f"/api/v1{path}", params=given, **parts))
+        client = _of_service(place.url, place.deployment) if place.url else _of_store(place, stack)
+        answer = asyncio.run(_sent(client, method, f"api/v1{path}", params=given, **parts))
     if answer.status_code >= 400:
         found = _json(answer)
         detail = found.get("detail", found) if isinstance(found, dict) else found
@@ -136,11 +128,13 @@ async def _sent(client: httpx.AsyncClient, method: str, path: str, **parts: Any)
             raise ConfigError(f"no answer of a service at {where}: {exc or type(exc)}") from exc
 
 
-def _of_service(url: str) -> httpx.AsyncClient:
+def _of_service(url: str, deployment: str | None) -> httpx.AsyncClient:
     key = os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--service is {url!r}, expected http://HOST:PORT or https://HOST:PORT")
+    if deployment is not None:
+        url = f"{url.rstrip('/')}{path_of(deployment)}"
     try:
         return httpx.AsyncClient(base_url=url, headers=headers, timeout=IN_SERVICE_S + MARGIN_S)
     except httpx.InvalidURL as exc:

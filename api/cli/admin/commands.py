@@ -16,13 +16,12 @@ from api.cli.admin.asking import (
     AsJson,
     IfGeneration,
     Reason,
-    Service,
-    Wait,
     asked,
     at,
     shown,
+    with_place,
 )
-from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
+from api.cli.admin.place import Place
 from api.http.requests import MAX_ID, MAX_INDEX
 from api.terminal.printable import print_error, printable
 from api.terminal.table import print_table
@@ -42,49 +41,43 @@ LinkPart = Annotated[
 ]
 
 
+@with_place()
 def proposals(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     json_output: AsJson = False,
 ) -> None:
     """List plans that wait for an approval, and how others ended."""
-    answer = asked((service, store, deployment), "GET", "/proposals")
+    answer = asked(place, "GET", "/proposals")
     shown(answer, json_output, _proposals)
 
 
+@with_place(waits=True)
 def propose(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     reason: Reason = WHY,
     policy: Policy = None,
     expires_s: Annotated[
         int, typer.Option(min=1, max=604_800, help="For how long it can be approved.")
     ] = 900,
-    wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Have the controller plan now, and store the plan; nothing moves."""
     body = {"reason": reason, "expires_s": expires_s} | ({"policy": policy} if policy else {})
-    answer = asked((service, store, deployment, wait), "POST", "/proposals", body)
+    answer = asked(place, "POST", "/proposals", body)
     shown(answer, json_output, _proposal)
 
 
+@with_place(waits=True)
 def explain(
+    place: Place,
     proposal: Annotated[int | None, typer.Argument(min=0, max=MAX_ID, help="A proposal.")] = None,
     layer: Annotated[
         int | None, typer.Option(min=0, max=65_536, help="Layer, from 0; with --expert.")
     ] = None,
     expert: Annotated[int | None, typer.Option(min=0, max=65_536, help="A logical expert.")] = None,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
-    wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Explain a proposal, or where a plan made now places an expert."""
-    place = (service, store, deployment, wait)
     if proposal is not None and layer is None and expert is None:
         shown(asked(place, "GET", f"/proposals/{proposal}"), json_output, _proposal)
         return
@@ -95,40 +88,36 @@ def explain(
     shown(asked(place, "POST", "/explanations", body), json_output, _sentences)
 
 
+@with_place(waits=True)
 def approve(
+    place: Place,
     proposal: Number,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     reason: Reason = WHY,
     if_generation: IfGeneration = None,
-    wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Carry out exactly a proposal; refused once its base moved on."""
-    place, path = (service, store, deployment, wait), f"/proposals/{proposal}/approve"
+    path = f"/proposals/{proposal}/approve"
     answer = asked(place, "POST", path, {"reason": reason}, if_match=if_generation)
     shown(answer, json_output, _task)
 
 
+@with_place()
 def reject(
+    place: Place,
     proposal: Number,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     reason: Reason = WHY,
     json_output: AsJson = False,
 ) -> None:
     """End a proposal, so that nobody can approve it."""
-    place, path = (service, store, deployment), f"/proposals/{proposal}/reject"
+    path = f"/proposals/{proposal}/reject"
     answer = asked(place, "POST", path, {"reason": reason})
     shown(answer, json_output, lambda found: _proposals([found]))
 
 
+@with_place(waits=True)
 def rebalance(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     reason: Reason = WHY,
     policy: Policy = None,
     move: Move = False,
@@ -136,46 +125,53 @@ def rebalance(
     layers_per_transaction: LayersPerTransaction = None,
     link_part: LinkPart = None,
     if_generation: IfGeneration = None,
-    wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Have the controller plan now; with --move, carry the plan out."""
     body = {"reason": reason, "dry_run": not move} | ({"policy": policy} if policy else {})
     body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
-    place = (service, store, deployment, wait)
     answer = asked(place, "POST", "/rebalances", body, if_match=if_generation)
     shown(answer, json_output, _task)
 
 
+@with_place(waits=True)
 def rollback(
+    place: Place,
     generation: Annotated[
         int, typer.Argument(min=0, max=MAX_ID, help="Whose placement is to serve again.")
     ],
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     reason: Reason = WHY,
     move: Move = False,
     experts_per_transaction: ExpertsPerTransaction = None,
     layers_per_transaction: LayersPerTransaction = None,
     link_part: LinkPart = None,
     if_generation: IfGeneration = None,
-    wait: Wait = 60.0,
     json_output: AsJson = False,
 ) -> None:
     """Plan the way back to an earlier placement; with --move, carry it out."""
     body = {"reason": reason, "dry_run": not move, "generation": generation}
     body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
-    place = (service, store, deployment, wait)
     answer = asked(place, "POST", "/rollbacks", body, if_match=if_generation)
     shown(answer, json_output, _task)
 
 
+@with_place()
+def deployments(
+    place: Place,
+    json_output: AsJson = False,
+) -> None:
+    """List the deployments that a service shows, and how each stands."""
+    if not place.url:
+        print_error("found no --service, expected one; eplb store list has those of a store")
+        raise typer.Exit(BAD_INPUT)
+    shown(asked(place, "GET", "/deployments"), json_output, _deployments)
+
+
+@with_place()
 def tasks(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     state: Annotated[str, typer.Option(help="queued, running, done or failed.")] = "queued",
+    after: Annotated[int, typer.Option(min=0, max=MAX_ID, help="Those past this number.")] = 0,
     cancel: Annotated[
         int | None, typer.Option(min=0, max=MAX_ID, help="Cancel this one; it must be queued.")
     ] = None,
@@ -183,18 +179,16 @@ def tasks(
     json_output: AsJson = False,
 ) -> None:
     """List requests to the controller, or cancel one."""
-    place = (service, store, deployment)
     if cancel is not None:
         answer = asked(place, "POST", f"/tasks/{cancel}/cancel", {"reason": reason})
-        shown(answer, json_output, lambda found: _tasks([found]))
+        shown(answer, json_output, lambda found: _tasks({"tasks": [found], "next": None}))
         return
-    shown(asked(place, "GET", "/tasks", state=state), json_output, _tasks)
+    shown(asked(place, "GET", "/tasks", state=state, after=after), json_output, _tasks)
 
 
+@with_place()
 def events(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     last: Annotated[int, typer.Option(min=1, max=1000, help="How many, the latest.")] = 20,
     after: Annotated[
         int | None,
@@ -204,21 +198,26 @@ def events(
 ) -> None:
     """Show what happened: decisions, commits, deaths, switches."""
     which = {"latest": last} if after is None else {"after": after}
-    answer = asked((service, store, deployment), "GET", "/events", **which)
+    answer = asked(place, "GET", "/events", **which)
     shown(answer, json_output, _events)
 
 
+@with_place()
 def anomalies(
+    place: Place,
     state: Annotated[str | None, typer.Option(help="open or ended; without: both.")] = None,
     last: Annotated[int, typer.Option(min=1, max=1000, help="Of how many.")] = 20,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     json_output: AsJson = False,
 ) -> None:
     """List what is wrong and what was, newest first; of a store, what is wrong now, and events."""
-    place = (service, store, deployment)
     shown(asked(place, "GET", "/anomalies", state=state, limit=last), json_output, _anomalies)
+
+
+def _deployments(found: dict[str, Any]) -> None:
+    names = ("name", "verdict", "num_ranks", "generation", "imbalance", "movement", "reason")
+    rows = ([one[name] for name in names] for one in found["deployments"])
+    columns = ("deployment", "verdict", "ranks", "generation", "imbalance", "movement")
+    print_table(columns, rows, "reason")
 
 
 def _anomalies(found: dict[str, Any]) -> None:
@@ -280,19 +279,28 @@ def _task(task: dict[str, Any]) -> None:
         typer.echo("nothing moves" + (": a dry run" if found.get("dry_run") else ""))
 
 
-def _tasks(found: list[dict[str, Any]]) -> None:
+def _tasks(found: dict[str, Any]) -> None:
     rows = [
         [one["id"], at(one["time"]), one["kind"], one["state"], result.get("plan_id"), why]
-        for one in found
+        for one in found["tasks"]
         for result in [one["result"]]
         for why in [result.get("error") or one["request"].get("reason")]
     ]
     print_table(("id", "time", "kind", "state", "plan"), rows, "reason")
+    _more(found)
 
 
-def _events(found: list[dict[str, Any]]) -> None:
-    rows = ([one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found)
+def _events(found: dict[str, Any]) -> None:
+    rows = (
+        [one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found["events"]
+    )
     print_table(("id", "time", "kind"), rows, "detail")
+    _more(found)
+
+
+def _more(found: dict[str, Any]) -> None:
+    if found["next"] is not None:
+        typer.echo(f"there are more: --after {found['next']}")
 
 
 def _words(detail: dict[str, Any]) -> str:

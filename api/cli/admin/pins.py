@@ -16,11 +16,11 @@ from api.cli.admin.asking import (
     WHY,
     AsJson,
     Reason,
-    Service,
     asked,
     shown,
+    with_place,
 )
-from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
+from api.cli.admin.place import Place
 from api.terminal.printable import print_error, printable
 from api.terminal.table import print_table
 
@@ -36,24 +36,22 @@ Expert = Annotated[int, typer.Option(min=0, max=999_999, help="A logical expert.
 
 
 @app.command("list", epilog="Example: eplb pins list --service http://127.0.0.1:8765")
+@with_place()
 def list_pins(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     json_output: AsJson = False,
 ) -> None:
     """List pins, and those that the ranks cannot meet now."""
-    shown(asked((service, store, deployment), "GET", "/pins"), json_output, _pins)
+    shown(asked(place, "GET", "/pins"), json_output, _pins)
 
 
 @app.command("set", epilog="Example: eplb pins set --layer 3 --expert 17 --ranks 0,4")
+@with_place()
 def set_pin(
+    place: Place,
     expert: Expert,
     ranks: Annotated[str, typer.Option(help="Ranks that must hold it, as 0,4.")],
     layer: Layer = None,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     reason: Reason = WHY,
     json_output: AsJson = False,
 ) -> None:
@@ -62,7 +60,6 @@ def set_pin(
     if not all(number.isascii() and number.isdigit() for number in numbers):
         print_error(f"--ranks is {ranks!r}, expected numbers with commas, as 0,4")
         raise typer.Exit(BAD_INPUT)
-    place = (service, store, deployment)
     found = asked(place, "GET", "/pins").body
     new = {"layer": layer, "expert": expert, "ranks": [int(number) for number in numbers]}
     body = {"reason": reason, "pins": [*_others(found, layer, expert), new]}
@@ -71,15 +68,14 @@ def set_pin(
 
 
 @app.command(epilog="Example: eplb pins remove --layer 3 --expert 17; eplb pins remove --all")
+@with_place()
 def remove(
+    place: Place,
     expert: Annotated[
         int | None, typer.Option(min=0, max=999_999, help="A logical expert.")
     ] = None,
     layer: Layer = None,
     every: Annotated[bool, typer.Option("--all", help="All pins.")] = False,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     reason: Reason = WHY,
     json_output: AsJson = False,
 ) -> None:
@@ -87,7 +83,6 @@ def remove(
     if every == (expert is not None) or (every and layer is not None):
         print_error("found neither --expert nor --all alone, expected one of them")
         raise typer.Exit(BAD_INPUT)
-    place = (service, store, deployment)
     found = asked(place, "GET", "/pins").body
     tag, body = found["revision"], {"reason": reason}
     if every:

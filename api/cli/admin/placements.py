@@ -12,8 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.admin.asking import AsJson, Service, asked, at, refusals_end_the_command, shown
-from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
+from api.cli.admin.asking import (
+    AsJson,
+    asked,
+    at,
+    refusals_end_the_command,
+    shown,
+    with_place,
+)
+from api.cli.admin.place import Place
 from api.http.requests import MAX_ID
 from api.terminal.printable import printable
 from api.terminal.table import print_table
@@ -33,10 +40,9 @@ def _number(about: str) -> Any:
 
 
 @app.command("list", epilog="Example: eplb placements list --last 5 --json")
+@with_place()
 def list_placements(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     last: Annotated[int, typer.Option(min=1, max=1000, help="How many, the latest.")] = 20,
     before: Annotated[
         int | None, typer.Option(min=0, max=MAX_ID, help="Those before this generation.")
@@ -44,18 +50,16 @@ def list_placements(
     json_output: AsJson = False,
 ) -> None:
     """List placements that served, newest first, and why each was made."""
-    place = (service, store, deployment)
     answer = asked(place, "GET", "/placements", limit=last, before=before)
     shown(answer, json_output, _lines)
 
 
 @app.command(epilog="Example: eplb placements diff 40 41 --service http://127.0.0.1:8765")
+@with_place()
 def diff(
+    place: Place,
     base: Annotated[int, _number("Generation.")],
     target: Annotated[int, _number("Generation that it is compared with.")],
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     after: Annotated[
         int | None, typer.Option(min=0, max=65_536, help="Layers past this one, from 0.")
     ] = None,
@@ -63,13 +67,14 @@ def diff(
     json_output: AsJson = False,
 ) -> None:
     """Show what differs between two placements: experts, bytes and shares, by layer and rank."""
-    place = (service, store, deployment)
     asks = {"base": base, "target": target, "after": after, "limit": layers}
     shown(asked(place, "GET", "/placements/diff", **asks), json_output, _diff)
 
 
 @app.command(epilog="Example: eplb placements export 41 --format vllm --output placement.jsonl")
+@with_place()
 def export(
+    place: Place,
     generation: Annotated[int, _number("Generation of the placement.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
     format: Format = "eplb",
@@ -77,20 +82,16 @@ def export(
         int | None,
         typer.Option(min=1, max=65_536, help="Layers of the model, dense ones included; SGLang."),
     ] = None,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print file, bytes and notes as JSON.")
     ] = False,
 ) -> None:
     """Write a placement as an engine's file; what is repaired or lost is printed."""
-    from api.cli.admin.client import Place, download
+    from api.cli.admin.client import download
     from telemetry.formats.bounded import file_digest, write_atomically
 
     path = f"/placements/{generation}/export"
     with refusals_end_the_command():
-        place = Place(service, store, deployment)
         found = download(place, path, format=format, hidden_layers=hidden_layers)
         write_atomically(output, found.data)
     notes = [note for note in found.notes.split("; ") if note]

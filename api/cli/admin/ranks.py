@@ -7,26 +7,25 @@ another change came first; 2, bad input, no such service or store, or no permiss
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from api.cli.admin.asking import WHY, AsJson, Reason, Service, asked, shown
-from api.cli.store_place import ConfiguredDeployment, ConfiguredStore
+from api.cli.admin.asking import WHY, AsJson, Reason, asked, shown, with_place
+from api.cli.admin.place import Place
 from api.terminal.printable import printable
 from api.terminal.table import print_table
 
 Rank = Annotated[int, typer.Argument(min=0, max=999_999, help="Number of the rank.")]
 
 
+@with_place()
 def ranks(
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
+    place: Place,
     json_output: AsJson = False,
 ) -> None:
     """Show each rank: step, phase, age of its report, whether it takes experts, what it holds."""
-    place = (service, store, deployment)
     state = asked(place, "GET", "/state").body
     held = asked(place, "GET", "/ranks").body["ranks"] if state["run"] is not None else []
     found = [rank | here for rank, here in zip(state["ranks"], held, strict=True)]
@@ -42,43 +41,19 @@ def ranks(
     print_table(("rank", "node", "alive", *names), rows, "frozen")
 
 
-def cordon(
-    rank: Rank,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
-    reason: Reason = WHY,
-    json_output: AsJson = False,
-) -> None:
-    """Place no further expert on a rank; it keeps what it holds. Exit status 1: refused."""
-    place, path = (service, store, deployment), f"/ranks/{rank}/cordon"
-    shown(asked(place, "POST", path, {"reason": reason}), json_output, _ranks)
+def _change(verb: str, what: str) -> Callable[..., None]:
+    @with_place()
+    def change(place: Place, rank: Rank, reason: Reason = WHY, json_output: AsJson = False) -> None:
+        answer = asked(place, "POST", f"/ranks/{rank}/{verb}", {"reason": reason})
+        shown(answer, json_output, _ranks)
+
+    change.__name__, change.__doc__ = verb, f"{what} Exit status 1: refused."
+    return change
 
 
-def drain(
-    rank: Rank,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
-    reason: Reason = WHY,
-    json_output: AsJson = False,
-) -> None:
-    """Move every expert off a rank, so that its loss costs none. Exit status 1: refused."""
-    place, path = (service, store, deployment), f"/ranks/{rank}/drain"
-    shown(asked(place, "POST", path, {"reason": reason}), json_output, _ranks)
-
-
-def uncordon(
-    rank: Rank,
-    service: Service = None,
-    store: ConfiguredStore = None,
-    deployment: ConfiguredDeployment = None,
-    reason: Reason = WHY,
-    json_output: AsJson = False,
-) -> None:
-    """Let a rank take experts again, after cordon or drain. Exit status 1: refused."""
-    place, path = (service, store, deployment), f"/ranks/{rank}/uncordon"
-    shown(asked(place, "POST", path, {"reason": reason}), json_output, _ranks)
+cordon = _change("cordon", "Place no further expert on a rank; it keeps what it holds.")
+drain = _change("drain", "Move every expert off a rank, so that its loss costs none.")
+uncordon = _change("uncordon", "Let a rank take experts again, after cordon or drain.")
 
 
 def _ranks(found: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from api.access.keys import Actor
+from api.http.deployments.served import Served
 from api.http.problems import ProblemType, Refused
 from api.http.service import ANY, AdminService
 
@@ -16,9 +17,14 @@ TAG = r'(\*|"[0-9]{1,19}")'  # of a revision
 
 
 def service_of(request: Request) -> AdminService:
-    """Return the service that answers."""
-    service: AdminService = request.app.state.service
-    return service
+    """Return what answers for the deployment of the path."""
+    return served(request).service
+
+
+def served(request: Request) -> Served:
+    """Return the deployment of the path, with what answers for it."""
+    found: Served = request.state.served
+    return found
 
 
 def actor_of(request: Request) -> Actor:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID, ReasonRequest
 from api.http.routes.request_parts import service_of
-from api.http.schemas import TaskAnswer
+from api.http.schemas import TaskAnswer, TasksPage
 from telemetry.store import TaskState
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def get_tasks(
     state: TaskState = "queued",
     after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0,
     limit: Annotated[int, Field(ge=1, le=1000)] = 100,
-) -> list[TaskAnswer]:
-    """Oldest first, past an id: repeat with the last id to continue."""
+) -> TasksPage:
+    """Oldest first, past an id: give `next` as `after` to continue."""
     return service_of(request).tasks(state, after, limit)
 
 

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from api.http.requests import MAX_ID
 from api.http.routes.request_parts import service_of
 from api.http.schemas import (
-    EventAnswer,
+    DriftAnswer,
+    EventsPage,
     HistoryAnswer,
     Imbalance,
     Load,
@@ -44,6 +45,11 @@ def get_imbalance(
     return service_of(request).imbalance(last)
 
 
+def get_drift(request: Request) -> DriftAnswer:
+    """Of the latest windows from those that the serving placement was planned on, by layer."""
+    return service_of(request).drift()
+
+
 def get_history(
     request: Request,
     seconds: Annotated[int, Field(ge=60, le=86_400)] = 900,
@@ -72,8 +78,8 @@ def get_events(
     after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0,
     limit: Annotated[int, Field(ge=1, le=10_000)] = 1000,
     latest: Annotated[int | None, Field(ge=1, le=1000)] = None,
-) -> list[EventAnswer]:
-    """Oldest first, past an id or the `latest` so many: repeat with the last id to continue."""
+) -> EventsPage:
+    """Oldest first, past an id or the `latest` so many: give `next` as `after` to continue."""
     service = service_of(request)
     return service.events(after, limit) if latest is None else service.latest_events(latest)
 
@@ -83,6 +89,7 @@ def add_watching_routes(watch: APIRouter) -> None:
     watch.get("/state", summary="Everything at a glance", response_model=State)(get_state)
     watch.get("/load", summary="Load windows with their matrices")(get_load)
     watch.get("/imbalance", summary="Imbalance over time")(get_imbalance)
+    watch.get("/drift", summary="Drift of the load")(get_drift)
     watch.get(
         "/history",
         summary="Imbalance by wall-clock time, over all runs",

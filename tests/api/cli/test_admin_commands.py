@@ -77,7 +77,7 @@ def test_operator_proposes_approves_and_goes_back_on_a_store(
     dry = on_store.json("rollback", "0")["result"]
     assert (dry["dry_run"], dry["published"]) == (True, False)
     assert store.published() is None
-    assert on_store.json("tasks", "--state", "failed") == []
+    assert on_store.json("tasks", "--state", "failed") == {"tasks": [], "next": None}
     audited = [one.action for one in Audit(tmp_path).entries() if one.outcome == "asked"]
     assert audited[0] == "POST /api/v1/proposals"
     assert audited[-1] == "POST /api/v1/rollbacks"

@@ -46,6 +46,7 @@ def snapshot(series: list[WindowScore], marks: list[RebalanceMark]) -> Snapshot:
         progress_age_s=None,
         series=tuple(series),
         heatmap=np.ones((2, 2)),
+        layer_imbalance=np.ones(2),
         expert_heat=np.ones((2, 3)),
         marks=tuple(marks),
         phase="idle",

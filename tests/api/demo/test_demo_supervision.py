@@ -126,7 +126,7 @@ def test_hung_controller_is_not_ready_and_is_restarted_within_the_deadline(
 
 def errors_and_plans(demo: Any) -> list[Any]:
     url = url_of(demo)
-    found = json.loads(ask(f"{url}/api/v1/events?limit=10000")[1])
+    found = json.loads(ask(f"{url}/api/v1/events?limit=10000")[1])["events"]
     return [event for event in found if event["kind"] in ("plan", "lease")]
 
 

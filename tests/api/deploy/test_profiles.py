@@ -9,6 +9,7 @@ import signal
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from deployments import EPLB, TOY_MODEL, CommandProcess, clean_environ, free_ports
 from documents import blocks
@@ -326,6 +327,37 @@ def test_check_finds_a_port_that_two_profiles_share(tmp_path: Path) -> None:
 
     assert checked.exit_code == 2
     assert f"{port} of 127.0.0.1 (network.rendezvous_port) is also" in checked.output
+
+
+@pytest.mark.slow
+def test_one_service_shows_both_profiles_of_a_store_and_ends_by_a_signal(
+    tmp_path: Path, store_line: str
+) -> None:
+    file = written(tmp_path, store=store_line)
+    decode = resolve(settings(file, "decode"), {})
+    with closing(decode.opened_store()) as store:
+        ensure_first_placement(store, decode, "a test")
+        words = [str(EPLB), "serve", "--config", str(file), "--profile", "prefill"]
+        serve = CommandProcess(
+            [*words, "--setting", "http.deployments=*"], tmp_path, clean_environ()
+        )
+        try:
+            url = serve.wait_for("eplb serve: http://").split()[-1]
+            at = ["--service", url]
+            listed = json.loads(run("deployments", "--json", *at).output)["deployments"]
+            paused = run("pause", "--deployment", "r1-decode", *at)
+
+            assert [(one["name"], one["is_default"]) for one in listed] == [
+                ("r1-prefill", True),
+                ("r1-decode", False),
+            ]
+            assert paused.exit_code == 0, paused.output
+            assert not store.control().movement
+            state = httpx.get(f"{url}/api/v1/state", timeout=60.0).json()
+            assert (state["deployment"], state["movement"]) == ("r1-prefill", True)
+            assert serve.ends(signal.SIGTERM) == 0
+        finally:
+            serve.kill()
 
 
 # -- the page, as printed

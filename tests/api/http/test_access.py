@@ -7,14 +7,14 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 from typer.testing import CliRunner
 
 from api.access.audit import Audit, AuditEntry, AuditError
@@ -178,8 +178,11 @@ def test_change_is_in_the_audit_before_and_after_it_is_done(
     assert ([one["number"] for one in rest["entries"]], rest["next"]) == ([1], None)
 
 
-def test_change_that_cannot_be_audited_is_not_done(service: httpx.Client, tmp_path: Path) -> None:
-    (tmp_path / "audit.jsonl").mkdir()
+@pytest.mark.parametrize("damage", [Path.mkdir, lambda file: file.symlink_to("/dev/full")])
+def test_change_that_cannot_be_audited_is_not_done(
+    service: httpx.Client, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(tmp_path / "audit.jsonl")
 
     answer = service.post("/api/v1/pause", json=PAUSE)
 
@@ -358,13 +361,36 @@ def test_outcome_is_in_the_audit_before_the_answer_is_sent_whole(tmp_path: Path)
     async def receive() -> Message:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    changes = Changes(
-        PlainTextResponse("done"), deployment="d", limits=HttpLimits(), state_dir=tmp_path
-    )
+    changes = Changes(PlainTextResponse("done"), limits=HttpLimits(), state_dir=tmp_path)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": None}
+    scope["state"] = {"deployment": "d"}
     asyncio.run(changes(scope, receive, send))
 
     assert found == [("http.response.start", "asked"), ("http.response.body", "asked", "200")]
+
+
+def test_clock_that_jumps_does_not_have_a_repeated_request_done_again(tmp_path: Path) -> None:
+    now, done = [1.8e9], list[str]()
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        done.append(scope["path"])
+        await PlainTextResponse("done")(scope, receive, send)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Message) -> None:
+        pass
+
+    changes = Changes(route, limits=HttpLimits(), state_dir=tmp_path, clock=lambda: now[0])
+    scope = {"type": "http", "method": "POST", "path": "/", "client": None}
+    scope |= {"headers": [(b"idempotency-key", b"one")], "state": {"deployment": "d"}}
+    for jump in (0.0, 3e6, -6e6):
+        now[0] += jump
+        asyncio.run(changes(dict(scope), receive, send))
+
+    assert done == ["/"]
+    assert Audit(tmp_path).verify() is not None  # lines are in order by number
 
 
 def test_key_of_an_idempotent_request_is_bounded(service: httpx.Client) -> None:

@@ -93,7 +93,7 @@ def test_stream_gives_events_as_the_route_of_events_does(
         store.add_event("plan", {"n": 2})
         found = opened.event()
 
-    listed = httpx.get(f"{service.url}/api/v1/events", params={"after": 1}).json()
+    listed = httpx.get(f"{service.url}/api/v1/events", params={"after": 1}).json()["events"]
     assert [found] == listed
     assert opened.response.headers["content-type"].startswith("text/event-stream")
 

@@ -137,4 +137,4 @@ def test_more_matrices_at_once_than_allowed_are_refused(client: httpx.Client) ->
     with load_matrix._making, load_matrix._making:
         refused = asked(client)
 
-    assert refused.status_code == 503
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")

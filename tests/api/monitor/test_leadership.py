@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rank_reports import rank_report
 
 from api.http.service import AdminService, Refused
+from api.metrics.exposition import metrics_text
 from api.monitor.health import leadership
 from eplb import ModelShape, Placement, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
@@ -50,7 +51,7 @@ def store(clock: Clock) -> MemoryStore:
 
 
 def metric(service: AdminService, name: str) -> float | None:
-    families = text_string_to_metric_families(service.metrics.text().decode())
+    families = text_string_to_metric_families(metrics_text([service.metrics])[0].decode())
     found = [sample.value for one in families for sample in one.samples if sample.name == name]
     return found[0] if found else None
 

@@ -16,8 +16,9 @@ from rank_reports import rank_report
 
 from api.http.app import create_app
 from api.http.server import HttpService
+from api.http.service import AdminService
 from api.metrics.definitions import Level
-from api.metrics.exposition import Exposition
+from api.metrics.exposition import Exposition, metrics_text
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
@@ -149,7 +150,7 @@ def store() -> Iterator[MemoryStore]:
 def text_of(store: LoadStore, now: float = NOW + 1, level: Level = "default") -> str:
     """What a process that has just been started exposes."""
     monitor = Monitor(store, history=History(), clock=lambda: now)
-    return Exposition(store, monitor, level).text().decode()
+    return metrics_text([Exposition(store, monitor, level)])[0].decode()
 
 
 def view_of(age_s: float, state: ProcessState, restarts: int) -> ProcessView:
@@ -172,7 +173,7 @@ def test_every_metric_has_a_type_and_a_help_text(store: MemoryStore) -> None:
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1, 0.1, 0.0)
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
-    text = Exposition(store, monitor).text().decode()
+    text = metrics_text([Exposition(store, monitor)])[0].decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
 
     assert {name: family.type for name, family in families.items()} == TYPES
@@ -340,6 +341,10 @@ def test_drift_is_measured_from_the_load_that_was_planned_on(store: MemoryStore)
 
     assert before[("all",)] < 0.1
     assert after[("worst_layer",)] > after[("all",)] > 0.3
+    answer = AdminService(store).drift()
+    assert answer.layers is not None
+    shown = answer.generation, answer.overall, max(answer.layers)
+    assert shown == (2, after[("all",)], after[("worst_layer",)])
 
 
 def test_anomalies_are_counted_by_type(store: MemoryStore) -> None:
@@ -375,7 +380,7 @@ def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
     both = view_of(0.5, ProcessState.RUNNING, 1), view_of(7.0, ProcessState.DEGRADED, 2)
     seen = SupervisionView(both, token_age_s=0.1, lease_age_s=3.0, unserved_s=50.0)
     monitor = Monitor(store, clock=lambda: NOW, supervision=lambda: seen)
-    found = figures_in(Exposition(store, monitor).text().decode())
+    found = figures_in(metrics_text([Exposition(store, monitor)])[0].decode())
 
     assert found["eplb_process_report_age_seconds"] == {("host_cache",): 7.0}
     assert found["eplb_process_up"] == {("host_cache",): 0}
@@ -420,13 +425,13 @@ def test_no_counter_falls_when_the_ranks_start_again(store: MemoryStore) -> None
     monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
     watching = Exposition(store, monitor)
     store.add_event("error", {"where": "load", "message": "m", "samples": {"late": 3}})
-    before = figures_in(watching.text().decode())
+    before = figures_in(metrics_text([watching])[0].decode())
     model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
     store.begin_run(RunInfo("b", NOW, model, topology, window_steps=2))
     store.report(rank_report("b", 0, time=NOW, experts_moved=1, bytes_by_source={"peer": 5}))
 
     # One process has seen the first run, the other was started after it.
-    for after in (figures_in(watching.text().decode()), figures_in(text_of(store))):
+    for after in (figures_in(metrics_text([watching])[0].decode()), figures_in(text_of(store))):
         for name in (name for name in before if name.endswith("_total")):
             assert {one: after[name][one] >= figure for one, figure in before[name].items()} == (
                 dict.fromkeys(before[name], True)

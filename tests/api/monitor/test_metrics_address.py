@@ -13,12 +13,12 @@ import httpx
 import pytest
 from deployments import OneHost, deployment_in
 from documents import files_of
-from prometheus_server import PROMETHEUS, Prometheus
 
 from api.access.keys import AccessKeys
 from api.http.app import create_app, create_metrics_app
 from api.http.server import HttpService
 from api.http.service import AdminService
+from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 from eplb.errors import ConfigError
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.memory import MemoryStore
@@ -34,9 +34,9 @@ class Services:
     def __init__(self, stack: ExitStack, state_dir: Path) -> None:
         store = stack.enter_context(closing(MemoryStore("d")))
         app = create_app(store, token=ADMIN, state_dir=state_dir)
-        self.service: AdminService = app.state.service
+        self.service: AdminService = app.state.deployments.own.service
         self.admin = HttpService(app, is_authenticated=True)
-        figures = create_metrics_app(self.service, token=SCRAPE, state_dir=state_dir)
+        figures = create_metrics_app(app.state.deployments, token=SCRAPE, state_dir=state_dir)
         self.metrics = HttpService(
             figures, "127.0.0.2", limits=figures.state.limits, is_authenticated=True
         )

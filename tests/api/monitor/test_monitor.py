@@ -11,10 +11,11 @@ from rank_reports import rank_report
 from rich.console import Console
 
 from api.monitor.monitor import Monitor
-from api.monitor.snapshot import WindowScore, contiguous_load
+from api.monitor.scores import contiguous_load
+from api.monitor.snapshot import WindowScore
 from api.monitor.verdict import unready
 from api.terminal.live import LiveView, PlainLines, window_line
-from api.terminal.picture import in_units, render
+from api.terminal.picture import in_time, in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
@@ -117,7 +118,9 @@ def test_window_in_mid_migration_is_not_scored_as_its_base(
 
 
 def test_experts_that_ranks_do_not_divide_leave_one_more_on_the_first() -> None:
-    assert contiguous_load(np.array([[5, 3, 2]]), 2).tolist() == [[8, 2]]
+    assert contiguous_load(np.array([[5, 3, 2]]), TOPOLOGY).tolist() == [[8, 2]]
+    without_first = replace(TOPOLOGY, drained=np.array([True, False]))
+    assert contiguous_load(np.array([[5, 3, 2]]), without_first).tolist() == [[0, 10]]
 
 
 def test_heatmaps_are_load_over_mean_of_the_latest_window(store: MemoryStore) -> None:
@@ -337,6 +340,38 @@ def test_picture_fits_and_shows_load_marks_and_reasons(
     assert max(map(len, lines)) <= width
     for shown in ("generation 2", "movement OFF", "1.00   1.00", "▲2", "worth it", "silent: 0, 1"):
         assert shown in text
+
+
+def test_picture_shows_the_pace_and_its_reason(store: MemoryStore) -> None:
+    assert "pace  1 of its own; fixed: step_time_budget is 0" in printed(seen_by(store), 100, 30)
+    store.change_live({"step_time_budget": 0.05}, reason="a test")
+    store.report(state(0, step_times=vars(StepTimes(1, 40, 1.0, 1.0, 9, 1.2, 1.2))))
+    store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "steps took 20 % longer")))
+
+    assert "pace  0.5 of its own; steps took 20 % longer" in printed(seen_by(store), 100, 30)
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
+def test_picture_shows_the_latest_anomalies_that_are_not_in_its_first_line(
+    store: MemoryStore, width: int, height: int
+) -> None:
+    for number in range(4):
+        store.add_event("error", {"where": "ranks", "message": f"rank {number} was killed"})
+    store.report(state(0, frozen="a torn copy"))
+    lines = printed(seen_by(store), width, height).splitlines()
+
+    assert len(lines) <= height
+    assert "silent ranks: 1" in lines[0]
+    found = [line.split(maxsplit=2) for line in lines if " now " in line or " ago " in line]
+    assert found[0][:2] == ["now", "warning"]
+    assert "a torn copy" in found[0][2]
+    assert found[1][2].endswith("rank 3 was killed")
+    assert len(found) == 2
+
+
+def test_time_is_written_with_the_largest_unit_that_fits() -> None:
+    found = [in_time(s) for s in (-1, 0, 59, 60, 3599, 7200, 3 * 86_400)]
+    assert found == ["0 s", "0 s", "59 s", "1 min", "60 min", "2 h", "3 d"]
 
 
 def test_many_layers_and_ranks_are_cut_to_the_height() -> None:

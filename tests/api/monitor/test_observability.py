@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.metrics.definitions import Metric, Scrape, metrics_of
-from api.metrics.exposition import Exposition
+from api.metrics.exposition import Exposition, metrics_text
 from api.metrics.observability import ALERTS, DASHBOARD
 from api.monitor.health import Leadership
 from api.monitor.monitor import Monitor
@@ -43,6 +43,9 @@ SHOWN = {
     "eplb_telemetry_lag_seconds",
     "eplb_ranks_alive",
     "eplb_progress_age_seconds",
+    "eplb_pace_part",
+    "eplb_migration_slowdown",
+    "eplb_pace_judgements_total",
 }
 ALERTED = {
     "eplb_balancedness",
@@ -63,6 +66,7 @@ def metrics() -> dict[str, Metric]:
     seen = replace(
         Monitor(MemoryStore("d")).snapshot(),
         heatmap=np.ones((1, 2)),
+        layer_imbalance=np.ones(1),
         swap_pauses_ms=(1.0,),
         supervision=SupervisionView(tuple(processes), 0.1, 0.1, 0.0),
     )
@@ -251,4 +255,4 @@ def test_promtool_takes_the_rules() -> None:
 
 def test_promtool_takes_the_metrics() -> None:
     store = MemoryStore("d")
-    promtool("check", "metrics", text=Exposition(store, Monitor(store)).text().decode())
+    promtool("check", "metrics", text=metrics_text([Exposition(store, Monitor(store))])[0].decode())

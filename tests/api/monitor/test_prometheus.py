@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_server import PROMETHEUS, Prometheus
+
+from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 
 pytestmark = pytest.mark.slow  # a demo with its ranks, which die and start again
 

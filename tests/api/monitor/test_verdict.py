@@ -11,7 +11,8 @@ import pytest
 from api.metrics.definitions import Scrape, metrics_of
 from api.monitor.health import Leadership
 from api.monitor.monitor import Monitor
-from api.monitor.snapshot import Death, RankView, Snapshot, mean_imbalance, relative
+from api.monitor.scores import layer_imbalance, mean_imbalance, relative
+from api.monitor.snapshot import Death, RankView, Snapshot
 from api.monitor.verdict import Around, Grade, findings, unready, verdict
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
@@ -205,7 +206,8 @@ def test_zero_tokens_are_no_perfect_balance() -> None:
     assert mean_imbalance(none, ranks) is None
     assert mean_imbalance(half, ranks) == 1.5  # of the one layer with tokens
     assert np.isnan(relative(half)[0]).all()
-    scrape = Scrape(seen(heatmap=relative(none)), None, None, None, 0, "memory", NO_LEADER)
+    judged = seen(layer_imbalance=layer_imbalance(none, ranks))
+    scrape = Scrape(judged, None, None, None, 0, "memory", NO_LEADER)
     found = {one.name: one.figures for one in metrics_of(scrape)}
     assert found["eplb_balancedness"] == {}
 

@@ -521,7 +521,7 @@ def test_abort_reason_is_found_from_the_task_and_counted(
         controller.turn()
         group.step_until(lambda: group.store.published() is None, "an end of the plan")
         task = client.get(f"/api/v1/tasks/{asked.id}").json()
-        events = client.get("/api/v1/events").json()
+        events = client.get("/api/v1/events").json()["events"]
         metrics = client.get("/metrics").text
 
     assert (task["state"], task["result"]["published"]) == ("done", True)

@@ -14,10 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.http.deployments.served import Deployments
 from api.http.limits import HttpLimits
-from api.http.problems import ProblemType, Refused, problem
+from api.http.problems import RETRY, ProblemType, Refused, problem
 from api.http.requests import MAX_ID
 from api.http.routes.events.feed import Client, EventFeed
+from api.http.routes.request_parts import service_of
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -52,8 +54,10 @@ STREAM: dict[int | str, dict[str, Any]] = {
 class EventStream(EventSourceResponse):
     """The events of one client, for as long as it reads them and the service lets it."""
 
-    def __init__(self, feed: EventFeed, after: int | None, limits: HttpLimits) -> None:
-        self._feed, self._limits = feed, limits
+    def __init__(
+        self, feed: EventFeed, after: int | None, limits: HttpLimits, deployments: Deployments
+    ) -> None:
+        self._feed, self._limits, self._deployments = feed, limits, deployments
         self._client = Client(after, self._drop)
         self._sending: asyncio.Task[None] | None = None
         self._is_dropped = False
@@ -67,10 +71,10 @@ class EventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the client has gone, is too slow, or has had its time."""
-        most = self._limits.max_streams
-        if self._feed.is_closed or self._feed.num_clients >= most:
-            detail = f"{self._feed.num_clients} event streams are open, expected fewer than {most}"
-            refusal = problem(ProblemType.TOO_BUSY, detail, {"Retry-After": "10"})
+        most, num_open = self._limits.max_streams, self._deployments.num_streams()
+        if self._feed.is_closed or num_open >= most:
+            detail = f"{num_open} event streams are open, expected fewer than {most}"
+            refusal = problem(ProblemType.TOO_BUSY, detail, {RETRY: "10"})
             await refusal(scope, receive, send)
             return
         self._feed.add(self._client)
@@ -125,7 +129,7 @@ async def get_event_stream(
             )
         after = int(given)
     state = request.app.state
-    return EventStream(state.service.feed, after, state.limits)
+    return EventStream(service_of(request).feed, after, state.limits, state.deployments)
 
 
 def add_event_stream(watch: APIRouter) -> None:

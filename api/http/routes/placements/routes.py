@@ -13,7 +13,7 @@ from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID, NOTES
 from api.http.routes.placements.answers import NAME_OF, Engine, Placements
 from api.http.routes.placements.schemas import PlacementAnswer, PlacementDiff, PlacementLine
-from api.http.routes.request_parts import service_of
+from api.http.routes.request_parts import header_document, service_of
 from api.http.service import generation_tag
 
 if TYPE_CHECKING:
@@ -21,19 +21,31 @@ if TYPE_CHECKING:
 
 Generation = Annotated[int, Field(ge=0, le=MAX_ID)]
 OF_PLACEMENTS = (ProblemType.NO_SUCH_PLACEMENT, ProblemType.NO_RUN, ProblemType.OTHER_SHAPE)
+NOT_CHANGED: dict[int | str, dict[str, Any]] = {
+    304: {"description": "The placement is the one of `If-None-Match`"}
+}
+IF_NONE_MATCH = header_document(
+    "if-none-match", "the ETag of the placement that the client has", {"type": "string"}
+)
 MOST_LAYERS = 64  # of one page; 64 x 2,880 slots are about 3 MB
 
 
 def get_placement(
     request: Request, generation: Annotated[int | None, Field(ge=0, le=MAX_ID)] = None
 ) -> Response:
-    """The one that serves, or the one of a generation; its `ETag` is for `If-Match`."""
+    """The one that serves, or the one of a generation; its `ETag` is for `If-Match`.
+
+    With that tag in `If-None-Match` the answer is 304, without a body.
+    """
     service = service_of(request)
-    if generation is None and (committed := service.store.committed()) is not None:
+    committed = service.store.committed()
+    if generation is None and committed is not None:
         generation = committed.placement.generation
     made = partial(Placements(service.store).one, generation)
-    answer = service.once_a_reading(f"placement {generation}", made)
+    answer = service.once_a_commit(committed, f"placement {generation}", made)
     headers = {} if generation is None else {"ETag": generation_tag(generation)}
+    if request.headers.get("if-none-match") in headers.values():
+        return Response(status_code=304, headers=headers)
     return Response(answer, headers=headers, media_type="application/json")
 
 
@@ -84,7 +96,8 @@ def add_placement_routes(watch: APIRouter) -> None:
         "/placement",
         summary="A committed placement",
         response_model=PlacementAnswer,
-        responses=documented(ProblemType.NO_SUCH_PLACEMENT),
+        responses=NOT_CHANGED | documented(ProblemType.NO_SUCH_PLACEMENT),
+        openapi_extra=IF_NONE_MATCH,
     )(get_placement)
     watch.get("/placements", summary="History of placements")(get_placements)
     watch.get(

@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID
-from api.http.routes.simulations.runs import SimulationAnswer, SimulationRequest, Simulations
+from api.http.routes.request_parts import served
+from api.http.routes.simulations.runs import SimulationAnswer, SimulationRequest
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -22,14 +23,14 @@ def post_simulation(
     request: Request, body: SimulationRequest, response: Response
 ) -> SimulationAnswer:
     """Begins, and answers at once: `Location` has the result later. One runs at a time."""
-    begun = _simulations(request).begin(body)
+    begun = served(request).simulations.begin(body)
     response.headers["Location"] = f"/api/v1/simulations/{begun.id}"
     return begun
 
 
 def get_simulation(request: Request, simulation_id: SimulationId) -> SimulationAnswer:
     """One of the latest 16 since the service started."""
-    return _simulations(request).one(simulation_id)
+    return served(request).simulations.one(simulation_id)
 
 
 def add_simulation_routes(watch: APIRouter, act: APIRouter) -> None:
@@ -45,8 +46,3 @@ def add_simulation_routes(watch: APIRouter, act: APIRouter) -> None:
         status_code=202,
         responses=documented(ProblemType.REQUEST_IN_PROGRESS),
     )(post_simulation)
-
-
-def _simulations(request: Request) -> Simulations:
-    found: Simulations = request.app.state.simulations
-    return found

@@ -39,6 +39,7 @@ from telemetry.store import LoadStore
 RECORDED = "recorded"
 MOST_WINDOWS, MOST_RANKS, MOST_POLICIES, KEPT = 256, 1024, 6, 16
 LIMIT_S = 600.0  # of one simulation, and of its processor time
+RETRY_S = 10  # after which another one may be asked for
 NICER = 10
 PROGRAM = "from api.entry import main; main()"
 POLICY_NAMES = sorted({"none", "in-order", *POLICIES, *ENGINES, *ORACLES})
@@ -95,13 +96,18 @@ class SimulationAnswer(Answer):
 
 
 class Simulations:
-    """The simulations of a service. Any thread may call any method."""
+    """The simulations of a deployment. Any thread may call any method.
 
-    def __init__(self, store: LoadStore) -> None:
-        self._store, self._lock = store, threading.Lock()
+    Args:
+        store: of the deployment, for recorded load.
+        at_work: held while one runs; all deployments of a service share it.
+    """
+
+    def __init__(self, store: LoadStore, at_work: threading.Lock) -> None:
+        self._store, self._lock, self._at_work = store, threading.Lock(), at_work
         self._kept: OrderedDict[int, SimulationAnswer] = OrderedDict()
         self._running: subprocess.Popen[str] | None = None
-        self._is_busy, self._is_stopped, self._last = False, False, 0
+        self._is_stopped, self._last = False, 0
 
     def one(self, simulation_id: int) -> SimulationAnswer:
         """One of the latest.
@@ -124,9 +130,10 @@ class Simulations:
         """
         _check_names(request)
         with self._lock:
-            if self._is_busy or self._is_stopped:
-                raise Refused(ProblemType.TOO_BUSY, "a simulation runs, expected none: try later")
-            self._is_busy, self._last = True, self._last + 1
+            if self._is_stopped or not self._at_work.acquire(blocking=False):
+                why = "a simulation runs, expected none: try later"
+                raise Refused(ProblemType.TOO_BUSY, why, retry_after_s=RETRY_S)
+            self._last += 1
             begun = SimulationAnswer(
                 id=self._last,
                 state="running",
@@ -139,6 +146,11 @@ class Simulations:
         thread.daemon = True
         thread.start()
         return begun
+
+    def open(self) -> None:
+        """Let simulations begin, again after ``stop``."""
+        with self._lock:
+            self._is_stopped = False
 
     def stop(self) -> None:
         """End what runs; nothing can begin afterwards."""
@@ -161,8 +173,9 @@ class Simulations:
             changes = {"state": "failed", "error": str(exc)}
         finally:
             with self._lock:
-                self._running, self._is_busy = None, False
+                self._running = None
                 self._keep(begun.model_copy(update=changes))
+                self._at_work.release()
 
     def _result(self, request: SimulationRequest, folder: Path) -> dict[str, Any]:
         """What the command wrote.

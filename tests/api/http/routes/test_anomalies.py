@@ -29,7 +29,7 @@ def test_open_and_ended_anomalies_are_paged(deployment: Deployment, client: http
     assert (texts, rest["next"]) == (["no load 2", "no load 1", "no load 0"], None)
     assert {one["kind"] for one in first["anomalies"]} == {"plan-failed"}
     told = client.get(f"/api/v1/events?after={first['anomalies'][0]['events'][0] - 1}&limit=1")
-    assert told.json()[0]["detail"]["message"] == "no load 2"
+    assert told.json()["events"][0]["detail"]["message"] == "no load 2"
     assert client.get(PATH, params={"state": "over"}).status_code == 422
 
 

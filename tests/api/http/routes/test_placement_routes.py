@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -46,6 +47,36 @@ def client() -> Iterator[httpx.Client]:
     with httpx.Client(base_url=service.url, timeout=60.0) as opened:
         yield opened
     service.stop()
+
+
+def test_placement_that_the_client_has_is_not_sent_again_until_another_serves(
+    client: httpx.Client,
+) -> None:
+    for path in ("/api/v1/placement", "/api/v1/placement?generation=1"):
+        found = client.get(path)
+        again = client.get(path, headers={"if-none-match": found.headers["etag"]})
+        other = client.get(path, headers={"if-none-match": '"77"'})
+
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == found.headers["etag"]
+        assert other.json() == found.json()
+    unknown = client.get("/api/v1/placement?generation=77", headers={"if-none-match": '"77"'})
+    assert unknown.status_code == 404
+
+
+def test_placement_is_the_new_one_at_once_after_a_commit() -> None:
+    with closing(MemoryStore("d")) as store:
+        store.commit(FIRST, expected=None, reason="start")
+        service = HttpService(create_app(store, is_watching=True))
+        service.start()
+        try:
+            with httpx.Client(base_url=service.url, timeout=60.0) as client:
+                assert client.get("/api/v1/placement").json()["generation"] == 1
+                store.commit(SECOND, expected=1, reason="hot expert")
+                found = client.get("/api/v1/placement")
+        finally:
+            service.stop()
+    assert (found.json()["generation"], found.headers["etag"]) == (2, '"2"')
 
 
 def test_history_is_read_page_by_page_down_to_the_first(client: httpx.Client) -> None:

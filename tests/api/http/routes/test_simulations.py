@@ -80,7 +80,7 @@ def test_second_simulation_is_refused_while_one_runs(client: httpx.Client) -> No
     second = client.post("/simulations", json=body)
 
     assert first.status_code == 202
-    assert second.status_code == 503
+    assert (second.status_code, second.headers["retry-after"]) == (503, "10")
     assert "expected none" in second.json()["detail"]
     assert ended(client, first)["state"] == "done"
 
@@ -128,7 +128,7 @@ def test_simulation_ends_with_its_service(tmp_path: Path) -> None:
 
         service.stop()
 
-    simulations = app.state.simulations
+    simulations = app.state.deployments.own.simulations
     deadline = Deadline.after(DEADLINE_S, time.monotonic)
     while (found := simulations.one(1)).state == "running":
         assert not deadline.has_passed

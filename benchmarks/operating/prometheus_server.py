@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from deployments import free_ports
 
 from api.metrics.observability import ALERTS
 
@@ -29,7 +29,7 @@ class Prometheus:
     """
 
     def __init__(self, folder: Path, target: str, **scrape: object) -> None:
-        (port,) = free_ports(1)
+        port = _free_port()
         self._url = f"http://127.0.0.1:{port}/api/v1"
         config = {
             "global": {
@@ -56,12 +56,14 @@ class Prometheus:
         )
 
     def ask(self, path: str, **parameters: str) -> Any:
+        """Return the data of an answer of its API."""
         with urllib.request.urlopen(
             f"{self._url}/{path}?{urllib.parse.urlencode(parameters)}", timeout=DEADLINE_S
         ) as answer:
             return json.load(answer)["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the series that an expression has now."""
         found: list[dict[str, Any]] = self.ask("query", query=expression)["result"]
         return found
 
@@ -72,7 +74,8 @@ class Prometheus:
             for one in self.ask("alerts")["alerts"]
         }
 
-    def wait(self, what: str, look: Any) -> Any:
+    def wait(self, what: str, look: Callable[[], Any]) -> Any:
+        """Wait until ``look`` finds something, and return it."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -84,6 +87,14 @@ class Prometheus:
             time.sleep(LOOK_EVERY_S)
 
     def close(self) -> None:
+        """End it."""
         self._process.terminate()
         self._process.wait(DEADLINE_S)
         self._log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port

@@ -1,0 +1,91 @@
+"""Imbalance with a drained rank: the same in snapshot, history, roll-ups and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from api.metrics.exposition import Exposition
+from api.monitor.history import History
+from api.monitor.monitor import Monitor
+from api.monitor.scores import minute_scores
+from eplb import LoadSample, ModelShape, Placement, Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from telemetry.retention.pruning import Keeper, Retention
+from telemetry.store import LoadStore, RunInfo
+from telemetry.stores.memory import MemoryStore
+
+NOW = 1200.0
+MODEL = ModelShape((0,), num_experts=2, top_k=1, hidden=2, intermediate=2)
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=1)
+WIDE = Placement(np.array([[0, 1, 0]]), num_experts=2, generation=1)
+DRAINED = Placement(np.array([[0, 1, -1]]), num_experts=2, generation=2)
+
+
+def report(store: LoadStore, window: int, serving: Placement, tokens: Sequence[int]) -> None:
+    for rank, count in enumerate(tokens):
+        held = serving.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
+        load, step = np.array([[count]]), window
+        when, of = NOW + window, serving.generation
+        store.append(
+            [LoadSample("d", "a", rank, window, when, step, step, "mixed", of, held, load)]
+        )
+
+
+@pytest.fixture
+def store() -> Iterator[LoadStore]:
+    with closing(MemoryStore("d", clock=lambda: NOW)) as opened:
+        model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
+        opened.begin_run(RunInfo("a", NOW, model, topology, window_steps=1))
+        opened.commit(WIDE, expected=None, reason="start")
+        opened.commit(DRAINED, expected=1, reason="drain 2")
+        yield opened
+
+
+def monitor_of(store: LoadStore) -> Monitor:
+    monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
+    monitor.refresh()
+    return monitor
+
+
+def test_drained_rank_is_out_of_the_mean_everywhere(store: LoadStore) -> None:
+    report(store, 0, DRAINED, (30, 30, 0))
+    monitor = monitor_of(store)
+    seen = monitor.snapshot()
+
+    assert seen.last_score is not None
+    assert (seen.last_score.measured, seen.last_score.contiguous) == (1.0, 1.0)
+    assert seen.heatmap is not None
+    assert seen.heatmap.tolist() == [[1.0, 1.0, 0.0]]
+    assert [point.measured for point in monitor.points(0, NOW + 9, 10)] == [1.0]
+    families = {one.name: one for one in Exposition(store, monitor).families()}
+    for name, value in (("eplb_balancedness", 1.0), ("eplb_rank_load_ratio_max", 1.0)):
+        assert {one.value for one in families[name].samples} == {value}, name
+
+
+def test_rank_that_holds_experts_and_gets_no_token_counts(store: LoadStore) -> None:
+    report(store, 0, WIDE, (30, 30, 0))
+
+    score = monitor_of(store).snapshot().last_score
+    assert score is not None
+    assert score.measured == 1.5
+
+
+def test_rank_that_is_drained_within_a_window_counts_in_it(store: LoadStore) -> None:
+    """A window of both generations, in which the rank got nothing from its last step on."""
+    report(store, 0, WIDE, (20, 20, 20))
+    report(store, 1, DRAINED, (30, 30, 0))
+
+    found = [one.measured for one in monitor_of(store).snapshot().series]
+    assert found == [1.0, 1.0]
+
+
+def test_drained_rank_is_out_of_the_mean_of_a_rolled_up_minute(store: LoadStore) -> None:
+    report(store, 0, DRAINED, (30, 30, 0))
+    Keeper(store, Retention(samples_s=60.0)).turn(NOW + 600)
+
+    (minute,) = minute_scores(store, store.runs(), 0.0)
+    assert (minute.measured, minute.contiguous) == (1.0, 1.0)
