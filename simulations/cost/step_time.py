@@ -27,9 +27,19 @@ from eplb.errors import ConfigError
 from simulations.cost.expert_time import ExpertTime
 from simulations.cost.hardware import Hardware
 
-DISPATCH_BYTES, COMBINE_BYTES = 1 + 4 / 128, 2.0  # of each of a row's columns: FP8 and scales; BF16
-# Of DeepEP's low-latency dispatch and combine of few tokens, measured on 4 H200 of one host.
-DISPATCH_US, COMBINE_US = 30.0, 50.0
+
+@dataclass(frozen=True)
+class Transport:
+    """What dispatch and combine take beside the rates of links.
+
+    The default is DeepEP's low-latency mode: FP8 with scales there, BF16 back, and the times of few
+    tokens that were measured on 4 H200 of one host.
+    """
+
+    dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
+    combine_bytes: float = 2.0
+    dispatch_us: float = 30.0
+    combine_us: float = 50.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class StepModel:
     other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
     is_separate: bool = False  # tokens start on attention ranks, and all cross the network
+    transport: Transport = Transport()
 
     def __post_init__(self) -> None:
         if not self.other_us >= 0:
@@ -63,8 +74,9 @@ class StepModel:
         experts = (self.experts.of_ranks(rows, topology)[:, serving] / speed).max(axis=1)
         near, far = self._copies(by_rank)
         busy = by_rank.sum(axis=1) > 0
-        dispatch = self._link_us(near, far, DISPATCH_BYTES) + DISPATCH_US * busy
-        combine = self._link_us(near, far, COMBINE_BYTES) + COMBINE_US * busy
+        by = self.transport
+        dispatch = self._link_us(near, far, by.dispatch_bytes) + by.dispatch_us * busy
+        combine = self._link_us(near, far, by.combine_bytes) + by.combine_us * busy
         tokens = by_rank.sum(axis=1) / self.model.top_k / max(int(serving.sum()), 1)
         shared = self.model.num_shared_experts * self.experts.of_slots(tokens) / speed.min()
         return StepTime(dispatch, experts, combine, shared, self.other_us, self.is_overlapped)

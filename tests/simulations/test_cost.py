@@ -25,7 +25,7 @@ from simulations.cost.hardware import HARDWARE, hardware_named
 from simulations.cost.memory import MemoryModel
 from simulations.cost.migration import MigrationCost
 from simulations.cost.moved import moved_between
-from simulations.cost.step_time import COMBINE_US, DISPATCH_US, StepModel
+from simulations.cost.step_time import StepModel, Transport
 from simulations.replay import Scenario, replay_all
 from simulations.report import conclusions, summary
 from simulations.workloads import windows_named
@@ -176,8 +176,8 @@ def test_decode_sends_every_copy_and_prefill_one_for_each_node() -> None:
         for is_prefill in (False, True)
     ]
 
-    decode_us = 1e6 * 128 * 2 / H200.network_bytes_s * 1e6 + COMBINE_US
-    prefill_us = 2e6 * 0.75 * 0.5 * 128 * 2 / H200.network_bytes_s * 1e6 + COMBINE_US
+    decode_us = 1e6 * 128 * 2 / H200.network_bytes_s * 1e6 + Transport().combine_us
+    prefill_us = 2e6 * 0.75 * 0.5 * 128 * 2 / H200.network_bytes_s * 1e6 + Transport().combine_us
     assert times[0].combine[0] == pytest.approx(decode_us)
     assert times[1].combine[0] == pytest.approx(prefill_us)
 
@@ -194,7 +194,7 @@ def test_idle_layer_takes_no_communication() -> None:
     found = StepModel(SMALL, TWO_RANKS, H200, CURVE).of(np.zeros((1, 4)))
 
     assert found.us == 0.0
-    assert min(DISPATCH_US, COMBINE_US) > 0
+    assert min(Transport().dispatch_us, Transport().combine_us) > 0
 
 
 def test_move_over_the_network_takes_its_bytes_by_the_rate() -> None:
