@@ -10,9 +10,9 @@ which take turns on several sets of weights, so that no launch finds its weights
 
 *Even* rows: each of 2, 9 or 36 slots has the same number. *Uneven* rows: 9 slots share rows by a
 seeded Gamma draw at three skews and five batches, with the tiling that serving takes for the mean
-(``tiles_for`` in the files; some older ones have the busiest slot's too). ``--show FILE`` prints what
-the simulator predicts from the even rows alone beside what the uneven ones took, by both rules of
-``simulations/cost/expert_time.py``. Measuring needs torch and triton only.
+(``tiles_for`` in the files; some older ones have the busiest slot's too). ``--show FILE`` prints
+what the simulator predicts from the even rows alone beside what the uneven ones took, by both rules
+of ``simulations/cost/expert_time.py``. Measuring needs torch and triton only.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from eplb.core.model import ModelShape
+from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
 from simulations.cost.hardware import hardware_named
 from simulations.cost.step_time import StepModel
-from simulations.windows import Windows, of_history
+from simulations.windows import Deployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
 from telemetry.formats.routing import Layout, load_trace
 from telemetry.formats.table import read_load
@@ -52,7 +53,9 @@ def windows_of(
                 layout=layout,
             )
         )
-    return of_history(read_load(trace, options).history)
+    found = read_load(trace, options)
+    told = Deployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
+    return replace(of_history(found.history), deployment=told)
 
 
 def topology_of(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:
@@ -82,6 +85,35 @@ def even_topology(ranks: int, ranks_per_node: int, redundant: int, num_experts: 
     """
     slots = -(-num_experts // ranks) + redundant
     return topology_of(ranks, max(1, ranks // ranks_per_node), slots * ranks, num_experts)
+
+
+def model_named(name: str | None, windows: Windows) -> tuple[ModelShape, str]:
+    """The model by its name, else that of the source, else the only known one of this shape.
+
+    Returns:
+        The model, and where it is from.
+
+    Raises:
+        ConfigError: no known model has this shape, or several have.
+    """
+    if name is not None:
+        return preset(name), f"{name}, as asked for"
+    shape = f"{windows.num_layers} MoE layers x {windows.num_experts} experts"
+    if (told := windows.deployment.model) is not None:
+        return told, f"{shape}, as the store describes it"
+    alike = {
+        known: one
+        for known, one in PRESETS.items()
+        if (one.num_layers, one.num_experts) == (windows.num_layers, windows.num_experts)
+    }
+    # Several names may be one shape: DeepSeek-V3 and R1.
+    if len({id(one) for one in alike.values()}) != 1:
+        raise ConfigError(
+            f"the load has {shape}, which {'several' if alike else 'no'} known models have, "
+            f"expected --model with one of: {', '.join(sorted(alike or PRESETS))}"
+        )
+    found = next(iter(alike))
+    return alike[found], f"{found}, the known model of {shape}"
 
 
 def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:

@@ -383,8 +383,12 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
     )
 
 
-def first_windows(windows: Windows, most: int) -> Windows:
-    """The first windows of a source."""
+def part_of(windows: Windows, most: int, *, is_latest: bool) -> Windows:
+    """The last windows of a source whose number is known, or its first ones."""
     count = windows.num_windows
-    limited = most if count is None else min(most, count)
-    return replace(windows, read=lambda: islice(windows.read(), most), num_windows=limited)
+    skipped = max(0, count - most) if count is not None and is_latest else 0
+    return replace(
+        windows,
+        read=lambda: islice(windows.read(), skipped, skipped + most),
+        num_windows=most if count is None else min(most, count),
+    )

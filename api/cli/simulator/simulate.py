@@ -51,10 +51,20 @@ from telemetry.formats.types import ReadOptions
 
 def simulate(
     trace: Trace,
-    ranks: Annotated[int, typer.Option(max=65_536, help="Ranks of the expert-parallel group.")] = 8,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            max=65_536,
+            help="Ranks of the expert-parallel group. If not given, those of the load, or 8.",
+        ),
+    ] = None,
     nodes: Annotated[
-        int, typer.Option(max=65_536, help="Nodes that the ranks are spread over.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            max=65_536,
+            help="Nodes that the ranks are spread over. If neither is given, as in the load, or 1.",
+        ),
+    ] = None,
     slots: Annotated[
         int | None,
         typer.Option(
@@ -124,8 +134,12 @@ def simulate(
         load = windows_of(trace, options, seed, shape, layout)
         if steps is not None:
             load = replace(load, steps=steps)
+        at = load.deployment
+        if nodes is None:
+            nodes = at.num_nodes if ranks is None and at.num_nodes else 1
+        ranks = ranks or at.num_ranks or 8
         topology = topology_of(ranks, nodes, slots, load.num_experts)
-        fitted = model_of(shape, load)
+        fitted = model_of(shape or at.model, load)
         step_model = price = None
         if hardware is not None or expert_times is not None:
             step_model = step_model_of(

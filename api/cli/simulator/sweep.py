@@ -19,6 +19,7 @@ from rich.table import Table
 from api.cli.simulator.options import (
     BAD_INPUT,
     MAX_WINDOWS,
+    DeploymentName,
     Hardware,
     ModelName,
     OtherUs,
@@ -87,6 +88,7 @@ def sweep_command(
     workers: Annotated[
         int | None, typer.Option(min=1, max=4096, help="Processes; all cores if not given.")
     ] = None,
+    deployment: DeploymentName = "demo",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
 ) -> None:
@@ -95,7 +97,7 @@ def sweep_command(
         settings = Settings(
             "", software(), model, hardware, prefill, other_us, overlap, past, ranks_per_node
         )
-        load = _load(trace, steps, settings)
+        load = _load(trace, steps, settings, deployment)
         tasks = tasks_of(
             replace(settings, load=load.digest),
             ranks=numbers("--ranks", ranks),
@@ -125,14 +127,16 @@ def sweep_command(
         raise typer.Exit(INCOMPLETE)
 
 
-def _load(trace: str, steps: int | None, settings: Settings) -> Load:
+def _load(trace: str, steps: int | None, settings: Settings, deployment: str) -> Load:
     """The load, checked against the settings as far as no replay is needed."""
     shape = preset(settings.model) if settings.model is not None else None
     if settings.hardware is not None:
         hardware_named(settings.hardware)
         if shape is None:
             raise ConfigError("times of steps need the sizes of experts, expected --model")
-    windows = windows_of(trace, ReadOptions(max_windows=MAX_WINDOWS), 0, shape)
+    windows = windows_of(
+        trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), 0, shape
+    )
     model_of(shape, windows)
     if trace.startswith(PREFIX):
         return Generated(trace, steps)
