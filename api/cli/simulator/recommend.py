@@ -16,10 +16,13 @@ from api.cli.simulator.options import (
     MAX_WINDOWS,
     DeploymentName,
     ExpertTimes,
+    HtmlFile,
     OtherUs,
+    PngFolder,
     Trace,
     command_line,
     numbers,
+    write_plots,
 )
 from api.cli.simulator.placement import (
     EngineOption,
@@ -36,7 +39,7 @@ from simulations.cost.expert_time import check_fits, from_data_sheet, read_exper
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
 from simulations.inputs import model_named, model_of, windows_of
-from simulations.pages.recommendation import write_recommendation
+from simulations.pages.recommendation import recommendation_page
 from simulations.questions.recommend import Answer, Question, part_of, recommend
 from simulations.report import write_json
 from simulations.workloads import PREFIX
@@ -104,7 +107,8 @@ def recommend_command(
     deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all candidates.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    html: HtmlFile = None,
+    png: PngFolder = None,
     placement: PlacementOption = None,
     hidden_layers: HiddenLayers = None,
 ) -> None:
@@ -154,8 +158,11 @@ def recommend_command(
         source = times[groups[0]].source
         if json_file is not None:
             write_json(json_file, _as_json(answer, source))
-        if html is not None:
-            write_recommendation(html, answer, Path(trace).name, source, command_line())
+        write_plots(
+            lambda: recommendation_page(answer, Path(trace).name, source, command_line()),
+            html,
+            png,
+        )
         written = []
         if placement is not None and engine is not None:
             chosen = answer.best.placement

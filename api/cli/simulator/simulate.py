@@ -16,13 +16,16 @@ from api.cli.simulator.options import (
     DeploymentName,
     ExpertTimes,
     Hardware,
+    HtmlFile,
     ModelName,
     OtherUs,
     Overlap,
+    PngFolder,
     Prefill,
     Steps,
     Trace,
     command_line,
+    write_plots,
 )
 from api.cli.simulator.placement import (
     EngineOption,
@@ -40,7 +43,7 @@ from eplb.errors import EplbError
 from simulations.cost.migration import MigrationCost
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
 from simulations.limits import limit_of
-from simulations.pages.comparison import write_page
+from simulations.pages.comparison import comparison_page
 from simulations.peers import register_peers
 from simulations.questions.failures import failures_of
 from simulations.replay import Scenario, chosen_of, replay_all
@@ -111,7 +114,8 @@ def simulate(
     deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    html: HtmlFile = None,
+    png: PngFolder = None,
     placement: PlacementOption = None,
     hidden_layers: HiddenLayers = None,
     fail_if: Annotated[
@@ -177,8 +181,9 @@ def simulate(
         console.print(table(result))
         if json_file is not None:
             write_json(json_file, result)
-        if html is not None:
-            write_page(html, result, scenario, replays, said, command_line())
+        write_plots(
+            lambda: comparison_page(result, scenario, replays, said, command_line()), html, png
+        )
         if placement is not None and engine is not None:
             chosen = chosen_of(replays)
             about = {"source": Path(trace).name, "policy": chosen.policy}
