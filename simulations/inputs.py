@@ -140,6 +140,7 @@ def step_model_of(
     is_prefill: bool = False,
     other_us: float = 0.0,
     is_overlapped: bool = False,
+    port_ranks: int = 1,
 ) -> StepModel:
     """Times of steps from a data sheet, or from a measured file.
 
@@ -148,7 +149,7 @@ def step_model_of(
     """
     if model is None:
         raise ConfigError("times of steps need the sizes of experts, expected --model")
-    card = hardware_named(hardware)
+    card = replace(hardware_named(hardware), port_ranks=port_ranks)
     if expert_times is None:
         experts = from_data_sheet(card, model)
     else:

@@ -25,7 +25,7 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import ExpertTime
-from simulations.cost.hardware import Hardware
+from simulations.cost.hardware import Hardware, by_port
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,15 @@ class StepModel:
         experts = (self.experts.of_ranks(rows, topology)[:, serving] / speed).max(axis=1)
         near, far = self._copies(by_rank)
         busy = by_rank.sum(axis=1) > 0
-        by = self.transport
+        by, far = self.transport, by_port(far, topology, self.hardware.port_ranks)
         dispatch = self._link_us(near, far, by.dispatch_bytes) + by.dispatch_us * busy
         combine = self._link_us(near, far, by.combine_bytes) + by.combine_us * busy
         tokens = by_rank.sum(axis=1) / self.model.top_k / max(int(serving.sum()), 1)
         shared = self.model.num_shared_experts * self.experts.of_slots(tokens) / speed.min()
-        return StepTime(dispatch, experts, combine, shared, self.other_us, self.is_overlapped)
+        network = self._network_us(far)
+        return StepTime(
+            dispatch, experts, combine, shared, self.other_us, self.is_overlapped, network
+        )
 
     def _copies(
         self, by_rank: NDArray[np.float64]
@@ -109,6 +112,14 @@ class StepModel:
         slowest: NDArray[np.float64] = times.max(axis=1)
         return slowest
 
+    def _network_us(self, far: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[L] microseconds in which rows pass through the busiest port, both ways together."""
+        width = self.transport.dispatch_bytes + self.transport.combine_bytes
+        longest: NDArray[np.float64] = far.max(axis=1) * (
+            self.model.hidden * width * 1e6 / self.hardware.network_bytes_s
+        )
+        return longest
+
 
 @dataclass(frozen=True, eq=False)
 class StepTime:
@@ -120,6 +131,12 @@ class StepTime:
     shared: NDArray[np.float64]  # [L]
     other_us: float
     is_overlapped: bool
+    network: NDArray[np.float64]  # [L] of dispatch and combine, in which network ports are busy
+
+    @property
+    def network_part(self) -> float:
+        """Of the step, in which its rows pass through the busiest network port."""
+        return min(1.0, float(self.network.sum()) / self.us) if self.us else 0.0
 
     @property
     def layers_us(self) -> NDArray[np.float64]:

@@ -38,7 +38,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
             ),
             Figure(
                 "Time of a token by batch",
-                "Milliseconds, which are those of a step.",
+                "Milliseconds: the time of a step over the tokens that it gives to a sequence.",
                 _by_batch(go, answer, "ms", x_title, "ms"),
             ),
         ]

@@ -38,6 +38,7 @@ from eplb.errors import EplbError
 from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
+from simulations.cost.speculation import Speculation
 from simulations.inputs import model_named, model_of, windows_of
 from simulations.pages.recommendation import recommendation_page
 from simulations.questions.recommend import Answer, Question, part_of, recommend
@@ -103,6 +104,12 @@ def recommend_command(
     most_ms: Annotated[
         float | None, typer.Option(max=1e9, help="Milliseconds that a token may take.")
     ] = None,
+    drafts: Annotated[
+        int, typer.Option(max=64, help="Tokens that each sequence drafts in a step (MTP).")
+    ] = 0,
+    acceptance: Annotated[
+        float, typer.Option(max=1.0, help="Chance that a draft is right, if all before it are.")
+    ] = Speculation.acceptance,
     engine: EngineOption = None,
     deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
@@ -115,6 +122,7 @@ def recommend_command(
     """Compare groups, redundancy and intervals on a load; print the best, and why."""
     try:
         check_placement(placement, engine)
+        speculation = Speculation(drafts, acceptance)
         card = hardware_named(hardware)
         known = preset(model) if model is not None else None
         load = windows_of(
@@ -153,6 +161,7 @@ def recommend_command(
                 numbers("--attention-ranks", attention_ranks, least=0),
                 rule_of(engine),
                 most_ms,
+                speculation,
             )
         )
         source = times[groups[0]].source
@@ -180,14 +189,19 @@ def recommend_command(
         console.print(_batch_table(answer))
     for sentence in (*answer.sentences(), *written):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    about = (
+    about = [
         f"model: {which}; EP{', EP'.join(map(str, groups))} with {ranks_per_node} ranks a node on "
         f"{hardware}; expert times: {source}",
         f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
         f"sequence (--context), {kv_token_bytes:g} bytes of KV cache a token (--kv-token-bytes), "
         f"{dense_gb:g} GB a rank beside experts (--dense-gb), {other_us:g} us a layer outside of "
         "them (--other-us); no queue and no scheduler is modelled",
-    )
+    ]
+    if drafts:
+        about.append(
+            f"a step verifies {speculation.verified} tokens of a sequence and gives "
+            f"{speculation.given:.2f}; each draft takes a layer of the mean length"
+        )
     for sentence in about:
         console.print(sentence, highlight=False, soft_wrap=True)
 

@@ -107,6 +107,9 @@ def simulate(
     prefill: Prefill = False,
     other_us: OtherUs = 0.0,
     overlap: Overlap = False,
+    port_ranks: Annotated[
+        int, typer.Option(max=1024, help="Neighbours of a node that share a network port.")
+    ] = 1,
     failures: Annotated[
         bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")
     ] = False,
@@ -154,6 +157,7 @@ def simulate(
                 is_prefill=prefill,
                 other_us=other_us,
                 is_overlapped=overlap,
+                port_ranks=port_ranks,
             )
             price = MigrationCost(step_model.model, step_model.hardware)
         scenario = Scenario(

@@ -17,6 +17,7 @@ from eplb.errors import ConfigError
 from simulations.cost.expert_time import from_data_sheet
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
+from simulations.cost.speculation import Speculation
 from simulations.inputs import model_named
 from simulations.limits import limit_of
 from simulations.questions.recommend import Question, part_of, recommend
@@ -41,6 +42,19 @@ def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
         "most_sequences": 4096,
     }
     return Question(windows, memory, **(chosen | changes))
+
+
+def test_drafts_fill_the_batch_of_experts_and_give_more_tokens() -> None:
+    plain = recommend(question(hot=1, most_sequences=8))
+    drafted = recommend(question(hot=1, most_sequences=8, speculation=Speculation(1, 0.8)))
+
+    last, twice = plain.batches[-1], drafted.batches[-1]
+    assert twice.tokens_per_expert == 2 * last.tokens_per_expert
+    # A step of two layers lasts half as long again by the draft's own layer, and gives 1.8 tokens.
+    step_us = drafted.best.step_us
+    assert drafted.best.tokens_per_s == pytest.approx(8 * 1.8 / (step_us / 1e6))
+    assert twice.planned_ms == pytest.approx(step_us / 1000 / 1.8)
+    assert step_us > 1.5 * plain.best.step_us
 
 
 def test_redundancy_is_recommended_where_one_expert_is_hot() -> None:
