@@ -11,7 +11,6 @@ alike. Microseconds of a layer, mean over the case's draws:
     twice     the same, chosen for twice the mean: what serving took before tiles followed rows
     busiest   the same, chosen for the busiest slot, which the host cannot know
     now       what ``GroupedExperts`` launches when usual rows are twice the mean
-    mixed     BF16 only, a candidate: tiles for prefill, with smaller ones for slots of few rows
 
 *drawn*: Gamma draws of two skews, by a seed that no choice was made on. *recorded*: rows of the
 busiest rank on windows that the plan did not see. Needs torch and triton only.
@@ -35,20 +34,19 @@ from runtime.kernels.gemm import Tile, Tiling
 
 ONE_TILE = {
     "fp8": (
-        (16, Tiling((Tile(1, 16, 128, 128, True, 5),), 4, 2)),
-        (32, Tiling((Tile(1, 32, 128, 128, True, 5),), 4, 2)),
-        (64, Tiling((Tile(1, 64, 128, 128, False, 4),), 4, 2)),
-        (2**31, Tiling((Tile(1, 128, 128, 128, False, 5),), 8, 1)),
+        (16, Tiling((Tile(16, 128, True, 5),), 128, 4, 2)),
+        (32, Tiling((Tile(32, 128, True, 5),), 128, 4, 2)),
+        (64, Tiling((Tile(64, 128, False, 4),), 128, 4, 2)),
+        (2**31, Tiling((Tile(128, 128, False, 5),), 128, 8, 1)),
     ),
     "bf16": (
-        (16, Tiling((Tile(1, 16, 128, 128, True, 3),), 4, 2)),
-        (32, Tiling((Tile(1, 32, 128, 64, True, 5),), 4, 2)),
-        (64, Tiling((Tile(1, 64, 128, 64, False, 4),), 4, 2)),
-        (256, Tiling((Tile(1, 128, 128, 64, False, 3),), 8, 2)),
-        (2**31, Tiling((Tile(1, 128, 256, 64, False, 4),), 8, 1)),
+        (16, Tiling((Tile(16, 128, True, 3),), 128, 4, 2)),
+        (32, Tiling((Tile(32, 64, True, 5),), 128, 4, 2)),
+        (64, Tiling((Tile(64, 64, False, 4),), 128, 4, 2)),
+        (256, Tiling((Tile(128, 64, False, 3),), 128, 8, 2)),
+        (2**31, Tiling((Tile(128, 64, False, 4),), 256, 8, 1)),
     ),
 }
-MIXED = Tiling((Tile(65, 128, 256, 64, False, 4), Tile(1, 64, 128, 64, True, 8)), 8, 1)
 EVEN_ROWS = (1, 8, 16, 32, 64, 102, 128, 192, 256, 512, 1024, 2048)
 DRAWN_ROWS = (8, 32, 64, 102, 192, 320, 512, 1536)
 DRAWN_SKEWS = ("mild", "strong")
@@ -78,13 +76,12 @@ def one_tile(shape: Shape, rows: int) -> Tiling:
 
 def arms(shape: Shape, rows: int, counts: tuple[int, ...]) -> dict[str, Tiling]:
     """Tilings to compare."""
-    found = {
+    return {
         "mean": one_tile(shape, rows),
         "twice": one_tile(shape, 2 * rows),
         "busiest": one_tile(shape, max(counts)),
         "now": tiling_for(shape, 2 * rows),
     }
-    return found if shape.dtype == "fp8" else found | {"mixed": MIXED}
 
 
 def cases(recorded: Path | None) -> Iterator[Case]:

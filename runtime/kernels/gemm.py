@@ -29,11 +29,9 @@ SMALLEST_TILE = 64  # K and N must be multiples: the smallest tile that tensor c
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of slots that have a number of rows."""
+    """Tile of so many rows of a slot."""
 
-    least_rows: int  # of a slot that takes it, up to the tile before in its tiling
     BLOCK_M: int  # rows
-    BLOCK_N: int  # outputs
     BLOCK_K: int  # inputs of one pipeline stage
     IS_FLIPPED: bool  # weights on the left: tensor cores want 64 there, few rows would be padding
     STAGES: int  # buffers in flight
@@ -41,13 +39,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles for any number of rows, most rows first, in one launch.
+    """Tiles of one launch, most rows first, and no two of the same.
 
-    They share its warps and programs on each multiprocessor, and the largest of their buffers
-    counts for all.
+    Slots are cut into blocks of the first; the last block of a slot takes the last tile that holds
+    its rows. All share the launch's outputs of a tile, warps, and programs of a multiprocessor, and
+    the largest of their buffers counts for all.
     """
 
     tiles: tuple[Tile, ...]
+    BLOCK_N: int  # outputs
     num_warps: int
     programs: int
 
@@ -57,27 +57,24 @@ class Tiling:
 # outputs keep the reading of rows, from the L2 cache, low. In FP8 this is faster for prefill too
 # than one program with tiles of 128 rows (benchmarks/reports/2026-11-23-experts-uneven.md).
 FP8_TILES = Tiling(
-    (
-        Tile(33, 64, 128, 128, False, 4),
-        Tile(17, 32, 128, 128, True, 4),
-        Tile(1, 16, 128, 128, True, 4),
-    ),
+    (Tile(64, 128, False, 4), Tile(32, 128, True, 4), Tile(16, 128, True, 4)),
+    BLOCK_N=128,
     num_warps=4,
     programs=2,
 )
 BF16_DECODE = Tiling(
-    (
-        Tile(193, 128, 128, 64, False, 3),
-        Tile(33, 64, 128, 64, False, 4),
-        Tile(17, 32, 128, 64, True, 5),
-        Tile(1, 16, 128, 128, True, 3),
-    ),
+    (Tile(64, 64, False, 4), Tile(32, 64, True, 5), Tile(16, 128, True, 3)),
+    BLOCK_N=128,
     num_warps=4,
     programs=2,
 )
-BF16_PREFILL = Tiling((Tile(1, 128, 256, 64, False, 4),), num_warps=8, programs=1)
-MOST_DECODE_ROWS = 256  # a slot; with more rows BF16_PREFILL is faster
-MOST_ROWS = 2**31 - 1
+BF16_PREFILL = Tiling(
+    (Tile(128, 64, False, 4), Tile(64, 64, True, 4), Tile(32, 64, True, 4), Tile(16, 64, True, 4)),
+    BLOCK_N=256,
+    num_warps=8,
+    programs=1,
+)
+MOST_DECODE_ROWS = 192  # of a busy slot, about twice the mean; with more BF16_PREFILL is faster
 
 
 def grouped_gemm(
@@ -108,8 +105,8 @@ def grouped_gemm(
         "both bfloat16 (or both float32)",
     )
     if rows.dtype == torch.float32:  # twice the bytes would not fit into shared memory
-        tiles = tuple(replace(tile, BLOCK_N=64, BLOCK_K=32, STAGES=2) for tile in tiling.tiles)
-        tiling = replace(tiling, tiles=tiles)
+        tiles = tuple(replace(tile, BLOCK_K=32, STAGES=2) for tile in tiling.tiles)
+        tiling = replace(tiling, tiles=tiles, BLOCK_N=64)
     _launch(Quantised(rows, rows), Quantised(weights, weights), (starts, counts), out, tiling)
 
 
@@ -139,6 +136,7 @@ def grouped_gemm_fp8(
         f"rows {describe(rows.values)} and weights {describe(weights.values)}",
         "both float8_e4m3fn",
     )
+    check(tiling.BLOCK_N <= GROUP, f"tiles of {tiling.BLOCK_N} outputs", f"at most {GROUP}")
     _check_scales(rows, weights)
     _launch(rows, weights, (starts, counts), out, tiling)
 
@@ -174,23 +172,19 @@ def _launch(
         SLOTS=triton.next_power_of_2(num_slots),
         IS_SCALED=rows.values.dtype == torch.float8_e4m3fn,
         GROUP=GROUP,
-        TILES=_tiles(tiling, outputs, inputs),
+        BLOCK_N=largest_tile(outputs, tiling.BLOCK_N),
+        TILES=_tiles(tiling, inputs),
         num_warps=tiling.num_warps,
     )
 
 
-def _tiles(tiling: Tiling, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
-    """(least, most rows, BLOCK_M, BLOCK_N, BLOCK_K, flipped, stages) that divide N and K."""
-    found, most = [], MOST_ROWS
-    for tile in tiling.tiles:
-        blocks = (
-            tile.BLOCK_M,
-            largest_tile(outputs, tile.BLOCK_N),
-            largest_tile(inputs, tile.BLOCK_K),
-        )
-        found.append((tile.least_rows, most, *blocks, tile.IS_FLIPPED, tile.STAGES))
-        most = tile.least_rows - 1
-    return tuple(found)
+def _tiles(tiling: Tiling, inputs: int) -> tuple[tuple[int, ...], ...]:
+    """(least rows, BLOCK_M, BLOCK_K, flipped, stages) with BLOCK_K that divides K."""
+    fewer = (*(tile.BLOCK_M for tile in tiling.tiles[1:]), 0)
+    return tuple(
+        (less + 1, tile.BLOCK_M, largest_tile(inputs, tile.BLOCK_K), tile.IS_FLIPPED, tile.STAGES)
+        for tile, less in zip(tiling.tiles, fewer, strict=True)
+    )
 
 
 def _strides(row_scales: torch.Tensor) -> tuple[int, int, int, int]:

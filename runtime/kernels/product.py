@@ -1,9 +1,10 @@
 """The kernel behind ``gemm.py``: a fixed grid of programs that share all slots' tiles.
 
-One tile for all slots cannot suit uneven rows: sized for busy slots it is mostly padding in others,
-sized for the others it reads a busy slot's weights over and over. A launch for each kind of tile
-would cost about 2 us, as much as it saves in decode, and end in a tail of its own. So each program
-branches by the rows of the slot that its next tile belongs to.
+One tile for all rows cannot suit uneven slots: a large one is mostly padding where a slot has few
+rows or ends with few, a small one reads a busy slot's weights over and over. So a slot's rows are
+cut into blocks of the largest tile, and the rest takes the smallest tile that holds it. A launch
+for each kind of tile would cost about 2 us, as much as it saves in decode, and end in a tail of its
+own: each program branches by the rows of its next tile.
 
 Tiles are [A, BLOCK_K] and [B, BLOCK_K], and the sum is [A, B]. Rows are on the left, or, where they
 are few, on the right, "flipped": tensor cores take 64 on the left and as few as 8 on the right.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from runtime.kernels.launch import kernel
-from runtime.kernels.slots import locate
+from runtime.kernels.slots import ends_of_slots, locate
 
 
 @kernel("starts", "counts")
@@ -40,29 +41,35 @@ def grouped_product(
     SLOTS: tl.constexpr,
     IS_SCALED: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
     """Write all slots' products; scales are not read if not scaled.
 
-    TILES has (least rows, most rows, BLOCK_M, BLOCK_N, BLOCK_K, flipped, stages): a tile of a slot
-    takes the branch of the slot's rows. The branches share registers and buffers, so those that
-    are not taken cost nothing but the largest of both.
+    TILES has (least rows, BLOCK_M, BLOCK_K, flipped, stages), most rows first: a block takes the
+    branch of the rows that are left in it. The branches share registers and buffers, so those that
+    are not taken cost nothing but the largest of both. Blocks of rows turn fastest, so that
+    programs side by side share weights in the L2 cache.
     """
-    slots = tl.arange(0, SLOTS)
-    held = tl.load(counts + slots, mask=slots < num_slots, other=0)
-    ends = tl.cumsum(_tiles_of(held, OUTPUTS, TILES), 0)
+    BLOCK: tl.constexpr = TILES[0][1]
+    ends = ends_of_slots(counts, num_slots, SLOTS, BLOCK, OUTPUTS // BLOCK_N)
     total = tl.max(ends, 0)
     tile = tl.program_id(0)
     while tile < total:
         slot, first, tiles_of_slot = locate(tile, ends)
         count = tl.load(counts + slot)
+        blocks = tiles_of_slot // (OUTPUTS // BLOCK_N)
+        first_row = (tile - first) % blocks * BLOCK
+        output = (tile - first) // blocks * BLOCK_N
+        left = tl.minimum(count - first_row, BLOCK)
         for entry in tl.static_range(len(TILES)):
-            if (count >= TILES[entry][0]) & (count <= TILES[entry][1]):
+            most = BLOCK if entry == 0 else TILES[entry - 1][0] - 1
+            if (left >= TILES[entry][0]) & (left <= most):
                 _write_tile(
                     slot,
                     count,
-                    tile - first,
-                    tiles_of_slot,
+                    first_row,
+                    output,
                     rows,
                     weights,
                     row_scales,
@@ -77,31 +84,21 @@ def grouped_product(
                     row_scales_stride,
                     row_scales_group_stride,
                     weight_scales_stride,
-                    OUTPUTS,
                     INPUTS,
                     IS_SCALED,
                     GROUP,
+                    BLOCK_N,
                     *TILES[entry],
                 )
         tile += tl.num_programs(0)
 
 
 @kernel()
-def _tiles_of(held: tl.tensor, OUTPUTS: tl.constexpr, TILES: tl.constexpr) -> tl.tensor:
-    """[SLOTS] tiles of slots with so many rows."""
-    tiles = tl.zeros_like(held)
-    for entry in tl.static_range(len(TILES)):
-        blocks = (held + TILES[entry][2] - 1) // TILES[entry][2] * (OUTPUTS // TILES[entry][3])
-        tiles = tl.where((held >= TILES[entry][0]) & (held <= TILES[entry][1]), blocks, tiles)
-    return tiles
-
-
-@kernel()
 def _write_tile(
     slot: tl.tensor,
     count: tl.tensor,
-    tile: tl.tensor,
-    tiles_of_slot: tl.tensor,
+    first_row: tl.tensor,
+    output: tl.tensor,
     rows: tl.tensor,
     weights: tl.tensor,
     row_scales: tl.tensor,
@@ -116,26 +113,19 @@ def _write_tile(
     row_scales_stride: tl.tensor,
     row_scales_group_stride: tl.tensor,
     weight_scales_stride: tl.tensor,
-    OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     IS_SCALED: tl.constexpr,
     GROUP: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_FLIPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Write the [BLOCK_M, BLOCK_N] tile of this number in its slot.
-
-    Blocks of rows turn fastest, so that programs side by side share weights in the L2 cache.
-    """
+    """Write the [BLOCK_M, BLOCK_N] tile that begins at a row and an output of a slot."""
     STEPS: tl.constexpr = INPUTS // BLOCK_K
-    row_blocks = tiles_of_slot // (OUTPUTS // BLOCK_N)
-    place = tile % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    output = tile // row_blocks * BLOCK_N
+    place = first_row + tl.arange(0, BLOCK_M)
     inputs = tl.arange(0, BLOCK_K)
     start = tl.load(starts + slot).to(tl.int64)
     slot = slot.to(tl.int64)  # weights of a slot may begin past 2**31

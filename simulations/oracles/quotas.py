@@ -32,10 +32,10 @@ Load = NDArray[np.float64]
 
 
 class Piece(NamedTuple):
-    """Tokens of an expert that a rank without its first copy gets."""
+    """Tokens of an expert that a rank with a free slot gets."""
 
-    expert: int
-    rank: int
+    slot: int  # that gives them
+    rank: int  # that gets them
     tokens: float
 
 
@@ -50,7 +50,7 @@ class MoonEp(Fixed):
         load = super().serve(tokens)
         for layer, row in enumerate(self.serving.slot_to_expert):
             pieces = lowest(load[layer], row, self.terms.topology, self.least, self.tolerance)
-            _apply(pieces, load[layer], row, self.terms.topology)
+            give(pieces, load[layer], row, self.terms.topology)
         return load
 
 
@@ -66,7 +66,7 @@ def lowest(
     """Pieces of one layer at the lowest threshold that can be reached.
 
     Args:
-        load: [S] tokens of the first copies.
+        load: [S] tokens of the slots.
         held: [S] their experts; EMPTY slots can take pieces.
         least: tokens of a piece.
         tolerance: of the threshold, relative to the mean.
@@ -112,7 +112,7 @@ def pieces_at(
                 part = min(max(-room[giver], least), left, room[taker])
                 if part < max(least, slack) or not free[taker]:
                     break
-                pieces.append(Piece(int(held[slot]), taker, float(part)))
+                pieces.append(Piece(int(slot), taker, float(part)))
                 room[giver] += part
                 room[taker] -= part
                 free[taker] -= 1
@@ -122,13 +122,14 @@ def pieces_at(
     return pieces
 
 
-def _apply(pieces: list[Piece], load: Load, held: NDArray[np.int32], topology: Topology) -> None:
-    """Move the tokens of pieces from first copies to free slots, in place."""
-    slot_of = {int(expert): slot for slot, expert in enumerate(held) if expert != EMPTY}
-    empty = [
-        iter(np.flatnonzero((topology.rank_of_slot == rank) & (held == EMPTY)))
-        for rank in range(topology.num_ranks)
-    ]
-    for piece in pieces:
-        load[slot_of[piece.expert]] -= piece.tokens
-        load[next(empty[piece.rank])] += piece.tokens
+def give(
+    pieces: list[Piece], load: Load, held: NDArray[np.int32], topology: Topology
+) -> NDArray[np.int32]:
+    """Move the tokens of pieces to free slots, in place; [S] experts of the slots then."""
+    held = held.copy()
+    for slot, rank, tokens in pieces:
+        free = np.flatnonzero((topology.rank_of_slot == rank) & (held == EMPTY))[0]
+        held[free] = held[slot]
+        load[slot] -= tokens
+        load[free] += tokens
+    return held

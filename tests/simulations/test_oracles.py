@@ -20,7 +20,7 @@ LOAD = np.array([90.0, 10.0, 0.0, 10.0, 10.0, 0.0])
 def test_pieces_make_ranks_equal_where_slots_suffice() -> None:
     (piece,) = lowest(LOAD, HELD, RANKS, least=0, tolerance=1e-4)
 
-    assert (piece.expert, piece.rank, piece.tokens) == (0, 1, 40.0)
+    assert (piece.slot, piece.rank, piece.tokens) == (0, 1, 40.0)
 
 
 def test_piece_below_the_least_is_not_made() -> None:
