@@ -108,11 +108,10 @@ def tiling_for(shape: Shape, usual: int) -> Tiling:
 
 
 def tilings_of(shape: Shape) -> list[dict[str, Any]]:
-    """As files have them: rows of a slot's tiles, and up to which usual rows a tiling serves."""
+    """As files have them: rows of tiles, and up to which usual rows a tiling serves."""
     tilings = (FP8_TILES,) if shape.dtype == "fp8" else (BF16_DECODE, BF16_PREFILL)
     found: list[dict[str, Any]] = [
-        {"tiles": sorted((tile.least_rows, tile.BLOCK_M) for tile in tiling.tiles)}
-        for tiling in tilings
+        {"tiles": sorted(tile.BLOCK_M for tile in tiling.tiles)} for tiling in tilings
     ]
     for one in found[:-1]:
         one["most_usual_rows"] = MOST_DECODE_ROWS

@@ -7,8 +7,9 @@ the file's uneven rows choose the one that was nearer:
     sum of maxima   every slot takes the longer of reading its weights and its products
     max of sums     one kernel for all slots overlaps them: the longer of the two sums
 
-A kernel computes whole tiles. Where the file names them, a slot's rows count up to the end of its
-last tile: between measured points a slot would otherwise be up to half a tile too fast on average.
+A kernel computes whole tiles: as many of the largest as a slot fills, and for the rest the smallest
+one that holds it. Where the file names the tiles, rows count up to the end of the last one: between
+measured points a slot would otherwise be too fast, on average by half of a tile.
 
 Shapes:  L MoE layers, S slots, R ranks, P points.
 """
@@ -37,7 +38,7 @@ TILE = 16  # rows that the smallest tile of tensor cores takes
 # Standard scores of the 10th, 30th, 50th, 70th and 90th percentile: rows of a slot step by step.
 CHANCE = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
 Rows = NDArray[np.float64]
-Tiles = tuple[tuple[int, int], ...]
+Tiles = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class ExpertTime:
     """Microseconds of one slot by its rows.
 
     Args:
-        tiles: (least rows of a slot, rows of its tiles), rising; none: any number of rows counts.
+        tiles: rows of each, rising; none: any number of rows counts.
         most_usual_rows: of a slot, in the mean of all slots; with more, ``above`` is what runs.
 
     Raises:
@@ -61,8 +62,7 @@ class ExpertTime:
     above: ExpertTime | None = None
 
     def __post_init__(self) -> None:
-        least = [one for one, _ in self.tiles]
-        if least != sorted(set(least)) or any(min(tile) < 1 for tile in self.tiles):
+        if list(self.tiles) != sorted({tile for tile in self.tiles if tile > 0}):
             raise ConfigError(f"{self.source}: tiles {self.tiles}, expected rising rows above 0")
         points = list(zip(self.rows.tolist(), self.us.tolist(), strict=True))
         if len(points) < 2 or any(one[0] >= two[0] for one, two in pairwise(points)):
@@ -100,11 +100,13 @@ class ExpertTime:
 
     def in_tiles(self, rows: Rows) -> Rows:
         """Rows up to the end of each slot's last tile."""
-        counted = rows
-        for least, tile in self.tiles:
-            whole = np.ceil(rows / tile) * tile
-            counted = np.where(np.ceil(rows) >= least, whole, counted)
-        return counted
+        if not self.tiles:
+            return rows
+        largest = self.tiles[-1]
+        whole = np.floor(rows / largest) * largest
+        sizes = np.array((0, *self.tiles), dtype=np.float64)
+        rest: Rows = sizes[np.searchsorted(sizes, rows - whole)]
+        return whole + rest
 
     def at(self, usual_rows: float) -> ExpertTime:
         """What runs where a slot has so many rows, in the mean of all slots."""
@@ -198,7 +200,7 @@ def curve_of(record: dict[str, Any], slots_per_rank: float, where: str) -> Exper
             us,
             "sum of maxima",
             f"{source}, {slots} slots",
-            tuple((int(least), int(tile)) for least, tile in tiling["tiles"]),
+            tuple(int(tile) for tile in tiling["tiles"]),
             float(tiling.get("most_usual_rows", np.inf)),
             curve,
         )

@@ -58,7 +58,7 @@ def record(**changes: Any) -> dict[str, Any]:
         "intermediate": 128,
         "num_experts": 2,
         "top_k": 1,
-        "tilings": [{"tiles": [[1, 64]]}],
+        "tilings": [{"tiles": [64]}],
         "even": [{"slots": 2, "rows": rows, "us": rows / 64 * 20} for rows in (64, 128)],
         "around": [
             {"tokens": 10, "before_us": 5.0, "around_us": 6.0},
