@@ -15,7 +15,14 @@ from simulations.cost.hardware import hardware_named
 from simulations.cost.step_time import StepModel
 from simulations.windows import Deployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
-from telemetry.formats.routing import Layout, load_trace
+from telemetry.formats.batches import batched_windows
+from telemetry.formats.raw_routing import read_vllm_requests
+from telemetry.formats.routing import (
+    DEFAULT_WINDOW_TOKENS,
+    Layout,
+    load_trace,
+    read_requests,
+)
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions
 
@@ -26,24 +33,28 @@ def windows_of(
     seed: int,
     model: ModelShape | None = None,
     layout: Layout | None = None,
+    batch: int | None = None,
 ) -> Windows:
     """The windows of a trace, a dump or a store, or generated ones.
 
     Args:
         trace: see docs/engines.md, or ``generated:NAME:key=value,...``.
         model: gives the shape of generated windows where ``trace`` does not.
+        batch: recorded requests that run at once.
 
     Raises:
         ConfigError: options that the source does not take.
         HistoryError: a file that cannot be read.
     """
     if trace.startswith(PREFIX):
-        if (options.window_tokens, options.num_experts, layout) != (None, None, None):
+        if (options.window_tokens, options.num_experts, layout, batch) != (None,) * 4:
             raise ConfigError(
-                "--window, --experts and --layout are for trace files, "
+                "--window, --experts, --layout and --batch are for trace files, "
                 f"expected {PREFIX}NAME:key=value"
             )
         return windows_named(trace, seed, model)
+    if batch is not None:
+        return _batched(Path(trace), options, layout, batch)
     if Path(trace).suffix == ".npz":
         return of_history(
             load_trace(
@@ -56,6 +67,16 @@ def windows_of(
     found = read_load(trace, options)
     told = Deployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
     return replace(of_history(found.history), deployment=told)
+
+
+def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> Windows:
+    """Steps of a batch of the requests of a file, or of a folder of vLLM's, a file each."""
+    if path.is_dir():
+        ids, lengths = read_vllm_requests(path)
+    else:
+        ids, lengths = read_requests(path, layout=layout)
+    tokens = options.window_tokens or DEFAULT_WINDOW_TOKENS
+    return of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
 
 
 def topology_of(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:

@@ -91,6 +91,14 @@ def simulate(
     layout: Annotated[
         Layout | None, typer.Option(help="Axes of expert_ids, if the file has no names for them.")
     ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            max=1_000_000,
+            help="Recorded requests that run at once, a token of each in a step; needs their "
+            "lengths.",
+        ),
+    ] = None,
     max_moves: Annotated[
         int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
     ] = None,
@@ -138,7 +146,7 @@ def simulate(
             max_windows=MAX_WINDOWS,
             deployment=deployment,
         )
-        load = windows_of(trace, options, seed, shape, layout)
+        load = windows_of(trace, options, seed, shape, layout, batch)
         if steps is not None:
             load = replace(load, steps=steps)
         at = load.deployment
