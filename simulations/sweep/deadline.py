@@ -23,6 +23,7 @@ from simulations.sweep.results import Row
 END_S = 2.0  # from a failure to the end of its process: the executor reads the failure meanwhile
 STUCK_S = 30.0  # beyond the deadline, of a thread that lets no other one run
 MOST_FRAMES = 4
+STDERR = 2  # a number, which is there whatever sys.stderr was replaced by
 
 
 class TaskTimeout(EplbError):
@@ -45,7 +46,7 @@ def within(seconds: float, work: Callable[[Task], Row], task: Task) -> Row:
             ended.put(exc)
 
     thread = Thread(target=run, daemon=True)
-    faulthandler.dump_traceback_later(seconds + STUCK_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + STUCK_S, exit=True, file=STDERR)
     try:
         thread.start()
         outcome = ended.get(timeout=seconds)

@@ -189,7 +189,7 @@ def recommend_command(
         console.print(_batch_table(answer))
     for sentence in (*answer.sentences(), *written):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    about = [
+    assumed = [
         f"model: {which}; EP{', EP'.join(map(str, groups))} with {ranks_per_node} ranks a node on "
         f"{hardware}; expert times: {source}",
         f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
@@ -198,11 +198,11 @@ def recommend_command(
         "them (--other-us); no queue and no scheduler is modelled",
     ]
     if drafts:
-        about.append(
+        assumed.append(
             f"a step verifies {speculation.verified} tokens of a sequence and gives "
             f"{speculation.given:.2f}; each draft takes a layer of the mean length"
         )
-    for sentence in about:
+    for sentence in assumed:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
