@@ -359,11 +359,8 @@ def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
     found = {one.policy: one for one in replay_all(scenario, list(dict.fromkeys(names)))}
     if not found[NOTHING].tokens.any():
         return ()
-    token_us = [
-        by.step_us(found[name].batch_us[~found[name].idle].mean(axis=0), model.num_layers)
-        / by.given
-        for name in names
-    ]
+    of_token = by.step_us(1.0, model.num_layers) / by.given
+    token_us = [found[name].batch_us[~found[name].idle].mean(axis=0) * of_token for name in names]
     kept = (1.0, 1.0 - best.lost_part, 1.0)
     batches = []
     for size, *times in zip(sizes, *token_us, strict=True):

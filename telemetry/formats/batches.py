@@ -36,7 +36,8 @@ def steps_of_tokens(request_len: NDArray[np.integer], batch: int) -> NDArray[np.
         heapq.heappush(free, start + length)
     first = np.cumsum(request_len) - request_len
     place = np.arange(int(request_len.sum())) - np.repeat(first, request_len)
-    return np.repeat(np.array(starts, dtype=np.int64), request_len) + place
+    steps: NDArray[np.int64] = np.repeat(np.array(starts, dtype=np.int64), request_len) + place
+    return steps
 
 
 def batched_windows(
