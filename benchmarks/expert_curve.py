@@ -1,6 +1,7 @@
 """Times of a layer's experts by rows, on one GPU: files that the simulator's cost model reads.
 
     PYTHONPATH=. python -m benchmarks.expert_curve --out FOLDER [--quick] [--only deepseek-v3-fp8]
+    PYTHONPATH=. python -m benchmarks.expert_curve --show FOLDER/FILE
 
 One file for each model and precision; docs/simulator.md has the format. The timed work is what
 ``runtime.model.compute.GroupedExperts`` launches for rows as a dispatcher gives them (FP8 rows are
@@ -9,10 +10,9 @@ which take turns on several sets of weights, so that no launch finds its weights
 
 *Even* rows: each of 2, 9 or 36 slots has the same number. *Uneven* rows: 9 slots share rows by a
 seeded Gamma draw at three skews and five batches, with the tiling that serving takes for the mean
-(``tiles_for`` in the files; some older ones have the busiest slot's too). The table at the end
-compares two predictions from the even rows alone: "sum of maxima" adds the time that each slot
-would take (whichever is longer, reading its weights or its products), "max of sums" adds both up
-over the slots and takes the longer sum. Needs torch and triton only.
+(``tiles_for`` in the files; some older ones have the busiest slot's too). ``--show FILE`` prints
+what the simulator predicts from the even rows alone beside what the uneven ones took, by both rules
+of ``simulations/cost/expert_time.py``. Measuring needs torch and triton only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ SKEWS = {"mild": 4.7, "middle": 1.6, "strong": 0.7}  # shape of the Gamma draw, 
 MEAN_ROWS = (8, 64, 256, 1024, 4096)
 DRAWS = 4  # of each skew and batch
 LEAST_WEIGHT_BYTES = 400_000_000  # in turn: eight times the L2 cache of an H200
-LEAST_LAUNCHES = 8  # of a graph
+LEAST_LAUNCHES, LONG_ROWS = 8, 1024  # of a graph; with more rows of a slot two are enough
 POINT_SECONDS = 0.15  # of measurement
 
 Launch = Callable[[int], None]  # told how many launches came before
@@ -106,6 +107,17 @@ def tiling_for(shape: Shape, usual: int) -> Tiling:
     return BF16_DECODE if usual <= MOST_DECODE_ROWS else BF16_PREFILL
 
 
+def tilings_of(shape: Shape) -> list[dict[str, Any]]:
+    """As files have them: rows of tiles, and up to which usual rows a tiling serves."""
+    tilings = (FP8_TILES,) if shape.dtype == "fp8" else (BF16_DECODE, BF16_PREFILL)
+    found: list[dict[str, Any]] = [
+        {"tiles": sorted(tile.BLOCK_M for tile in tiling.tiles)} for tiling in tilings
+    ]
+    for one in found[:-1]:
+        one["most_usual_rows"] = MOST_DECODE_ROWS
+    return found
+
+
 def layer(weights: Weights, counts: torch.Tensor, tiling: Tiling) -> Launch:
     """The launch of a layer's experts on rows that lie slot by slot."""
     starts = (torch.cumsum(counts, 0) - counts).to(torch.int32)
@@ -159,9 +171,22 @@ def _run_fp8(
     return run
 
 
-def measured(run: Launch, num_sets: int) -> dict[str, float]:
-    """Microseconds of a launch in a replayed graph: median and p99 over replays."""
-    launches = max(LEAST_LAUNCHES, num_sets)
+def least_launches(rows: int) -> int:
+    """Of a graph, for so many rows of a slot."""
+    return LEAST_LAUNCHES if rows < LONG_ROWS else 2
+
+
+def measured(
+    run: Launch, num_sets: int, *, least: int = LEAST_LAUNCHES, seconds: float = POINT_SECONDS
+) -> dict[str, float]:
+    """Microseconds of a launch in a replayed graph: median and p99 over replays.
+
+    Args:
+        num_sets: of weights, which launches take in turn.
+        least: launches of a graph.
+        seconds: of measurement.
+    """
+    launches = max(least, num_sets)
     for number in range(2):
         run(number)
     torch.cuda.synchronize()
@@ -175,7 +200,7 @@ def measured(run: Launch, num_sets: int) -> dict[str, float]:
     graph.replay()
     torch.cuda.synchronize()
     one = time.perf_counter() - begun
-    count = min(max(int(POINT_SECONDS / one), 5), 100)
+    count = min(max(int(seconds / one), 5), 100)
     marks = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(count)
@@ -195,19 +220,26 @@ def measured(run: Launch, num_sets: int) -> dict[str, float]:
     }
 
 
-def even(shape: Shape, rows: tuple[int, ...], slots: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Points of slots with equal rows."""
+def even(
+    shape: Shape, rows: tuple[int, ...], slots: tuple[int, ...], seconds: float = POINT_SECONDS
+) -> list[dict[str, Any]]:
+    """Points of slots with equal rows, of each tiling."""
+    tilings = (FP8_TILES,) if shape.dtype == "fp8" else (BF16_DECODE, BF16_PREFILL)
     points = []
     for num_slots in slots:
         weights = Weights(shape, num_slots)
-        for count in rows:
-            counts = torch.full((num_slots,), count, dtype=torch.int32)
-            found = measured(layer(weights, counts, tiling_for(shape, count)), weights.num_sets)
-            points.append({"slots": num_slots, "rows": count, **found})
-            print(
-                f"{shape.name:20} {num_slots:3} slots {count:5} rows {found['us']:10.1f} us",
-                flush=True,
-            )
+        for number, tiling in enumerate(tilings):
+            for count in rows:
+                counts = torch.full((num_slots,), count, dtype=torch.int32)
+                run = layer(weights, counts, tiling)
+                least = least_launches(count)
+                found = measured(run, weights.num_sets, least=least, seconds=seconds)
+                point = {"slots": num_slots, "rows": count, "tiling": number, **found}
+                points.append(point)
+                print(
+                    f"{shape.name:20} {num_slots:3} slots {count:5} rows {found['us']:10.1f} us",
+                    flush=True,
+                )
         del weights
         torch.cuda.empty_cache()
     return points
@@ -239,57 +271,48 @@ def uneven(shape: Shape, batches: tuple[int, ...], draws: int) -> list[dict[str,
     return points
 
 
-def predicted(points: list[dict[str, Any]], counts: list[int]) -> tuple[float, float]:
-    """Microseconds by the even rows: sum of maxima, and maximum of sums."""
-    rows = [point["rows"] for point in points]
-    each = [point["us"] / point["slots"] for point in points]
-    sum_of_maxima = sum(interpolated(rows, each, count) for count in counts if count)
-    reading = min(each)
-    per_row = min(us / count for us, count in zip(each, rows, strict=True))
-    active = sum(count > 0 for count in counts)
-    return sum_of_maxima, max(reading * active, per_row * sum(counts))
+def show(path: Path) -> None:
+    """Print errors of both rules of the simulator, by skew and batch; needs no GPU."""
+    from simulations.cost.expert_time import RULES, predicted_us, read_expert_time, with_rule
 
-
-def interpolated(rows: list[int], us: list[float], count: int) -> float:
-    """By straight lines; beyond the last point in proportion to rows."""
-    if count >= rows[-1]:
-        return us[-1] * count / rows[-1]
-    for low, high, first, last in zip(rows, rows[1:], us, us[1:], strict=False):
-        if count <= high:
-            return first + (last - first) * max(count - low, 0) / (high - low)
-    raise AssertionError("rows rise")
-
-
-def show(shape: Shape, points: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
-    """Errors of both predictions, by skew and batch."""
-    of_nine = [point for point in points if point["slots"] == UNEVEN_SLOTS]
-    print(f"\n{shape.name}: predicted over measured, mean of draws")
-    print(f"{'skew':8}{'rows':>6}{'us':>10}{'sum of max':>12}{'max of sums':>12}")
+    record = json.loads(path.read_text())
+    curve = read_expert_time(path, UNEVEN_SLOTS)
+    curves = [with_rule(curve, rule) for rule in RULES]
+    print(f"\n{path.stem}: predicted over measured, mean of draws")
+    print(f"{'skew':8}{'rows':>6}{'us':>10}" + "".join(f"{rule:>15}" for rule in RULES))
     for skew in SKEWS:
-        for mean in sorted({point["mean_rows"] for point in found}):
-            here = [p for p in found if (p["skew"], p["mean_rows"]) == (skew, mean)]
+        for mean in sorted({point["mean_rows"] for point in record["uneven"]}):
+            here = [p for p in record["uneven"] if (p["skew"], p["mean_rows"]) == (skew, mean)]
             ratios = [
-                [value / point["us"] for value in predicted(of_nine, point["counts"])]
-                for point in here
+                statistics.mean(predicted_us(one, p["counts"]) / p["us"] for p in here)
+                for one in curves
             ]
-            us = sum(point["us"] for point in here) / len(here)
-            one, two = (sum(column) / len(here) for column in zip(*ratios, strict=True))
-            print(f"{skew:8}{mean:6}{us:10.1f}{one:12.3f}{two:12.3f}")
+            us = statistics.mean(point["us"] for point in here)
+            print(f"{skew:8}{mean:6}{us:10.1f}" + "".join(f"{ratio:15.3f}" for ratio in ratios))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the files")
+    parser.add_argument("--out", type=Path, help="folder of the files")
+    parser.add_argument("--show", type=Path, help="a file that was written: predict its rows")
     parser.add_argument("--only", default="", help="shapes whose name has this text")
     parser.add_argument("--quick", action="store_true", help="few points, to try the script")
     arguments = parser.parse_args()
+    if arguments.show is not None:
+        show(arguments.show)
+    if arguments.out is not None:
+        measure(arguments.out, arguments.only, is_quick=arguments.quick)
+
+
+def measure(out: Path, only: str, *, is_quick: bool) -> None:
+    """Write a file for each shape."""
     torch.manual_seed(0)
     torch.set_default_device("cuda")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = (1, 64, 1024) if arguments.quick else (*ROWS, *MOST_ROWS)
-    slots = (UNEVEN_SLOTS,) if arguments.quick else SLOTS
-    batches, draws = ((64, 1024), 1) if arguments.quick else (MEAN_ROWS, DRAWS)
-    for shape in (shape for shape in SHAPES if arguments.only in shape.name):
+    out.mkdir(parents=True, exist_ok=True)
+    rows = (1, 64, 1024) if is_quick else (*ROWS, *MOST_ROWS)
+    slots = (UNEVEN_SLOTS,) if is_quick else SLOTS
+    batches, draws = ((64, 1024), 1) if is_quick else (MEAN_ROWS, DRAWS)
+    for shape in (shape for shape in SHAPES if only in shape.name):
         begun = time.perf_counter()
         points, found = even(shape, rows, slots), uneven(shape, batches, draws)
         record = {
@@ -303,12 +326,12 @@ def main() -> None:
             "dtype": shape.dtype,
             "hidden": shape.hidden,
             "intermediate": shape.intermediate,
+            "tilings": tilings_of(shape),
             "even": points,
             "uneven": found,
         }
-        path = arguments.out / f"expert-time-{shape.name}.json"
+        path = out / f"expert-time-{shape.name}.json"
         path.write_text(json.dumps(record) + "\n")
-        show(shape, points, found)
         print(f"{path}: {time.perf_counter() - begun:.0f} s\n", flush=True)
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from eplb.core.model import ModelShape
+from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
 from simulations.cost.hardware import hardware_named
 from simulations.cost.step_time import StepModel
-from simulations.windows import Windows, of_history
+from simulations.windows import Deployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
-from telemetry.formats.routing import Layout, load_trace
+from telemetry.formats.batches import batched_windows
+from telemetry.formats.raw_routing import read_vllm_requests
+from telemetry.formats.routing import (
+    DEFAULT_WINDOW_TOKENS,
+    Layout,
+    load_trace,
+    read_requests,
+)
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions
 
@@ -25,24 +33,28 @@ def windows_of(
     seed: int,
     model: ModelShape | None = None,
     layout: Layout | None = None,
+    batch: int | None = None,
 ) -> Windows:
     """The windows of a trace, a dump or a store, or generated ones.
 
     Args:
         trace: see docs/engines.md, or ``generated:NAME:key=value,...``.
         model: gives the shape of generated windows where ``trace`` does not.
+        batch: recorded requests that run at once.
 
     Raises:
         ConfigError: options that the source does not take.
         HistoryError: a file that cannot be read.
     """
     if trace.startswith(PREFIX):
-        if (options.window_tokens, options.num_experts, layout) != (None, None, None):
+        if (options.window_tokens, options.num_experts, layout, batch) != (None,) * 4:
             raise ConfigError(
-                "--window, --experts and --layout are for trace files, "
+                "--window, --experts, --layout and --batch are for trace files, "
                 f"expected {PREFIX}NAME:key=value"
             )
         return windows_named(trace, seed, model)
+    if batch is not None:
+        return _batched(Path(trace), options, layout, batch)
     if Path(trace).suffix == ".npz":
         return of_history(
             load_trace(
@@ -52,7 +64,19 @@ def windows_of(
                 layout=layout,
             )
         )
-    return of_history(read_load(trace, options).history)
+    found = read_load(trace, options)
+    told = Deployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
+    return replace(of_history(found.history), deployment=told)
+
+
+def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> Windows:
+    """Steps of a batch of the requests of a file, or of a folder of vLLM's, a file each."""
+    if path.is_dir():
+        ids, lengths = read_vllm_requests(path)
+    else:
+        ids, lengths = read_requests(path, layout=layout)
+    tokens = options.window_tokens or DEFAULT_WINDOW_TOKENS
+    return of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
 
 
 def topology_of(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:
@@ -84,6 +108,35 @@ def even_topology(ranks: int, ranks_per_node: int, redundant: int, num_experts: 
     return topology_of(ranks, max(1, ranks // ranks_per_node), slots * ranks, num_experts)
 
 
+def model_named(name: str | None, windows: Windows) -> tuple[ModelShape, str]:
+    """The model by its name, else that of the source, else the only known one of this shape.
+
+    Returns:
+        The model, and where it is from.
+
+    Raises:
+        ConfigError: no known model has this shape, or several have.
+    """
+    if name is not None:
+        return preset(name), f"{name}, as asked for"
+    shape = f"{windows.num_layers} MoE layers x {windows.num_experts} experts"
+    if (told := windows.deployment.model) is not None:
+        return told, f"{shape}, as the store describes it"
+    alike = {
+        known: one
+        for known, one in PRESETS.items()
+        if (one.num_layers, one.num_experts) == (windows.num_layers, windows.num_experts)
+    }
+    # Several names may be one shape: DeepSeek-V3 and R1.
+    if len({id(one) for one in alike.values()}) != 1:
+        raise ConfigError(
+            f"the load has {shape}, which {'several' if alike else 'no'} known models have, "
+            f"expected --model with one of: {', '.join(sorted(alike or PRESETS))}"
+        )
+    found = next(iter(alike))
+    return alike[found], f"{found}, the known model of {shape}"
+
+
 def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
     """The model, if the windows are of its shape.
 
@@ -108,6 +161,7 @@ def step_model_of(
     is_prefill: bool = False,
     other_us: float = 0.0,
     is_overlapped: bool = False,
+    port_ranks: int = 1,
 ) -> StepModel:
     """Times of steps from a data sheet, or from a measured file.
 
@@ -116,7 +170,7 @@ def step_model_of(
     """
     if model is None:
         raise ConfigError("times of steps need the sizes of experts, expected --model")
-    card = hardware_named(hardware)
+    card = replace(hardware_named(hardware), port_ranks=port_ranks)
     if expert_times is None:
         experts = from_data_sheet(card, model)
     else:

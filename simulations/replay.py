@@ -188,6 +188,7 @@ class Runner:
         self._plan_ms: list[float] = []
         self._served: SlotLoad | None = None
         self._step_us: list[float] = []
+        self._network_part = 0.0  # of the latest step
         self._batch_us: list[list[float]] = []
 
     def plan(self, window: int, tokens: Tokens, past: Past) -> None:
@@ -208,7 +209,14 @@ class Runner:
         moved = moved_between(taken.base, taken.target, self.scenario.topology)
         target = taken.target if self.scenario.keep_placements else None
         price = self.scenario.migration
-        lost_s = price.lost_s(moved, is_async=self.scheme.is_async) if price is not None else 0.0
+        lost_s = 0.0
+        if price is not None:
+            lost_s = price.lost_s(
+                moved,
+                self.scenario.topology,
+                is_async=self.scheme.is_async,
+                network_part=self._network_part,
+            )
         self._taken.append(
             Rebalance(window, moved.total, self._bytes(moved), taken.reason, target, lost_s)
         )
@@ -233,7 +241,9 @@ class Runner:
         if (step_model := self.scenario.step_model) is not None:
             batches = self.scenario.batches
             rows = self._rows(tokens, self.scenario.tokens_per_step, step_model)
-            self._step_us.append(step_model.of(rows).us)
+            step = step_model.of(rows)
+            self._step_us.append(step.us)
+            self._network_part = step.network_part
             timed = [step_model.of(self._rows(tokens, one, step_model)).us for one in batches]
             self._batch_us.append(timed)
 

@@ -13,10 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory, Phase
+from eplb.core.model import ModelShape
 from eplb.errors import HistoryError
 from telemetry.drift.detector import LOOK_BACK
 
 Tokens = NDArray[np.int64]  # [L, E] of one window
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a source tells about the deployment that it was recorded on; None: nothing."""
+
+    model: ModelShape | None = None
+    num_ranks: int | None = None
+    num_nodes: int | None = None
+    window_s: float | None = None  # serving time of a window
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class Windows:
         steps: forward passes of a window.
         phase: of all of them.
         skipped: windows of the source that are left out, because ranks are missing in them.
+        deployment: that the source was recorded on.
     """
 
     num_layers: int
@@ -38,6 +50,7 @@ class Windows:
     steps: int = 1
     phase: Phase = "mixed"
     skipped: int = 0
+    deployment: Deployment = Deployment()
 
     def __iter__(self) -> Iterator[Tokens]:
         """Every window, checked.

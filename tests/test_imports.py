@@ -72,7 +72,7 @@ RULES = {
     "rebalance/controller": rule(
         "eplb telemetry rebalance.preload.cache.cache_settings rebalance.threads", "numpy"
     ),
-    "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich ray"),
+    "simulations": rule("eplb telemetry", "numpy scipy plotly matplotlib pyarrow rich ray"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
         "numpy torch typer rich pydantic fastapi starlette uvicorn h11 sse_starlette "

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
@@ -77,6 +75,9 @@ def write_random_checkpoint(
     Raises:
         CheckpointError: the disk is full or read-only.
     """
+    # Imported here and below: who serves the model writes none.
+    from safetensors import SafetensorError
+
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)
@@ -100,6 +101,8 @@ def _scale(name: str, shape: tuple[int, ...]) -> float:
 def _write_shards(
     path: Path, model: ModelShape, schema: ExpertSchema, vocabulary: int, seed: int
 ) -> None:
+    from safetensors.torch import save_file
+
     generator = torch.Generator().manual_seed(seed)
     dense = dict(dense_shapes(model, vocabulary))
     is_plain = schema.tensors[0].dtype == torch.float32

@@ -7,6 +7,10 @@ the file's uneven rows choose the one that was nearer:
     sum of maxima   every slot takes the longer of reading its weights and its products
     max of sums     one kernel for all slots overlaps them: the longer of the two sums
 
+A kernel computes whole tiles: as many of the largest as a slot fills, and for the rest the smallest
+one that holds it. Where the file names the tiles, rows count up to the end of the last one: between
+measured points a slot would otherwise be too fast, on average by half of a tile.
+
 Shapes:  L MoE layers, S slots, R ranks, P points.
 """
 
@@ -31,23 +35,35 @@ FORMAT, VERSION = "eplb-expert-time", 1
 Rule = Literal["sum of maxima", "max of sums"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 TILE = 16  # rows that the smallest tile of tensor cores takes
+# Standard scores of the 10th, 30th, 50th, 70th and 90th percentile: rows of a slot step by step.
+CHANCE = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
 Rows = NDArray[np.float64]
+Tiles = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTime:
     """Microseconds of one slot by its rows.
 
+    Args:
+        tiles: rows of each, rising; none: any number of rows counts.
+        most_usual_rows: of a slot, in the mean of all slots; with more, ``above`` is what runs.
+
     Raises:
-        ConfigError: points that are no curve.
+        ConfigError: points that are no curve, or tiles that are none.
     """
 
     rows: NDArray[np.float64]  # [P] rising
     us: NDArray[np.float64]  # [P]
     rule: Rule
     source: str  # what was measured, or which data sheet
+    tiles: Tiles = ()
+    most_usual_rows: float = np.inf
+    above: ExpertTime | None = None
 
     def __post_init__(self) -> None:
+        if list(self.tiles) != sorted({tile for tile in self.tiles if tile > 0}):
+            raise ConfigError(f"{self.source}: tiles {self.tiles}, expected rising rows above 0")
         points = list(zip(self.rows.tolist(), self.us.tolist(), strict=True))
         if len(points) < 2 or any(one[0] >= two[0] for one, two in pairwise(points)):
             raise ConfigError(
@@ -69,19 +85,44 @@ class ExpertTime:
 
     def of_slots(self, rows: Rows) -> Rows:
         """Time of each slot alone; rows are means of steps, so that 0.3 is three steps of ten."""
-        last = self.rows[-1]
-        within = np.interp(np.clip(rows, 1.0, last), self.rows, self.us)
-        time: Rows = active(rows) * within * np.maximum(rows / last, 1.0)
+        if not self.tiles:
+            return np.asarray(active(rows) * self.of_counts(rows))
+        # A slot with 60 rows in the mean has more than a tile of 64 in every third step.
+        steps = [np.maximum(rows + score * np.sqrt(rows), 1.0) for score in CHANCE]
+        return np.asarray(active(rows) * np.mean([self.of_counts(one) for one in steps], axis=0))
+
+    def of_counts(self, rows: Rows) -> Rows:
+        """Time of each slot alone in a step with so many rows, above 0."""
+        counted, last = self.in_tiles(rows), self.rows[-1]
+        within = np.interp(np.clip(counted, 1.0, last), self.rows, self.us)
+        time: Rows = within * np.maximum(counted / last, 1.0)
         return time
+
+    def in_tiles(self, rows: Rows) -> Rows:
+        """Rows up to the end of each slot's last tile."""
+        if not self.tiles:
+            return rows
+        largest = self.tiles[-1]
+        whole = np.floor(rows / largest) * largest
+        sizes = np.array((0, *self.tiles), dtype=np.float64)
+        rest: Rows = sizes[np.searchsorted(sizes, rows - whole)]
+        return whole + rest
+
+    def at(self, usual_rows: float) -> ExpertTime:
+        """What runs where a slot has so many rows, in the mean of all slots."""
+        if self.above is None or usual_rows <= self.most_usual_rows:
+            return self
+        return self.above.at(usual_rows)
 
     def of_ranks(self, rows: Rows, topology: Topology) -> Rows:
         """[L, R] time of each rank for rows [L, S], at nominal speed."""
+        curve = self.at(float(rows.mean()))
         members = np.eye(topology.num_ranks)[topology.rank_of_slot]
-        if self.rule == "sum of maxima":
-            summed: Rows = self.of_slots(rows) @ members
+        if curve.rule == "sum of maxima":
+            summed: Rows = curve.of_slots(rows) @ members
             return summed
-        reads = self.reading_us * (active(rows) @ members)
-        longest: Rows = np.maximum(reads, self.row_us * (rows @ members))
+        reads = curve.reading_us * (active(rows) @ members)
+        longest: Rows = np.maximum(reads, curve.row_us * (rows @ members))
         return longest
 
 
@@ -117,7 +158,7 @@ def read_expert_time(path: Path, slots_per_rank: float) -> ExpertTime:
     if record.get("version") != VERSION:
         raise ConfigError(f"{where} has version {record.get('version')!r}, expected {VERSION}")
     try:
-        return _curve(record, slots_per_rank, where)
+        return curve_of(record, slots_per_rank, where)
     except (KeyError, TypeError, ValueError) as exc:
         raise ConfigError(f"{where}: a point lacks or has a wrong {exc}") from exc
 
@@ -137,21 +178,42 @@ def check_fits(path: Path, model: ModelShape) -> None:
         )
 
 
-def _curve(record: dict[str, Any], slots_per_rank: float, where: str) -> ExpertTime:
+def curve_of(record: dict[str, Any], slots_per_rank: float, where: str) -> ExpertTime:
+    """The curve of a file's record; ``where`` is for errors."""
     points = record["even"]
     counts = sorted({int(point["slots"]) for point in points})
     if not counts:
         raise ConfigError(f"{where} has no even rows, expected some")
     wanted = np.log(max(slots_per_rank, 1e-9))
     slots = min(counts, key=lambda count: abs(float(np.log(count)) - wanted))
-    chosen = sorted(
-        (float(p["rows"]), float(p["us"]) / slots) for p in points if p["slots"] == slots
-    )
-    rows, us = (np.array(column) for column in zip(*chosen, strict=True))
     source = f"{record['model']} {record['dtype']} on {record['device']}, {record['date']}"
-    curve = ExpertTime(rows, us, "sum of maxima", f"{source}, {slots} slots")
-    errors = {rule: error_of(replace(curve, rule=rule), record.get("uneven", ())) for rule in RULES}
-    return replace(curve, rule=min(RULES, key=lambda rule: errors[rule]))
+    curve: ExpertTime | None = None
+    for number, tiling in reversed(list(enumerate(record.get("tilings", ({"tiles": ()},))))):
+        chosen = sorted(
+            (float(p["rows"]), float(p["us"]) / slots)
+            for p in points
+            if p["slots"] == slots and p.get("tiling", 0) == number
+        )
+        rows, us = np.array(chosen).reshape(-1, 2).T
+        curve = ExpertTime(
+            rows,
+            us,
+            "sum of maxima",
+            f"{source}, {slots} slots",
+            tuple(int(tile) for tile in tiling["tiles"]),
+            float(tiling.get("most_usual_rows", np.inf)),
+            curve,
+        )
+    if curve is None:
+        raise ConfigError(f"{where} has no tilings, expected one or more, or none named")
+    ruled = {rule: with_rule(curve, rule) for rule in RULES}
+    return ruled[min(RULES, key=lambda rule: error_of(ruled[rule], record.get("uneven", ())))]
+
+
+def with_rule(curve: ExpertTime, rule: Rule) -> ExpertTime:
+    """The same curve, all its tilings included, by another rule."""
+    above = None if curve.above is None else with_rule(curve.above, rule)
+    return replace(curve, rule=rule, above=above)
 
 
 def error_of(curve: ExpertTime, uneven: Sequence[dict[str, Any]]) -> float:
@@ -167,7 +229,7 @@ def error_of(curve: ExpertTime, uneven: Sequence[dict[str, Any]]) -> float:
 def predicted_us(curve: ExpertTime, counts: Sequence[int]) -> float:
     """Microseconds of one rank whose slots have so many rows in every step."""
     rows = np.array(counts, dtype=np.float64)
-    rows = rows[rows > 0]
+    curve, rows = curve.at(float(rows.mean())), rows[rows > 0]
     if curve.rule == "max of sums":
         return max(curve.reading_us * len(rows), curve.row_us * float(rows.sum()))
-    return float((curve.of_slots(rows) / active(rows)).sum())
+    return float(curve.of_counts(rows).sum())

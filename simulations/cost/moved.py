@@ -1,8 +1,8 @@
 """What a change of placement moves: weights by kind of link, and what each rank receives.
 
 An engine copies an expert from its own rank, else from a rank of the same node, else over the
-network. This counts without choosing senders, so that plans that move nearly everything are cheap
-to price; ``eplb.migration`` makes the moves themselves.
+network. Ranks that could send a weight send equal parts of it here, so that plans that move nearly
+everything are cheap to price; ``eplb.migration`` makes the moves themselves.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks, N nodes.
 """
@@ -26,6 +26,7 @@ class Moved:
 
     by_link: dict[str, int]  # weights, by LINKS
     received: NDArray[np.int64]  # [len(LINKS), R] weights that each rank receives
+    sent: NDArray[np.float64]  # [len(LINKS), R] that each rank sends, by equal parts of its holders
     layers: int  # in which anything moves
 
     @property
@@ -50,7 +51,16 @@ def moved_between(base: Placement, target: Placement, topology: Topology) -> Mov
         ]
     )
     by_link = dict(zip(LINKS, received.sum(axis=1).tolist(), strict=True))
-    return Moved(by_link, received, len(np.unique(layers)))
+    holders = on_rank[layers, :, experts]  # [moved, R]
+    of_node = topology.node_of_rank[None, :] == nodes[:, None]
+    sent = np.zeros((len(LINKS), topology.num_ranks))
+    for link, senders in (
+        (1, holders[is_near] & of_node[is_near]),
+        (2, holders[~is_here & ~is_near]),
+    ):
+        parts = np.maximum(senders.sum(axis=1, keepdims=True), 1)  # without a holder: from a host
+        sent[link] = (senders / parts).sum(axis=0)
+    return Moved(by_link, received, sent, len(np.unique(layers)))
 
 
 def _held(

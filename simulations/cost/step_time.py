@@ -25,11 +25,21 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import ExpertTime
-from simulations.cost.hardware import Hardware
+from simulations.cost.hardware import Hardware, by_port
 
-DISPATCH_BYTES, COMBINE_BYTES = 1 + 4 / 128, 2.0  # of each of a row's columns: FP8 and scales; BF16
-# Of DeepEP's low-latency dispatch and combine of few tokens, measured on 4 H200 of one host.
-DISPATCH_US, COMBINE_US = 30.0, 50.0
+
+@dataclass(frozen=True)
+class Transport:
+    """What dispatch and combine take beside the rates of links.
+
+    The default is DeepEP's low-latency mode: FP8 with scales there, BF16 back, and the times of few
+    tokens that were measured on 4 H200 of one host.
+    """
+
+    dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
+    combine_bytes: float = 2.0
+    dispatch_us: float = 30.0
+    combine_us: float = 50.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class StepModel:
     other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
     is_separate: bool = False  # tokens start on attention ranks, and all cross the network
+    transport: Transport = Transport()
 
     def __post_init__(self) -> None:
         if not self.other_us >= 0:
@@ -63,11 +74,15 @@ class StepModel:
         experts = (self.experts.of_ranks(rows, topology)[:, serving] / speed).max(axis=1)
         near, far = self._copies(by_rank)
         busy = by_rank.sum(axis=1) > 0
-        dispatch = self._link_us(near, far, DISPATCH_BYTES) + DISPATCH_US * busy
-        combine = self._link_us(near, far, COMBINE_BYTES) + COMBINE_US * busy
+        by, far = self.transport, by_port(far, topology, self.hardware.port_ranks)
+        dispatch = self._link_us(near, far, by.dispatch_bytes) + by.dispatch_us * busy
+        combine = self._link_us(near, far, by.combine_bytes) + by.combine_us * busy
         tokens = by_rank.sum(axis=1) / self.model.top_k / max(int(serving.sum()), 1)
         shared = self.model.num_shared_experts * self.experts.of_slots(tokens) / speed.min()
-        return StepTime(dispatch, experts, combine, shared, self.other_us, self.is_overlapped)
+        network = self._network_us(far)
+        return StepTime(
+            dispatch, experts, combine, shared, self.other_us, self.is_overlapped, network
+        )
 
     def _copies(
         self, by_rank: NDArray[np.float64]
@@ -97,6 +112,14 @@ class StepModel:
         slowest: NDArray[np.float64] = times.max(axis=1)
         return slowest
 
+    def _network_us(self, far: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[L] microseconds in which rows pass through the busiest port, both ways together."""
+        width = self.transport.dispatch_bytes + self.transport.combine_bytes
+        longest: NDArray[np.float64] = far.max(axis=1) * (
+            self.model.hidden * width * 1e6 / self.hardware.network_bytes_s
+        )
+        return longest
+
 
 @dataclass(frozen=True, eq=False)
 class StepTime:
@@ -108,6 +131,12 @@ class StepTime:
     shared: NDArray[np.float64]  # [L]
     other_us: float
     is_overlapped: bool
+    network: NDArray[np.float64]  # [L] of dispatch and combine, in which network ports are busy
+
+    @property
+    def network_part(self) -> float:
+        """Of the step, in which its rows pass through the busiest network port."""
+        return min(1.0, float(self.network.sum()) / self.us) if self.us else 0.0
 
     @property
     def layers_us(self) -> NDArray[np.float64]:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulations.pages.document import Figure, Page, Table, colour_of, framed, graph_objects
+from simulations.pages.document import (
+    Figure,
+    Page,
+    Table,
+    colour_of,
+    counted,
+    framed,
+    graph_objects,
+)
 from simulations.replay import Replay, Scenario
 
 
-def write_page(
-    path: Path,
+def comparison_page(
     result: dict[str, Any],
     scenario: Scenario,
     replays: Sequence[Replay],
     conclusions: Sequence[str],
     command: str,
-) -> None:
-    """Write the page atomically.
+) -> Page:
+    """The page.
 
     Args:
         result: of ``simulations.report.summary``.
@@ -29,7 +35,7 @@ def write_page(
         command: that made it, as typed.
 
     Raises:
-        ConfigError: plotly is not installed, or the file cannot be written.
+        ConfigError: plotly is not installed.
     """
     go = graph_objects()
     judged = {name: one for name, one in result["policies"].items() if "imbalance_mean" in one}
@@ -70,14 +76,13 @@ def write_page(
     if ran:
         shown = [one for one in ran if not one.is_oracle] or ran
         figures += _heatmaps(go, scenario, shown[-1])
-    page = Page(
+    return Page(
         result["trace"],
         conclusions,
         [_table(judged)],
         figures,
         {"command": command} | _inputs(result),
     )
-    page.write(path)
 
 
 def _inputs(result: dict[str, Any]) -> dict[str, object]:
@@ -128,7 +133,8 @@ def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
             hovertemplate="window %{x}: %{y:.3f}<br>%{text}<extra></extra>",
         )
     figure.add_hline(y=floor, line={"dash": "dot", "color": "#888"})
-    return framed(figure, "window", "imbalance")
+    longest = max((len(replay.per_window) for replay in replays), default=0)
+    return counted(framed(figure, "window", "imbalance"), x=longest)
 
 
 def _moves_against_balance(go: Any, judged: dict[str, dict[str, Any]]) -> Any:
@@ -188,7 +194,8 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
     for name, ratio in zip(("contiguous", replay.policy), ratios, strict=True):
         figure = go.Figure()
         figure.add_heatmap(z=ratio, colorscale="RdBu_r", zmin=1.0 - reach, zmax=1.0 + reach)
-        framed(figure, "rank", "layer")
+        layers, ranks = ratio.shape
+        counted(framed(figure, "rank", "layer"), x=ranks, y=layers)
         figure.update_yaxes(autorange="reversed")
         worst = float(ratio.max(axis=1).mean())
         text = f"Load of each rank over the layer's mean in the last window; imbalance {worst:.3f}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from simulations.pages.document import Figure, Page, Table, colour_of, framed, graph_objects
@@ -11,16 +10,14 @@ from simulations.questions.recommend import Answer, Batch
 BALANCES = ("without balancing", "planned", "perfect balance")
 
 
-def write_recommendation(
-    path: Path, answer: Answer, load: str, expert_times: str, command: str
-) -> None:
-    """Write the page atomically.
+def recommendation_page(answer: Answer, load: str, expert_times: str, command: str) -> Page:
+    """The page.
 
     Args:
         command: that made it, as typed.
 
     Raises:
-        ConfigError: plotly is not installed, or the file cannot be written.
+        ConfigError: plotly is not installed.
     """
     go = graph_objects()
     figures = [
@@ -41,11 +38,11 @@ def write_recommendation(
             ),
             Figure(
                 "Time of a token by batch",
-                "Milliseconds, which are those of a step.",
+                "Milliseconds: the time of a step over the tokens that it gives to a sequence.",
                 _by_batch(go, answer, "ms", x_title, "ms"),
             ),
         ]
-    page = Page(
+    return Page(
         f"What to deploy for {load}",
         answer.sentences(),
         [_table(answer)],
@@ -54,7 +51,6 @@ def write_recommendation(
         "No queue and no scheduler is modelled: batches are full. Attention ranks and expert ranks "
         "take turns: two batches in a pipeline between them are not modelled.",
     )
-    page.write(path)
 
 
 def _table(answer: Answer) -> Table:
@@ -104,7 +100,8 @@ def _by_batch(go: Any, answer: Answer, figure_of: str, x_title: str, y_title: st
             line={"color": colour_of(number), "dash": "dot" if prefix == "perfect" else "solid"},
         )
     framed(figure, x_title, y_title)
-    figure.update_xaxes(type="log")
+    powers = [one.sequences for one in answer.batches if one.sequences.bit_count() == 1]
+    figure.update_xaxes(type="log", tickvals=powers)
     return figure
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from simulations.pages.document import Figure, Page, Table, colour_of, framed, graph_objects
@@ -12,15 +11,15 @@ from simulations.sweep.results import Row
 MOST_SHOWN = 200  # rows of the page's table; the Parquet file has all
 
 
-def write_sweep(path: Path, rows: Sequence[Row], load: str, command: str) -> None:
-    """Write the page atomically.
+def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
+    """The page.
 
     Args:
         rows: the best first.
         command: that made it, as typed.
 
     Raises:
-        ConfigError: plotly is not installed, or the file cannot be written.
+        ConfigError: plotly is not installed.
     """
     go = graph_objects()
     judged = [row for row in rows if row.imbalance_mean is not None]
@@ -44,14 +43,13 @@ def write_sweep(path: Path, rows: Sequence[Row], load: str, command: str) -> Non
                 .update_yaxes(title="tokens/s of a rank"),
             )
         )
-    page = Page(
+    return Page(
         f"Sweep of {load}",
         conclusions(rows),
         [_table(rows[:MOST_SHOWN])],
         figures,
         {"command": command, "load": load, "configurations": len(rows)},
     )
-    page.write(path)
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:

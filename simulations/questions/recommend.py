@@ -9,7 +9,8 @@ network. Each candidate is replayed with the live planner at the batch that its 
 
 The best candidate is replayed once more at smaller batches: with, without and with perfect balance.
 
-No queue and no scheduler is modelled: the batch is always full, one token of each sequence a step.
+No queue and no scheduler is modelled: the batch is always full. A step gives one token of each
+sequence, and drafts that are accepted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from eplb.errors import ConfigError
 from simulations.cost.expert_time import ExpertTime
 from simulations.cost.memory import MemoryModel
 from simulations.cost.migration import MigrationCost
+from simulations.cost.speculation import Speculation
 from simulations.cost.step_time import StepModel
 from simulations.inputs import even_topology
 from simulations.replay import Replay, Scenario, replay_all
@@ -57,6 +59,7 @@ class Question:
     attention_ranks: Sequence[int] = (0,)  # beside the group; 0: its ranks do both
     dispatch: DispatchRule = DispatchRule.WEIGHTED
     most_ms: float | None = None  # of a token: the batch is chosen within it
+    speculation: Speculation = field(default_factory=Speculation)
 
     def __post_init__(self) -> None:
         for name in ("experts", "redundant", "intervals", "attention_ranks"):
@@ -116,10 +119,10 @@ class Candidate:
         """Ranks that run attention, which hold the sequences."""
         return self.attention_ranks or self.ranks
 
-    def rank_tokens_per_s(self, step_us: float, sequences: float) -> float:
+    def rank_tokens_per_s(self, token_us: float, sequences: float) -> float:
         """Tokens a second of a rank, all ranks counted, without what moves take."""
         parts = self.batch_ranks / (self.ranks + self.attention_ranks)
-        return sequences / (step_us / 1e6) * parts if step_us else 0.0
+        return sequences / (token_us / 1e6) * parts if token_us else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """All but the placement."""
@@ -130,7 +133,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of the best candidate: milliseconds of a token, which are those of a step."""
+    """One batch of the best candidate: milliseconds of a token, drafts that count included."""
 
     sequences: int  # of a rank that runs attention
     tokens_per_expert: float  # mean, of one step
@@ -324,7 +327,7 @@ def _scenario(question: Question, one: Candidate, interval: int) -> Scenario:
         dispatch=question.dispatch,
         step_model=step,
         migration=MigrationCost(memory.model, memory.hardware),
-        tokens_per_step=float(one.sequences * one.batch_ranks),
+        tokens_per_step=float(one.sequences * one.batch_ranks * question.speculation.verified),
     )
 
 
@@ -347,30 +350,33 @@ def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
     """Powers of two up to the batch of a candidate, with, without and with perfect balance."""
     sizes = [2**power for power in range(best.sequences.bit_length())]
     sizes = sorted({*sizes, best.sequences})
+    by, model = question.speculation, question.memory.model
     scenario = replace(
         _scenario(question, best, best.interval),
-        batches=tuple(float(size * best.batch_ranks) for size in sizes),
+        batches=tuple(float(size * best.batch_ranks * by.verified) for size in sizes),
     )
     names = [NOTHING, POLICY if best.interval else NOTHING, PERFECT]
     found = {one.policy: one for one in replay_all(scenario, list(dict.fromkeys(names)))}
     if not found[NOTHING].tokens.any():
         return ()
-    step_us = [found[name].batch_us[~found[name].idle].mean(axis=0) for name in names]
+    of_token = by.step_us(1.0, model.num_layers) / by.given
+    token_us = [found[name].batch_us[~found[name].idle].mean(axis=0) * of_token for name in names]
     kept = (1.0, 1.0 - best.lost_part, 1.0)
-    model = question.memory.model
     batches = []
-    for size, *times in zip(sizes, *step_us, strict=True):
+    for size, *times in zip(sizes, *token_us, strict=True):
         rates = [
             best.rank_tokens_per_s(us, size) * part for us, part in zip(times, kept, strict=True)
         ]
-        rows = size * best.batch_ranks * model.top_k / model.num_experts
+        rows = size * best.batch_ranks * by.verified * model.top_k / model.num_experts
         batches.append(Batch(size, rows, *(us / 1000 for us in times), *rates))
     return tuple(batches)
 
 
 def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
     busy = one.step_us[~one.idle]
-    step_us = float(busy.mean()) if busy.size else 0.0
+    by = question.speculation
+    verifying_us = float(busy.mean()) if busy.size else 0.0
+    step_us = by.step_us(verifying_us, question.memory.model.num_layers)
     lost_s = sum(rebalance.lost_s for rebalance in one.rebalances)
     lost = min(1.0, lost_s / (len(one.imbalance) * question.window_s))
     return replace(
@@ -378,13 +384,17 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
         imbalance=one.mean,
         step_us=step_us,
         lost_part=lost,
-        tokens_per_s=plain.rank_tokens_per_s(step_us, plain.sequences) * (1 - lost),
+        tokens_per_s=plain.rank_tokens_per_s(step_us / by.given, plain.sequences) * (1 - lost),
         placement=one.last_placement,
     )
 
 
-def first_windows(windows: Windows, most: int) -> Windows:
-    """The first windows of a source."""
+def part_of(windows: Windows, most: int, *, is_latest: bool) -> Windows:
+    """The last windows of a source whose number is known, or its first ones."""
     count = windows.num_windows
-    limited = most if count is None else min(most, count)
-    return replace(windows, read=lambda: islice(windows.read(), most), num_windows=limited)
+    skipped = max(0, count - most) if count is not None and is_latest else 0
+    return replace(
+        windows,
+        read=lambda: islice(windows.read(), skipped, skipped + most),
+        num_windows=most if count is None else min(most, count),
+    )

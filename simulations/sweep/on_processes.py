@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from threading import Thread
 
+from simulations.sweep.deadline import TaskTimeout
 from simulations.sweep.grid import Task
 from simulations.sweep.results import Row
 from simulations.sweep.run import TRIES, Failure, Work
@@ -34,8 +35,8 @@ def run_on_processes(
 ) -> Iterator[Row | Failure]:
     """Run work on every task; outcomes come in the order in which tasks end.
 
-    A task whose worker dies runs once more. Workers leave when the iterator is closed, and when
-    this process dies.
+    A task whose worker dies runs once more; the worker of a task past its deadline is replaced.
+    Workers leave when the iterator is closed, and when this process dies.
     """
     hold, release = get_context("spawn").Pipe(duplex=False)
     waiting = deque((task, 1) for task in tasks)
@@ -46,17 +47,19 @@ def run_on_processes(
             while waiting and idle:
                 worker, (task, attempt) = idle.pop(), waiting.popleft()
                 running[_submit(worker, work, task)] = (worker, task, attempt)
-            # No deadline: a task may take hours, and the death of its process ends the wait.
+            # Work has its own deadline, and the death of its process ends the wait.
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 worker, task, attempt = running.pop(future)
                 outcome = _outcome(future, task)
-                if outcome is not None:
+                if outcome is not None and not isinstance(future.exception(), TaskTimeout):
                     idle.append(worker)
                     yield outcome
                     continue
                 worker.shutdown(wait=False)
                 idle.append(_worker(hold))
-                if attempt < TRIES:
+                if outcome is not None:
+                    yield outcome
+                elif attempt < TRIES:
                     waiting.appendleft((task, attempt + 1))
                 else:
                     yield Failure(task, f"its worker died {TRIES} times; is memory short?")

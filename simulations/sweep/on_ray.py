@@ -33,7 +33,7 @@ def run_on_ray(work: Work, tasks: Sequence[Task]) -> Iterator[Row | Failure]:
         call = ray.remote(num_cpus=1, max_retries=TRIES - 1)(_apply)
         running = {call.remote(shared, task): task for task in tasks}
         while running:
-            # No deadline: a task may take hours, and Ray notices the death of its worker.
+            # Work has its own deadline, and Ray notices the death of its worker.
             (done,), _ = ray.wait(list(running), num_returns=1)
             task = running.pop(done)
             try:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from simulations.sweep.deadline import within
 from simulations.sweep.grid import Task
 from simulations.sweep.load import Load, Recorded
 from simulations.sweep.results import Results, Row, write_rows
 from simulations.sweep.task import run_task
 
 TRIES = 2  # of a task whose worker dies
+TASK_S = 3600.0  # a task of 24 h of windows took 2 minutes
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,14 @@ def sweep(
     results: Results,
     execute: Executor,
     on_outcome: Callable[[int], None] = lambda finished: None,
+    *,
+    task_s: float = TASK_S,
 ) -> Sweep:
     """Run the tasks that are not finished, and write the table.
 
     Args:
         on_outcome: gets the number of tasks that ended, at first those of earlier runs.
+        task_s: a task that takes longer has failed, with where it was.
 
     Raises:
         ConfigError: results that cannot be read or written.
@@ -57,7 +62,7 @@ def sweep(
     missing = [task for task in tasks if task.digest not in rows]
     num_skipped, failures = len(rows), list[Failure]()
     on_outcome(num_skipped)
-    for outcome in execute(partial(run_task, load), missing):
+    for outcome in execute(partial(within, task_s, partial(run_task, load)), missing):
         if isinstance(outcome, Failure):
             failures.append(outcome)
         else:

@@ -209,7 +209,14 @@ def load_of_store(store: LoadStore, options: ReadOptions) -> LoadFile:
         )
         current = PlacementFile(kept, layers, topology.num_ranks)
     return LoadFile(
-        found.history, layers, current, topology.num_ranks, topology.num_nodes, notes=found.notes
+        found.history,
+        layers,
+        current,
+        topology.num_ranks,
+        topology.num_nodes,
+        notes=found.notes,
+        shape=model,
+        window_s=info.window_seconds or None,
     )
 
 

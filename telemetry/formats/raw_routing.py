@@ -61,12 +61,40 @@ def read_sglang(path: Path, options: ReadOptions) -> LoadFile:
 
 def read_vllm(path: Path, options: ReadOptions) -> LoadFile:
     """Read an ``.npy`` file [tokens, L, K]; rows are MoE layers in order."""
+    ids = _vllm_ids(path)
+    return _counted(path, ids, rows_in_order(ids.shape[1]), options, None)
+
+
+def read_vllm_requests(folder: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """[L, tokens, K] of the requests in a folder, a ``.npy`` file each in order of their names.
+
+    Returns:
+        The experts of each token, and [requests] how many tokens each has.
+
+    Raises:
+        HistoryError: no files, or files of different layers or top-k.
+    """
+    paths = sorted(folder.glob("*.npy"))
+    if not paths:
+        raise HistoryError(f"{folder} has no .npy files, expected one for each request")
+    requests = [_vllm_ids(path) for path in paths]
+    for path, ids in zip(paths, requests, strict=True):
+        if ids.shape[1:] != requests[0].shape[1:]:
+            raise HistoryError(
+                f"{path} has layers and top-k {ids.shape[1:]}, expected {requests[0].shape[1:]} as "
+                f"{paths[0].name}"
+            )
+    lengths = np.array([len(ids) for ids in requests], dtype=np.int64)
+    return np.concatenate(requests).transpose(1, 0, 2), lengths
+
+
+def _vllm_ids(path: Path) -> NDArray[Any]:
     ids = read_npy(path)
     if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size or ids.shape[2] > MAX_TOP_K:
         raise HistoryError(
-            f"found {ids.shape} of {ids.dtype}, expected integers [tokens, layers, top-k]"
+            f"{path}: found {ids.shape} of {ids.dtype}, expected integers [tokens, layers, top-k]"
         )
-    return _counted(path, ids, rows_in_order(ids.shape[1]), options, None)
+    return ids
 
 
 def read_npz(path: Path, options: ReadOptions) -> LoadFile:

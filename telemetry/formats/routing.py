@@ -78,6 +78,25 @@ def load_trace(
         raise HistoryError(f"trace {path}: {exc}") from exc
 
 
+def read_requests(
+    path: Path, *, layout: Layout | None = None
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """[L, tokens, K] experts of each token, and [requests] how many tokens each request has.
+
+    Raises:
+        HistoryError: as ``read_expert_ids``, or a file without ``request_len``.
+    """
+    arrays, names = read_arrays(path, MEMBERS)
+    if not {"expert_ids", "request_len"} <= arrays.keys():
+        raise HistoryError(f"trace {path} holds {names}, expected expert_ids and request_len")
+    ids, lengths = _layers_first(path, arrays, layout), arrays["request_len"]
+    if (total := _sum_of_lengths(path, lengths)) != ids.shape[1]:
+        raise HistoryError(
+            f"trace {path}: request_len sums to {total}, expected {ids.shape[1]} tokens"
+        )
+    return ids, lengths.astype(np.int64).ravel()
+
+
 def read_expert_ids(path: Path, *, layout: Layout | None = None) -> NDArray[Any]:
     """[L, tokens, K] which experts each token of a trace went to, -1 for padding.
 
@@ -153,13 +172,7 @@ def count_windows(
 ) -> LoadHistory:
     """Count ``ids`` [L, tokens, K] by window, layer and expert."""
     num_layers, num_tokens, _ = ids.shape
-    largest = int(ids.max())
-    num_experts = num_experts or largest + 1
-    if largest >= num_experts or int(ids.min()) < -1:
-        raise HistoryError(
-            f"trace {path} names experts {ids.min()}..{largest}, expected 0..{num_experts - 1}, "
-            "or -1 for padding"
-        )
+    num_experts = expert_count(path, ids, num_experts)
     if window_tokens < 1:
         raise ConfigError(f"windows of {window_tokens} tokens, expected at least 1")
     num_windows = num_tokens // window_tokens
@@ -168,14 +181,7 @@ def count_windows(
             f"trace {path} holds {num_tokens} tokens, {num_windows} windows of {window_tokens}, "
             "expected at least 2 windows"
         )
-    num_bytes = num_windows * num_layers * num_experts * np.dtype(np.int64).itemsize
-    most = max(SMALL_COUNTS_BYTES, COUNTS_PER_ID_BYTE * ids.nbytes)
-    if num_bytes > most:
-        raise HistoryError(
-            f"trace {path} names experts up to {largest}: counts of {num_windows} windows x "
-            f"{num_layers} layers x {num_experts} experts take {num_bytes} bytes, expected at most "
-            f"{most} for ids of {ids.nbytes} bytes"
-        )
+    check_counts(path, ids, num_windows, num_experts)
     tokens = np.zeros((num_windows, num_layers, num_experts), dtype=np.int64)
     for window, layer in np.ndindex(num_windows, num_layers):
         chosen = ids[layer, window * window_tokens : (window + 1) * window_tokens]
@@ -183,3 +189,35 @@ def count_windows(
         shifted = chosen.astype(np.int64).ravel() + 1
         tokens[window, layer] = np.bincount(shifted, minlength=num_experts + 1)[1:]
     return LoadHistory(tokens)
+
+
+def expert_count(path: Path, ids: NDArray[Any], num_experts: int | None) -> int:
+    """E of a trace: as asked for, else the largest id + 1.
+
+    Raises:
+        HistoryError: ids out of range.
+    """
+    largest = int(ids.max())
+    num_experts = num_experts or largest + 1
+    if largest >= num_experts or int(ids.min()) < -1:
+        raise HistoryError(
+            f"trace {path} names experts {ids.min()}..{largest}, expected 0..{num_experts - 1}, "
+            "or -1 for padding"
+        )
+    return num_experts
+
+
+def check_counts(path: Path, ids: NDArray[Any], num_windows: int, num_experts: int) -> None:
+    """Refuse counts [T, L, E] that would take far more memory than the ids.
+
+    Raises:
+        HistoryError: they would.
+    """
+    num_bytes = num_windows * len(ids) * num_experts * np.dtype(np.int64).itemsize
+    most = max(SMALL_COUNTS_BYTES, COUNTS_PER_ID_BYTE * ids.nbytes)
+    if num_bytes > most:
+        raise HistoryError(
+            f"trace {path} names experts up to {num_experts - 1}: counts of {num_windows} windows "
+            f"x {len(ids)} layers x {num_experts} experts take {num_bytes} bytes, expected at most "
+            f"{most} for ids of {ids.nbytes} bytes"
+        )

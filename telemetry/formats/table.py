@@ -233,6 +233,8 @@ def _told_by_folder(path: Path) -> str:
         return "ultra-ep"
     if any(path.glob("expert_distribution_recorder_*.pt")):
         return "sglang-dump"
+    if (store := path / "store.sqlite").exists():
+        raise HistoryError(f"the state folder of a deployment, expected its store: {store}")
     raise HistoryError(
         "a folder without meta_info.json, manifest.json or expert_distribution_recorder_*.pt"
     )

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory, Phase
+from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, HistoryError
 
@@ -93,6 +94,8 @@ class LoadFile:
     num_nodes: int | None = None
     model: str = ""
     notes: tuple[str, ...] = ()
+    shape: ModelShape | None = None  # None: the source does not tell, as the next one
+    window_s: float | None = None  # serving time of a window
 
 
 def resolve(

@@ -25,12 +25,14 @@ from simulations.cost.hardware import HARDWARE, hardware_named
 from simulations.cost.memory import MemoryModel
 from simulations.cost.migration import MigrationCost
 from simulations.cost.moved import moved_between
-from simulations.cost.step_time import COMBINE_US, DISPATCH_US, StepModel
+from simulations.cost.speculation import Speculation
+from simulations.cost.step_time import StepModel, Transport
 from simulations.replay import Scenario, replay_all
 from simulations.report import conclusions, summary
 from simulations.workloads import windows_named
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 # Ten microseconds while weights are read, then a tenth of one for each row.
 CURVE = ExpertTime(
     np.array([1.0, 100.0, 200.0]), np.array([10.0, 10.0, 20.0]), "sum of maxima", "by hand"
@@ -176,8 +178,8 @@ def test_decode_sends_every_copy_and_prefill_one_for_each_node() -> None:
         for is_prefill in (False, True)
     ]
 
-    decode_us = 1e6 * 128 * 2 / H200.network_bytes_s * 1e6 + COMBINE_US
-    prefill_us = 2e6 * 0.75 * 0.5 * 128 * 2 / H200.network_bytes_s * 1e6 + COMBINE_US
+    decode_us = 1e6 * 128 * 2 / H200.network_bytes_s * 1e6 + Transport().combine_us
+    prefill_us = 2e6 * 0.75 * 0.5 * 128 * 2 / H200.network_bytes_s * 1e6 + Transport().combine_us
     assert times[0].combine[0] == pytest.approx(decode_us)
     assert times[1].combine[0] == pytest.approx(prefill_us)
 
@@ -194,19 +196,151 @@ def test_idle_layer_takes_no_communication() -> None:
     found = StepModel(SMALL, TWO_RANKS, H200, CURVE).of(np.zeros((1, 4)))
 
     assert found.us == 0.0
-    assert min(DISPATCH_US, COMBINE_US) > 0
+    assert min(Transport().dispatch_us, Transport().combine_us) > 0
 
 
 def test_move_over_the_network_takes_its_bytes_by_the_rate() -> None:
     base = Placement(np.array([[0, 1, 2, 3]]), 4)
     target = Placement(np.array([[2, 1, 0, 3]]), 4)
-    moved = moved_between(base, target, Topology.uniform(2, 1, 2))
+    moved = moved_between(base, target, TWO_NODES)
     price = MigrationCost(SMALL, H200, host_s=0.25)
 
     transfer = 20_000_000 / H200.network_bytes_s  # both ranks receive one at the same time
-    assert price.lost_s(moved, is_async=False) == pytest.approx(0.25 + transfer)
-    assert price.lost_s(moved, is_async=True) == pytest.approx(price.stretch * 20_000_000 / 20e9)
-    assert price.lost_s(moved_between(base, base, TWO_RANKS), is_async=False) == 0.0
+    assert price.lost_s(moved, TWO_NODES, is_async=False) == pytest.approx(0.25 + transfer)
+    assert price.lost_s(moved, TWO_NODES, is_async=True) == pytest.approx(
+        price.stretch * 20_000_000 / 20e9
+    )
+    assert price.lost_s(moved_between(base, base, TWO_NODES), TWO_NODES, is_async=False) == 0.0
+
+
+FOUR_ON_TWO = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=1)
+# Experts of 20 MB: 46 GB/s of a port move one in 20/46 ms.
+ONE_MS = 20 / 46
+
+
+def test_transfers_from_one_sender_share_its_port() -> None:
+    # Rank 0 alone holds expert 0, which ranks 2 and 3 of the other node get.
+    base, target = (Placement(np.array([held]), 2) for held in ([0, 1, 1, 1], [0, 1, 0, 0]))
+    moved = moved_between(base, target, FOUR_ON_TWO)
+
+    whole_s, network_s = MigrationCost(SMALL, H200).transfer_s(moved, FOUR_ON_TWO)
+
+    assert moved.sent[2].tolist() == [2.0, 0.0, 0.0, 0.0]
+    assert moved.received[2].tolist() == [0, 0, 1, 1]
+    assert whole_s == network_s == pytest.approx(2 * ONE_MS / 1000)
+
+
+def test_ranks_that_share_a_port_share_its_rate() -> None:
+    # Each rank of node 1 gets an expert from another rank of node 0: one transfer a port, or two.
+    base, target = (Placement(np.array([held]), 4) for held in ([0, 1, 2, 3], [2, 3, 0, 1]))
+    moved = moved_between(base, target, FOUR_ON_TWO)
+    shared = MigrationCost(SMALL, replace(H200, port_ranks=2))
+
+    assert MigrationCost(SMALL, H200).transfer_s(moved, FOUR_ON_TWO)[0] == pytest.approx(
+        ONE_MS / 1000
+    )
+    assert shared.transfer_s(moved, FOUR_ON_TWO)[0] == pytest.approx(2 * ONE_MS / 1000)
+
+
+def test_moves_beside_serving_slow_its_rows_on_the_network() -> None:
+    # The step's rows pass a port for a quarter of the time. Moves take 20 of its 46 GB/s: rows
+    # take 46/26 of their time, so a step 1/4 * 20/26 longer, while 20 MB pass at 20 GB/s.
+    base, target = (Placement(np.array([held]), 4) for held in ([0, 1, 2, 3], [2, 1, 0, 3]))
+    moved = moved_between(base, target, TWO_NODES)
+    price = MigrationCost(SMALL, H200, stretch=0.0)
+
+    lost_s = price.lost_s(moved, TWO_NODES, is_async=True, network_part=0.25)
+
+    assert lost_s == pytest.approx(0.25 * 20 / 26 * 1e-3)
+
+
+def test_moves_leave_half_of_a_slow_port_to_serving() -> None:
+    slow = replace(H200, network_bytes_s=10e9)
+    base, target = (Placement(np.array([held]), 4) for held in ([0, 1, 2, 3], [2, 1, 0, 3]))
+    moved = moved_between(base, target, TWO_NODES)
+    price = MigrationCost(SMALL, slow, stretch=0.0)
+
+    # 5 of 10 GB/s for 4 ms, in which rows of 0.9 of the time take twice as long.
+    assert price.lost_s(moved, TWO_NODES, is_async=True, network_part=0.9) == pytest.approx(
+        0.9 * 4e-3
+    )
+    assert price.lost_s(moved, TWO_NODES, is_async=True, network_part=0.0) == 0.0
+
+
+def test_ranks_that_share_a_port_wait_for_each_other_s_rows() -> None:
+    rows = np.full((1, 4), 1e6)
+    alone, shared = (
+        StepModel(SMALL, FOUR_ON_TWO, replace(H200, port_ranks=ranks), CURVE).of(rows)
+        for ranks in (1, 2)
+    )
+
+    # Half of a million rows of 128 columns cross for each rank, 3 1/32 bytes both ways.
+    each_us = 0.5e6 * 128 * (3 + 1 / 32) / 46e9 * 1e6
+    assert alone.network[0] == pytest.approx(each_us)
+    assert shared.network[0] == pytest.approx(2 * each_us)
+    assert shared.network_part == pytest.approx(2 * each_us / shared.us)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "acceptance", "given"),
+    [(0, 0.8, 1.0), (1, 0.8, 1.8), (2, 0.5, 1.75), (3, 1.0, 4.0), (3, 0.0, 1.0)],
+)
+def test_drafts_give_tokens_while_all_before_them_are_right(
+    drafts: int, acceptance: float, given: float
+) -> None:
+    by = Speculation(drafts, acceptance)
+
+    assert by.given == pytest.approx(given)
+    assert by.verified == 1 + drafts
+    assert by.step_us(600.0, 60) == pytest.approx(600.0 + 10.0 * drafts)
+
+
+def test_acceptance_above_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1 drafts at an acceptance of 1\.2, expected"):
+        Speculation(1, 1.2)
+
+
+# Points at full tiles: 10 us for 64 rows of a slot, 20 us for 128.
+TILED = ExpertTime(
+    np.array([64.0, 128.0]), np.array([10.0, 20.0]), "sum of maxima", "by hand", (16, 64)
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "counted"),
+    [(1, 16), (16, 16), (17, 64), (64, 64), (65, 80), (81, 128), (128, 128), (129, 144)],
+)
+def test_rows_count_up_to_the_end_of_the_last_tile(rows: int, counted: int) -> None:
+    assert TILED.in_tiles(np.array([float(rows)])).tolist() == [counted]
+
+
+def test_prediction_of_counts_takes_whole_tiles() -> None:
+    assert predicted_us(TILED, [81, 64, 0]) == pytest.approx(20.0 + 10.0)
+    assert predicted_us(replace(TILED, tiles=()), [96, 64]) == pytest.approx(15.0 + 10.0)
+
+
+def test_mean_rows_at_the_end_of_a_tile_take_another_one_in_some_steps() -> None:
+    # 64 rows in the mean, 8 more or less by chance: two of five steps have a tile of 16 besides.
+    assert TILED.of_slots(np.array([64.0]))[0] == pytest.approx((3 * 10.0 + 2 * 12.5) / 5)
+
+
+def test_usual_rows_choose_the_tiling(tmp_path: Path) -> None:
+    even = [
+        {"slots": 2, "rows": rows, "us": us * 2, "tiling": tiling}
+        for tiling, us in ((0, 10.0), (1, 7.0))
+        for rows in (1, 100)
+    ]
+    tilings = [{"tiles": [16], "most_usual_rows": 50}, {"tiles": [128]}]
+    curve = read_expert_time(written(tmp_path, measured(even=even, tilings=tilings)), 2)
+
+    assert predicted_us(curve, [40, 40]) == pytest.approx(20.0)
+    assert predicted_us(curve, [90, 40]) == pytest.approx(7.0 * (1.28 + 1.28))
+    assert curve.of_ranks(np.full((1, 4), 60.0), TWO_RANKS)[0, 0] > 0
+
+
+def test_tiles_that_do_not_rise_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected rising rows above 0"):
+        replace(TILED, tiles=(64, 16))
 
 
 def test_redundant_slots_take_their_weights_from_the_cache() -> None:

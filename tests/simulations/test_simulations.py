@@ -16,7 +16,7 @@ from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
 from eplb.measure.noise import fluctuation, sampling_noise
 from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
-from simulations.pages.comparison import write_page
+from simulations.pages.comparison import comparison_page
 from simulations.report import conclusions, summary, write_json
 from telemetry.formats.npz import read_arrays
 
@@ -242,7 +242,8 @@ def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     result = summary("<gamma>", scenario, replays)
     write_json(tmp_path / "out.json", result)
     command = "eplb simulate '<gamma>'"
-    write_page(tmp_path / "out.html", result, scenario, replays, conclusions(result), command)
+    page = comparison_page(result, scenario, replays, conclusions(result), command)
+    page.write(tmp_path / "out.html")
 
     read = json.loads((tmp_path / "out.json").read_text())
     page = (tmp_path / "out.html").read_text()

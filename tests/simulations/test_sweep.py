@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,12 +19,13 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 from click.testing import Result
-from dying_work import die_in_seed_0
+from dying_work import HANGING, die_in_seed_0, hang_in_policy
 from typer.testing import CliRunner
 
 from api.cli.main import app
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
+from simulations.sweep.deadline import within
 from simulations.sweep.grid import Settings, Task, software, tasks_of
 from simulations.sweep.load import Generated, Recorded, recorded
 from simulations.sweep.on_processes import run_on_processes
@@ -38,6 +40,7 @@ LOAD = Generated("generated:gamma:windows=4,layers=2,experts=16")
 WINDOW = np.arange(32, dtype=np.int64).reshape(2, 16)
 RECORDED = recorded(Windows(2, 16, lambda: iter([WINDOW, WINDOW * 2, WINDOW + 5])))
 SETTINGS = Settings(LOAD.digest, software())
+HANGS = ("none", HANGING, "auto")
 ONE_WORKER = partial(run_on_processes, num_workers=1)
 
 
@@ -88,19 +91,22 @@ def test_recorded_windows_are_mapped_by_workers_and_give_the_same_rows(tmp_path:
 @pytest.mark.parametrize("load", [LOAD, RECORDED], ids=["generated", "recorded"])
 def test_ray_gives_the_table_of_processes(tmp_path: Path, load: Generated | Recorded) -> None:
     processes = swept(tmp_path / "processes", load=load)
-    # In a process of its own: Ray leaves sockets to the garbage collector.
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "ray"), load.digest],
-        env=environ,
+    ran = on_ray(tmp_path / "ray", load.digest)
+
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "ray" / "results.parquet").read_bytes() == processes.table.read_bytes()
+
+
+def on_ray(folder: Path, load: str) -> subprocess.CompletedProcess[str]:
+    """This file as a program, in a process of its own: Ray leaves sockets to the collector."""
+    return subprocess.run(
+        [sys.executable, __file__, str(folder), load],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S * 2,
         check=False,
     )
-
-    assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "ray" / "results.parquet").read_bytes() == processes.table.read_bytes()
 
 
 @pytest.mark.slow
@@ -180,6 +186,52 @@ def test_task_whose_worker_dies_twice_fails_and_others_are_kept(tmp_path: Path) 
     assert [row.seed for row in done.rows] == [1, 1]
     assert read_rows(done.table) == list(again.rows)
     assert (again.num_skipped, len(again.rows), again.failures) == (2, 3, ())
+
+
+HANGS_S = 15.0  # a first task compiles for a few seconds
+
+
+def hanging_grid() -> list[Task]:
+    """A policy that hangs, between others."""
+    return [replace(grid()[0], policy=name, seed=seed) for seed, name in enumerate(HANGS)]
+
+
+def hanging(execute: Executor) -> Executor:
+    """The same executor, for work in which a policy hangs."""
+
+    def run(work: Work, tasks: Sequence[Task]) -> Iterator[Row | Failure]:
+        return execute(partial(within, HANGS_S, partial(hang_in_policy, LOAD)), tasks)
+
+    return run
+
+
+def failed_at_its_deadline(reason: str) -> bool:
+    """The reason names the time, and the policy that the task was in."""
+    return bool(
+        re.match(r"TaskTimeout: no row after 0\.25 minutes: it was in threading\.py", reason)
+    ) and ("dying_work.py" in reason and "waits_for_ever" in reason)
+
+
+@pytest.mark.slow
+def test_task_past_its_deadline_fails_with_where_it_was_and_others_are_kept(
+    tmp_path: Path,
+) -> None:
+    done = swept(tmp_path, tasks=hanging_grid(), execute=hanging(ONE_WORKER))
+
+    (failure,) = done.failures
+    assert failure.task.policy == HANGING
+    assert failed_at_its_deadline(failure.reason), failure.reason
+    assert [row.policy for row in done.rows] == ["none", "auto"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: extra `ray`")
+def test_task_past_its_deadline_fails_on_ray_as_on_processes(tmp_path: Path) -> None:
+    ran = on_ray(tmp_path, "hanging")
+
+    assert ran.returncode == 0, ran.stderr
+    assert failed_at_its_deadline(ran.stdout.strip()), ran.stdout
+    assert [row.policy for row in read_rows(tmp_path / "results.parquet")] == ["none", "auto"]
 
 
 def test_task_that_raises_fails_with_its_error_and_others_are_kept(tmp_path: Path) -> None:
@@ -308,5 +360,10 @@ def test_bad_sweep_is_one_sentence_and_exit_code_2(
 
 if __name__ == "__main__":
     signal.alarm(int(DEADLINE_S * 2))
+    if sys.argv[2] == "hanging":
+        tasks = hanging_grid()
+        found = swept(Path(sys.argv[1]), tasks=tasks, execute=hanging(run_on_ray))
+        print(*(one.reason for one in found.failures))
+        sys.exit()
     (chosen,) = (one for one in (LOAD, RECORDED) if one.digest == sys.argv[2])
     assert swept(Path(sys.argv[1]), load=chosen, execute=run_on_ray).failures == ()

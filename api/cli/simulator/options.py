@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eplb.errors import ConfigError
+from simulations.pages.document import Page
+from simulations.pages.pictures import write_pictures
 
 BAD_INPUT, LIMIT_BROKEN = 2, 1  # exit codes
 MAX_WINDOWS = 4096
@@ -52,6 +55,26 @@ ExpertTimes = Annotated[
     typer.Option(help="Measured times of experts, in place of the data sheet."),
 ]
 DeploymentName = Annotated[str, typer.Option(help="Deployment, where the load is a store.")]
+
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page of plots.")]
+PngFolder = Annotated[
+    Path | None, typer.Option("--png", help="Write the plots into this folder, one PNG each.")
+]
+
+
+def write_plots(page: Callable[[], Page], html: Path | None, png: Path | None) -> None:
+    """Write the page and its pictures, as far as they are asked for.
+
+    Raises:
+        ConfigError: a library is not installed, or a file cannot be written.
+    """
+    if html is None and png is None:
+        return
+    made = page()
+    if html is not None:
+        made.write(html)
+    if png is not None:
+        write_pictures(png, made)
 
 
 def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:

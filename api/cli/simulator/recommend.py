@@ -16,10 +16,13 @@ from api.cli.simulator.options import (
     MAX_WINDOWS,
     DeploymentName,
     ExpertTimes,
+    HtmlFile,
     OtherUs,
+    PngFolder,
     Trace,
     command_line,
     numbers,
+    write_plots,
 )
 from api.cli.simulator.placement import (
     EngineOption,
@@ -35,19 +38,39 @@ from eplb.errors import EplbError
 from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
-from simulations.inputs import model_of, windows_of
-from simulations.pages.recommendation import write_recommendation
-from simulations.questions.recommend import Answer, Question, first_windows, recommend
+from simulations.cost.speculation import Speculation
+from simulations.inputs import model_named, model_of, windows_of
+from simulations.pages.recommendation import recommendation_page
+from simulations.questions.recommend import Answer, Question, part_of, recommend
 from simulations.report import write_json
+from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
+
+RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
 
 
 def recommend_command(
     trace: Trace,
-    model: Annotated[str, typer.Option(help="A known model: sizes and bytes of its experts.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A known model: sizes and bytes of its experts. If not given, that of the store, "
+            "or the known model with as many layers and experts as the load."
+        ),
+    ] = None,
     hardware: Annotated[str, typer.Option(help="h20, h100, h200 or h800.")] = "h200",
-    ranks: Annotated[str, typer.Option(help="Ranks of groups to compare, as 16,32.")] = "32",
-    ranks_per_node: Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")] = 8,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks of groups to compare, as 16,32. If not given, those of the load, or 32."
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(
+            max=65_536, help="Ranks that share a node. If not given, as in the load, or 8."
+        ),
+    ] = None,
     redundant: Annotated[
         str, typer.Option(help="Redundant slots of each rank to compare.")
     ] = "0,1,2,4",
@@ -66,33 +89,52 @@ def recommend_command(
     ] = 70_272.0,
     other_us: OtherUs = 100.0,
     expert_times: ExpertTimes = None,
-    windows: Annotated[int, typer.Option(max=1_000_000, help="Windows to replay.")] = 96,
+    windows: Annotated[
+        int, typer.Option(max=1_000_000, help="Windows to replay, the latest of a recorded load.")
+    ] = 96,
     window_seconds: Annotated[
-        float, typer.Option(max=1e9, help="Serving time of a window.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            max=1e9, help="Serving time of a window. If not given, as in the load, or 60."
+        ),
+    ] = None,
     attention_ranks: Annotated[
         str, typer.Option(help="Ranks for attention alone beside the group, to compare; 0: none.")
     ] = "0",
     most_ms: Annotated[
         float | None, typer.Option(max=1e9, help="Milliseconds that a token may take.")
     ] = None,
+    drafts: Annotated[
+        int, typer.Option(max=64, help="Tokens that each sequence drafts in a step (MTP).")
+    ] = 0,
+    acceptance: Annotated[
+        float, typer.Option(max=1.0, help="Chance that a draft is right, if all before it are.")
+    ] = Speculation.acceptance,
     engine: EngineOption = None,
     deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all candidates.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    html: HtmlFile = None,
+    png: PngFolder = None,
     placement: PlacementOption = None,
     hidden_layers: HiddenLayers = None,
 ) -> None:
     """Compare groups, redundancy and intervals on a load; print the best, and why."""
     try:
         check_placement(placement, engine)
-        shape, card = preset(model), hardware_named(hardware)
+        speculation = Speculation(drafts, acceptance)
+        card = hardware_named(hardware)
+        known = preset(model) if model is not None else None
         load = windows_of(
-            trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, shape
+            trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, known
         )
+        shape, which = model_named(model, load)
         model_of(shape, load)
-        groups = numbers("--ranks", ranks)
+        at = load.deployment
+        groups = numbers("--ranks", ranks or str(at.num_ranks or RANKS))
+        if ranks_per_node is None:
+            ranks_per_node = (at.num_ranks or 0) // (at.num_nodes or 1) or RANKS_PER_NODE
+        seconds = window_seconds or at.window_s or WINDOW_S
         if expert_times is not None:
             check_fits(expert_times, shape)
         times = {
@@ -105,7 +147,7 @@ def recommend_command(
         }
         answer = recommend(
             Question(
-                first_windows(load, windows),
+                part_of(load, windows, is_latest=not trace.startswith(PREFIX)),
                 MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
                 times,
                 ranks_per_node,
@@ -114,18 +156,22 @@ def recommend_command(
                 context,
                 most_sequences,
                 other_us,
-                window_seconds,
+                seconds,
                 seed,
                 numbers("--attention-ranks", attention_ranks, least=0),
                 rule_of(engine),
                 most_ms,
+                speculation,
             )
         )
         source = times[groups[0]].source
         if json_file is not None:
             write_json(json_file, _as_json(answer, source))
-        if html is not None:
-            write_recommendation(html, answer, Path(trace).name, source, command_line())
+        write_plots(
+            lambda: recommendation_page(answer, Path(trace).name, source, command_line()),
+            html,
+            png,
+        )
         written = []
         if placement is not None and engine is not None:
             chosen = answer.best.placement
@@ -143,11 +189,21 @@ def recommend_command(
         console.print(_batch_table(answer))
     for sentence in (*answer.sentences(), *written):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    console.print(
-        f"expert times: {source}; no queue and no scheduler is modelled",
-        highlight=False,
-        soft_wrap=True,
-    )
+    assumed = [
+        f"model: {which}; EP{', EP'.join(map(str, groups))} with {ranks_per_node} ranks a node on "
+        f"{hardware}; expert times: {source}",
+        f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
+        f"sequence (--context), {kv_token_bytes:g} bytes of KV cache a token (--kv-token-bytes), "
+        f"{dense_gb:g} GB a rank beside experts (--dense-gb), {other_us:g} us a layer outside of "
+        "them (--other-us); no queue and no scheduler is modelled",
+    ]
+    if drafts:
+        assumed.append(
+            f"a step verifies {speculation.verified} tokens of a sequence and gives "
+            f"{speculation.given:.2f}; each draft takes a layer of the mean length"
+        )
+    for sentence in assumed:
+        console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def _as_json(answer: Answer, source: str) -> dict[str, object]:

@@ -16,13 +16,16 @@ from api.cli.simulator.options import (
     DeploymentName,
     ExpertTimes,
     Hardware,
+    HtmlFile,
     ModelName,
     OtherUs,
     Overlap,
+    PngFolder,
     Prefill,
     Steps,
     Trace,
     command_line,
+    write_plots,
 )
 from api.cli.simulator.placement import (
     EngineOption,
@@ -40,7 +43,7 @@ from eplb.errors import EplbError
 from simulations.cost.migration import MigrationCost
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
 from simulations.limits import limit_of
-from simulations.pages.comparison import write_page
+from simulations.pages.comparison import comparison_page
 from simulations.peers import register_peers
 from simulations.questions.failures import failures_of
 from simulations.replay import Scenario, chosen_of, replay_all
@@ -51,10 +54,20 @@ from telemetry.formats.types import ReadOptions
 
 def simulate(
     trace: Trace,
-    ranks: Annotated[int, typer.Option(max=65_536, help="Ranks of the expert-parallel group.")] = 8,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            max=65_536,
+            help="Ranks of the expert-parallel group. If not given, those of the load, or 8.",
+        ),
+    ] = None,
     nodes: Annotated[
-        int, typer.Option(max=65_536, help="Nodes that the ranks are spread over.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            max=65_536,
+            help="Nodes that the ranks are spread over. If neither is given, as in the load, or 1.",
+        ),
+    ] = None,
     slots: Annotated[
         int | None,
         typer.Option(
@@ -78,6 +91,14 @@ def simulate(
     layout: Annotated[
         Layout | None, typer.Option(help="Axes of expert_ids, if the file has no names for them.")
     ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            max=1_000_000,
+            help="Recorded requests that run at once, a token of each in a step; needs their "
+            "lengths.",
+        ),
+    ] = None,
     max_moves: Annotated[
         int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
     ] = None,
@@ -94,6 +115,9 @@ def simulate(
     prefill: Prefill = False,
     other_us: OtherUs = 0.0,
     overlap: Overlap = False,
+    port_ranks: Annotated[
+        int, typer.Option(max=1024, help="Neighbours of a node that share a network port.")
+    ] = 1,
     failures: Annotated[
         bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")
     ] = False,
@@ -101,7 +125,8 @@ def simulate(
     deployment: DeploymentName = "demo",
     seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    html: HtmlFile = None,
+    png: PngFolder = None,
     placement: PlacementOption = None,
     hidden_layers: HiddenLayers = None,
     fail_if: Annotated[
@@ -121,11 +146,15 @@ def simulate(
             max_windows=MAX_WINDOWS,
             deployment=deployment,
         )
-        load = windows_of(trace, options, seed, shape, layout)
+        load = windows_of(trace, options, seed, shape, layout, batch)
         if steps is not None:
             load = replace(load, steps=steps)
+        at = load.deployment
+        if nodes is None:
+            nodes = at.num_nodes if ranks is None and at.num_nodes else 1
+        ranks = ranks or at.num_ranks or 8
         topology = topology_of(ranks, nodes, slots, load.num_experts)
-        fitted = model_of(shape, load)
+        fitted = model_of(shape or at.model, load)
         step_model = price = None
         if hardware is not None or expert_times is not None:
             step_model = step_model_of(
@@ -136,6 +165,7 @@ def simulate(
                 is_prefill=prefill,
                 other_us=other_us,
                 is_overlapped=overlap,
+                port_ranks=port_ranks,
             )
             price = MigrationCost(step_model.model, step_model.hardware)
         scenario = Scenario(
@@ -163,8 +193,9 @@ def simulate(
         console.print(table(result))
         if json_file is not None:
             write_json(json_file, result)
-        if html is not None:
-            write_page(html, result, scenario, replays, said, command_line())
+        write_plots(
+            lambda: comparison_page(result, scenario, replays, said, command_line()), html, png
+        )
         if placement is not None and engine is not None:
             chosen = chosen_of(replays)
             about = {"source": Path(trace).name, "policy": chosen.policy}

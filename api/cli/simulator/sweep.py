@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
@@ -19,15 +19,19 @@ from rich.table import Table
 from api.cli.simulator.options import (
     BAD_INPUT,
     MAX_WINDOWS,
+    DeploymentName,
     Hardware,
+    HtmlFile,
     ModelName,
     OtherUs,
     Overlap,
+    PngFolder,
     Prefill,
     Steps,
     Trace,
     command_line,
     numbers,
+    write_plots,
 )
 from api.terminal.printable import print_error
 from eplb.core.model import preset
@@ -35,7 +39,7 @@ from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError, EplbError
 from simulations.cost.hardware import hardware_named
 from simulations.inputs import model_of, windows_of
-from simulations.pages.sweep import write_sweep
+from simulations.pages.sweep import sweep_page
 from simulations.peers import register_peers
 from simulations.scheme_table import check_names
 from simulations.sweep.grid import Settings, Task, software, tasks_of
@@ -43,7 +47,7 @@ from simulations.sweep.load import Generated, Load, recorded
 from simulations.sweep.on_processes import num_cores, run_on_processes
 from simulations.sweep.on_ray import run_on_ray
 from simulations.sweep.results import Results, Row
-from simulations.sweep.run import Executor, Sweep, on_this_host, sweep
+from simulations.sweep.run import TASK_S, Executor, Sweep, on_this_host, sweep
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 
@@ -87,15 +91,20 @@ def sweep_command(
     workers: Annotated[
         int | None, typer.Option(min=1, max=4096, help="Processes; all cores if not given.")
     ] = None,
+    task_minutes: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="A task that takes longer has failed.")
+    ] = TASK_S / 60,
+    deployment: DeploymentName = "demo",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page of plots.")] = None,
+    html: HtmlFile = None,
+    png: PngFolder = None,
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
     try:
         settings = Settings(
             "", software(), model, hardware, prefill, other_us, overlap, past, ranks_per_node
         )
-        load = _load(trace, steps, settings)
+        load = _load(trace, steps, settings, deployment)
         tasks = tasks_of(
             replace(settings, load=load.digest),
             ranks=numbers("--ranks", ranks),
@@ -109,9 +118,11 @@ def sweep_command(
         execute = _executor(executor, workers)
         if executor is ExecutorName.PROCESSES:
             load = on_this_host(load, out)
-        done = _with_progress(load, tasks, results, execute, is_shown=not json_output)
-        if html is not None:
-            write_sweep(html, _best_first(done.rows), Path(trace).name, command_line())
+        run = partial(sweep, load, tasks, results, execute, task_s=task_minutes * 60)
+        done = _with_progress(run, len(tasks), is_shown=not json_output)
+        write_plots(
+            lambda: sweep_page(_best_first(done.rows), Path(trace).name, command_line()), html, png
+        )
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
@@ -125,14 +136,16 @@ def sweep_command(
         raise typer.Exit(INCOMPLETE)
 
 
-def _load(trace: str, steps: int | None, settings: Settings) -> Load:
+def _load(trace: str, steps: int | None, settings: Settings, deployment: str) -> Load:
     """The load, checked against the settings as far as no replay is needed."""
     shape = preset(settings.model) if settings.model is not None else None
     if settings.hardware is not None:
         hardware_named(settings.hardware)
         if shape is None:
             raise ConfigError("times of steps need the sizes of experts, expected --model")
-    windows = windows_of(trace, ReadOptions(max_windows=MAX_WINDOWS), 0, shape)
+    windows = windows_of(
+        trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), 0, shape
+    )
     model_of(shape, windows)
     if trace.startswith(PREFIX):
         return Generated(trace, steps)
@@ -163,7 +176,7 @@ def _executor(executor: ExecutorName, workers: int | None) -> Executor:
 
 
 def _with_progress(
-    load: Load, tasks: Sequence[Task], results: Results, execute: Executor, *, is_shown: bool
+    run: Callable[[Callable[[int], None]], Sweep], num_tasks: int, *, is_shown: bool
 ) -> Sweep:
     with Progress(
         TextColumn("tasks"),
@@ -173,10 +186,8 @@ def _with_progress(
         console=Console(stderr=True),
         disable=not is_shown,
     ) as progress:
-        bar = progress.add_task("", total=len(tasks))
-        return sweep(
-            load, tasks, results, execute, lambda count: progress.update(bar, completed=count)
-        )
+        bar = progress.add_task("", total=num_tasks)
+        return run(lambda count: progress.update(bar, completed=count))
 
 
 def _words(task: Task) -> str:

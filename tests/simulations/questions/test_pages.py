@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -54,6 +55,27 @@ def test_page_of_a_recommendation_begins_with_it_and_has_its_batches(tmp_path: P
     assert "Tokens a second by batch" in page.text["h2"]
     assert page.addresses == []
     assert "batches of EP8" in asked.stdout
+
+
+def test_pictures_are_the_figures_of_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
+    page, pictures = tmp_path / "out.html", tmp_path / "png"
+    from matplotlib import image
+
+    both = ("--html", str(page), "--png", str(pictures), "--policy", "none,auto")
+
+    asked = command("simulate", LOAD, *MODEL, *both)
+
+    assert asked.exit_code == 0, asked.stderr
+    titles = [title for title in Read(page).text["h2"] if title != "Inputs"]
+    names = {re.sub(r"\W+", "-", title.lower()) + ".png" for title in titles}
+    assert len(names) == 7
+    assert {path.name for path in pictures.iterdir()} == names
+    for path in pictures.iterdir():
+        drawn = image.imread(path)
+        assert drawn.shape[:2] == (720, 1200)
+        assert drawn.std() > 0.05  # not an empty canvas
 
 
 def test_page_of_a_sweep_names_the_best_and_the_last_configuration(tmp_path: Path) -> None:

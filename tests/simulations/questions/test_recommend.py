@@ -12,14 +12,16 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from eplb import ModelShape
+from eplb import ModelShape, preset
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import from_data_sheet
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
+from simulations.cost.speculation import Speculation
+from simulations.inputs import model_named
 from simulations.limits import limit_of
-from simulations.questions.recommend import Question, first_windows, recommend
-from simulations.windows import Windows
+from simulations.questions.recommend import Question, part_of, recommend
+from simulations.windows import Deployment, Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
 CARD = hardware_named("h200")
@@ -40,6 +42,19 @@ def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
         "most_sequences": 4096,
     }
     return Question(windows, memory, **(chosen | changes))
+
+
+def test_drafts_fill_the_batch_of_experts_and_give_more_tokens() -> None:
+    plain = recommend(question(hot=1, most_sequences=8))
+    drafted = recommend(question(hot=1, most_sequences=8, speculation=Speculation(1, 0.8)))
+
+    last, twice = plain.batches[-1], drafted.batches[-1]
+    assert twice.tokens_per_expert == 2 * last.tokens_per_expert
+    # A step of two layers lasts half as long again by the draft's own layer, and gives 1.8 tokens.
+    step_us = drafted.best.step_us
+    assert drafted.best.tokens_per_s == pytest.approx(8 * 1.8 / (step_us / 1e6))
+    assert twice.planned_ms == pytest.approx(step_us / 1000 / 1.8)
+    assert step_us > 1.5 * plain.best.step_us
 
 
 def test_redundancy_is_recommended_where_one_expert_is_hot() -> None:
@@ -86,10 +101,42 @@ def test_question_that_cannot_be_asked_is_refused(changes: dict[str, Any], messa
         question(hot=1, **changes)
 
 
-def test_first_windows_end_a_longer_source() -> None:
-    windows = first_windows(question(hot=1).windows, 3)
+@pytest.mark.parametrize(("is_latest", "kept"), [(False, [0, 1, 2]), (True, [3, 4, 5])])
+def test_part_of_a_source_is_its_first_or_its_latest_windows(
+    is_latest: bool, kept: list[int]
+) -> None:
+    source = Windows(1, 1, lambda: (np.full((1, 1), number) for number in range(6)), 6)
 
-    assert len(list(windows)) == 3
+    part = part_of(source, 3, is_latest=is_latest)
+
+    assert [int(window[0, 0]) for window in part] == kept
+    assert part.num_windows == 3
+
+
+def of_shape(layers: int, experts: int, deployment: Deployment | None = None) -> Windows:
+    return Windows(layers, experts, lambda: iter(()), deployment=deployment or Deployment())
+
+
+def test_model_is_the_known_one_of_the_load_s_shape() -> None:
+    model, which = model_named(None, of_shape(48, 128))
+
+    assert model is preset("qwen3-30b")
+    assert which == "qwen3-30b, the known model of 48 MoE layers x 128 experts"
+
+
+def test_names_of_one_shape_are_no_choice() -> None:
+    assert model_named(None, of_shape(58, 256))[0] is preset("deepseek-v3")
+
+
+def test_store_s_own_model_comes_before_known_ones() -> None:
+    own = ModelShape(tuple(range(48)), 128, 8, 512, 256)
+
+    assert model_named(None, of_shape(48, 128, Deployment(own)))[0] is own
+
+
+def test_unknown_shape_asks_for_a_model() -> None:
+    with pytest.raises(ConfigError, match="10 MoE layers x 20 experts, which no known models"):
+        model_named(None, of_shape(10, 20))
 
 
 SUMMARY = {
