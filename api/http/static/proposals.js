@@ -85,7 +85,7 @@ function moves(found) {
       element("thead", {}, element("tr", {},
         ...["layer", "expert", "to slot", "source", "from slot"].map((name) => element("th", { scope: "col" }, name)))),
       element("tbody", {}, ...rows))),
-    ...(more > 0 ? [element("p", { class: "note" }, `${count(more)} more: GET /api/v1/proposals/${found.id}.`)] : [])];
+    ...(more > 0 ? [element("p", { class: "note" }, `${count(more)} more: GET api/v1/proposals/${found.id}.`)] : [])];
 }
 
 function links(found) {

@@ -3,7 +3,7 @@
 import { element } from "/static/dom.js";
 
 export const count = (number) => number.toLocaleString("en");
-export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+export const plural = (number, noun, many = `${noun}s`) => `${count(number)} ${number === 1 ? noun : many}`;
 
 export function size(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
