@@ -149,7 +149,7 @@ class SeededDeployment:
         self._store.propose(*made)
 
     def report(self) -> None:
-        """Have each rank report, what it stages of an open migration too; silent ones did before."""
+        """Have each rank report, and what it stages of an open migration; silent ones did before."""
         now = self._clock()
         for rank in range(self.size.ranks):
             detail = {  # silent after three minutes: nobody reports again while the page is open
@@ -214,9 +214,7 @@ def fill(store: LoadStore, size: Size, clock: Now) -> SeededDeployment:
     return made
 
 
-def _keep(
-    store: LoadStore, size: Size, clock: Now, made: SeededDeployment, now: float
-) -> None:
+def _keep(store: LoadStore, size: Size, clock: Now, made: SeededDeployment, now: float) -> None:
     """Decide so many times to keep the placement, until now."""
     score = made.plan(current=made.placement).before
     between_s = (now - clock.time) / (size.events + 1)
@@ -230,4 +228,3 @@ def _keep(
         decided = {"decision": "KEEP", "reason": why, "policy": "auto", "moves": 0}
         store.add_event("plan", decided | figures | {"generation": made.placement.generation})
     clock.time = now
-

@@ -3,7 +3,7 @@
     python -m benchmarks.operating.pictures --folder docs/page
 
 8 ranks are in a migration, 32 have a cordoned and a drained one and a proposal, and of 320 two are
-silent after a death. Pictures have a palette of 200 colours (pillow).
+silent after a death. Pictures have a palette of 256 colours (pillow).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.operating.load import Size
 from benchmarks.operating.shown import ShownPage, shown
 
-COLOURS = 200
+COLOURS = 256
 SIZES = {
     8: Size(ranks=8, layers=6, is_moving=True),
     32: Size(ranks=32, cordons="3:drain, 5:cordon", has_proposal=True),
@@ -43,7 +43,8 @@ class Shot(NamedTuple):
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{self.view}-{self.width}{'' if self.scheme == 'light' else '-dark'}{'' if self.is_whole else '-first'}"
+        dark = "-dark" if self.scheme == "dark" else ""
+        return f"{self.view}-{self.width}{dark}{'' if self.is_whole else '-first'}"
 
 
 def shots() -> Iterator[Shot]:
@@ -93,7 +94,9 @@ def quantised(picture: bytes) -> bytes:
 
     small = io.BytesIO()
     image: Any = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        small, "PNG", optimize=True
+    )
     return small.getvalue()
 
 

@@ -51,7 +51,7 @@ export function showRanks(state) {
 }
 
 const made = (one) => element("tr", {}, element("th", { scope: "row" }, one.rank), element("td", { class: "more" }),
-  element("td", {}, element("span", { class: "tag" })), element("td"), element("td"),
+  element("td", {}, element("span", { class: "tag" })), element("td", { class: "more" }), element("td"),
   ...[0, 1, 2, 3].map(() => element("td", { class: "more" })), element("td", { class: "orders" }));
 
 // [R] over the layers that have tokens; null without any.
