@@ -149,7 +149,7 @@ class SeededDeployment:
         self._store.propose(*made)
 
     def report(self) -> None:
-        """Have each rank report, and what it stages of an open migration; silent ones did before."""
+        """Have each rank report, also what it stages; silent ones did so long ago."""
         now = self._clock()
         for rank in range(self.size.ranks):
             detail = {  # silent after three minutes: nobody reports again while the page is open

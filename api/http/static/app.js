@@ -59,8 +59,9 @@ async function readDeployments() {
 
 export async function refresh() {
   try {
-    const reads = [ask("state"), readHistory(), readEvents().then(readProposals), readAnomalies(), readDeployments()];
-    [state] = await Promise.all(reads);
+    const events = readEvents(view() === "history");
+    [state] = await Promise.all([ask("state"), readHistory(), events, readProposals(events), readAnomalies(),
+      readDeployments()]);
     if (view() === "ranks") await readRanks(state);
     show($("trouble"), false);
     draw();

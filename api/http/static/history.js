@@ -6,12 +6,15 @@ import { decisionFigures, origin, parted, realised, sentence, when } from "/stat
 
 const READ = 1000, SHOWN = 200;
 
-let events = [], lastEvent = null;
+let events = [], lastEvent = null, isRead = false;
 
-// Only the latest events are read: a store may have a hundred thousand. Plans, one for each window,
-// would hide all others; they are in the list of decisions.
-export async function readEvents() {
-  const { events: fresh } = await ask(`events?${lastEvent === null ? "latest" : `after=${lastEvent}&limit`}=${READ}`);
+// Only the latest events are read, and these once they are shown: a store may have a hundred
+// thousand. Plans, one for each window, would hide all others; they are in the list of decisions.
+export async function readEvents(isShown) {
+  const isFirst = isShown && !isRead;
+  const { events: fresh } = await ask(isFirst ? `events?latest=${READ}` :
+    lastEvent === null ? "events?latest=1" : `events?after=${lastEvent}&limit=${READ}`);
+  if (isFirst) [events, isRead] = [[], true];
   lastEvent = fresh.at(-1)?.id ?? lastEvent ?? 0;
   const shown = fresh.filter((one) => one.kind !== "plan");
   if (shown.length) events = [...events, ...shown].slice(-SHOWN);

@@ -6,9 +6,10 @@ import { $, element, keyed, set, text } from "/static/dom.js";
 import { ago, count, plural } from "/static/words.js";
 
 const PERIOD_MS = 5000;
+const PARTS = 8;  // of the rows out of sight, of which each turn changes one
 const ORDERS = { open: ["cordon", "drain"], cordoned: ["uncordon", "drain"], draining: ["uncordon"], drained: ["uncordon"] };
 
-let held = null, due = 0;
+let held = null, due = 0, turn = 0;
 
 export async function readRanks(state, isForced = false) {
   if (state.run === null || (!isForced && performance.now() < due)) return;
@@ -26,7 +27,10 @@ export function showRanks(state) {
     held.reason && `latest order ${ago(state.time - held.time)}: ${held.reason}`].filter(Boolean).join("; "));
   // Another run may have other ranks than those that were read last.
   const lines = held.ranks.filter((one) => state.ranks[one.rank]?.rank === one.rank);
+  const isSeen = seen($("rank-table"));
+  turn += 1;
   keyed($("rank-table"), lines, (one) => one.rank, made, (node, one) => {
+    if (node.line && !isSeen(one.rank) && one.rank % PARTS !== turn % PARTS) return;
     const rank = state.ranks[one.rank], cells = node.children;
     const name = rank.is_alive ? rank.frozen ? "frozen" : one.state : "silent";
     node.line = one;
@@ -48,6 +52,13 @@ export function showRanks(state) {
       return button;
     });
   });
+}
+
+// Whether the row of a rank is in sight, all being of one height.
+function seen(body) {
+  const box = body.closest(".scroll"), height = body.firstChild?.offsetHeight ?? 0;
+  const first = box.scrollTop / height - 2, last = (box.scrollTop + box.clientHeight) / height;
+  return (rank) => !height || (rank >= first && rank <= last);
 }
 
 const made = (one) => element("tr", {}, element("th", { scope: "row" }, one.rank), element("td", { class: "more" }),
