@@ -187,7 +187,7 @@ def fill(store: LoadStore, size: Size, clock: Now) -> SeededDeployment:
     if size.killed is not None:
         survivors = [rank for rank in range(size.ranks) if rank != size.killed]
         why = f"rank {size.killed} was killed by SIGKILL"
-        death = {"survivors": survivors[:3], "generation": 0, "reason": why}
+        death = {"survivors": survivors, "generation": 0, "reason": why}
         store.add_event("recovery", death)
         store.add_event("serving", {"unserved_s": 8.2, "reason": why})
     made.begin("run-2")

@@ -78,7 +78,7 @@ def shown(size: Size, *, others: tuple[str, ...] = ()) -> Iterator[ShownPage]:
 
     stores: dict[str, LoadStore] = {}
     with ExitStack() as stack:
-        small = Size(ranks=8, layers=6, windows=40, cordons="", events=20)
+        small = Size(ranks=8, layers=6, windows=40, events=20)
         for name, its in (("west", size), *((one, small) for one in others)):
             clock = Now(time.time())
             stores[name] = MemoryStore(name, clock=clock)

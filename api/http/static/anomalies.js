@@ -2,7 +2,7 @@
 
 import { ask } from "/static/app.js";
 import { $, element, keyed, set, show, text } from "/static/dom.js";
-import { took, when } from "/static/words.js";
+import { ago, took, when } from "/static/words.js";
 
 const READ = 200, OPEN_SHOWN = 20, ENDED_SHOWN = 100;
 const GRAVEST = ["critical", "warning", "notice"];
@@ -42,7 +42,7 @@ export function showAnomalies(now) {
   const hidden = open.length - OPEN_SHOWN, latest = ended[0];
   text($("anomalies-count"), (open.length ? `${open.length} open` : "None is open") +
     (hidden > 0 ? `, the gravest ${OPEN_SHOWN} are shown` : "") +
-    (latest ? `. ${ended.length} ended, the latest ${took(now - latest.until)} ago: ${latest.text}` : ""));
+    (latest ? `. ${ended.length} ended, the latest ${ago(now - latest.until)}: ${latest.text}` : ""));
   list($("anomalies"), open.slice(0, OPEN_SHOWN), now);
 }
 

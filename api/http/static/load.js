@@ -22,7 +22,7 @@ export function showLoad(state) {
   const hottest = worst.reduce((most, one) => Math.max(most, one.heat), 0);
   text($("experts-note"), `Same window; the hottest expert has ${hottest.toFixed(1)} × the mean of its layer.`);
   keyed($("worst"), worst.slice(0, LAYERS_SHOWN), (one) => one.layer, made, (node, one) => {
-    const values = [one.ratio.toFixed(2), one.rank, `${one.expert} (${one.heat.toFixed(1)} × mean)`];
+    const values = [one.ratio.toFixed(2), one.rank, `${one.expert} (${one.heat.toFixed(1)} ×)`];
     values.forEach((value, at) => text(node.children[at + 1], value));
     node.shown = one;
   });

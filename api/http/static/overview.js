@@ -1,7 +1,7 @@
 // At a glance: is it balanced, what is it doing, what did the last rebalance bring.
 
 import { $, element, figures, keyed, set, show, text } from "/static/dom.js";
-import { ago, change, count, plural, size, took } from "/static/words.js";
+import { ago, change, count, plural, size, stretches, took } from "/static/words.js";
 
 const PHASES = ["idle", "preload", "stage", "swap"];
 
@@ -22,7 +22,7 @@ function showSummary(state) {
     ["doing", ...doing(state)],
     ["last rebalance", ...brought(state)],
     ["ranks that report", `${alive} of ${state.ranks.length}`,
-      [state.silent_ranks.length && `silent: ${few(state.silent_ranks)}`,
+      [state.silent_ranks.length && `silent: ${stretches(state.silent_ranks)}`,
         state.token_age_s === null ? "no token yet" : `token ${ago(state.token_age_s)}`,
         stepMs.length && `step ${stepMs[stepMs.length >> 1].toFixed(1)} ms`].filter(Boolean).join("; ")],
     ["controller", state.leader ? "leads" : state.starting ? "starting" : "none", state.leader || state.starting],
@@ -48,7 +48,6 @@ function brought(state) {
 }
 
 const fixed = (value) => (value == null ? "–" : value.toFixed(2));
-const few = (ranks) => ranks.slice(0, 12).join(", ") + (ranks.length > 12 ? `, and ${ranks.length - 12} more` : "");
 
 function showLast(state) {
   const last = state.last_rebalance;

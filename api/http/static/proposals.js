@@ -4,7 +4,7 @@ import { ask } from "/static/app.js";
 import { $, element, keyed, set, show, text } from "/static/dom.js";
 import { count, decisionFigures, parted, plural, size, took, when } from "/static/words.js";
 
-const MOVES_SHOWN = 20, ENDED_SHOWN = 5, PERIOD_MS = 15000;
+const MOVES_SHOWN = 20, ENDED_SHOWN = 2, PERIOD_MS = 15000;
 const TELLING = ["proposal", "commit", "publish"];
 
 let proposals = [], due = 0, orders = null;

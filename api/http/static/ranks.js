@@ -26,13 +26,15 @@ export function showRanks(state) {
     held.waits && `draining waits: ${held.waits}`, ...held.unmet,
     held.reason && `latest order ${ago(state.time - held.time)}: ${held.reason}`].filter(Boolean).join("; "));
   // Another run may have other ranks than those that were read last.
-  const lines = held.ranks.filter((one) => state.ranks[one.rank]?.rank === one.rank);
+  const lines = held.ranks.filter((one) => state.ranks[one.rank]?.rank === one.rank)
+    .map((one) => ({ ...one, name: nameOf(state.ranks[one.rank], one) }))
+    .sort((a, b) => (a.name === "open") - (b.name === "open") || a.rank - b.rank);
+  const places = new Map(lines.map((one, at) => [one.rank, at]));
   const isSeen = seen($("rank-table"));
   turn += 1;
   keyed($("rank-table"), lines, (one) => one.rank, made, (node, one) => {
-    if (node.line && !isSeen(one.rank) && one.rank % PARTS !== turn % PARTS) return;
-    const rank = state.ranks[one.rank], cells = node.children;
-    const name = rank.is_alive ? rank.frozen ? "frozen" : one.state : "silent";
+    if (node.line?.name === one.name && !isSeen(places.get(one.rank)) && one.rank % PARTS !== turn % PARTS) return;
+    const rank = state.ranks[one.rank], cells = node.children, { name } = one;
     node.line = one;
     text(cells[1], one.node);
     set(cells[2].firstChild, { class: name === "open" ? "tag" : `tag ${name}`, title: rank.frozen });
@@ -54,11 +56,13 @@ export function showRanks(state) {
   });
 }
 
-// Whether the row of a rank is in sight, all being of one height.
+const nameOf = (rank, { state }) => (!rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
+
+// Whether the row at a place is in sight, all being of one height.
 function seen(body) {
   const box = body.closest(".scroll"), height = body.firstChild?.offsetHeight ?? 0;
   const first = box.scrollTop / height - 2, last = (box.scrollTop + box.clientHeight) / height;
-  return (rank) => !height || (rank >= first && rank <= last);
+  return (at) => !height || (at >= first && at <= last);
 }
 
 const made = (one) => element("tr", {}, element("th", { scope: "row" }, one.rank), element("td", { class: "more" }),

@@ -7,12 +7,13 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from api.http.app import create_app
+from api.http.app import STATIC, create_app
 from api.http.deployments.served import Others
 from api.http.routes.anomalies import KINDS
 from api.http.server import HttpService
@@ -524,6 +525,13 @@ def test_page_has_landmarks_and_headings_in_order(page: Any) -> None:
         assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
         unnamed = "section:not([aria-label]):not([aria-labelledby])"
         assert page.locator(unnamed).count() == 0
+
+
+def test_every_module_is_preloaded(page: Any) -> None:
+    preloaded = page.locator("link[rel=modulepreload]").evaluate_all("all => all.map(a => a.href)")
+
+    names = {Path(one).name for one in preloaded} | {"app.js"}
+    assert names == {path.name for path in STATIC.glob("*.js")}
 
 
 def test_nothing_is_animated(page: Any) -> None:
