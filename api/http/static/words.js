@@ -11,8 +11,9 @@ export function size(bytes) {
   return `${(bytes / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
-// Ranks in ascending order as stretches: 0-7, 12.
+// Ranks in ascending order, many as stretches: 0-7, 12.
 export function stretches(ranks) {
+  if (ranks.length <= 8) return ranks.join(", ");
   const found = [];
   for (const rank of ranks) {
     if (found.at(-1)?.[1] === rank - 1) found.at(-1)[1] = rank;

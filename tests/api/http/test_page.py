@@ -374,7 +374,7 @@ def test_every_kind_of_anomaly_has_an_advice(page: Any) -> None:
 def test_rank_is_cordoned_with_a_reason_and_opened_again(page: Any, store: MemoryStore) -> None:
     report(store)
     view(page, "Ranks")
-    rank = page.locator("#rank-table tr").nth(1)
+    rank = page.locator("#rank-table tr[data-key='1']")
     page.get_by_label("Reason").fill("its fan")
     rank.get_by_role("button", name="cordon rank 1", exact=True).click()
     page.get_by_role("button", name="Cordon rank 1", exact=True).last.click()
@@ -386,7 +386,7 @@ def test_rank_is_cordoned_with_a_reason_and_opened_again(page: Any, store: Memor
     assert "1 cordoned" in page.locator("#rank-note").inner_text()
     rank.get_by_role("button", name="uncordon").press("Enter")
     page.locator("#sure-yes").press("Enter")
-    rank.get_by_role("button", name="drain").wait_for()
+    rank.get_by_role("button", name="cordon rank 1", exact=True).wait_for()
     assert store.live().effective.cordons == ""
 
 
