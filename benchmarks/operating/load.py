@@ -1,28 +1,37 @@
-"""A store as a deployment leaves it: windows of load, a rebalance, a restart, events.
+"""A store as a deployment leaves it: windows of load, a death, a plan, a migration, events.
 
-    fill(store, Size(ranks=320), now)
+    deployment = fill(store, Size(ranks=320), clock)
+    deployment.serve_window()   # the next one, at the time of the clock
 
-Everything is drawn with one seed; times end at ``now``.
+Everything is drawn with one seed; times end at ``clock.time``.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
+from eplb import LoadSample, ModelShape, Placement, Plan, Topology, build_migration, plan
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.controller.plans.planning import summary
+from rebalance.controller.plans.proposals import Why, drafted
 from telemetry.store import REPORT_EVERY_S, LoadStore, RankState, RunInfo
 
 RANKS_PER_NODE = 8
 SPARE_SLOTS = 32
+WINDOW_STEPS = 100
+TOKENS = 400.0  # of an expert in a window, in the mean
+HOLDER = "gpu7:4242:9f31c2aa-8812345-5be012"
+STAGED = 3  # transactions of an open migration
+DRIFT = 0.5  # of the logarithm of load, at which a second plan is worth its moves
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the deployment is, and how much history it has."""
+    """How large the deployment is, how much history it has, and what has happened to it."""
 
     ranks: int = 32
     layers: int = 58
@@ -31,134 +40,191 @@ class Size:
     window_s: float = 5.0
     events: int = 100
     silent: tuple[int, ...] = ()
+    killed: int | None = None  # the rank whose death began the second run; None: a plain restart
+    cordons: str = ""  # as the live setting
+    has_proposal: bool = False
+    is_moving: bool = False  # a second migration is open, half staged
     seed: int = 0
 
 
 class Now:
-    """The clock of a store that is filled: the time that was set."""
+    """The clock of a store that is filled: the time that was set, or the present."""
 
-    def __init__(self, time: float) -> None:
-        self.time = time
+    def __init__(self, now: float) -> None:
+        self.time = now
+        self.is_present = False
 
     def __call__(self) -> float:
-        """Return the time that was set."""
-        return self.time
+        """Return the time."""
+        return time.time() if self.is_present else self.time
 
 
-def fill(store: LoadStore, size: Size, clock: Now) -> None:
-    """Write a run that was restarted half-way, with a rebalance in its second half."""
-    rng, now = np.random.default_rng(size.seed), clock.time
-    slots = -(-(size.experts + SPARE_SLOTS) // size.ranks)
-    topology = Topology.uniform(
-        num_nodes=max(1, size.ranks // RANKS_PER_NODE),
-        ranks_per_node=min(size.ranks, RANKS_PER_NODE),
-        slots_per_rank=slots,
-    )
-    layers = tuple(range(3, 3 + size.layers))
-    model = ModelShape(layers, num_experts=size.experts, top_k=8, hidden=7168, intermediate=2048)
-    first, second = (
-        _placement(size, slots * size.ranks, shift, generation)
-        for shift, generation in ((0, 1), (1, 2))
-    )
-    shapes = model_to_dict(model), topology_to_dict(topology)
-    hot = rng.gamma(2.0, 1.0, (size.layers, size.experts))
-    start, half = now - size.windows * size.window_s, size.windows // 2
-    clock.time = start
-    store.begin_run(RunInfo("run-1", start, *shapes, window_steps=100))
-    store.commit(first, expected=None, reason="start")
-    store.append(list(_samples(store, size, topology, first, hot, "run-1", range(half), start)))
-    clock.time = start + half * size.window_s
-    store.begin_run(RunInfo("run-2", start + half * size.window_s, *shapes, window_steps=100))
-    third = half + half // 2
-    middle = range(third - half)
-    at = start + half * size.window_s
-    store.append(list(_samples(store, size, topology, first, hot, "run-2", middle, at)))
-    clock.time = start + third * size.window_s
-    _rebalance(store, first, second, topology)
-    last = range(third - half, size.windows - half)
-    store.append(list(_samples(store, size, topology, second, hot * 0.3 + 1, "run-2", last, at)))
-    between_s = (now - clock.time) / (size.events + 1)
-    for number in range(size.events):
-        clock.time += between_s
-        decided = {"decision": "KEEP", "policy": "auto", "generation": 2, "window": number}
-        why = {"reason": f"gain {number % 5}.2% < 5% of the mean load; window {number}"}
-        store.add_event("plan", decided | why | {"imbalance_before": 1.2, "imbalance_after": 1.19})
-    clock.time = now
-    for rank in range(size.ranks):
-        age_s = 400.0 if rank in size.silent else 0.0
-        # Silent after three minutes: nobody reports again while the page is measured.
-        detail = {
-            REPORT_EVERY_S: 60.0,
-            "step_ms": 41.0 + rank % 3,
-            "bytes_by_source": {"peer": 44_000_000 * (rank % 4)},
-        }
-        detail |= {"experts_moved": rank % 4, "swap_pauses_ms": [0.8 + 0.1 * (rank % 7)]}
-        store.report(
-            RankState(
-                "run-2", rank, now - age_s, 100 * size.windows, 2, "idle", 0, 0, 1, 0, detail=detail
-            )
+class SeededDeployment:
+    """A deployment whose ranks are drawn: two runs, and a rebalance in the second."""
+
+    def __init__(self, store: LoadStore, size: Size, clock: Now) -> None:
+        self._store, self.size, self._clock = store, size, clock
+        self._rng = np.random.default_rng(size.seed)
+        slots = -(-(size.experts + SPARE_SLOTS) // size.ranks)
+        self.topology = Topology.uniform(
+            num_nodes=max(1, size.ranks // RANKS_PER_NODE),
+            ranks_per_node=min(size.ranks, RANKS_PER_NODE),
+            slots_per_rank=slots,
         )
-    store.acquire_lease("gpu7:4242:9f31c2aa-8812345-5be012", 3600.0)
+        layers = tuple(range(3, 3 + size.layers))
+        self.model = ModelShape(
+            layers, num_experts=size.experts, top_k=8, hidden=7168, intermediate=2048
+        )
+        self._hot = TOKENS / 2 * self._rng.gamma(2.0, 1.0, (size.layers, size.experts))
+        self._run, self._window, self._plan_id = "", 0, 0
+        self.placement = self.plan("contiguous").target
 
+    def plan(
+        self, policy: str = "auto", current: Placement | None = None, *, drift: float = 0.0
+    ) -> Plan:
+        """Plan on the load that is drawn, or on one that has drifted from it by so much."""
+        shift = self._rng.lognormal(0.0, drift, self._hot.shape) if drift else 1.0
+        load = self._rng.poisson(self._hot * shift)
+        return plan(load, self.topology, model=self.model, current=current, policy=policy)
 
-def _placement(size: Size, num_slots: int, shift: int, generation: int) -> Placement:
-    ids = np.arange(num_slots) % size.experts
-    ids[-1] = (ids[-1] + 7 * shift) % size.experts  # one replica more of another expert
-    return Placement(np.tile(ids, (size.layers, 1)), size.experts, generation)
+    def begin(self, run: str) -> None:
+        """Begin a run."""
+        self._run = run
+        shapes = model_to_dict(self.model), topology_to_dict(self.topology)
+        self._store.begin_run(RunInfo(run, self._clock.time, *shapes, WINDOW_STEPS))
 
+    def serve_windows(self, number: int) -> None:
+        """Store so many windows, one after the other."""
+        for _ in range(number):
+            self._clock.time += self.size.window_s
+            self.serve_window()
 
-def _samples(
-    store: LoadStore,
-    size: Size,
-    topology: Topology,
-    placement: Placement,
-    hot: np.ndarray,
-    run: str,
-    windows: range,
-    start: float,
-) -> Iterator[LoadSample]:
-    rng = np.random.default_rng([size.seed, windows.start])
-    replicas = placement.replica_count  # [L, E]
-    for window in windows:
-        load = rng.poisson(hot * 400) / np.maximum(1, replicas)
-        of_slot = np.take_along_axis(load, placement.slot_to_expert, axis=1).astype(np.int64)
-        for rank in range(size.ranks):
-            held = topology.slots_on(rank)
+    def serve_window(self) -> None:
+        """Store the next window of every rank that is not silent."""
+        self._store.append(list(self._samples(self._clock())))
+        self._window += 1
+
+    def _samples(self, now: float) -> Iterator[LoadSample]:
+        placement = self.placement
+        load = self._rng.poisson(self._hot)
+        of_slot = np.take_along_axis(load, np.maximum(placement.slot_to_expert, 0), axis=1)
+        tokens = np.where(placement.slot_to_expert >= 0, of_slot * placement.slot_share, 0)
+        for rank in range(self.size.ranks):
+            held = self.topology.slots_on(rank)
             yield LoadSample(
-                store.deployment,
-                run,
+                self._store.deployment,
+                self._run,
                 rank,
-                window,
-                start + (window + 1) * size.window_s - 0.5,
-                100 * window,
-                100 * window + 99,
+                self._window,
+                now,
+                WINDOW_STEPS * self._window,
+                WINDOW_STEPS * (self._window + 1) - 1,
                 "decode",
                 placement.generation,
                 placement.slot_to_expert[:, held],
-                of_slot[:, held],
+                tokens[:, held].astype(np.int64),
             )
 
+    def publish(self, found: Plan) -> None:
+        """Store a decision and offer its migration."""
+        self._plan_id = self._store.next_plan_id()
+        self._store.add_event("plan", summary(found) | {"trigger": "load", "actor": "controller"})
+        migration = build_migration(found.base, found.target, self.topology, plan_id=self._plan_id)
+        self._store.publish(migration)
 
-def _rebalance(store: LoadStore, before: Placement, after: Placement, topology: Topology) -> None:
-    store.add_event(
-        "plan",
-        {
-            "decision": "MOVE",
-            "reason": "imbalance 1.62 to 1.18 pays its 3.1 s of transfers back within 40 s",
-            "policy": "auto",
-            "trigger": "load",
-            "imbalance_before": 1.62,
-            "imbalance_after": 1.18,
-            "moves": 64,
-            "bytes": 64 * 44_000_000,
-            "generation": before.generation,
-        },
-    )
-    migration = build_migration(before, after, topology, plan_id=store.next_plan_id())
-    store.publish(migration)
-    store.commit(
-        after, expected=before.generation, plan_id=migration.plan_id, reason="every rank swapped"
-    )
-    store.add_event(
-        "promise", {"generation": 2, "promised": 0.44, "given": 0.39, "record": [0.44, 0.39]}
-    )
+    def commit(self, found: Plan) -> None:
+        """Have the ranks serve the target of a plan."""
+        base, self.placement = found.base.generation, found.target
+        why = "every rank swapped"
+        self._store.commit(found.target, expected=base, plan_id=self._plan_id, reason=why)
+        self._plan_id = 0
+
+    def propose(self) -> None:
+        """Store a plan that waits for a decision."""
+        found = self.plan(current=self.placement, drift=DRIFT)
+        why = Why("controller", "load", found.reason)
+        made = drafted(
+            found, found.target, self.placement, now=self._clock.time, lasts_s=3600.0, why=why
+        )
+        self._store.propose(*made)
+
+    def report(self) -> None:
+        """Have each rank report, also what it stages; silent ones did so long ago."""
+        now = self._clock()
+        for rank in range(self.size.ranks):
+            detail = {  # silent after three minutes: nobody reports again while the page is open
+                REPORT_EVERY_S: 60.0,
+                "step_ms": 41.0 + rank % 3,
+                "bytes_by_source": {"peer": 44_000_000 * (rank % 4)},
+                "experts_moved": rank % 4,
+                "swap_pauses_ms": [0.8 + 0.1 * (rank % 7)],
+            }
+            state = RankState(
+                self._run,
+                rank,
+                now - (400.0 if rank in self.size.silent else 2.0),
+                WINDOW_STEPS * self._window,
+                self.placement.generation,
+                "stage" if self._plan_id else "idle",
+                self._plan_id,
+                0,
+                self._window,
+                0,
+                prepared=STAGED if self._plan_id else 0,
+                detail=detail,
+            )
+            self._store.report(state)
+
+
+def fill(store: LoadStore, size: Size, clock: Now) -> SeededDeployment:
+    """Write a run that ended half-way, and one with a rebalance in its middle."""
+    made, now = SeededDeployment(store, size, clock), clock.time
+    half, quarter = size.windows // 2, size.windows // 4
+    clock.time = now - size.windows * size.window_s
+    made.begin("run-1")
+    store.commit(made.placement, expected=None, reason="start")
+    made.serve_windows(half)
+    if size.killed is not None:
+        survivors = [rank for rank in range(size.ranks) if rank != size.killed]
+        why = f"rank {size.killed} was killed by SIGKILL"
+        death = {"survivors": survivors, "generation": 0, "reason": why}
+        store.add_event("recovery", death)
+        store.add_event("serving", {"unserved_s": 8.2, "reason": why})
+    made.begin("run-2")
+    made.serve_windows(quarter)
+    found = made.plan(current=made.placement)
+    made.publish(found)
+    clock.time += 4.2  # of the migration
+    made.commit(found)
+    clock.time -= 4.2
+    made.serve_windows(size.windows - half - quarter)
+    gain = found.before - found.after
+    promise = {"generation": found.target.generation, "promised": gain, "given": 0.96 * gain}
+    clock.time = now - quarter * size.window_s + 4 * size.window_s
+    store.add_event("promise", promise | {"record": [gain, 0.96 * gain]})
+    _keep(store, size, clock, made, now)
+    store.acquire_lease(HOLDER, 3600.0)
+    if size.cordons:
+        store.change_live({"cordons": size.cordons}, reason="its GPU throttles")
+    if size.has_proposal:
+        made.propose()
+    if size.is_moving:
+        made.publish(made.plan(current=made.placement, drift=DRIFT))
+    made.report()
+    return made
+
+
+def _keep(store: LoadStore, size: Size, clock: Now, made: SeededDeployment, now: float) -> None:
+    """Decide so many times to keep the placement, until now."""
+    score = made.plan(current=made.placement).before
+    between_s = (now - clock.time) / (size.events + 1)
+    for number in range(size.events):
+        clock.time += between_s
+        if number % 20 == 19:  # another kind, which a page lists among all events
+            store.add_event("check", {"host": f"gpu{number % 8}"})
+            continue
+        figures = {"imbalance_before": score, "imbalance_after": score - 0.002}
+        why = f"gain {0.1 * (number % 9):.1f}% < 1% of the mean rank load"
+        decided = {"decision": "KEEP", "reason": why, "policy": "auto", "moves": 0}
+        store.add_event("plan", decided | figures | {"generation": made.placement.generation})
+    clock.time = now

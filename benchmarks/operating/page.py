@@ -1,101 +1,120 @@
-"""The page in a real Chromium: first paint, time of an update, screenshots.
+"""The page in a real Chromium: first useful paint, and what an update costs its main thread.
 
-    python -m benchmarks.operating.page --folder /tmp/shots
+    python -m benchmarks.operating.page
 
-For each size: seconds until the verdict and the chart are drawn, the main thread's time of one
-update (median and worst of ten), and pictures at 1280, 390 (dark) and 2560 pixels.
+First paint is from the start of the navigation, in a tab without a cache, to the frame after the
+first drawing of the whole view. Updates are counted in a tab that stays open while windows, reports
+and decisions come: processor time of the main thread by ``Performance.getMetrics`` (tasks, of them
+scripts and layout with styles), and wall time of the drawing alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import time
-from pathlib import Path
-from statistics import median
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from api.http.app import create_app
-from api.http.server import HttpService
-from benchmarks.operating.load import Now, Size, fill
-from telemetry.stores.memory import MemoryStore
+import numpy as np
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-VIEWS = (("1280", 1280, "light"), ("390-dark", 390, "dark"), ("2560", 2560, "light"))
-UPDATES = 10
-DEADLINE_MS = 120_000.0
+from benchmarks.operating.load import Size
+from benchmarks.operating.shown import ShownPage, shown
+
+SIZES = (
+    Size(ranks=8, layers=6, window_s=1.0, windows=300),
+    Size(ranks=32, window_s=1.0, windows=300),
+    Size(ranks=320, window_s=2.0, windows=60, silent=(17, 200)),
+)
+VIEWS = ("overview", "load", "ranks", "history")
+KINDS = "median, p99, worst"
+# Resolves after the frame of the drawing of that number; nothing looks in between.
+NEXT_FRAME = """(number) => new Promise((resolve) => {
+  const isDrawn = () => performance.getEntriesByName("draw").length >= number;
+  const end = () => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(resolve)));
+  if (isDrawn()) return end();
+  const observer = new PerformanceObserver(() => {
+    if (!isDrawn()) return;
+    observer.disconnect();
+    end();
+  });
+  observer.observe({ type: "measure" });
+})"""
+COSTS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
 def main() -> None:
-    """Print one row for each size."""
+    """Print a table of first paints, one of updates, and what went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--events", type=int, default=100_000)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 32, 320])
-    parser.add_argument("--events", type=int, default=100)
-    parser.add_argument("--layers", type=int, default=58)
     asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    print("| ranks | events | first paint s | update ms, median | worst | console errors |")
-    print("|---|---|---|---|---|---|")
-    for ranks in asked.ranks:
-        size = Size(
-            ranks=ranks,
-            layers=asked.layers if ranks > 8 else 6,
-            windows=120 if ranks <= 32 else 24,
-            window_s=5.0 if ranks <= 32 else 25.0,
-            events=asked.events,
-            silent=() if ranks != 320 else (17, 200),
-        )
-        print(row(size, asked.folder), flush=True)
-
-
-def row(size: Size, folder: Path) -> str:
-    """Measure one size, and take its pictures."""
-    from playwright.sync_api import sync_playwright
-
-    clock = Now(time.time())
-    store = MemoryStore("west", clock=clock)
-    fill(store, size, clock)
-    service = HttpService(create_app(store, is_watching=True))
-    service.start()
-    errors: list[str] = []
-    with sync_playwright() as started:
-        env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
-        browser = started.chromium.launch(
-            executable_path=shutil.which("chromium"), args=FLAGS, env=env, timeout=DEADLINE_MS
-        )
-        first_s = 0.0
-        updates: list[float] = []
-        for name, width, scheme in VIEWS:
-            page = browser.new_page(
-                viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True
-            )
-            page.set_default_timeout(DEADLINE_MS)
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("console", lambda said: _note(said, errors))
-            begun = time.perf_counter()
-            page.goto(service.url)
-            page.locator("#chart .measured").wait_for(state="attached")
-            if name == "1280":
-                first_s = time.perf_counter() - begun
-                page.wait_for_function(f"performance.getEntriesByName('draw').length > {UPDATES}")
-                found = page.evaluate("performance.getEntriesByName('draw').map(e => e.duration)")
-                updates = found[1 : UPDATES + 1]
-            page.screenshot(path=folder / f"{size.ranks}-{name}.png", full_page=True)
-            page.close()
-        browser.close()
-    service.stop()
-    store.close()
-    return (
-        f"| {size.ranks} | {size.events} | {first_s:.2f} | {median(updates):.1f} | "
-        f"{max(updates):.1f} | {len(errors)} {'; '.join(errors)[:200]} |"
+    paints, updates, wrong = [], [], []
+    for size in (one for one in SIZES if one.ranks in asked.ranks):
+        with shown(replace(size, events=asked.events)) as page:
+            print(f"{size.ranks} ranks, load {os.getloadavg()[0]:.1f}", flush=True)
+            both = np.array(_paints(page, asked.repeats)).T
+            paints.append(f"| {size.ranks} | {_figures(both[0])} | {_figures(both[1])} |")
+            for view in VIEWS:
+                found = np.array(list(_updates(page, view, asked.repeats)))
+                columns = " | ".join(_figures(column) for column in found.T)
+                updates.append(f"| {size.ranks} | {view} | {columns} |")
+            wrong += [*page.errors, *page.elsewhere]
+    print(
+        f"\n| ranks | first paint ms: {KINDS} | main thread ms |\n|---|---|---|", *paints, sep="\n"
     )
+    names = ("tasks", "scripts", "layout and styles", "drawing, wall")
+    print(f"\n| ranks | view | {' | '.join(f'{name} ms: {KINDS}' for name in names)} |")
+    print("|---|---|---|---|---|---|", *updates, sep="\n")
+    print(f"\n{len(wrong)} console errors and requests elsewhere", *wrong, sep="\n")
 
 
-def _note(said: Any, errors: list[str]) -> None:
-    if said.type == "error":
-        errors.append(said.text)
+def _figures(found: Any) -> str:
+    middle, late = np.quantile(found, [0.5, 0.99])
+    return f"{middle:.1f}, {late:.1f}, {np.max(found):.1f}"
+
+
+def _paints(page: ShownPage, repeats: int) -> list[tuple[float, float]]:
+    """Milliseconds of wall time, and of processor time of the main thread."""
+    found = []
+    for _ in range(repeats):
+        tab = page.open()
+        metrics = _metrics(tab)
+        tab.goto(page.url)
+        wall = float(tab.evaluate("window.firstPaint"))
+        found.append((wall, 1e3 * _spent(metrics)[0]))
+        tab.close()
+    return found
+
+
+def _updates(page: ShownPage, view: str, repeats: int) -> Iterator[tuple[float, ...]]:
+    """Milliseconds of each update: tasks, scripts, layout with styles, and drawing alone."""
+    tab = page.open()
+    tab.goto(f"{page.url}/#view={view}")
+    tab.evaluate("window.firstPaint")
+    metrics = _metrics(tab)
+    before = _spent(metrics)
+    drawn = tab.evaluate("performance.getEntriesByName('draw').length")
+    for number in range(drawn + 1, drawn + repeats + 1):
+        tab.evaluate(NEXT_FRAME, number)
+        after = _spent(metrics)
+        tasks, scripts, layout, styles = (1e3 * (after - before)).tolist()
+        drawing = tab.evaluate(f"performance.getEntriesByName('draw')[{number - 1}].duration")
+        yield tasks, scripts, layout + styles, float(drawing)
+        before = after
+    tab.close()
+
+
+def _metrics(tab: Any) -> Any:
+    metrics = tab.context.new_cdp_session(tab)
+    metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
+    return metrics
+
+
+def _spent(metrics: Any) -> np.ndarray:
+    found = {one["name"]: one["value"] for one in metrics.send("Performance.getMetrics")["metrics"]}
+    return np.array([found[name] for name in COSTS])
 
 
 if __name__ == "__main__":

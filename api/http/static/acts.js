@@ -5,7 +5,7 @@ import { $, element, text } from "/static/dom.js";
 import { decideBy } from "/static/proposals.js";
 import { decisionFigures, plural, size } from "/static/words.js";
 
-function send(method, path, body, more = {}) {
+export function send(method, path, body, more = {}) {
   const headers = { "Content-Type": "application/json", ...more };
   return ask(path, { method, headers, body: JSON.stringify(body) });
 }
@@ -14,13 +14,14 @@ function reason(otherwise) {
   return $("reason").value.trim() || otherwise;
 }
 
-async function run(button, doing, request) {
+// Shows what `request` resolves to, or why it failed, in `host`.
+export async function run(button, doing, request, host = $("answer")) {
   button.disabled = true;
-  $("answer").replaceChildren(element("p", { class: "quiet" }, doing));
+  host.replaceChildren(element("p", { class: "quiet" }, doing));
   try {
-    $("answer").replaceChildren(...await request());
+    host.replaceChildren(...await request());
   } catch (error) {
-    $("answer").replaceChildren(element("p", { class: "bad" }, error.message));
+    host.replaceChildren(element("p", { class: "bad" }, error.message));
   } finally {
     button.disabled = false;
     await refresh();
@@ -92,6 +93,22 @@ async function approve(one) {
 async function reject(one) {
   await send("POST", `proposals/${one.id}/reject`, { reason: reason("rejected on the page") });
   return [element("p", {}, `Proposal ${one.id} is rejected.`)];
+}
+
+const MEANING = {
+  cordon: "It keeps its experts and takes no further ones.",
+  drain: "The next plan moves every expert off it, whatever that costs in balance.",
+  uncordon: "Plans may place experts on it again.",
+};
+
+// Cordons, drains or opens the rank of a line of GET /ranks.
+export async function order(button, verb, { rank, experts, sole_experts: sole }) {
+  const held = verb === "drain" ? ` It holds ${plural(experts, "expert")}, ${sole} of them alone.` : "";
+  if (!await sure(`Rank ${rank}: ${MEANING[verb]}${held}`, `${verb[0].toUpperCase()}${verb.slice(1)} rank ${rank}`)) return;
+  await run(button, "Changing the order.", async () => {
+    const after = await send("POST", `ranks/${rank}/${verb}`, { reason: reason(`${verb} from the page`) });
+    return [element("p", {}, `Rank ${rank} is ${after.ranks[rank].state}.${after.waits && ` It waits: ${after.waits}.`}`)];
+  });
 }
 
 // Connects the buttons; `stateOf()` is the latest state.

@@ -1,49 +1,44 @@
-// The page: polls the service, shows the answers, and posts the user's requests.
+// The page: polls the service of one deployment and draws the view that its address names.
 
+import { act } from "/static/acts.js";
+import { readAnomalies, showAnomalies, showEnded } from "/static/anomalies.js";
 import { Chart } from "/static/chart.js";
 import { $, element, figures, keyed, set, show, text } from "/static/dom.js";
-import { drawExperts, drawRanks, readOut } from "/static/heat.js";
-import { act } from "/static/acts.js";
+import { readEvents, showHistory } from "/static/history.js";
+import { showLoad } from "/static/load.js";
+import { showMigration, showOverview } from "/static/overview.js";
 import { readProposals, showProposals } from "/static/proposals.js";
-import { ago, change, count, decisionFigures, origin, parted, plural, realised, sentence, size, took, when } from "/static/words.js";
+import { readRanks, showRanks } from "/static/ranks.js";
+import { count, plural } from "/static/words.js";
 
-const PERIOD_MS = 1000, TIMEOUT_MS = 20000, EVENTS_READ = 1000, EVENTS_SHOWN = 200, POINTS = 400;
-const PHASES = ["idle", "preload", "stage", "swap"];
+const PERIOD_MS = 1000, TIMEOUT_MS = 20000, LIST_MS = 5000, POINTS = 400;
 const RANGES = [900, 3600, 86400];
+const VIEWS = ["overview", "load", "ranks", "history"];
 
-let state = null, history = null, events = [], lastEvent = null, historyDue = 0;
+let state = null, history = null, historyDue = 0, listDue = 0;
 
 const chart = new Chart($("chart"), (point) => text($("readout"), point === null ? "" :
   `${new Date(point.time * 1000).toLocaleTimeString("en-GB")}: measured ${point.measured.toFixed(3)}, ` +
   `unbalanced ${point.contiguous.toFixed(3)}, generation ${point.generation}` +
   (point.is_migrating ? ", migrating" : "")));
 
+// Relative to the page, which is at / or, for a deployment of several, at /deployments/NAME/.
 export async function ask(path, options = {}) {
-  const response = await fetch(`/api/v1/${path}`, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
+  const response = await fetch(`api/v1/${path}`, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.detail ?? `${response.status} from ${path}`);
   return answer;
 }
 
-// Only the latest events are read: a store may have a hundred thousand. Plans, one for each window,
-// would hide all others; they are in the list of decisions.
-async function readEvents() {
-  const fresh = await ask(lastEvent === null ? `events?latest=${EVENTS_READ}` :
-    `events?after=${lastEvent}&limit=1000`);
-  lastEvent = fresh.at(-1)?.id ?? lastEvent ?? 0;
-  const shown = fresh.filter((one) => one.kind !== "plan");
-  if (shown.length) events = [...events, ...shown].slice(-EVENTS_SHOWN);
-  await readProposals(fresh);
-}
-
-// The range is the page's address, so that a view can be sent to someone.
-const range = () => {
-  const asked = Number(/range=(\d+)/.exec(location.hash)?.[1]);
-  return RANGES.includes(asked) ? asked : RANGES[0];
-};
+// The address has the view and its range, so that it can be sent to someone: #view=load, #range=3600.
+const address = () => new URLSearchParams(location.hash.slice(1));
+const chosen = (among, asked) => (among.includes(asked) ? asked : among[0]);
+const view = () => chosen(VIEWS, address().get("view"));
+const range = () => chosen(RANGES, Number(address().get("range")));
+const addressWith = (changes) => `#${new URLSearchParams({ ...Object.fromEntries(address()), ...changes })}`;
 
 async function readHistory() {
-  if (performance.now() < historyDue) return;
+  if (view() !== "overview" || performance.now() < historyDue) return;
   const seconds = range();
   const found = await ask(`history?seconds=${seconds}&points=${POINTS}`);
   if (seconds !== range()) return;  // another range was chosen meanwhile
@@ -51,10 +46,23 @@ async function readHistory() {
   historyDue = performance.now() + Math.min(60, seconds / POINTS) * 1000 - PERIOD_MS / 2;
 }
 
+async function readDeployments() {
+  if (performance.now() < listDue) return;
+  listDue = performance.now() + LIST_MS;
+  const { deployments } = await ask("deployments");
+  show($("deployments"), deployments.length > 1);
+  keyed($("deployments"), deployments, (one) => one.name, (one) => element("option", { value: one.path }),
+    (node, one) => text(node, `${one.name}: ${one.verdict}`));
+  const here = deployments.find((one) => one.path === location.pathname) ?? deployments.find((one) => one.is_default);
+  if (document.activeElement !== $("deployments")) $("deployments").value = here.path;
+}
+
 export async function refresh() {
   try {
-    const [found] = await Promise.all([ask("state"), readHistory(), readEvents()]);
-    state = found;
+    const events = readEvents(view() === "history");
+    [state] = await Promise.all([ask("state"), readHistory(), events, readProposals(events), readAnomalies(),
+      readDeployments()]);
+    if (view() === "ranks") await readRanks(state);
     show($("trouble"), false);
     draw();
   } catch (error) {
@@ -69,23 +77,30 @@ async function follow() {
   setTimeout(follow, PERIOD_MS);
 }
 
+const DRAWN = {
+  overview() {
+    showOverview(state);
+    showAnomalies(state.time);
+    showProposals(state.time);
+    showMigration(state);
+    if (history !== null) chart.draw(history);
+  },
+  load: () => showLoad(state),
+  ranks: () => showRanks(state),
+  history() {
+    showHistory(state);
+    showEnded(state.time);
+  },
+};
+
 function draw() {
   const started = performance.now();
   showVerdict(state.verdict, state.reason);
   showHeader();
-  showSummary();
-  showLast();
-  showMigration();
-  if (history !== null) chart.draw(history);
-  showHeat();
-  showBytes();
-  showProposals(state.time);
-  showDecisions();
-  showEvents();
+  DRAWN[view()]();
   performance.measure("draw", { start: started });
 }
 
-// -- pieces
 function showVerdict(grade, reason) {
   set($("verdict"), { class: `verdict ${grade}` });
   text($("grade"), grade);
@@ -95,14 +110,10 @@ function showVerdict(grade, reason) {
 }
 
 function showHeader() {
-  const further = state.problems.slice(1);
-  show($("problems"), further.length > 0);
-  keyed($("problems"), further, (one) => one.split(",")[0], () => element("li"), text);
   text($("deployment"), state.deployment + (state.run === null ? "" :
     `: ${plural(state.num_layers, "MoE layer")} × ${plural(state.num_experts, "expert")} in ` +
     `${plural(state.num_slots, "slot")}, run ${state.run}`));
-  figures($("facts"), [["generation", state.generation ?? "none"], ["step", count(state.step)],
-    ["phase", state.phase]]);
+  figures($("facts"), [["generation", state.generation ?? "none"], ["step", count(state.step)]]);
   for (const [name, isOn, isGood] of [["movement", state.movement, state.movement],
     ["observe", state.observe, !state.observe]]) {
     text($(`${name}-on`), `${name} ${isOn ? "on" : "off"}`);
@@ -111,140 +122,25 @@ function showHeader() {
   text($("movement"), state.movement ? "Pause movement" : "Resume movement");
 }
 
-function showSummary() {
-  const latest = state.last_score, score = latest?.measured == null ? null : latest;
-  const none = latest ? "no tokens" : "–", alive = state.ranks.length - state.silent_ranks.length;
-  const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
-  const stepMs = state.ranks.map((rank) => rank.step_ms).filter((ms) => ms != null).toSorted((a, b) => a - b);
-  figures($("summary"), [
-    ["imbalance now", score ? score.measured.toFixed(2) : none, "busiest rank over mean"],
-    ["unbalanced", score ? score.contiguous.toFixed(2) : none, "start placement, same window"],
-    ["gain", score ? `${gain} %` : "–", gain < 0 ? "more load on the busiest rank" : "less load on the busiest rank"],
-    ["newest token", state.token_age_s === null ? "none" : ago(state.token_age_s),
-      stepMs.length ? `step ${stepMs[stepMs.length >> 1].toFixed(1)} ms` : ""],
-    ["ranks that report", `${alive} of ${state.ranks.length}`,
-      state.silent_ranks.length ? `silent: ${few(state.silent_ranks)}` : ""],
-    ["controller", state.leader ? "leads" : state.starting ? "starting" : "none",
-      state.leader || state.starting],
-  ]);
-}
-
-const few = (ranks) => ranks.slice(0, 12).join(", ") + (ranks.length > 12 ? `, and ${ranks.length - 12} more` : "");
-
-function showLast() {
-  const last = state.last_rebalance;
-  if (last === null) return;
-  text($("last-reason"), `${last.decision}, ${last.outcome ?? "open"}: ${last.reason}` +
-    (last.outcome && last.outcome !== "committed" ? ` (${last.end_reason})` : ""));
-  const fixed = (value) => (value == null ? "–" : value.toFixed(2));
-  const pause = Math.max(...state.swap_pauses_ms, 0);
-  figures($("last"), [
-    ["when", ago(state.time - (last.ended ?? last.offered)), last.ended === null ? "open since" : `plan ${last.plan_id}, generation ${last.generation}`],
-    ["cost", `${plural(last.moves, "move")}`, `${size(last.bytes)}, ${last.ended === null ? "open" : took(last.ended - last.offered)}` +
-      (pause ? `, pause ${pause.toFixed(1)} ms` : "")],
-    ["predicted", `${fixed(last.imbalance_before)} → ${fixed(last.imbalance_predicted)}`, "imbalance"],
-    ["realised", last.gain_realised == null ? "not judged" : change(last.gain_realised),
-      last.trigger === "rollback" ? "a rollback promises no gain" : last.gain_promised == null ? "needs windows under the plan" : `imbalance, of ${change(last.gain_promised)} promised`],
-    ["trigger", last.trigger || "unknown", [last.actor && `by ${last.actor}`, last.stage && `stage ${last.stage}`]
-      .filter(Boolean).join(", ")],
-  ]);
-}
-
-function showMigration() {
-  const open = state.migration, shown = [...PHASES, ...(state.phase === "aborted" ? ["aborted"] : [])];
-  keyed($("phases"), shown, (phase) => phase, (phase) => element("li", {}, phase), (node, phase) => {
-    set(node, { class: phase !== state.phase ? "" : phase === "aborted" ? "aborted" : "on" });
-    if (phase === state.phase) set(node, { "aria-current": "step" });
-    else node.removeAttribute("aria-current");
-  });
-  show($("progress"), open !== null);
-  if (open !== null) {
-    set($("progress"), { "aria-valuenow": Math.round(100 * open.fraction) });
-    $("progress").firstChild.style.width = `${(100 * open.fraction).toFixed(1)}%`;
+function showAddress() {
+  set($("main"), { "data-view": view() });
+  for (const link of $("views").children) {
+    set(link, { href: addressWith({ view: link.dataset.view }) });
+    if (link.dataset.view === view()) set(link, { "aria-current": "page" });
+    else link.removeAttribute("aria-current");
   }
-  text($("migration"), open === null ? "No migration is open." :
-    `Plan ${open.plan_id}: generation ${open.base_generation} → ${open.target_generation}, ` +
-    `${open.applied} of ${plural(open.num_transactions, "transaction")} served, ` +
-    `${Math.round(100 * open.staged_part)} % staged, ${plural(open.num_moves, "move")} in ${plural(open.layers.length, "layer")}`);
-  const pace = state.pace, since = pace.budget && pace.changed !== null ? `, ${ago(state.time - pace.changed)}` : "";
-  text($("pace"), `Pace of the next migration: ${pace.part} of the deployment's own; ${pace.reason}${since}.`);
-}
-
-function showHeat() {
-  if (state.heatmap === null) return;
-  const hosts = { table: $("heatmap"), picture: $("rank-picture"), canvas: $("ranks"),
-    layers: $("rank-layers"), ranks: $("rank-numbers"), silent: $("rank-silent") };
-  drawRanks(hosts, state.heatmap, state.layer_ids, state.node_of_rank, state.silent_ranks);
-  drawExperts({ canvas: $("experts"), layers: $("experts-layers"), numbers: $("experts-numbers") },
-    state.expert_heat, state.layer_ids, state.num_experts);
-  const worst = worstLayer(), frozen = state.ranks.filter((rank) => rank.frozen);
-  text($("heat-note"), ["Latest window.", worst,
-    ...state.ranks.filter((rank) => rank.cordon).slice(0, 3).map((rank) => rank.cordon === "drain"
-      ? `Rank ${rank.rank} is drained by order: it is to hold no expert.` : `Rank ${rank.rank} is cordoned: it takes no further experts.`),
-    ...frozen.slice(0, 3).map((rank) => `Migrations are disabled on rank ${rank.rank}: ${rank.frozen}.`)].join(" "));
-  const hottest = Math.max(0, ...state.expert_heat.flatMap((row) => row ?? []));
-  text($("experts-note"), `Same window; the hottest expert has ${hottest.toFixed(1)} × the mean of its layer.`);
-}
-
-function worstLayer() {
-  let worst = { ratio: 0 };
-  state.heatmap.forEach((row, at) => row?.forEach((ratio, rank) => {
-    if (ratio > worst.ratio) worst = { ratio, rank, layer: state.layer_ids[at] };
-  }));
-  if (!worst.ratio) return "No layer has tokens.";
-  return `Worst: layer ${worst.layer}, rank ${worst.rank} with ${worst.ratio.toFixed(2)} × mean.`;
-}
-
-function showBytes() {
-  const most = Math.max(1, ...Object.values(state.bytes_by_source));
-  keyed($("bytes"), Object.entries(state.bytes_by_source), ([source]) => source,
-    ([source]) => element("div", { class: "source" }, element("span", {}, source.replace("_", " ")),
-      element("div", { class: "bar" }, element("span")), element("b")),
-    (node, [, bytes]) => {
-      node.children[1].firstChild.style.width = `${(100 * bytes) / most}%`;
-      text(node.children[2], size(bytes));
-    });
-  const pauses = state.swap_pauses_ms.toSorted((a, b) => a - b);
-  text($("pauses"), `${plural(state.experts_moved, "expert")} moved, ${plural(state.samples_stored, "sample")}, ` +
-    `${count(state.samples_lost)} lost.` + (!pauses.length ? "" :
-    ` Swap pause: median ${pauses[pauses.length >> 1].toFixed(2)} ms, longest ${pauses.at(-1).toFixed(2)} ms.`));
-}
-
-function showDecisions() {
-  show($("no-decision"), !state.decisions.length);
-  keyed($("decisions"), state.decisions.toReversed(), (one) => one.id, (one) => {
-    const kind = one.reason.includes(" (not moved: ") ? "HELD" : one.decision;
-    return element("div", { class: "entry" }, when(one.time), element("span", { class: `tag ${kind}` }, kind),
-      one.reason, element("div", { class: "figures" }, ...parted(origin(one))),
-      element("div", { class: "figures" }, ...parted(decisionFigures(one))), element("div"));
-  }, (node, one) => {  // it comes later than the rest
-    text(node.lastChild, realised(one));
-    set(node.lastChild, { class: one.gain_realised < 0 ? "figures brought-by bad" : "figures brought-by" });
-  });
-}
-
-function showEvents() {
-  show($("no-event"), !events.length);
-  keyed($("events"), events.toReversed(), (one) => one.id, (one) => element("div", { class: "entry" },
-    when(one.time), element("span", { class: `tag ${one.kind}` }, one.kind),
-    element("span", { class: "figures" }, sentence(one))));
-}
-
-// -- the user
-function showRange() {
   for (const button of $("ranges").children) {
     set(button, { "aria-pressed": Number(button.dataset.seconds) === range() });
   }
 }
 
 $("ranges").addEventListener("click", (event) => {
-  if (event.target.dataset.seconds) location.hash = `range=${event.target.dataset.seconds}`;
+  if (event.target.dataset.seconds) location.hash = addressWith({ range: event.target.dataset.seconds });
 });
-addEventListener("hashchange", () => { showRange(); historyDue = 0; refresh(); });
+$("deployments").addEventListener("change", () => location.assign($("deployments").value + location.hash));
+addEventListener("hashchange", () => { showAddress(); historyDue = 0; refresh(); });
 act(() => state);
-readOut($("ranks"), $("rank-readout"));
-readOut($("experts"), $("expert-readout"));
 new ResizeObserver(() => history && chart.draw(history)).observe($("chart"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state && draw());
-showRange();
+showAddress();
 follow();

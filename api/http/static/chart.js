@@ -97,14 +97,15 @@ export class Chart {
         for (const line of [node.children[1], node.children[2]]) set(line, { x1: at, x2: at, y1: TOP, y2: height - BOTTOM });
         set(node.children[3], { x: at, y: TOP - 7 });
       });
-    let labelEnd = -Infinity;
-    marks.forEach((mark, number) => {
-      const name = mark.generation === null ? mark.kind : `g${mark.generation}`;
-      const at = this.x(mark.time), half = 3.6 * name.length, node = this.marks.children[number].children[3];
-      const fits = at - half > labelEnd + 4 && at + half < width;
-      text(node, fits ? name : "");
-      if (fits) labelEnd = at + half;
-    });
+    // A death keeps its label where others are too near.
+    const taken = [], numbers = [...marks.keys()], isDeath = (number) => marks[number].kind === "death";
+    for (const number of numbers.sort((a, b) => isDeath(b) - isDeath(a) || a - b)) {
+      const mark = marks[number], name = mark.generation === null ? mark.kind : `g${mark.generation}`;
+      const half = 3.6 * name.length, left = this.x(mark.time) - half, right = left + 2 * half;
+      const fits = right < width && taken.every(([from, to]) => right < from - 4 || left > to + 4);
+      text(this.marks.children[number].children[3], fits ? name : "");
+      if (fits) taken.push([left, right]);
+    }
   }
 
   #path(points, kind, y) {

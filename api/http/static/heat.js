@@ -103,15 +103,25 @@ function paint(canvas, rows, numColumns, most, colourOf) {
   context.putImageData(image, 0, 0);
 }
 
-// The cell under the pointer in words.
+// The cell under the pointer, or the one that arrow keys lead to, in words.
 export function readOut(canvas, host) {
+  let at = [0, 0];
+  const read = (row, column) => {
+    at = [Math.max(0, Math.min(canvas.height - 1, row)), Math.max(0, Math.min(canvas.width - 1, column))];
+    text(host, canvas.describe?.(...at) ?? "");
+  };
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
-    const at = (part, size, cells) => Math.max(0, Math.min(cells - 1, Math.floor((part / size) * cells)));
-    const layer = at(event.clientY - box.top, box.height, canvas.height);
-    text(host, canvas.describe?.(layer, at(event.clientX - box.left, box.width, canvas.width)) ?? "");
+    read(Math.floor(((event.clientY - box.top) / box.height) * canvas.height),
+      Math.floor(((event.clientX - box.left) / box.width) * canvas.width));
   });
-  canvas.addEventListener("pointerleave", () => text(host, ""));
+  canvas.addEventListener("keydown", (event) => {
+    const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    read(at[0] + by[0], at[1] + by[1]);
+  });
+  for (const end of ["pointerleave", "blur"]) canvas.addEventListener(end, () => text(host, ""));
 }
 
 // At most eight of the names, each beside the middle of its row or column.

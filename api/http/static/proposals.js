@@ -4,13 +4,14 @@ import { ask } from "/static/app.js";
 import { $, element, keyed, set, show, text } from "/static/dom.js";
 import { count, decisionFigures, parted, plural, size, took, when } from "/static/words.js";
 
-const MOVES_SHOWN = 20, ENDED_SHOWN = 5, PERIOD_MS = 15000;
+const MOVES_SHOWN = 20, ENDED_SHOWN = 2, PERIOD_MS = 15000;
+const TELLING = ["proposal", "commit", "publish"];
 
 let proposals = [], due = 0, orders = null;
 
 // An event tells of every change but one: a proposal expires by the clock.
 export async function readProposals(fresh) {
-  if (performance.now() < due && !fresh.some((one) => ["proposal", "commit", "publish"].includes(one.kind))) return;
+  if (performance.now() < due && !(await fresh).some((one) => TELLING.includes(one.kind))) return;
   proposals = await ask("proposals");
   due = performance.now() + PERIOD_MS;
 }
@@ -85,7 +86,7 @@ function moves(found) {
       element("thead", {}, element("tr", {},
         ...["layer", "expert", "to slot", "source", "from slot"].map((name) => element("th", { scope: "col" }, name)))),
       element("tbody", {}, ...rows))),
-    ...(more > 0 ? [element("p", { class: "note" }, `${count(more)} more: GET /api/v1/proposals/${found.id}.`)] : [])];
+    ...(more > 0 ? [element("p", { class: "note" }, `${count(more)} more: GET api/v1/proposals/${found.id}.`)] : [])];
 }
 
 function links(found) {

@@ -3,12 +3,23 @@
 import { element } from "/static/dom.js";
 
 export const count = (number) => number.toLocaleString("en");
-export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+export const plural = (number, noun, many = `${noun}s`) => `${count(number)} ${number === 1 ? noun : many}`;
 
 export function size(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   const power = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(1, bytes)) / 3));
   return `${(bytes / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+// Ranks in ascending order, many as stretches: 0-7, 12.
+export function stretches(ranks) {
+  if (ranks.length <= 8) return ranks.join(", ");
+  const found = [];
+  for (const rank of ranks) {
+    if (found.at(-1)?.[1] === rank - 1) found.at(-1)[1] = rank;
+    else found.push([rank, rank]);
+  }
+  return found.map(([first, last]) => (first === last ? first : `${first}-${last}`)).join(", ");
 }
 
 // "gpu7:4242:9f31c2aa-8812345-5be012" is a process of a host.
@@ -32,7 +43,7 @@ const SENTENCES = {
   proposal: (d) => `Proposal ${d.proposal} by ${d.actor} is ${d.state}${why(d)}`,
   publish: (d) => `Plan ${d.plan_id} is offered: ${plural(d.moves, "move")} in ` +
     `${plural(d.transactions, "transaction")}, to generation ${d.generation}`,
-  recovery: (d) => `Ranks ${d.survivors?.join(", ")} continue with generation ${d.generation}${why(d)}`,
+  recovery: (d) => `Ranks ${stretches(d.survivors ?? [])} continue with generation ${d.generation}${why(d)}`,
   reject: (d) => `Plan ${d.plan_id} was rejected${why(d)}`,
   restore: (d) => `A rank wrote what the store had lost${why(d)}`,
   run: (d) => `The ranks started: run ${d.run}, windows of ${plural(d.window_steps, "step")}`,

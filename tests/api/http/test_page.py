@@ -1,17 +1,21 @@
 """The page in a real browser: figures and reasons are seen, and a button asks the controller."""
 
+import itertools
 import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from api.http.app import create_app
+from api.http.app import STATIC, create_app
+from api.http.deployments.served import Others
+from api.http.routes.anomalies import KINDS
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
@@ -30,6 +34,8 @@ FLAGS = [
 ]
 DEADLINE_MS = 20_000.0
 DEADLINE_S = DEADLINE_MS / 1000
+
+VIEWS = ("Overview", "Load", "Ranks", "History")
 
 MODEL = ModelShape((7,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -54,12 +60,18 @@ def store() -> Iterator[MemoryStore]:
 
 
 @pytest.fixture
-def page(store: MemoryStore) -> Iterator[Any]:
-    """The page, open in a browser; what its console says of errors fails the test."""
+def page(store: MemoryStore, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page, open in a browser; what its console says of errors fails the test.
+
+    The parameter: names of deployments that are shown beside the one of the store.
+    """
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed: the page is not tested")
-    service = HttpService(create_app(store, plan_wait_s=DEADLINE_S, is_watching=True))
+    other = MemoryStore("other")
+    others = Others(lambda: getattr(request, "param", []), lambda _: other)
+    app = create_app(store, plan_wait_s=DEADLINE_S, is_watching=True, others=others)
+    service = HttpService(app)
     service.start()
     errors: list[str] = []
     with playwright.sync_playwright() as started:
@@ -76,10 +88,26 @@ def page(store: MemoryStore) -> Iterator[Any]:
         yield opened
         browser.close()
     service.stop()
+    other.close()
     assert errors == []
 
 
+def report(store: MemoryStore) -> None:
+    """Have both ranks report."""
+    for rank in range(2):
+        # Silent, and without tokens stopped, after three minutes: a busy host draws late.
+        detail = {REPORT_EVERY_S: 60.0}
+        store.report(RankState("a", rank, time.time(), 7, 1, "idle", 0, 0, 1, 0, detail=detail))
+
+
+def view(page: Any, name: str) -> None:
+    page.get_by_role("navigation", name="Views").get_by_role("link", name=name).click()
+    page.locator(f"main[data-view={name.lower()}]").wait_for()
+
+
 def test_page_shows_heatmap_and_last_decision(page: Any) -> None:
+    page.locator("#chart svg[aria-label^='Imbalance from ']").wait_for()
+    view(page, "Load")
     cells = page.locator("#heatmap td")
     cells.first.wait_for()
 
@@ -88,8 +116,9 @@ def test_page_shows_heatmap_and_last_decision(page: Any) -> None:
     assert cells.first.get_attribute("title").startswith("layer 7, rank 0: 1.600 ")
     assert page.locator("#experts-layers span").all_inner_texts() == ["7"]
     assert page.locator("#experts-numbers span").all_inner_texts() == ["0", "1", "2"]
+    view(page, "History")
+    page.locator("#decisions .entry").wait_for()
     assert "gain <b>1 %</b>" in page.locator("#decisions").inner_text()
-    assert page.locator("#chart svg").get_attribute("aria-label").startswith("Imbalance from ")
 
 
 def test_page_begins_with_the_verdict_and_what_balancing_gains(
@@ -102,9 +131,8 @@ def test_page_begins_with_the_verdict_and_what_balancing_gains(
         "behind looks the same (eplb check)"
     )
     assert page.title() == "blind: d"
-    assert page.locator("#problems li").all_inner_texts() == [
-        "no controller leads, expected one (eplb serve or eplb controller)"
-    ]
+    no_leader = page.locator("#anomalies .entry", has_text="no controller leads, expected one")
+    assert "Start eplb serve or eplb controller." in no_leader.inner_text()
     shown = dict(
         zip(
             page.locator("#summary dt").all_inner_texts(),
@@ -119,17 +147,16 @@ def test_page_begins_with_the_verdict_and_what_balancing_gains(
     assert above < below
 
     store.acquire_lease("gpu7:4242:9f31c2aa-8812345-5be012", 60.0)
-    for rank in range(2):
-        # Silent, and without tokens stopped, after three minutes: a busy host draws late.
-        detail = {REPORT_EVERY_S: 60.0}
-        store.report(RankState("a", rank, time.time(), 7, 1, "idle", 0, 0, 1, 0, detail=detail))
+    report(store)
     page.locator("#verdict.serving", has_text="2 ranks serve, at step 7").wait_for()
     assert page.title() == "serving: d"
     assert "process 4242 on host gpu7" in page.locator("#summary").inner_text()
-    assert page.locator("#problems").is_hidden()
+    page.locator("#anomalies-count", has_text="None is open").wait_for()
+    assert page.locator("#anomalies").is_hidden()
 
 
 def test_events_are_sentences_with_a_time_zone(page: Any, store: MemoryStore) -> None:
+    view(page, "History")
     store.add_event(
         "publish",
         {"plan_id": 3, "moves": 1, "transactions": 2, "base_generation": 4, "generation": 5},
@@ -154,9 +181,14 @@ def test_page_fits_its_window_and_the_header_of_a_wide_one_is_one_line(
     page: Any, width: int
 ) -> None:
     page.set_viewport_size({"width": width, "height": 900})
-    page.locator("#heatmap td").first.wait_for()
+    page.locator("#summary dt").first.wait_for()
 
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in VIEWS:
+        view(page, name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for one in page.locator("header button, nav a").all():
+            box = one.bounding_box()
+            assert box["x"] + box["width"] <= width
     if width >= 1280:
         boxes = [page.locator(one).bounding_box() for one in (".brand", "#facts", ".switches")]
         assert max(one["y"] for one in boxes) < min(one["y"] + one["height"] for one in boxes)
@@ -204,23 +236,32 @@ def test_weights_move_only_after_a_second_question(page: Any, store: MemoryStore
 
 
 def test_selection_focus_and_nodes_survive_updates(page: Any, store: MemoryStore) -> None:
-    page.locator("#heatmap td").first.wait_for()
+    page.locator("#anomalies .entry").first.wait_for()
+    page.locator("#chart .measured[d]").wait_for(state="attached")
     page.evaluate("""() => {
-      window.cell = document.querySelector("#heatmap td");
-      getSelection().selectAllChildren(document.querySelector("#decisions .entry"));
+      getSelection().selectAllChildren(document.querySelector("#anomalies .entry .figures"));
       document.querySelector("#chart svg").focus();
       window.line = document.querySelector("#chart .measured");
+      window.entry = document.querySelector("#anomalies .entry");
     }""")
+    selected = page.evaluate("getSelection().toString()")
+    store.add_event("error", {"where": "here", "message": "seen with a later update"})
+    page.locator("#anomalies-count", has_text="seen with a later update").wait_for()
+
+    assert "silent" in selected
+    assert page.evaluate("getSelection().anchorNode.isConnected")
+    assert page.evaluate("document.activeElement === document.querySelector('#chart svg')")
+    assert page.evaluate("window.line.isConnected && window.entry.isConnected")
+
+    view(page, "History")
+    page.locator("#decisions .entry").wait_for()
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('#decisions .entry'))")
     selected = page.evaluate("getSelection().toString()")
     store.add_event("plan", {"decision": "KEEP", "reason": "a later one", "generation": 1})
     page.locator("#decisions .entry", has_text="a later one").wait_for()
-    store.add_event("error", {"where": "here", "message": "seen with a later update"})
-    page.locator("#events .entry", has_text="seen with a later update").wait_for()
 
     assert "gain <b>1 %</b>" in selected
     assert page.evaluate("getSelection().toString()") == selected
-    assert page.evaluate("document.activeElement === document.querySelector('#chart svg')")
-    assert page.evaluate("window.cell.isConnected && window.line.isConnected")
 
 
 def test_range_is_chosen_by_a_button_and_is_the_address(page: Any) -> None:
@@ -254,11 +295,13 @@ def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
     assert "\N{MINUS SIGN}0.400" in shown
     assert "by task 3" in shown
     assert "propose" in shown
+    page.locator("#chart .mark.MOVE title").wait_for(state="attached")
+    view(page, "History")
+    page.locator("#decisions .entry", has_text="worth it").wait_for()
     entry = page.locator("#decisions .entry", has_text="worth it").inner_text()
     assert "trigger request · by task 3 · stage propose" in entry
     assert "imbalance 1.600 → 1.100 predicted" in entry
     assert "realised \N{MINUS SIGN}0.400 of \N{MINUS SIGN}0.500 promised" in entry
-    page.locator("#chart .mark.MOVE title").wait_for(state="attached")
 
 
 def test_page_shows_the_pace_and_why_it_changed(page: Any, store: MemoryStore) -> None:
@@ -270,6 +313,7 @@ def test_page_shows_the_pace_and_why_it_changed(page: Any, store: MemoryStore) -
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, reason)))
 
     page.locator("#pace", has_text=f"0.5 of the deployment's own; {reason}, ").wait_for()
+    view(page, "History")
     event = page.locator("#events .entry", has_text="The next migration has").inner_text()
     assert f"0.5 of the deployment's pace: {reason}." in event
 
@@ -278,6 +322,7 @@ def test_decision_shows_how_many_experts_stay_uncovered(page: Any, store: Memory
     asked = {"min_domains": 2, "num_uncovered": 3, "uncovered": [[0, 0], [0, 1], [0, 2]]}
     store.add_event("plan", {"decision": "KEEP", "reason": "even", "generation": 1, "asked": asked})
 
+    view(page, "History")
     entry = page.locator("#decisions .entry", has_text="even")
     entry.locator("text=3 experts in fewer failure domains than asked for").wait_for()
 
@@ -293,6 +338,7 @@ def test_many_ranks_are_a_picture_that_fits_and_names_the_cell_under_the_pointer
     for rank in range(320):
         at = (rank, 0, time.time(), 0, 0, "mixed", 1, held + rank, load * (1 + rank % 3))
         store.append([LoadSample("d", "b", *at)])
+    view(page, "Load")
     page.locator("#ranks").wait_for()
     page.locator("#ranks").hover()
     page.locator("#rank-readout", has_text="mean").wait_for()
@@ -300,3 +346,199 @@ def test_many_ranks_are_a_picture_that_fits_and_names_the_cell_under_the_pointer
     assert page.locator("#heatmap").is_hidden()
     assert page.evaluate("document.querySelector('#ranks').width") == 320
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    page.locator("#ranks").focus()
+    page.keyboard.press("ArrowRight")
+    page.locator("#rank-readout", has_text="layer").wait_for()
+
+
+def test_anomalies_have_severity_begin_and_what_to_do_and_stay_in_history_when_they_end(
+    page: Any, store: MemoryStore
+) -> None:
+    silent = page.locator("#anomalies .entry", has_text="silent ranks: 0, 1")
+    silent.wait_for()
+    assert silent.locator(".tag").inner_text() == "critical"
+    assert "restart the rank" in silent.locator(".figures").inner_text()
+
+    report(store)
+    silent.wait_for(state="detached")
+    view(page, "History")
+    page.locator("#ended .entry", has_text="silent ranks: 0, 1").wait_for()
+
+
+def test_every_kind_of_anomaly_has_an_advice(page: Any) -> None:
+    known = page.evaluate("import('/static/anomalies.js').then((it) => Object.keys(it.ADVICE))")
+
+    assert sorted(known) == sorted(KINDS)
+
+
+def test_rank_is_cordoned_with_a_reason_and_opened_again(page: Any, store: MemoryStore) -> None:
+    report(store)
+    view(page, "Ranks")
+    rank = page.locator("#rank-table tr[data-key='1']")
+    page.get_by_label("Reason").fill("its fan")
+    rank.get_by_role("button", name="cordon rank 1", exact=True).click()
+    page.get_by_role("button", name="Cordon rank 1", exact=True).last.click()
+    page.locator("#answer", has_text="Rank 1 is cordoned").wait_for()
+    rank.locator(".tag.cordoned").wait_for()
+
+    assert store.live().effective.cordons == "1:cordon"
+    assert store.live().changes["cordons"].reason == "its fan"
+    assert "1 cordoned" in page.locator("#rank-note").inner_text()
+    rank.get_by_role("button", name="uncordon").press("Enter")
+    page.locator("#sure-yes").press("Enter")
+    rank.get_by_role("button", name="cordon rank 1", exact=True).wait_for()
+    assert store.live().effective.cordons == ""
+
+
+def test_view_is_the_address_and_back_leads_to_the_one_before(page: Any) -> None:
+    view(page, "Ranks")
+    page.wait_for_url("**#view=ranks")
+    page.reload()
+    page.locator("#rank-table tr").first.wait_for()
+    assert page.locator("#views [aria-current=page]").inner_text() == "Ranks"
+
+    view(page, "Load")
+    page.go_back()
+    page.locator("main[data-view=ranks]").wait_for()
+    assert page.locator("#summary").is_hidden()
+
+
+def test_only_deployment_has_no_choice(page: Any) -> None:
+    page.locator("#summary dt").first.wait_for()
+
+    assert page.locator("#deployments").is_hidden()
+
+
+@pytest.mark.parametrize("page", [["other"]], indirect=True)
+def test_deployment_is_chosen_and_its_address_keeps_the_view(page: Any) -> None:
+    view(page, "Load")
+    page.locator("#deployments").wait_for()
+    page.locator("#deployments option", has_text="other: blind").wait_for(state="attached")
+    page.get_by_label("Deployment").select_option("/deployments/other/")
+    page.wait_for_url("**/deployments/other/#view=load")
+
+    page.locator("#deployment", has_text="other").wait_for()
+    assert page.title() == "blind: other"
+    assert page.locator("#deployments").input_value() == "/deployments/other/"
+    page.get_by_label("Deployment").select_option("/deployments/d/")
+    page.locator("#heatmap td").first.wait_for()
+
+
+# Text whose contrast with what is behind it is too low, by WCAG 2.2 AA. Colours of any notation
+# become pixels of a canvas first.
+LOW_CONTRAST = """() => {
+  const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    context.clearRect(0, 0, 1, 1);
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    return [...context.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => colour.slice(0, 3)
+    .map((value) => value / 255)
+    .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, value, at) => sum + value * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const colour = rgba(getComputedStyle(at).backgroundColor);
+      if (colour[3] === 255) return colour;
+    }
+    return [255, 255, 255, 255];
+  };
+  const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let checked = 0;
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
+    if (node.closest("button:disabled, .unseen, noscript, script")) continue;
+    const style = getComputedStyle(node);
+    const own = node.namespaceURI.endsWith("svg") ? style.fill : style.color;
+    const [lower, upper] = [light(rgba(own)), light(behind(node))].sort((a, b) => a - b);
+    const size = parseFloat(style.fontSize), isBold = style.fontWeight >= 700;
+    const least = size >= 24 || (size >= 18.66 && isBold) ? 3 : 4.5;
+    const ratio = (upper + 0.05) / (lower + 0.05);
+    checked += 1;
+    if (ratio < least) found.push(`${ratio.toFixed(2)} ${node.className} ${node.textContent}`);
+  }
+  return { found, checked };
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_of_every_view_has_the_contrast_of_wcag_aa(
+    page: Any, store: MemoryStore, scheme: str
+) -> None:
+    page.emulate_media(color_scheme=scheme)
+    store.change_live({"cordons": "1:drain"}, reason="its fan")
+    for kind in ("commit", "publish", "abort", "reject", "error"):
+        store.add_event(kind, {"reason": "none", "plan_id": 1, "generation": 1, "where": "here"})
+    for decision in ("MOVE", "RESPLIT"):
+        store.add_event("plan", {"decision": decision, "reason": "worth it", "generation": 1})
+    page.locator("#anomalies .entry").first.wait_for()
+    for name in VIEWS:
+        view(page, name)
+        waited = {"Load": "#heatmap td", "Ranks": "#rank-table tr", "History": "#events .tag.error"}
+        page.locator(waited.get(name, "#chart .mark")).first.wait_for(state="attached")
+        seen = page.evaluate(LOW_CONTRAST)
+
+        assert seen["checked"] > 20
+        assert seen["found"] == []
+    for grade in ("serving", "degraded", "stopped", "blind"):
+        page.evaluate(f"document.querySelector('#verdict').className = 'verdict {grade}'")
+        assert page.evaluate(LOW_CONTRAST)["found"] == []
+
+
+def test_everything_that_acts_is_reached_by_tab_and_shows_its_focus(page: Any) -> None:
+    page.locator("#chart .measured[d]").wait_for(state="attached")
+    for name in VIEWS:
+        view(page, name)
+        page.evaluate("document.activeElement.blur()")
+        expected = page.evaluate(
+            "[...document.querySelectorAll('a[href], button, input, select, [tabindex]')]"
+            ".filter((one) => one.checkVisibility()).length"
+        )
+        reached = set()
+        for _ in range(2 * expected):  # past the last one, the body comes before the first
+            page.keyboard.press("Tab")
+            at, outline = page.evaluate(
+                "[[...document.body.querySelectorAll('*')].indexOf(document.activeElement),"
+                " getComputedStyle(document.activeElement).outlineStyle]"
+            )
+            assert at == -1 or outline != "none"
+            reached.add(at)
+
+        assert len(reached - {-1}) == expected
+
+
+def test_page_has_landmarks_and_headings_in_order(page: Any) -> None:
+    page.locator("#summary dt").first.wait_for()
+
+    for role in ("banner", "navigation", "main"):
+        assert page.get_by_role(role).count() == 1
+    for name in VIEWS:
+        view(page, name)
+        levels = page.evaluate(
+            "[...document.querySelectorAll('h1, h2, h3')].filter((one) => one.checkVisibility())"
+            ".map((one) => Number(one.tagName[1]))"
+        )
+        assert levels[0] == 1
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+        unnamed = "section:not([aria-label]):not([aria-labelledby])"
+        assert page.locator(unnamed).count() == 0
+
+
+def test_every_module_is_preloaded(page: Any) -> None:
+    preloaded = page.locator("link[rel=modulepreload]").evaluate_all("all => all.map(a => a.href)")
+
+    names = {Path(one).name for one in preloaded} | {"app.js"}
+    assert names == {path.name for path in STATIC.glob("*.js")}
+
+
+def test_nothing_is_animated(page: Any) -> None:
+    page.locator("#chart .measured[d]").wait_for(state="attached")
+
+    assert page.evaluate("document.getAnimations().length") == 0
+    assert page.evaluate(
+        "[...document.querySelectorAll('*')].map((one) => getComputedStyle(one)).every((style) =>"
+        " style.transitionDuration === '0s' && style.animationName === 'none')"
+    )

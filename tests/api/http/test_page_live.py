@@ -125,13 +125,20 @@ def test_death_of_a_rank_is_found_out_later_on_a_page_that_was_not_open(
     page.locator("#verdict.serving").wait_for()
 
     page.locator("#chart .mark.death").first.wait_for()
+    page.locator("#anomalies-count", has_text="rank 1").wait_for()
+    assert "None is open" in page.locator("#anomalies-count").inner_text()
+    page.get_by_role("link", name="History").click()
+    death = page.locator("#ended .entry", has_text="rank-death")
+    death.wait_for()
+    assert death.locator(".tag").inner_text() == "critical"
+    assert "rank 1" in death.inner_text()
+    assert "Read eplb journal" in death.inner_text()
     story = page.locator("#events .entry", has_text="Ranks 0, 2, 3 continue")
     story.wait_for()
     picture(page, "after-a-death")
 
     assert "rank 1" in story.inner_text()
     assert page.locator("#events .entry", has_text="from generation").count() == 0
-    assert page.locator("#problems").is_hidden()
 
 
 def runs(store: LoadStore) -> set[str]:
