@@ -96,11 +96,19 @@ class PluginProcess:
             "parts": dict(self._on),
             "refused": self.refused,
             "is_paused": self.is_paused,
+            "why_kept": self.why_kept,
             "generation": self._generation,
             "placement_faults": None if self.checks is None else len(self.checks.faults),
             "samples_dropped": 0 if recorder is None else recorder.num_dropped,
             "store_failures": 0 if recorder is None else recorder.num_failures,
         }
+
+    @property
+    def why_kept(self) -> str:
+        """Why rank 0 keeps the map that serves; "" where it plans."""
+        if self.is_paused:
+            return "paused"
+        return "" if self.recorder is None else self.recorder.why_kept
 
     @property
     def generation(self) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,7 +175,7 @@ class KeptRecords:
         if not num_bytes:
             return
         try:
-            if not os.readlink(path).startswith(f"/memfd:{name}"):  # another host's process
+            if not str(Path(path).readlink()).startswith(f"/memfd:{name}"):  # of another host
                 return
             found = attach(path, num_bytes)
         except (OSError, MigrationError) as exc:
