@@ -43,7 +43,7 @@ class EngineSettings:
     records_gb: float = 0.0  # memory of a rank for records of experts; 0: none
     records_dir: str = ""  # folder of files with records of experts; "": none
     phase: str = "auto"  # of the engine's passes: auto, prefill, decode or mixed
-    plan_time_ms: float = 8.0  # of search in each plan, counted in steps
+    plan_time_ms: float = 16.0  # of search in each plan, counted in steps
     max_moved: float = 0.1  # part of all slots that one plan moves, after the first plan
     load_deadline_s: float = 60.0  # for all ranks of the group to load the plug-in
 
