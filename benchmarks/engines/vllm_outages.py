@@ -4,11 +4,11 @@
         .venv-vllm/bin/python -m benchmarks.engines.vllm_outages [--outages 50]
 
 Four processes with vLLM's real ``EplbState`` on a CPU, a sample in every step. Three conditions in
-turn, in one run and in five blocks: without the plug-in; with it; with it while Redis is killed and the spool's folder
-is removed, again for each round. One rank steps at a time, because the ranks share few cores; the
-step of a rebalance, which all ranks make together, is not counted. Each step has its elapsed time,
-its thread's processor time, and how often the kernel took the processor from the thread (preempted)
-or the thread gave it up (waited).
+turn, in one run and in five blocks: without the plug-in; with it; with it while Redis is killed and
+the spool's folder is removed, again for each round. One rank steps at a time, because the ranks
+share few cores; the step of a rebalance, which all ranks make together, is not counted. Each step
+has its elapsed time, its thread's processor time, and how often the kernel took the processor from
+the thread (preempted) or the thread gave it up (waited).
 """
 
 from __future__ import annotations
