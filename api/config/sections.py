@@ -58,6 +58,16 @@ class Engine(Section):
     check: bool = setting(
         EngineSettings.check, "compare live slots with the experts of the map, now and then"
     )
+    records_gb: Number = setting(
+        EngineSettings.records_gb,
+        "memory of a rank for records of experts, from which lost ones are taken; 0: none",
+        unit="GB",
+        ge=0,
+        le=100_000,
+    )
+    records_dir: str = setting(
+        EngineSettings.records_dir, "folder of files with records of experts; empty: none"
+    )
     phase: Literal["auto", "prefill", "decode", "mixed"] = setting(
         "auto", "of the engine's forward passes; auto: by its scheduler's output"
     )

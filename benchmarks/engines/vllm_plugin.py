@@ -22,7 +22,7 @@ from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 from rebalance.engines.vllm.replica_lists import chosen_replicas, repeated_lists, repetitions
 
-SEED, RUNS = 20261123, 20
+SEED, RUNS = 20261125, 20
 LAYERS, EXPERTS, SLOTS, RANKS, NODES = 58, 256, 288, 32, 4
 TOKENS, SIGMA, DRIFT = 2_000_000, 1.0, 0.2  # of a layer in a window; of lognormal loads
 FIRST = torch.from_numpy(

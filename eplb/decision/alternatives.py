@@ -241,14 +241,19 @@ def _moving_pays_anyway(
     if num_layers <= SAMPLED or problem.objective != "tokens" or problem.cost.node_traffic:
         return False
     sample = np.arange(0, num_layers, num_layers // SAMPLED)
-    old = serving.placement
+    old, after = serving.placement, float(proposed.score[sample].mean())
+
+    def pays(alone: FloatArray) -> bool:
+        before = float(np.minimum(alone, serving.score[sample]).mean())
+        onward, _ = decide(replace(outlook, before=before, after=after), problem.cost)
+        return onward is Decision.MOVE
+
+    # What pays beyond the bound for any shares pays beyond the best ones, which take much longer.
+    if pays(share_floor(problem, old, sample)):
+        return True
     share = best_shares(problem, old, sample)[sample]
     alone = Placement(old.slot_to_expert[sample], old.num_experts, old.generation, share)
-    score = imbalance(problem.work[:, sample], alone, problem.topology).mean(axis=0)
-    before = float(np.minimum(score, serving.score[sample]).mean())
-    after = float(proposed.score[sample].mean())
-    onward, _ = decide(replace(outlook, before=before, after=after), problem.cost)
-    return onward is Decision.MOVE
+    return pays(imbalance(problem.work[:, sample], alone, problem.topology).mean(axis=0))
 
 
 def _outlook(

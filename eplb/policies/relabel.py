@@ -48,9 +48,12 @@ def with_most_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) ->
     from scipy.optimize import linear_sum_assignment  # late: it takes a tenth of a second
 
     kind, kept = _kind_of_rank(problem), with_singles_kept(problem, held, base).copy()
+    sets: dict[bytes, list[IntArray]] = {}  # mostly one: of all layers
     for layer in range(len(held)):
         room = problem.room[layer]
-        for alike in _alike(kind, room):
+        if (key := room.tobytes()) not in sets:
+            sets[key] = _alike(kind, room)
+        for alike in sets[key]:
             slots = topology.first_slot[alike][:, None] + np.arange(room[alike[0]])
             stay = _in_common(base[layer, slots].astype(np.int64), held[layer, slots])
             to, by = linear_sum_assignment(stay, maximize=True)

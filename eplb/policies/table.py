@@ -26,7 +26,7 @@ from eplb.policies.greedy import frame_of, greedy, in_place
 from eplb.policies.incremental import repaired
 from eplb.policies.legality import first_violation
 from eplb.policies.objectives import best_fresh, best_improved
-from eplb.policies.relabel import with_singles_kept
+from eplb.policies.relabel import with_most_kept, with_singles_kept
 
 ENTRY_POINTS = "eplb.policies"
 
@@ -116,6 +116,14 @@ def auto_policy(problem: Problem) -> Proposal:
     return Proposal(_placed(problem, improved.held), improved.curve)
 
 
+def fresh_policy(problem: Problem) -> Placement:
+    """As ``auto`` without a serving placement; equal ranks are numbered so that fewest move."""
+    held = best_fresh(problem)
+    if problem.current is not None:
+        held = with_most_kept(problem, held, problem.current.slot_to_expert)
+    return _placed(problem, held)
+
+
 def random_policy(problem: Problem) -> Placement:
     """Greedy on random load drawn from the seed: legal, and independent of the real load."""
     drawn = np.random.default_rng(problem.seed).integers(
@@ -135,6 +143,7 @@ POLICIES: dict[str, PolicyEntry] = {
     "auto": PolicyEntry(auto_policy, keeps_constraints=True, resplits=True),
     "contiguous": PolicyEntry(contiguous_policy),
     "exact": PolicyEntry(exact_policy),
+    "fresh": PolicyEntry(fresh_policy, keeps_constraints=True, resplits=True),
     "greedy": PolicyEntry(greedy_policy, keeps_constraints=True),
     "random": PolicyEntry(random_policy),
     "round_robin": PolicyEntry(round_robin),

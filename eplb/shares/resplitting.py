@@ -137,8 +137,9 @@ def equal_shares(placement: Placement, topology: Topology) -> NDArray[np.float64
         )
     live = np.where(topology.alive[topology.rank_of_slot], held, EMPTY)
     layer, slot = np.nonzero(live != EMPTY)
-    count = np.zeros((placement.num_layers, placement.num_experts), dtype=np.int64)
-    np.add.at(count, (layer, live[layer, slot]), 1)
+    cells = placement.num_layers * placement.num_experts
+    places = layer * placement.num_experts + live[layer, slot]
+    count = np.bincount(places, minlength=cells).reshape(placement.num_layers, -1)
     if not count.all():
         where, expert = np.argwhere(count == 0)[0]
         raise PlacementError(
@@ -146,7 +147,7 @@ def equal_shares(placement: Placement, topology: Topology) -> NDArray[np.float64
             "expected a replica to give its tokens to"
         )
     share = np.zeros(held.shape)
-    share[layer, slot] = 1.0 / count[layer, live[layer, slot]]
+    share[layer, slot] = 1.0 / count.ravel()[places]
     return share
 
 

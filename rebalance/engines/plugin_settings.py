@@ -40,8 +40,10 @@ class EngineSettings:
     tap: bool = True  # write loads and placements to the store
     mover: bool = True  # check the digests of moved experts
     check: bool = True  # compare live slots with the experts of the map, now and then
+    records_gb: float = 0.0  # memory of a rank for records of experts; 0: none
+    records_dir: str = ""  # folder of files with records of experts; "": none
     phase: str = "auto"  # of the engine's passes: auto, prefill, decode or mixed
-    plan_time_ms: float = 8.0  # of search in each plan, counted in steps
+    plan_time_ms: float = 16.0  # of search in each plan, counted in steps
     max_moved: float = 0.1  # part of all slots that one plan moves, after the first plan
     load_deadline_s: float = 60.0  # for all ranks of the group to load the plug-in
 
@@ -51,6 +53,8 @@ class EngineSettings:
             raise ConfigError(f"engine.phase is {self.phase!r}, expected one of: {known}")
         if not 0.0 <= self.max_moved <= 1.0:
             raise ConfigError(f"engine.max_moved is {self.max_moved}, expected 0 to 1")
+        if not self.records_gb >= 0.0:
+            raise ConfigError(f"engine.records_gb is {self.records_gb}, expected 0 or more")
         for name in ("plan_time_ms", "load_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"engine.{name} is {getattr(self, name)}, expected more than 0")

@@ -23,6 +23,7 @@ from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
 from rebalance.engines.sglang.planner.link import MOST_WAITING, Outcome, PlannerLink, Question
 from rebalance.engines.sglang.windows import Shape, Window
+from rebalance.engines.switches import why_kept, why_refused
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
 from telemetry.reporter.spool import Spool
@@ -99,14 +100,19 @@ class StoreLink:
         if self._planner is None:
             return
         self._lease = store.acquire_lease(self._holder, LEASE_S)
-        control = store.control()
-        self._planner.may_move = control.movement and not control.observe
+        kept = why_kept(store)
+        if kept != self._planner.why_kept:
+            log.info("the map is kept: %s" if kept else "plans may move experts%s", kept)
+        self._planner.why_kept = kept
         self._commit(store)
         if self._lease is None:
             return
         self._finish(store, self._lease.token)
         if not self._planner.questions and (task := store.claim(fence=self._lease.token)):
-            if task.kind == "rebalance":
+            if task.kind == "rebalance" and (refusal := why_refused(task.request)):
+                error = f"task {task.id}: {refusal}"
+                store.finish(task.id, "failed", TaskResult(error), fence=self._lease.token)
+            elif task.kind == "rebalance":
                 is_dry = bool(task.request.get("dry_run", True))
                 self._planner.questions.append(Question("task", task.id, is_dry))
             else:
@@ -174,6 +180,8 @@ class StoreLink:
         while self._planner.outcomes:
             outcome = self._planner.outcomes[0]
             detail = _figures(outcome) | {"dry_run": outcome.question.is_dry}
+            if outcome.kept:
+                detail["kept"] = outcome.kept
             if outcome.question.task_id:
                 result = TaskResult(outcome.error, 0, detail)
                 state = "failed" if outcome.error else "done"

@@ -68,15 +68,19 @@ FIELDS = (
     "physical_to_logical_map logical_to_physical_map logical_replica_count expert_load_pass model "
     "communicator"
 )
-# The rule by which the kernel chooses a replica: ``replica_lists`` depends on each line.
-ROUTER = Path("model_executor/layers/fused_moe/router/base_router.py")
-ROUTER_LINES = (
-    "KNUTH_MULTIPLIER = 2654435769",
-    "token_idx = (offs // num_active_experts).to(tl.int64)",
-    "hashed = (token_idx * KNUTH_MULTIPLIER) & 0xFFFFFFFF",
-    "replica_idx = hashed % replica_count",
-    "map_index = safe_expert_id * map_slots + replica_idx",
-)
+# Lines of files that are read and not imported: they need GPU libraries.
+FILES = {
+    # The rule by which the kernel chooses a replica: ``replica_lists`` depends on each line.
+    Path("model_executor/layers/fused_moe/router/base_router.py"): (
+        "KNUTH_MULTIPLIER = 2654435769",
+        "token_idx = (offs // num_active_experts).to(tl.int64)",
+        "hashed = (token_idx * KNUTH_MULTIPLIER) & 0xFFFFFFFF",
+        "replica_idx = hashed % replica_count",
+        "map_index = safe_expert_id * map_slots + replica_idx",
+    ),
+    # By which a draft model is known.
+    Path("config/speculative.py"): ('runner="draft",',),
+}
 
 
 def check_engine() -> None:
@@ -104,7 +108,7 @@ def refusals() -> Iterator[str]:
             if line not in source
         )
     yield from _wrong_state()
-    yield from _wrong_router()
+    yield from _wrong_files()
 
 
 def _wrong_signature(module: str, name: str, expected: str) -> Iterator[str]:
@@ -131,17 +135,17 @@ def _wrong_state() -> Iterator[str]:
     )
 
 
-def _wrong_router() -> Iterator[str]:
+def _wrong_files() -> Iterator[str]:
     import vllm
 
-    # Read, not imported: the module needs GPU libraries.
-    file = Path(vllm.__file__).parent / ROUTER
-    source = file.read_text(encoding="utf-8") if file.is_file() else ""
-    yield from (
-        f"{ROUTER.name} of vLLM lacks the line {line!r}, by which replicas are chosen"
-        for line in ROUTER_LINES
-        if line not in source
-    )
+    for name, lines in FILES.items():
+        file = Path(vllm.__file__).parent / name
+        source = file.read_text(encoding="utf-8") if file.is_file() else ""
+        yield from (
+            f"{name.name} of vLLM lacks the line {line!r}, expected by the plug-in"
+            for line in lines
+            if line not in source
+        )
 
 
 def _found(module: str, name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rebalance.engines.vllm.mover import communicator_class
+from rebalance.engines.vllm.moves.mover import communicator_class
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 
@@ -65,7 +65,7 @@ def _models(process: PluginProcess, eplb_state: Any) -> Callable[[Any], Any]:
         ) -> None:
             process.before_add_model(self, model, eplb_state.get_eplb_group())
             own(self, model, model_config, model_name)
-            process.after_add_model(self, eplb_state.get_node_count())
+            process.after_add_model(self, model_config, eplb_state.get_node_count())
 
         return add_model
 

@@ -96,6 +96,8 @@ def planned(
             pay_back_s=ANY_GAIN_S if is_first else settings.pay_back_s, bytes_per_s=BYTES_PER_S
         ),
         dispatch=eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
+        # Any number may move at first: a search for few moves would take three times as long.
+        policy="fresh" if is_first else "auto",
     )
     reason = f"decision={found.decision.value} reason={found.reason!r}"
     target = found.target

@@ -92,8 +92,8 @@ def _proposed(process: PluginProcess, call: Call) -> Ints:
     """[2, L, P] map and repetitions of rank 0. Never raises: the serving map is always legal."""
     standing = process.decisions.of_map(call.held, call.num_experts)
     kept = np.zeros_like(call.held) if standing is None else standing.repeats
-    if process.is_paused:
-        log.info("decision=KEEP reason='paused'")
+    if why := process.why_kept:
+        log.info("decision=KEEP reason=%r", why)
         return np.stack([call.held, kept])
     began = time.monotonic()
     try:

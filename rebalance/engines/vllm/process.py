@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
 from rebalance.engines.vllm.agreement import Joined, join
 from rebalance.engines.vllm.decisions import Decisions
+from rebalance.engines.vllm.moves.kept_records import Places, capture
+from rebalance.engines.vllm.moves.record import Tensors, num_bytes_of, rows_of
 from rebalance.engines.vllm.planning import Call, planned
 from rebalance.engines.vllm.recorder import MapChange, Noted, Recorder, RecorderIdentity
 from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
@@ -36,6 +40,7 @@ from telemetry.reporter.spool import Spool
 from telemetry.store import RunInfo
 
 PARTS = ("policy", "shares", "mover", "tap")
+DRAFT = "draft"  # what vLLM's configuration of a draft model has as its kind of runner
 SEED = 1  # of the load of the first plan, which only compiles
 
 log = logging.getLogger(__name__)
@@ -49,6 +54,11 @@ class Served:
     held: Ints  # [L, P]
     repeats: Ints  # [L, P]
 
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.model_state.model.num_logical_experts)
+
 
 class PluginProcess:
     """State of the plug-in; ``hooks`` calls its methods from vLLM's functions."""
@@ -57,19 +67,21 @@ class PluginProcess:
         self.settings = settings
         self.decisions = Decisions()
         self.group: Any = None  # vLLM's coordinator of the ranks that balance
-        self.expert_bytes = self.num_experts = 0
+        self.expert_bytes = 0  # of the target model
+        self.num_experts = 0  # of the model that was added last
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
         self.recorder: Recorder | None = None
-        self.checks: RankCheck | None = None  # of the slots of the first model
+        self.checks: RankCheck | None = None  # of the slots of the target model
         self._joined: Joined | None = None
         self.refused = ""  # why the plug-in stays off in this process
         self.is_paused = False  # rank 0 keeps the map that serves
         self._tap: LoadTap | None = None
-        self._served: list[Served] = []  # of the target model first
+        self._served: list[Served] = []
+        self._target: Served | None = None  # among them: not the draft model
         self._generation = 0
         self._has_changed = False
         self._on = dict.fromkeys(PARTS, False)
-        for part in (*PARTS, "placement"):
+        for part in (*PARTS, "placement", "records"):
             set_part("vllm", part, is_on=False)
 
     def is_on(self, part: str) -> bool:
@@ -84,11 +96,19 @@ class PluginProcess:
             "parts": dict(self._on),
             "refused": self.refused,
             "is_paused": self.is_paused,
+            "why_kept": self.why_kept,
             "generation": self._generation,
             "placement_faults": None if self.checks is None else len(self.checks.faults),
             "samples_dropped": 0 if recorder is None else recorder.num_dropped,
             "store_failures": 0 if recorder is None else recorder.num_failures,
         }
+
+    @property
+    def why_kept(self) -> str:
+        """Why rank 0 keeps the map that serves; "" where it plans."""
+        if self.is_paused:
+            return "paused"
+        return "" if self.recorder is None else self.recorder.why_kept
 
     @property
     def generation(self) -> int:
@@ -97,6 +117,7 @@ class PluginProcess:
 
     def before_add_model(self, state: Any, model: Any, group: Any) -> None:
         """Join the other ranks at the first model; collective by the ranks' key-value store."""
+        self.num_experts = model.num_logical_experts
         if self._joined is not None or self.refused:
             return
         try:
@@ -113,13 +134,11 @@ class PluginProcess:
         engine = self.settings.engine
         is_gloo = state.parallel_config.eplb_config.communicator == "torch_gloo"
         wanted = (engine.plan, engine.plan and engine.shares, engine.mover and is_gloo, engine.tap)
-        self.group, self.num_experts = group, model.num_logical_experts
+        self.group = group
         for part, is_on in zip(PARTS, wanted, strict=True):
             self._switch(part, is_on=is_on)
 
     def _join(self, group: Any) -> None:
-        from importlib.metadata import version
-
         name = "-".join(map(str, (group.ranks[0], group.ranks[-1], group.world_size)))
         facts = f"vllm {version('vllm')}, eplb {eplb.__version__}, {self.settings}"
         store = dist.distributed_c10d._get_default_store()
@@ -132,25 +151,37 @@ class PluginProcess:
         self._on[part] = is_on
         set_part("vllm", part, is_on=is_on)
 
-    def after_add_model(self, state: Any, num_nodes: int) -> None:
-        """Take over the model that was added last; the tap follows the first one."""
+    def after_add_model(self, state: Any, model_config: Any, num_nodes: int) -> None:
+        """Take over the model that was added last.
+
+        vLLM adds a draft model before its target. Both are planned for; the tap, the numbers of
+        maps, the placement check and the kept records are of the target alone.
+        """
         if self._joined is None:
             return
-        self._take_over(state, num_nodes)
-        if self.checks is None and self.settings.engine.check:
+        is_draft = getattr(model_config, "runner_type", "") == DRAFT
+        if is_draft:
+            log.info("draft model: planned for, its loads and its slots are not reported")
+        self._take_over(state, num_nodes, is_draft=is_draft)
+        if is_draft:
+            return
+        if self.settings.engine.check:
             self._begin_check()
+        if self.is_on("mover"):
+            self._keep_records(model_config)
 
-    def _take_over(self, state: Any, num_nodes: int) -> None:
+    def _take_over(self, state: Any, num_nodes: int, *, is_draft: bool) -> None:
         try:
             model_state = list(state.model_states.values())[-1]
             held = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
-            self._served.append(Served(model_state, held.copy(), np.zeros_like(held)))
+            served = Served(model_state, held.copy(), np.zeros_like(held))
+            self._served.append(served)
             if model_state.logical_to_physical_map.shape[-1] < ENTRIES:
                 self._switch("shares", is_on=False)  # alike on all ranks: the model is
-            if len(self._served) > 1:
+            if is_draft:
                 return
-            weights = model_state.model.expert_weights[0]
-            self.expert_bytes = sum(w[0].numel() * w.element_size() for w in weights)
+            self._target = served
+            self.expert_bytes = num_bytes_of(rows_of(model_state.model.expert_weights[0], 0))
             self._compile(held, model_state.model, num_nodes)
             if self.is_on("tap"):
                 self._start_tap(model_state, held, num_nodes)
@@ -158,13 +189,44 @@ class PluginProcess:
             log.exception("the EPLB plug-in could not take over the model")
             self._switch("tap", is_on=False)
 
+    def _keep_records(self, model_config: Any) -> None:
+        """Capture the experts of the target; collective, whatever has failed on this rank."""
+        engine = self.settings.engine
+        if not engine.records_gb and not engine.records_dir:
+            return
+        group, deployment = self.group, self.settings.deployment
+
+        def find() -> tuple[list[Tensors], Ints]:
+            if self._target is None:
+                raise RankError("the model was not taken over")
+            return list(self._target.model_state.model.expert_weights), self._target.held
+
+        places = Places(
+            int(engine.records_gb * 1e9),
+            Path(engine.records_dir) if engine.records_dir else None,
+            f"{deployment}-{group.ranks[0]}-{group.ranks[-1]}-{group.world_size}",
+            f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}",
+        )
+        records = capture(find, group, places)
+        if records is not None and self._target is not None:
+            self._target.model_state.communicator.use_records(records)
+        set_part("vllm", "records", is_on=records is not None)
+
+    def records_ended(self, why: str) -> None:
+        """Note that the kept records are not used any more."""
+        log.warning("kept records of experts are not used any more: %s", why)
+        set_part("vllm", "records", is_on=False)
+
     def _begin_check(self) -> None:
         """Agree on the digests of all slots; collective, whatever has failed on this rank."""
         group = self.group
         rank, size = group.rank_in_group, group.world_size
 
         def make_view() -> VllmView:
-            return VllmView(self._served[0].model_state.model, self._served[0].held, rank, size)
+            target = self._target
+            if target is None:
+                raise RankError("the model was not taken over")
+            return VllmView(target.model_state.model, target.held, rank, size)
 
         def write(event: str, detail: dict[str, Any]) -> None:
             if self.recorder is not None:
@@ -181,7 +243,8 @@ class PluginProcess:
         """Make a plan that nobody uses: the first one compiles the planner, for seconds."""
         if not self.is_on("policy") or self.group.rank_in_group:
             return
-        load = np.random.default_rng(SEED).integers(1, 1000, (len(held), self.num_experts))
+        shape = len(held), model.num_logical_experts
+        load = np.random.default_rng(SEED).integers(1, 1000, shape)
         size = self.group.world_size
         nodes = num_nodes if size % num_nodes == 0 else 1
         call = Call(load, held, model.num_expert_groups, nodes, size)
@@ -219,10 +282,10 @@ class PluginProcess:
 
     def before_step(self, state: Any, is_dummy: bool, is_profile: bool, log_stats: bool) -> None:
         """Count the pass that ended, before vLLM clears its figures."""
-        if self._tap is None or is_profile or not self._on["tap"]:
+        if self._tap is None or self._target is None or is_profile or not self._on["tap"]:
             return
         try:
-            model_state = self._served[0].model_state
+            model_state = self._target.model_state
             load = model_state.expert_load_pass
             phase = None if is_dummy else self.phase
             held = model_state.physical_to_logical_map
@@ -230,7 +293,8 @@ class PluginProcess:
                 assert self.recorder is not None, "a tap has a recorder"
                 self.recorder.offer(counted)
             if not state._should_record_current_step(log_stats=log_stats):
-                load.zero_()  # vLLM expects nothing in it: it did not ask for this pass
+                for each in state.model_states.values():
+                    each.expert_load_pass.zero_()  # vLLM did not ask for this pass
         except Exception:
             log.exception("the tap of loads is switched off")
             self._switch("tap", is_on=False)
@@ -259,7 +323,7 @@ class PluginProcess:
         if not repeats.any():
             return
         num_layers = len(served.held)
-        decision = self.decisions.of_layer(row, layer, num_layers, self.num_experts)
+        decision = self.decisions.of_layer(row, layer, num_layers, served.num_experts)
         if decision is None:
             return
         table = model_state.logical_to_physical_map[layer]
@@ -272,11 +336,11 @@ class PluginProcess:
 
     def layer_changed(self, model_state: Any) -> None:
         """Note that some layer of a map has changed."""
-        self._has_changed |= bool(self._served) and self._served[0].model_state is model_state
+        self._has_changed |= self._is_target(model_state)
 
     def map_ended(self, model_state: Any) -> None:
         """Note that the last layer of a map serves: with any change it is a new generation."""
-        if self._has_changed and self._served[0].model_state is model_state:
+        if self._has_changed and self._is_target(model_state):
             self._generation += 1
             self._has_changed = False
             self._offer_map()
@@ -284,23 +348,26 @@ class PluginProcess:
     def _repeats_of(self, row: Ints, layer: int, served: Served) -> Ints:
         found = None
         if self.is_on("shares"):
-            found = self.decisions.of_layer(row, layer, len(served.held), self.num_experts)
+            found = self.decisions.of_layer(row, layer, len(served.held), served.num_experts)
         return np.zeros_like(row) if found is None else found.repeats[layer]
 
     def _of(self, model_state: Any) -> Served | None:
         return next((one for one in self._served if one.model_state is model_state), None)
 
+    def _is_target(self, model_state: Any) -> bool:
+        return self._target is not None and self._target.model_state is model_state
+
     def _offer_map(self) -> None:
-        if self.recorder is None:
+        served = self._target
+        if self.recorder is None or served is None:
             return
-        served = self._served[0]
-        held = served.held.copy()
-        decision = self.decisions.of_map(held, self.num_experts)
+        held, num_experts = served.held.copy(), served.num_experts
+        decision = self.decisions.of_map(held, num_experts)
         if decision is not None and np.array_equal(decision.repeats, served.repeats):
             share = decision.shares()
         else:
-            share = np.array(eplb.Placement(held.astype(np.int32), self.num_experts).slot_share)
-        self.recorder.offer(MapChange(held, share, self.num_experts, self._generation))
+            share = np.array(eplb.Placement(held.astype(np.int32), num_experts).slot_share)
+        self.recorder.offer(MapChange(held, share, num_experts, self._generation))
 
 
 def _phase(settings: PluginSettings) -> Phase:

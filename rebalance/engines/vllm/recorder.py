@@ -22,6 +22,7 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.errors import EplbError
 from rebalance.engines.gauge import set_part
+from rebalance.engines.switches import why_kept
 from rebalance.engines.vllm.replica_lists import Ints
 from rebalance.engines.vllm.tap import Counted
 from telemetry import open_store
@@ -32,6 +33,7 @@ from telemetry.store import LoadStore, RunInfo
 ENTRIES = 4096  # of the queue: at 16 passes a sample an hour at 20 passes a second
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 LOOK_S = 0.2  # how often the store's errors are looked at while nothing comes
+SWITCHES_S = 1.0  # how often the deployment's switches are read
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ class Recorder:
         self._map: MapChange | None = None  # waits to be written
         self._events: deque[Noted] = deque(maxlen=ENTRIES)  # wait to be written
         self._committed: int | None = None
+        self.why_kept = ""  # why nothing may move, as last read; on rank 0
+        self._next_look = 0.0
         self._thread = threading.Thread(target=self._run, name="eplb-recorder", daemon=True)
         set_part("vllm", "reporting", is_on=False)
         self._thread.start()
@@ -120,6 +124,7 @@ class Recorder:
                 log.exception("a sample was lost")
             self._write_map(store)
             self._write_events(store)
+            self._read_switches(store)
             stats = reporter.stats()
             if stats.errors > num_errors or stats.waiting == 0:
                 is_well = stats.errors == num_errors and self._map is None and not self._events
@@ -184,6 +189,18 @@ class Recorder:
             self.num_failures += 1
             log.warning("%d events are not stored yet: %s", len(self._events), exc)
             self._is_closing.wait(FIRST_PAUSE_S)
+
+    def _read_switches(self, store: LoadStore) -> None:
+        """Rank 0's own: it plans. While the store does not answer, what was last read holds."""
+        if not self._identity.writes_maps or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + SWITCHES_S
+        try:
+            self.why_kept = why_kept(store)
+        except Exception as exc:
+            self.num_failures += 1
+            self._next_look = time.monotonic() + LONGEST_PAUSE_S
+            log.warning("the deployment's switches cannot be read: %s", exc)
 
     def _write_map(self, store: LoadStore) -> None:
         if self._map is None or not self._identity.writes_maps:

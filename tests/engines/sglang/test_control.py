@@ -52,12 +52,15 @@ def controlled(rank: int, config: Path, url: str) -> dict[str, list[int]]:
     """Generations before and after each of: pause, a dry task, a task, the engine's own pause."""
     # An interval longer than the test: only tasks ask for plans.
     made = make_rank(rank, config=config, eplb_rebalance_num_iterations=10**6)
-    rounds, found = made.rounds, {}
+    rounds, found, words = made.rounds, {}, {}
     store = open_store(url, "test") if rank == 0 else None
 
-    def task(name: str, is_dry: bool, *, ends: bool = True) -> None:
+    def task(
+        name: str, is_dry: bool, *, ends: bool = True, expected: str = "done", **asked: Any
+    ) -> None:
         before = rounds.generation
-        one = None if store is None else store.submit("rebalance", {"dry_run": is_dry})
+        request = {"dry_run": is_dry, **asked}
+        one = None if store is None else store.submit("rebalance", request)
 
         def is_done() -> bool:
             assert store is not None, "rank 0 asks"
@@ -71,7 +74,8 @@ def controlled(rank: int, config: Path, url: str) -> dict[str, list[int]]:
         if store is not None and ends:
             result = store.task(one.id)
             assert result is not None
-            assert result.state == "done", result
+            assert result.state == expected, result
+            words[name] = result.result.error if expected == "failed" else result.result.detail
 
     def switch(*, movement: bool) -> None:
         if store is not None:
@@ -79,13 +83,33 @@ def controlled(rank: int, config: Path, url: str) -> dict[str, list[int]]:
         until(
             "the switch is seen",
             made,
-            lambda: rounds._planner is not None and rounds._planner.may_move == movement,
+            lambda: rounds._planner is not None and (not rounds._planner.why_kept) == movement,
+        )
+
+    def cordon(text: str) -> None:
+        if store is not None:
+            change = {"cordons": text}
+            store.change_live(change, expected=store.live().revision, reason="test")
+        until(
+            "the cordon is seen",
+            made,
+            lambda: ("cordons" in rounds._planner.why_kept) == bool(text),
         )
 
     until("the links", made, lambda: rounds._planner is not None)
     switch(movement=False)
     task("paused", is_dry=False)
     switch(movement=True)
+    cordon("1:cordon")
+    task("cordoned", is_dry=False)
+    cordon("")
+    task("with a throttle", is_dry=False, expected="failed", throttle={"link_part": 0.5})
+    task("with a policy", is_dry=False, expected="failed", policy="greedy")
+    if store is not None:
+        assert "movement is switched off" in words["paused"]["kept"]
+        assert "'1:cordon', expected none" in words["cordoned"]["kept"]
+        assert "{'link_part': 0.5}, expected none" in words["with a throttle"]
+        assert "'greedy', expected 'auto'" in words["with a policy"]
     task("dry", is_dry=True)
     task("moved", is_dry=False)
     made.manager.disable_rebalance("scaling")
@@ -117,6 +141,9 @@ def test_tasks_and_switches_decide_when_a_map_moves(tmp_path: Path, store: str) 
     moved = {name: after - before for name, (before, after) in found[0].items()}
     assert moved == {
         "paused": 0,
+        "cordoned": 0,
+        "with a throttle": 0,
+        "with a policy": 0,
         "dry": 0,
         "moved": 1,
         "disabled by the engine": 0,

@@ -116,16 +116,18 @@ def test_missing_field_is_refused(
     assert f"EplbModelState of vLLM has no field {name}" in refusal()
 
 
-@pytest.mark.parametrize("line", guards.ROUTER_LINES)
-def test_changed_rule_of_replicas_is_refused(
-    line: str, refusal: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("file", "line"), [(file, line) for file, lines in guards.FILES.items() for line in lines]
+)
+def test_changed_file_that_is_not_imported_is_refused(
+    file: Path, line: str, refusal: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = (Path(vllm.__file__).parent / guards.ROUTER).read_text(encoding="utf-8")
-    changed = tmp_path / "base_router.py"
+    source = (Path(vllm.__file__).parent / file).read_text(encoding="utf-8")
+    changed = tmp_path / file.name
     changed.write_text(source.replace(line, "another rule"), encoding="utf-8")
-    monkeypatch.setattr(guards, "ROUTER", changed)
+    monkeypatch.setattr(guards, "FILES", {changed: (line,)})
 
-    assert f"base_router.py of vLLM lacks the line {line!r}" in refusal()
+    assert f"{file.name} of vLLM lacks the line {line!r}" in refusal()
 
 
 def test_failed_installation_puts_back_what_it_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

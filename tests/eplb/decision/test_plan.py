@@ -171,6 +171,27 @@ def test_every_policy_plans_by_its_name(policy: str) -> None:
     assert (found.gap >= 0).all()
 
 
+def test_fresh_policy_is_as_even_as_a_plan_without_a_current_one_and_moves_fewer_experts() -> None:
+    topology = Topology.uniform(num_nodes=2, ranks_per_node=4, slots_per_rank=5)
+    load, free = lognormal(6, 32, 5), CostModel(pay_back_s=1e9)
+    current = plan(lognormal(6, 32, 6), topology).target
+
+    fresh = plan(load, topology, policy="fresh", current=current, cost=free)
+    anew = plan(load, topology)
+
+    assert fresh.decision is Decision.MOVE
+    assert fresh.after <= anew.after * 1.005
+    in_place = fresh.target.slot_to_expert == current.slot_to_expert
+    assert in_place.mean() > 1.2 * (anew.target.slot_to_expert == current.slot_to_expert).mean()
+
+
+def test_fresh_policy_keeps_a_placement_whose_moves_do_not_pay() -> None:
+    found = plan(HOT_FIRST, TWO_RANKS, policy="fresh", current=SINGLE, cost=DEAR_MOVES)
+
+    assert found.decision is not Decision.MOVE
+    assert np.array_equal(found.target.slot_to_expert, SINGLE.slot_to_expert)
+
+
 def test_gap_is_the_distance_of_a_plan_from_its_bound() -> None:
     one_each = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1)
 

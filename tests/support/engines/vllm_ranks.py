@@ -82,14 +82,18 @@ class Rank:
 
     @property
     def model_state(self) -> Any:
-        return next(iter(self.state.model_states.values()))
+        """Of the target model, which vLLM adds last."""
+        return list(self.state.model_states.values())[-1]
 
     def forward(self, seed: int, popularity: Any) -> None:
-        """Route a pass by vLLM's rule, and count as its kernel does."""
+        """Route a pass of each model by vLLM's rule, and count as its kernel does."""
         drawn = np.random.default_rng((seed, self.rank))
-        found, state = self.model_state, self.state
-        held = found.physical_to_logical_map.numpy()
-        for layer in range(NUM_LAYERS):
+        for found in reversed(list(self.state.model_states.values())):
+            self._routed(found, drawn, popularity)
+
+    def _routed(self, found: Any, drawn: np.random.Generator, popularity: Any) -> None:
+        state, held = self.state, found.physical_to_logical_map.numpy()
+        for layer in range(len(held)):
             experts = drawn.choice(NUM_EXPERTS, (ROWS, TOP_K), p=popularity[layer])
             rows = np.repeat(np.arange(ROWS), TOP_K).astype(np.uint64)
             count = found.logical_replica_count[layer].numpy()[experts.ravel()]
@@ -102,15 +106,21 @@ class Rank:
                 counted = np.bincount(slots, minlength=NUM_SLOTS)
                 found.expert_load_pass[layer] += torch.from_numpy(counted).int()
 
-    def check_weights(self) -> None:
-        """The canary: each local slot has the bytes of the expert that its map names."""
-        held = self.model_state.physical_to_logical_map
+    def check_weights(self, added: int = 0) -> None:
+        """The canary: each local slot has the bytes of the expert that its map names.
+
+        Args:
+            added: to every number since the load.
+        """
         num_local = NUM_SLOTS // NUM_RANKS
-        for layer, weights in enumerate(self.model.expert_weights):
-            for row in range(num_local):
-                expert = int(held[layer, self.rank * num_local + row])
-                for tensor, expected in zip(weights, weights_of(layer, expert), strict=True):
-                    assert torch.equal(tensor[row], expected), (layer, row, expert)
+        for found in self.state.model_states.values():
+            held, model = found.physical_to_logical_map, found.model
+            for layer, weights in enumerate(model.expert_weights):
+                for row in range(num_local):
+                    expert = int(held[layer, self.rank * num_local + row])
+                    expected = weights_of(model.moe_layers[layer].number, expert)
+                    for tensor, own in zip(weights, expected, strict=True):
+                        assert torch.equal(tensor[row], own + added), (layer, row, expert)
 
 
 @dataclass(frozen=True)
@@ -176,6 +186,7 @@ def make_rank(
     is_async: bool,
     interval: int = 8,
     prepare: Callable[[int, list[Layer]], None] | None = None,
+    has_draft: bool = False,
 ) -> Rank:
     """Form the group, install the plug-in, and add a model to a real ``EplbState``.
 
@@ -186,6 +197,7 @@ def make_rank(
         is_async: whether vLLM moves experts in its own thread.
         interval: steps from one rebalance to the next.
         prepare: changes the layers of this rank after they were loaded.
+        has_draft: whether a draft model with experts is added before, as vLLM does.
     """
     from vllm.distributed.eplb import (
         async_worker,
@@ -210,21 +222,22 @@ def make_rank(
     eplb_state.PIN_MEMORY = eplb_communicator.PIN_MEMORY = False
     eplb_communicator.is_local_first_rank = lambda: False
 
-    num_local = NUM_SLOTS // NUM_RANKS
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
-    own = held[rank * num_local :][:num_local]
+    own = held[rank * NUM_SLOTS // NUM_RANKS :][: NUM_SLOTS // NUM_RANKS]
     layers = [Layer(number, own, eplb_state) for number in range(NUM_LAYERS)]
     if prepare is not None:
         prepare(rank, layers)
 
     class Model(MixtureOfExperts):
-        num_moe_layers, num_expert_groups = NUM_LAYERS, 1
+        num_expert_groups = 1
         num_logical_experts = num_routed_experts = NUM_EXPERTS
-        num_physical_experts, num_local_physical_experts = NUM_SLOTS, num_local
+        num_physical_experts, num_local_physical_experts = NUM_SLOTS, NUM_SLOTS // NUM_RANKS
         num_shared_experts, num_redundant_experts = 0, NUM_SLOTS - NUM_EXPERTS
-        moe_layers = layers
+
+        def __init__(self, layers: list[Layer]) -> None:
+            self.moe_layers, self.num_moe_layers = layers, len(layers)
 
     process = uninstall = None
     if settings is not None:
@@ -241,15 +254,24 @@ def make_rank(
         eplb_config=config, enable_elastic_ep=False, num_ubatches=0, data_parallel_size=1
     )
     state = eplb_state.EplbState(parallel, torch.device("cpu"))
-    model = Model()
-    state.add_model(model, SimpleNamespace(model="contract", compute_hash=lambda: "contract"))
+    model = Model(layers)
+    if has_draft:
+        draft = Model([Layer(NUM_LAYERS, own, eplb_state)])
+        state.add_model(draft, configuration("draft"), model_name="contract (draft)")
+    state.add_model(model, configuration("generate"))
     made = Rank(rank, state, model, process, uninstall)
-    made.model_state.communicator.set_stream(Stream())
+    for found in state.model_states.values():
+        found.communicator.set_stream(Stream())
     if is_async:
         run = async_worker.transfer_run_periodically
         state.async_worker = threading.Thread(target=run, args=(state, Stream()), daemon=True)
         state.async_worker.start()
     return made
+
+
+def configuration(runner: str) -> Any:
+    """What the balancer and the plug-in use of vLLM's ``ModelConfig``."""
+    return SimpleNamespace(model="contract", runner_type=runner, compute_hash=lambda: runner)
 
 
 def coordinator(rank: int) -> Any:
@@ -269,7 +291,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, number: int, experts: Any, eplb_state: Any) -> None:
         super().__init__()
-        self.layer_name = f"model.layers.{number + 3}.mlp.experts"
+        self.number, self.layer_name = number, f"model.layers.{number + 3}.mlp.experts"
         self.eplb_state = eplb_state.EplbLayerState()
         wide, scales = zip(*(weights_of(number, expert) for expert in experts), strict=True)
         self.register_buffer("wide", torch.stack(wide))

@@ -50,6 +50,7 @@ class Outcome:
     question: Question
     planned: Planned | None
     error: str = ""
+    kept: str = ""  # why the plan, which would move experts, does not
 
 
 class PlannerLink:
@@ -67,7 +68,7 @@ class PlannerLink:
         self.questions: deque[Question] = deque()
         self.outcomes: deque[Outcome] = deque(maxlen=MOST_WAITING)
         self.ready: tuple[bytes, Question] | None = None  # the forward thread takes it
-        self.may_move = True  # the deployment's switch
+        self.why_kept = ""  # why nothing may move now, by the deployment's switches
         self._is_first = True
         self._end = Event()
         self._thread = Thread(target=self._run, name="eplb-planner-link", daemon=True)
@@ -153,8 +154,8 @@ class PlannerLink:
             planned.effective,
             planned.reason,
         )
-        if not planned.moves or question.is_dry or not self.may_move:
-            self.outcomes.append(Outcome(question, planned))
+        if not planned.moves or question.is_dry or self.why_kept:
+            self.outcomes.append(Outcome(question, planned, kept=self.why_kept))
             return
         self._is_first = False
         self.ready = (record, question)
