@@ -111,6 +111,13 @@ export async function order(button, verb, { rank, experts, sole_experts: sole })
   });
 }
 
+export function cancel(button, id) {
+  return run(button, "Cancelling the request.", async () => {
+    const task = await send("POST", `tasks/${id}/cancel`, { reason: reason("cancelled on the page") });
+    return [element("p", {}, `Request ${task.id} is ${task.state}.`)];
+  });
+}
+
 // Connects the buttons; `stateOf()` is the latest state.
 export function act(stateOf) {
   $("dry-run").addEventListener("click", () =>

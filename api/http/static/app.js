@@ -9,6 +9,7 @@ import { showLoad } from "/static/load.js";
 import { showMigration, showOverview } from "/static/overview.js";
 import { readProposals, showProposals } from "/static/proposals.js";
 import { readRanks, showRanks } from "/static/ranks.js";
+import { readRecords, showRecords } from "/static/records.js";
 import { count, plural } from "/static/words.js";
 
 const PERIOD_MS = 1000, TIMEOUT_MS = 20000, LIST_MS = 5000, POINTS = 400;
@@ -63,6 +64,7 @@ export async function refresh() {
     [state] = await Promise.all([ask("state"), readHistory(), events, readProposals(events), readAnomalies(),
       readDeployments()]);
     if (view() === "ranks") await readRanks(state);
+    if (view() === "history") await readRecords();
     show($("trouble"), false);
     draw();
   } catch (error) {
@@ -90,6 +92,7 @@ const DRAWN = {
   history() {
     showHistory(state);
     showEnded(state.time);
+    showRecords();
   },
 };
 

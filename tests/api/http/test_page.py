@@ -42,6 +42,15 @@ TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
 
 
+TWO_DRAWS = """new Promise((done) => {
+    let draws = 0;
+    new PerformanceObserver((found, observer) => {
+        draws += found.getEntriesByName('draw').length;
+        if (draws > 1) { observer.disconnect(); done(); }
+    }).observe({ type: 'measure' });
+})"""
+
+
 @pytest.fixture
 def store() -> Iterator[MemoryStore]:
     """One window of 80 and 20 tokens, and a decision with markup in its reason."""
@@ -60,7 +69,7 @@ def store() -> Iterator[MemoryStore]:
 
 
 @pytest.fixture
-def page(store: MemoryStore, request: pytest.FixtureRequest) -> Iterator[Any]:
+def page(store: MemoryStore, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """The page, open in a browser; what its console says of errors fails the test.
 
     The parameter: names of deployments that are shown beside the one of the store.
@@ -70,7 +79,9 @@ def page(store: MemoryStore, request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("chromium is not installed: the page is not tested")
     other = MemoryStore("other")
     others = Others(lambda: getattr(request, "param", []), lambda _: other)
-    app = create_app(store, plan_wait_s=DEADLINE_S, is_watching=True, others=others)
+    app = create_app(
+        store, plan_wait_s=DEADLINE_S, is_watching=True, others=others, state_dir=tmp_path
+    )
     service = HttpService(app)
     service.start()
     errors: list[str] = []
@@ -365,6 +376,23 @@ def test_anomalies_have_severity_begin_and_what_to_do_and_stay_in_history_when_t
     page.locator("#ended .entry", has_text="silent ranks: 0, 1").wait_for()
 
 
+def test_history_has_open_requests_to_cancel_and_who_changed_what(
+    page: Any, store: MemoryStore
+) -> None:
+    task = store.submit("rebalance", {"reason": "curious", "dry_run": True}).id
+    view(page, "History")
+    page.get_by_label("Reason").fill("no longer")
+    page.get_by_role("button", name=f"Cancel request {task}").click()
+    page.locator("#answer", has_text=f"Request {task} is failed").wait_for()
+    change = page.locator("#changes .entry", has_text="no longer")
+    change.wait_for()
+
+    assert store.claim() is None
+    assert "200" in change.locator(".tag").inner_text()
+    assert "127.0.0.1" in change.inner_text()
+    page.locator("#no-task").wait_for()
+
+
 def test_every_kind_of_anomaly_has_an_advice(page: Any) -> None:
     known = page.evaluate("import('/static/anomalies.js').then((it) => Object.keys(it.ADVICE))")
 
@@ -492,6 +520,7 @@ def test_everything_that_acts_is_reached_by_tab_and_shows_its_focus(page: Any) -
     page.locator("#chart .measured[d]").wait_for(state="attached")
     for name in VIEWS:
         view(page, name)
+        page.evaluate(TWO_DRAWS)  # by then the view has what it asks for
         page.evaluate("document.activeElement.blur()")
         expected = page.evaluate(
             "[...document.querySelectorAll('a[href], button, input, select, [tabindex]')]"
