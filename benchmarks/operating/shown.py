@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import httpx
@@ -90,11 +92,16 @@ def shown(size: Size, *, others: tuple[str, ...] = ()) -> Iterator[ShownPage]:
             stores["west"],
             is_watching=True,
             others=Others(lambda: list(others), stores.__getitem__) if others else None,
+            state_dir=Path(stack.enter_context(TemporaryDirectory(prefix="eplb-shown-"))),
         )
         service = HttpService(app)
         service.start()
         stack.callback(service.stop)
-        httpx.get(f"{service.url}/api/v1/state", timeout=DEADLINE_MS / 1000).raise_for_status()
+        for change, why in (("pause", "a switch is updated"), ("resume", "all links are up")):
+            answer = httpx.post(
+                f"{service.url}/api/v1/{change}", json={"reason": why}, timeout=DEADLINE_MS / 1000
+            )
+            answer.raise_for_status()
         started = stack.enter_context(sync_playwright())
         env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/tmp")}
         browser = started.chromium.launch(
