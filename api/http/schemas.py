@@ -24,6 +24,9 @@ class ControlAnswer(Answer):
 
     movement: bool
     observe: bool
+    until: float | None = Field(
+        description="when movement resumes by itself, seconds since the epoch; null: it does not"
+    )
 
 
 class Health(Answer):
@@ -255,6 +258,9 @@ class State(Answer):
     samples_lost: int
     movement: bool
     observe: bool
+    until: float | None = Field(
+        description="when a pause ends by itself, seconds since the epoch; null: it does not"
+    )
 
 
 class Imbalance(Answer):

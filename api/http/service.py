@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from api.http.problems import OF_REFUSAL, ProblemType, Refused
-from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
+from api.http.requests import ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.routes.events.feed import EventFeed
 from api.http.schemas import (
     ControlAnswer,
@@ -51,6 +51,7 @@ from api.monitor.snapshot import Snapshot
 from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
+from eplb.errors import StaleRevision
 from eplb.policies.table import policy_named
 from telemetry.store import CommittedPlacement, Event, LoadStore, Task, TaskState
 
@@ -374,20 +375,38 @@ class AdminService:
             self.store.wait(version, deadline.left_s)
         return task
 
-    def set_control(self, request: ControlRequest) -> ControlAnswer:
-        """Change switches.
+    def set_control(
+        self,
+        changes: dict[str, Any],
+        reason: str,
+        *,
+        expected: int | None,
+        lasts_s: int | None = None,
+    ) -> tuple[ControlAnswer, str]:
+        """Change switches; return them with the entity tag of the live settings.
+
+        Args:
+            changes: by name.
+            reason: stored with the change.
+            expected: the revision of the live settings that was read; None: any.
+            lasts_s: after which the change ends by itself; None: it stays.
 
         Raises:
-            Refused: no switch was named.
+            Refused: no switch was named, or another change came first.
         """
-        changes = request.model_dump(exclude_none=True, exclude={"reason"})
         if not changes:
             raise Refused(
                 ProblemType.INVALID_REQUEST,
                 "the body names no switch, expected movement or observe",
             )
-        state = self.store.change_live(changes, reason=request.reason)
-        return ControlAnswer.model_validate(state.control)
+        try:
+            state = self.store.change_live(
+                changes, expected=expected, reason=reason, lasts_s=lasts_s
+            )
+        except StaleRevision as exc:
+            raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
+        answer = ControlAnswer(**vars(state.control), until=state.until.get("movement"))
+        return answer, f'"{state.revision}"'
 
 
 class _Made:

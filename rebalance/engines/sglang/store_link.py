@@ -99,7 +99,7 @@ class StoreLink:
         if self._planner is None:
             return
         self._lease = store.acquire_lease(self._holder, LEASE_S)
-        control = store.control()
+        control = store.expire_live().control
         self._planner.may_move = control.movement and not control.observe
         self._commit(store)
         if self._lease is None:
