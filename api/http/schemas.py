@@ -429,3 +429,17 @@ class TasksPage(Answer):
 
     tasks: list[TaskAnswer]
     next: int | None = Field(description="for `after`, of the next page; null: no more now")
+
+
+class RebalancesPage(Answer):
+    """Migrations, newest first."""
+
+    rebalances: list[RebalanceAnswer]
+    next: int | None = Field(description="give as `before` to continue; null: there are no more")
+
+
+class ProposalsPage(Answer):
+    """Proposals, newest first."""
+
+    proposals: list[ProposalLine]
+    next: int | None = Field(description="give as `before` to continue; null: there are no more")

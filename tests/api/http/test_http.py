@@ -180,13 +180,28 @@ def test_placements_are_given_by_generation(client: httpx.Client, store: MemoryS
     assert client.get("/api/v1/placement").json()["slot_to_expert"] == [[0, 1, 0, 2]]
     first = client.get("/api/v1/placement", params={"generation": 1}).json()
     assert (first["slot_to_expert"], first["num_replicas"]) == ([[0, 1, 2, -1]], [0])
-    history = client.get("/api/v1/placements").json()
+    history = client.get("/api/v1/placements").json()["placements"]
     assert [(line["generation"], line["reason"]) for line in history] == [
         (2, "by hand"),
         (1, "start"),
     ]
     missing = client.get("/api/v1/placement", params={"generation": 9})
     assert refusal(missing, 404) == "the store holds no placement that is generation 9"
+
+
+def test_rebalances_are_given_newest_first_page_by_page(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    for plan_id in (1, 2):
+        publish_second(store)
+        store.withdraw(plan_id, outcome="aborted", reason="too slow")
+
+    page = client.get("/api/v1/rebalances", params={"limit": 1}).json()
+    rest = client.get("/api/v1/rebalances", params={"limit": 1, "before": page["next"]}).json()
+
+    assert [one["plan_id"] for one in page["rebalances"] + rest["rebalances"]] == [2, 1]
+    assert (page["next"], rest["next"]) == (2, None)
+    assert rest["rebalances"][0]["end_reason"] == "too slow"
 
 
 def test_open_migration_is_shown_with_its_moves(client: httpx.Client, store: MemoryStore) -> None:
