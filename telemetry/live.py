@@ -2,7 +2,8 @@
 
 Two layers. The static one has the values with which the deployment was started; each start replaces
 it. The live one has what was set since, and wins: it outlasts restarts, so that no start switches
-on what an operator has switched off. Only switches that let weights move end with the next start.
+on what an operator has switched off. Only switches that let weights move end with the next start,
+and a value that was set for a time ends with it (``expired``).
 Every change has a revision, which a writer may compare first.
 
 This module has types and pure rules; a store keeps one ``LiveState`` for each deployment.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, get_type_hints
 
 from eplb.errors import ConfigError, StaleRevision
@@ -134,6 +135,7 @@ class LiveState:
     static: LiveSettings = LiveSettings()
     live: LiveSettings = LiveSettings()
     changes: Mapping[str, LiveChange] = field(default_factory=dict)  # of each live value, by name
+    until: Mapping[str, float] = field(default_factory=dict)  # end of live values set for a time
 
     @property
     def effective(self) -> LiveSettings:
@@ -158,18 +160,23 @@ def changed(
     expected: int | None,
     now: float,
     reason: str,
+    lasts_s: float | None = None,
 ) -> LiveState:
     """Return the state after a change of live values.
 
     Args:
         changes: by name; None removes a live value, so that the static one applies again.
         expected: the revision that the writer has read; None: whatever it is now.
+        now: seconds since the epoch, by the store's clock.
+        lasts_s: for how long the values apply; None: until the next change of them.
 
     Raises:
         ConfigError: an unknown setting, or a value of another type or out of range.
         StaleRevision: another change came first.
     """
     values = checked(changes)
+    if lasts_s is not None and not 0 < lasts_s < inf:
+        raise ConfigError(f"live settings are to last {lasts_s} s, expected more than 0 s")
     if expected is not None and expected != state.revision:
         raise StaleRevision(
             f"live settings are to be changed at revision {expected}, "
@@ -179,8 +186,16 @@ def changed(
     kept = {name: mark for name, mark in state.changes.items() if name not in values}
     mark = LiveChange(revision, now, reason)
     marks = {name: mark for name, value in values.items() if value is not None}
+    until = {name: end for name, end in state.until.items() if name not in values}
+    if lasts_s is not None:
+        until |= dict.fromkeys(marks, now + lasts_s)
     live = replace(state.live, **values)
-    return replace(state, revision=revision, live=live, changes=kept | marks)
+    return replace(state, revision=revision, live=live, changes=kept | marks, until=until)
+
+
+def expired(state: LiveState, now: float) -> dict[str, Value | None]:
+    """Return the changes that remove live values whose time has passed; mostly none."""
+    return {name: None for name, end in state.until.items() if end <= now}
 
 
 def started(state: LiveState, static: LiveSettings) -> LiveState:
@@ -192,8 +207,9 @@ def started(state: LiveState, static: LiveSettings) -> LiveState:
     free = vars(Control())
     dropped = {name: None for name in SWITCHES if getattr(state.live, name) is free[name]}
     changes = {name: change for name, change in state.changes.items() if name not in dropped}
+    until = {name: end for name, end in state.until.items() if name not in dropped}
     live = replace(state.live, **dropped)
-    return LiveState(state.revision + 1, static, live, changes)
+    return LiveState(state.revision + 1, static, live, changes, until)
 
 
 def checked(changes: Mapping[str, Value | None]) -> dict[str, Any]:

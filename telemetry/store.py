@@ -464,17 +464,31 @@ class LiveStore(Protocol):
         """Return the live settings."""
 
     def change_live(
-        self, changes: Mapping[str, Value | None], *, expected: int | None = None, reason: str
+        self,
+        changes: Mapping[str, Value | None],
+        *,
+        expected: int | None = None,
+        reason: str,
+        lasts_s: float | None = None,
     ) -> LiveState:
         """Set live values, and return what applies then; the change is an event.
 
         Args:
             changes: by name; None: the static value applies again.
             expected: the revision that the caller has read; None: whatever it is now.
+            reason: stored with the change.
+            lasts_s: after which the values are removed; None: they stay.
 
         Raises:
             ConfigError: an unknown setting, or a value of another type or out of range.
             StaleRevision: another change came first.
+        """
+
+    def expire_live(self) -> LiveState:
+        """Remove live values whose time has passed by the store's clock; each end is an event.
+
+        A controller calls this in each turn. Until then such a value applies: every process, those
+        of earlier releases too, follows the same switches.
         """
 
     def set_static(self, static: LiveSettings, *, reason: str) -> LiveState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 from api.access.commands import audit
 from api.access.commands import keys as keys_commands
 from api.access.local import local_actor
-from api.cli.admin.asking import asked, with_place
+from api.cli.admin.asking import asked, at, with_place
 from api.cli.admin.commands import (
     anomalies,
     approve,
@@ -49,6 +50,7 @@ from api.cli.support_bundle import support_bundle
 from api.cli.switches import switch_movement
 from api.config.loader import load
 from api.demo.settings import DEMO_DEFAULTS, DEPLOYMENT
+from api.http.requests import MOST_LASTS_S
 from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.metrics.observability import observability
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
@@ -58,11 +60,12 @@ from api.terminal.console import unbreakable_console
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from api.terminal.printable import print_error, printable
 from eplb import __version__
-from eplb.errors import EplbError
+from eplb.errors import ConfigError, EplbError
 from eplb.package_check import check_packages
 
 BAD_INPUT = 2
 WRONG_RESULT = 1
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 app = typer.Typer(
     help="Expert-parallel load balancing for mixture-of-experts serving.",
@@ -196,9 +199,17 @@ def demo(
 
 @app.command()
 @with_place()
-def pause(place: Place, reason: Reason = "paused from the command line") -> None:
+def pause(
+    place: Place,
+    reason: Reason = "paused from the command line",
+    lasts: Annotated[
+        str | None,
+        typer.Option("--for", help="Resume after this time, as 90s, 30m, 2h or 1d."),
+    ] = None,
+) -> None:
     """Stop all movement of weights at once; serving continues."""
-    _switch(place, movement=False, reason=reason)
+    lasts_s = None if lasts is None else _seconds(lasts)
+    _switch(place, movement=False, reason=reason, lasts_s=lasts_s)
 
 
 @app.command()
@@ -214,14 +225,28 @@ def main() -> None:
     app()
 
 
-def _switch(place: Place, *, movement: bool, reason: str) -> None:
+def _seconds(text: str) -> int:
+    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", text)
+    seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
+    if not 0 < seconds <= MOST_LASTS_S:
+        wanted = f"a whole number and s, m, h or d, {MOST_LASTS_S // 86_400}d at most, as 2h"
+        print_error(ConfigError(f"--for is {text!r}, expected {wanted}"))
+        raise typer.Exit(BAD_INPUT)
+    return seconds
+
+
+def _switch(place: Place, *, movement: bool, reason: str, lasts_s: int | None = None) -> None:
     if place.url:
-        asked(place, "POST", "/resume" if movement else "/pause", {"reason": reason})
-        typer.echo(f"movement {'on' if movement else 'off'}: {printable(reason)}")
+        body = {"reason": reason} | ({} if lasts_s is None else {"expires_s": lasts_s})
+        done = asked(place, "POST", "/resume" if movement else "/pause", body).body
+        end = "" if done["until"] is None else f" until {at(done['until'])}"
+        typer.echo(f"movement {'on' if movement else 'off'}{end}: {printable(reason)}")
         return
     try:
         store, deployment = configured_store(place.store, place.deployment)
-        change, has_reports = switch_movement(store, deployment, movement=movement, reason=reason)
+        change, has_reports = switch_movement(
+            store, deployment, movement=movement, reason=reason, lasts_s=lasts_s
+        )
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc

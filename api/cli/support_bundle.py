@@ -183,7 +183,7 @@ def _add_state(bundle: Bundle, store: LoadStore) -> None:
     answers: Mapping[str, Callable[[], Any]] = {
         "overview": service.state,
         "placement": lambda: placements.one(None),
-        "placements": lambda: placements.history(LAST_PLACEMENTS),
+        "placements": lambda: placements.history(LAST_PLACEMENTS).placements,
         "plan": service.plan,
         "settings": lambda: asdict(store.live()),
         "lease": lambda: None if (lease := store.lease()) is None else asdict(lease),

@@ -7,6 +7,7 @@ from contextlib import closing
 from threading import Event
 
 from api.access.local import note
+from api.cli.admin.asking import at
 from api.cli.store_place import audit_folder, open_existing
 from eplb.clock import Clock, Deadline
 from eplb.migration.serialisation import topology_from_dict
@@ -16,7 +17,9 @@ REPORTS_DEADLINE_S = 3.0  # ranks report every 0.25 s; a busy machine is slower
 _LOOK_S = 0.05
 
 
-def switch_movement(url: str, deployment: str, *, movement: bool, reason: str) -> tuple[str, bool]:
+def switch_movement(
+    url: str, deployment: str, *, movement: bool, reason: str, lasts_s: int | None = None
+) -> tuple[str, bool]:
     """Write the switch; return a sentence that states the change, and whether a rank has reported.
 
     A rank counts if it reports after the switch was written. A rank that writes to another store,
@@ -32,11 +35,12 @@ def switch_movement(url: str, deployment: str, *, movement: bool, reason: str) -
         before = store.control()
         # Before it is done: a change that the audit cannot hold is not made.
         note(audit_folder(url), deployment, "resume" if movement else "pause", reason, "asked")
-        store.change_live({"movement": movement}, reason=reason)
+        state = store.change_live({"movement": movement}, reason=reason, lasts_s=lasts_s)
         reported, expected = _reported(store, info)
     was, now = ("on" if on else "off" for on in (before.movement, movement))
     ranks = f"{reported} of {expected} ranks" if expected else f"{reported} ranks"
-    change = f"{deployment}: movement {now} (was {was})"
+    end = state.until.get("movement")
+    change = f"{deployment}: movement {now}{'' if end is None else f' until {at(end)}'} (was {was})"
     return f"{change}; {ranks} of run {info.run} reported since", reported > 0
 
 

@@ -53,6 +53,7 @@ from api.http.problems import (
 from api.http.requests import (
     MAX_ID,
     ControlRequest,
+    PauseRequest,
     ReasonRequest,
 )
 from api.http.routes.anomalies import add_anomaly_routes
@@ -61,9 +62,9 @@ from api.http.routes.load_matrix import add_load_matrix
 from api.http.routes.pins import add_pin_routes
 from api.http.routes.placements.routes import add_placement_routes
 from api.http.routes.problem_types import add_problem_types
-from api.http.routes.ranks import add_rank_routes
+from api.http.routes.ranks import IF_MATCH, add_rank_routes
 from api.http.routes.rebalances import add_rebalance_routes
-from api.http.routes.request_parts import served, service_of
+from api.http.routes.request_parts import revision_of, served, service_of
 from api.http.routes.simulations.routes import add_simulation_routes
 from api.http.routes.simulations.runs import Simulations
 from api.http.routes.tasks import add_task_routes
@@ -212,30 +213,51 @@ def get_audit(
 add_rebalance_routes(watch, act)
 
 
+AT_REVISION = documented(ProblemType.SETTINGS_CHANGED)
+
+
 @act.post(
     "/pause",
     summary="Stop all movement at once",
-    responses=ONCE,
+    responses=ONCE | AT_REVISION,
+    openapi_extra=IF_MATCH,
 )
-def post_pause(service: Service, body: ReasonRequest) -> ControlAnswer:
-    """The kill switch: no weight moves until it is resumed."""
-    return service.set_control(ControlRequest(reason=body.reason, movement=False))
+def post_pause(request: Request, body: PauseRequest, response: Response) -> ControlAnswer:
+    """The kill switch: no weight moves until it is resumed, or for `expires_s`."""
+    return _switched(request, response, {"movement": False}, body.reason, body.expires_s)
 
 
 @act.post(
     "/resume",
     summary="Let weights move again",
-    responses=ONCE,
+    responses=ONCE | AT_REVISION,
+    openapi_extra=IF_MATCH,
 )
-def post_resume(service: Service, body: ReasonRequest) -> ControlAnswer:
+def post_resume(request: Request, body: ReasonRequest, response: Response) -> ControlAnswer:
     """Ends a pause."""
-    return service.set_control(ControlRequest(reason=body.reason, movement=True))
+    return _switched(request, response, {"movement": True}, body.reason)
 
 
-@act.patch("/control", summary="Change switches")
-def patch_control(service: Service, body: ControlRequest) -> ControlAnswer:
+@act.patch("/control", summary="Change switches", responses=AT_REVISION, openapi_extra=IF_MATCH)
+def patch_control(request: Request, body: ControlRequest, response: Response) -> ControlAnswer:
     """Those that are not named stay as they are."""
-    return service.set_control(body)
+    changes = body.model_dump(exclude_none=True, exclude={"reason"})
+    return _switched(request, response, changes, body.reason)
+
+
+def _switched(
+    request: Request,
+    response: Response,
+    changes: dict[str, Any],
+    reason: str,
+    lasts_s: int | None = None,
+) -> ControlAnswer:
+    expected = revision_of(request, is_required=False)
+    answer, tag = service_of(request).set_control(
+        changes, reason, expected=expected, lasts_s=lasts_s
+    )
+    response.headers["ETag"] = tag
+    return answer
 
 
 @watch.get("/settings", summary="Live settings")

@@ -10,8 +10,8 @@ from typing import Any
 
 from api.http.problems import ProblemType, Refused
 from api.http.requests import ProposalRequest
-from api.http.schemas import ProposalAnswer, ProposalLine, TaskAnswer
-from api.http.service import AdminService
+from api.http.schemas import ProposalAnswer, ProposalLine, ProposalsPage, TaskAnswer
+from api.http.service import AdminService, page_of
 from api.monitor.plan_ends import plan_end
 from eplb.policies.table import policy_named
 from telemetry.proposals import Proposal, ProposalEnded, ProposalState, base_moved, check_open
@@ -23,10 +23,17 @@ class Proposals:
     def __init__(self, service: AdminService) -> None:
         self._service, self._store = service, service.store
 
-    def all(self, state: ProposalState | None) -> list[ProposalLine]:
-        """Those that are kept, newest first; None: in any state."""
-        found = reversed(self._store.proposals())
-        return [ProposalLine(**_line(one)) for one in found if state in (None, one.state)]
+    def page(self, state: ProposalState | None, before: int | None, limit: int) -> ProposalsPage:
+        """Those that are kept, below an id, newest first; state None: in any."""
+        kept = [
+            one
+            for one in reversed(self._store.proposals())
+            if state in (None, one.state) and (before is None or one.id < before)
+        ]
+        found, following = page_of(kept, limit, lambda one: one.id)
+        return ProposalsPage(
+            proposals=[ProposalLine(**_line(one)) for one in found], next=following
+        )
 
     def one(self, proposal_id: int) -> ProposalAnswer:
         """One with its target, moves and explanation.

@@ -123,9 +123,22 @@ class ExplainRequest(Body):
 
 
 class ReasonRequest(Body):
-    """Pause, resume, cancel, approve or reject."""
+    """Resume, cancel, approve or reject."""
 
     reason: Reason
+
+
+class PauseRequest(Body):
+    """Stop all movement, for a time or until it is resumed."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"reason": "change 4711", "expires_s": 7200}]}
+    )
+
+    reason: Reason
+    expires_s: Annotated[int, Field(ge=1, le=MOST_LASTS_S), *WHOLE] | None = Field(
+        None, description="after which movement resumes by itself; null: after a resume alone"
+    )
 
 
 class ControlRequest(Body):

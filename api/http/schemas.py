@@ -24,6 +24,9 @@ class ControlAnswer(Answer):
 
     movement: bool
     observe: bool
+    until: float | None = Field(
+        description="when movement resumes by itself, seconds since the epoch; null: it does not"
+    )
 
 
 class Health(Answer):
@@ -255,6 +258,9 @@ class State(Answer):
     samples_lost: int
     movement: bool
     observe: bool
+    until: float | None = Field(
+        description="when a pause ends by itself, seconds since the epoch; null: it does not"
+    )
 
 
 class Imbalance(Answer):
@@ -423,3 +429,17 @@ class TasksPage(Answer):
 
     tasks: list[TaskAnswer]
     next: int | None = Field(description="for `after`, of the next page; null: no more now")
+
+
+class RebalancesPage(Answer):
+    """Migrations, newest first."""
+
+    rebalances: list[RebalanceAnswer]
+    next: int | None = Field(description="give as `before` to continue; null: there are no more")
+
+
+class ProposalsPage(Answer):
+    """Proposals, newest first."""
+
+    proposals: list[ProposalLine]
+    next: int | None = Field(description="give as `before` to continue; null: there are no more")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from api.http.problems import OF_REFUSAL, ProblemType, Refused
-from api.http.requests import ControlRequest, ExplainRequest, RebalanceRequest, RollbackRequest
+from api.http.requests import ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.routes.events.feed import EventFeed
 from api.http.schemas import (
     ControlAnswer,
@@ -35,6 +35,7 @@ from api.http.schemas import (
     PlanAnswer,
     Progress,
     RebalanceAnswer,
+    RebalancesPage,
     Score,
     State,
     TaskAnswer,
@@ -51,6 +52,7 @@ from api.monitor.snapshot import Snapshot
 from api.monitor.verdict import Around, unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
+from eplb.errors import StaleRevision
 from eplb.policies.table import policy_named
 from telemetry.store import CommittedPlacement, Event, LoadStore, Task, TaskState
 
@@ -58,7 +60,7 @@ ANY = "*"  # entity tag of whatever there is
 
 MOST_MADE = 16  # answers that are kept; the largest has a megabyte
 
-_Numbered = TypeVar("_Numbered", Event, Task)
+T = TypeVar("T")
 
 
 class AdminService:
@@ -193,10 +195,15 @@ class AdminService:
             from_attributes=True,
         )
 
-    def rebalances(self, limit: int) -> list[RebalanceAnswer]:
-        """The latest migrations of all runs, newest first."""
+    def rebalances(self, limit: int, before: int | None) -> RebalancesPage:
+        """Migrations of all runs below a plan id, newest first; None: from the newest."""
         self._snapshot()
-        return [RebalanceAnswer.model_validate(one) for one in self._monitor.rebalances()[:limit]]
+        every = self._monitor.rebalances()
+        kept = [one for one in every if before is None or one.plan_id < before]
+        found, following = page_of(kept, limit, lambda one: one.plan_id)
+        return RebalancesPage(
+            rebalances=[RebalanceAnswer.model_validate(one) for one in found], next=following
+        )
 
     def plan(self) -> PlanAnswer:
         """The open migration and the last decision."""
@@ -223,7 +230,7 @@ class AdminService:
 
     def events(self, after: int, limit: int) -> EventsPage:
         """Events past an id, oldest first."""
-        found, following = _page(self.store.events(after=after, limit=limit + 1), limit)
+        found, following = page_of(self.store.events(after=after, limit=limit + 1), limit, _id)
         return EventsPage(events=[EventAnswer(**asdict(one)) for one in found], next=following)
 
     def latest_events(self, limit: int) -> EventsPage:
@@ -244,7 +251,8 @@ class AdminService:
 
     def tasks(self, state: TaskState, after: int, limit: int) -> TasksPage:
         """Tasks in a state past an id, oldest first."""
-        found, following = _page(self.store.tasks(state, after=after, limit=limit + 1), limit)
+        kept = self.store.tasks(state, after=after, limit=limit + 1)
+        found, following = page_of(kept, limit, _id)
         return TasksPage(tasks=[task_answer(self.store, one) for one in found], next=following)
 
     # -- requests
@@ -374,20 +382,38 @@ class AdminService:
             self.store.wait(version, deadline.left_s)
         return task
 
-    def set_control(self, request: ControlRequest) -> ControlAnswer:
-        """Change switches.
+    def set_control(
+        self,
+        changes: dict[str, Any],
+        reason: str,
+        *,
+        expected: int | None,
+        lasts_s: int | None = None,
+    ) -> tuple[ControlAnswer, str]:
+        """Change switches; return them with the entity tag of the live settings.
+
+        Args:
+            changes: by name.
+            reason: stored with the change.
+            expected: the revision of the live settings that was read; None: any.
+            lasts_s: after which the change ends by itself; None: it stays.
 
         Raises:
-            Refused: no switch was named.
+            Refused: no switch was named, or another change came first.
         """
-        changes = request.model_dump(exclude_none=True, exclude={"reason"})
         if not changes:
             raise Refused(
                 ProblemType.INVALID_REQUEST,
                 "the body names no switch, expected movement or observe",
             )
-        state = self.store.change_live(changes, reason=request.reason)
-        return ControlAnswer.model_validate(state.control)
+        try:
+            state = self.store.change_live(
+                changes, expected=expected, reason=reason, lasts_s=lasts_s
+            )
+        except StaleRevision as exc:
+            raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
+        answer = ControlAnswer(**vars(state.control), until=state.until.get("movement"))
+        return answer, f'"{state.revision}"'
 
 
 class _Made:
@@ -411,10 +437,16 @@ def generation_tag(generation: int) -> str:
     return f'"{generation}"'
 
 
-def _page(found: Sequence[_Numbered], limit: int) -> tuple[Sequence[_Numbered], int | None]:
-    """The first so many, and the id of the last of them if there are more."""
+def page_of(
+    found: Sequence[T], limit: int, number: Callable[[T], int]
+) -> tuple[Sequence[T], int | None]:
+    """Return the first so many, and the number of the last of them if there are more."""
     page = found[:limit]
-    return page, page[-1].id if len(found) > limit else None
+    return page, number(page[-1]) if len(found) > limit else None
+
+
+def _id(one: Event | Task) -> int:
+    return one.id
 
 
 def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:

@@ -316,6 +316,7 @@ class Monitor:
                 samples_lost=detail_sum(self._states, "samples_lost"),
                 movement=self._live.control.movement,
                 observe=self._live.control.observe,
+                until=self._live.until.get("movement"),
                 pace=pace_view(
                     self._live.effective.step_time_budget or 0.0, self._paced, self._states
                 ),

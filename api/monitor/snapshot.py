@@ -165,6 +165,7 @@ class Snapshot:
     samples_lost: int
     movement: bool
     observe: bool
+    until: float | None = None  # when a pause ends by itself
     progress_of: str = ""  # that thread: its rank, its name, its current work
     ended_plans: Mapping[str, int] = field(default_factory=dict)  # of this run, by outcome
     decided: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # by (policy, decision)

@@ -13,6 +13,7 @@ before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -111,13 +112,19 @@ def verdict(
     if found and found[0].grade is not Grade.SERVING:
         problems = tuple(one.text for one in found if one.grade is not Grade.SERVING)
         return Verdict(found[0].grade, found[0].text, problems, tuple(found))
-    notes = [] if seen.movement else ["movement is off"]
+    notes = [] if seen.movement else [f"movement is off{_until(seen.until)}"]
     notes += ["observe is on"] if seen.observe else []
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in seen.ranks if view.cordon is cordon]:
             notes.append(f"{name} by order: {_named(views)}")
     ranks = f"{len(seen.ranks)} ranks serve, at step {seen.step}"
     return Verdict(Grade.SERVING, "; ".join([ranks, *notes]), (), tuple(found))
+
+
+def _until(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
 
 
 def unready(

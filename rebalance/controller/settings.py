@@ -112,13 +112,15 @@ class LiveReader:
         self.settings = static  # as of the latest ``read``
 
     def read(self) -> None:
-        """Take over the live values; ones that cannot be used leave the settings as they are.
+        """Take over the live values, and end those whose time has passed.
+
+        Values that cannot be used leave the settings as they are.
 
         Raises:
             ConfigError: a live value that cannot be used; once for each change.
             StoreError: the store failed.
         """
-        state = self._store.live()
+        state = self._store.expire_live()
         if state.live != self._live:
             self._live = state.live
             self.settings = self._static.with_live(state.live)

@@ -17,7 +17,7 @@ def why_kept(store: LiveStore) -> str:
     Raises:
         StoreError: the store does not answer.
     """
-    state = store.live()
+    state = store.expire_live()  # beside a plug-in there may be no controller that does
     if not state.control.movement:
         return "movement is switched off"
     if state.control.observe:

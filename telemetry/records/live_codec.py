@@ -39,6 +39,7 @@ def live_to_text(state: LiveState) -> str:
         "static": state.static.set_values(),
         "live": state.live.set_values(),
         "changes": {name: vars(change) for name, change in state.changes.items()},
+        "until": dict(state.until),
     }
     return to_json(record)
 
@@ -60,9 +61,12 @@ def live_from_text(text: str | bytes) -> LiveState:
             for name, change in record["changes"].items()
             if name in LIVE_NAMES
         }
+        # Missing in what a program before it wrote: there nothing ends by itself.
+        ends = record.get("until", {}).items()
+        until = {name: float(end) for name, end in ends if name in LIVE_NAMES}
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise StoreError(f"{_WHAT} cannot be read: {type(exc).__name__}: {exc}") from exc
-    return LiveState(revision, static, live, changes)
+    return LiveState(revision, static, live, changes, until)
 
 
 def with_switches(state: LiveState, control: Control) -> LiveState:

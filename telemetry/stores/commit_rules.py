@@ -18,7 +18,7 @@ from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import Announcement, announcement_from_dict, announcement_to_dict
 from telemetry.live import LiveState
 from telemetry.records.typed_json import from_json, to_json
-from telemetry.store import Control, Details, Lease, LeaseOf, RunInfo, TaskState
+from telemetry.store import Details, Lease, LeaseOf, RunInfo, TaskState
 
 OLD_TTL_S = 10.0  # of a lease that an older program wrote, which kept no time to live
 PLAN_ID_GAP = (
@@ -336,9 +336,10 @@ def candidates_from_text(text: str) -> Candidates:
     return Candidates.from_dict(details_from_text(text))
 
 
-def control_detail(control: Control, reason: str) -> Details:
+def control_detail(state: LiveState, reason: str) -> Details:
     """Detail of the event "control"."""
-    return vars(control) | {"reason": reason}
+    ends = {"until": until} if (until := state.until.get("movement")) is not None else {}
+    return vars(state.control) | {"reason": reason} | ends
 
 
 def task_detail(task_id: int, kind: str, state: TaskState, reason: object = "") -> Details:

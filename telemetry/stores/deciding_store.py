@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
@@ -24,6 +24,7 @@ from telemetry.live import (
     LiveState,
     Value,
     changed,
+    expired,
     started,
 )
 from telemetry.proposals import (
@@ -52,6 +53,7 @@ from telemetry.store import (
 from telemetry.stores import commit_rules
 from telemetry.stores.lease_watch import LeaseWatch
 
+EXPIRED = "expired"  # begins the reason of the event
 KEPT_ANNOUNCEMENTS = 256  # of a component: hosts, and controllers that were started again
 
 T = TypeVar("T")
@@ -403,31 +405,44 @@ class DecidingStore(ABC):
         self.change_live(vars(control), reason=reason)
 
     def change_live(
-        self, changes: Mapping[str, Value | None], *, expected: int | None = None, reason: str
+        self,
+        changes: Mapping[str, Value | None],
+        *,
+        expected: int | None = None,
+        reason: str,
+        lasts_s: float | None = None,
     ) -> LiveState:
         """Set live values."""
 
         def decision(ledger: Ledger) -> LiveState:
-            state = changed(
-                ledger.live(), changes, expected=expected, now=ledger.time, reason=reason
+            return _put_live(
+                ledger, changes, expected=expected, now=ledger.time, reason=reason, lasts_s=lasts_s
             )
-            state = ledger.put_live(state)
-            if changes.keys() & set(SWITCHES):
-                ledger.add_event("control", commit_rules.control_detail(state.control, reason))
-            others = {name: value for name, value in changes.items() if name not in SWITCHES}
-            if others:
-                detail = {"revision": state.revision, "live": others, "reason": reason}
-                ledger.add_event("settings", detail)
-            return state
 
         return self._decide("live settings", decision)
+
+    def expire_live(self) -> LiveState:
+        """Remove live values whose time has passed."""
+        state = self.live()
+        if not state.until:
+            return state
+
+        def decision(ledger: Ledger) -> LiveState:
+            now, state = ledger.time, ledger.live()
+            over = expired(state, now)
+            if not over:
+                return state
+            reason = f"{EXPIRED}: {state.changes[next(iter(over))].reason}"
+            return _put_live(ledger, over, expected=None, now=now, reason=reason)
+
+        return self._decide("expiry of live settings", decision)
 
     def set_static(self, static: LiveSettings, *, reason: str) -> LiveState:
         """Set with what the deployment was started."""
 
         def decision(ledger: Ledger) -> LiveState:
             state = ledger.put_live(started(ledger.live(), static))
-            ledger.add_event("control", commit_rules.control_detail(state.control, reason))
+            ledger.add_event("control", commit_rules.control_detail(state, reason))
             return state
 
         return self._decide("static settings", decision)
@@ -525,6 +540,21 @@ def _drop(ledger: Ledger, plan_id: int, outcome: Outcome, reason: str) -> None:
     committed = ledger.committed()
     end = PlanEnd(committed[0] if committed else None, plan_id, reason)
     ledger.add_event(EVENT_OF_OUTCOME[outcome], vars(end))
+
+
+def _put_live(
+    ledger: Ledger, changes: Mapping[str, Value | None], *, reason: str, **more: Any
+) -> LiveState:
+    """Write a change of live values with its events; more: as ``changed`` takes it."""
+    state = changed(ledger.live(), changes, reason=reason, **more)
+    state = ledger.put_live(state)
+    if changes.keys() & set(SWITCHES):
+        ledger.add_event("control", commit_rules.control_detail(state, reason))
+    others = {name: value for name, value in changes.items() if name not in SWITCHES}
+    if others:
+        detail = {"revision": state.revision, "live": others, "reason": reason}
+        ledger.add_event("settings", detail)
+    return state
 
 
 def _announce(ledger: Ledger, mine: Announcement) -> None:

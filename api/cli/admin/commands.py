@@ -112,7 +112,7 @@ def reject(
     """End a proposal, so that nobody can approve it."""
     path = f"/proposals/{proposal}/reject"
     answer = asked(place, "POST", path, {"reason": reason})
-    shown(answer, json_output, lambda found: _proposals([found]))
+    shown(answer, json_output, _proposal)
 
 
 @with_place(waits=True)
@@ -243,19 +243,19 @@ def _throttle(experts: int | None, layers: int | None, link_part: float | None) 
     return {"throttle": limits} if limits else {}
 
 
-def _proposals(found: list[dict[str, Any]]) -> None:
+def _proposals(found: dict[str, Any]) -> None:
     columns = ("id", "state", "expires", "by", "decision", "before", "after", "moves", "GB")
     names = ("id", "state", "expires", "by", "decision", "imbalance_before", "imbalance_after")
     rows = (
         [one[name] for name in (*names, "moves")]
         + [one["bytes"] / 1e9, one["end_reason"] or one["reason"]]
-        for one in [line | {"expires": at(line["expires"])} for line in found]
+        for one in [line | {"expires": at(line["expires"])} for line in found["proposals"]]
     )
     print_table(columns, rows, "reason")
 
 
 def _proposal(one: dict[str, Any]) -> None:
-    _proposals([one])
+    _proposals({"proposals": [one]})
     for text in (one["plan_reason"], *(s for it in one["explanation"] for s in it["sentences"])):
         typer.echo(printable(text))
     if one["state"] == "open":

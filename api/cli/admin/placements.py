@@ -104,10 +104,11 @@ def export(
     typer.echo(f"written: {output}{file_digest(output)}")
 
 
-def _lines(found: list[dict[str, Any]]) -> None:
+def _lines(found: dict[str, Any]) -> None:
     names = ("generation", "time", "plan_id", "replicas", "hash", "reason")
     shown_as = (
-        one | {"time": at(one["time"]), "replicas": sum(one["num_replicas"])} for one in found
+        one | {"time": at(one["time"]), "replicas": sum(one["num_replicas"])}
+        for one in found["placements"]
     )
     rows = ([one[name] for name in names] for one in shown_as)
     print_table(("generation", "time", "plan", "replicas", "hash"), rows, names[-1])

@@ -19,7 +19,7 @@ from api.http.requests import (
     RollbackRequest,
 )
 from api.http.routes.request_parts import actor_of, header_document, service_of
-from api.http.schemas import ProposalAnswer, ProposalLine, TaskAnswer
+from api.http.schemas import ProposalAnswer, ProposalLine, ProposalsPage, TaskAnswer
 from api.http.service import ANY
 from telemetry.proposals import ProposalState
 
@@ -72,9 +72,14 @@ def post_rollback(request: Request, body: RollbackRequest, response: Response) -
     return _answered(task, response)
 
 
-def get_proposals(request: Request, state: ProposalState | None = None) -> list[ProposalLine]:
-    """Newest first, the latest 50: open ones, and how the others ended."""
-    return Proposals(service_of(request)).all(state)
+def get_proposals(
+    request: Request,
+    state: ProposalState | None = None,
+    before: Annotated[int | None, Field(ge=0, le=MAX_ID)] = None,
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100,
+) -> ProposalsPage:
+    """Newest first, of the latest 50: give `next` as `before` to continue."""
+    return Proposals(service_of(request)).page(state, before, limit)
 
 
 def get_proposal(request: Request, proposal_id: ProposalId) -> ProposalAnswer:

@@ -18,7 +18,7 @@ from api.http.schemas import (
     Imbalance,
     Load,
     PlanAnswer,
-    RebalanceAnswer,
+    RebalancesPage,
     State,
 )
 from api.monitor.monitor import KEPT_SCORES, KEPT_WINDOWS
@@ -62,10 +62,12 @@ def get_history(
 
 
 def get_rebalances(
-    request: Request, limit: Annotated[int, Field(ge=1, le=200)] = 20
-) -> list[RebalanceAnswer]:
-    """Newest first: what each was to bring, what it cost, what it brought."""
-    return service_of(request).rebalances(limit)
+    request: Request,
+    limit: Annotated[int, Field(ge=1, le=200)] = 20,
+    before: Annotated[int | None, Field(ge=0, le=MAX_ID)] = None,
+) -> RebalancesPage:
+    """Newest first, what each was to bring and brought: give `next` as `before` to continue."""
+    return service_of(request).rebalances(limit, before)
 
 
 def get_plan(request: Request) -> PlanAnswer:

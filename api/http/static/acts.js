@@ -52,7 +52,7 @@ const bytesOf = (result) => Object.values(result.bytes_by_link ?? {}).reduce((su
 
 // To the placement before the one that serves; its price is asked for first, and shown.
 async function rollback() {
-  const [serving, before] = await ask("placements?limit=2");
+  const { placements: [serving, before] } = await ask("placements?limit=2");
   if (before === undefined) throw new Error("no earlier placement is stored");
   const order = { generation: before.generation, reason: reason("rolled back from the page") };
   const same = { "If-Match": `"${serving.generation}"` };

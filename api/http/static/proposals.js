@@ -12,7 +12,7 @@ let proposals = [], due = 0, orders = null;
 // An event tells of every change but one: a proposal expires by the clock.
 export async function readProposals(fresh) {
   if (performance.now() < due && !(await fresh).some((one) => TELLING.includes(one.kind))) return;
-  proposals = await ask("proposals");
+  ({ proposals } = await ask("proposals"));
   due = performance.now() + PERIOD_MS;
 }
 

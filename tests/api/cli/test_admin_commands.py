@@ -72,7 +72,7 @@ def test_operator_proposes_approves_and_goes_back_on_a_store(
     status, text = on_store.run("approve", number, "--if-generation", "0")
     assert (status, "is published to the ranks" in text) == (0, True), text
     deployment.swap()
-    (found,) = on_store.json("proposals")
+    (found,) = on_store.json("proposals")["proposals"]
     assert (found["state"], found["ended_by"]) == ("approved", local_actor())
     dry = on_store.json("rollback", "0")["result"]
     assert (dry["dry_run"], dry["published"]) == (True, False)

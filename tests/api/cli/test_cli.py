@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -137,6 +138,32 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(tmp_path
         assert "movement off (was on); 0 ranks of run" in output
         assert "eplb: no rank reports to this store" in errors
         assert not store.control().movement
+
+
+def test_pause_for_a_time_prints_and_stores_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(open_store(path, "demo")) as store:
+        store.begin_run(RUN)
+
+        _, output, _ = run("pause", "--store", str(path), "--for", "2h")
+
+        state = store.live()
+        assert state.until == {"movement": state.changes["movement"].time + 7200}
+        end = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(state.until["movement"]))
+        assert f"movement off until {end} (was on)" in output
+
+
+@pytest.mark.parametrize("lasts", ["2", "0s", "-1h", "2 h", "8d", "forever"])
+def test_pause_for_an_impossible_time_is_refused(tmp_path: Path, lasts: str) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(open_store(path, "demo")) as store:
+        store.begin_run(RUN)
+
+        status, _, errors = run("pause", "--store", str(path), "--for", lasts)
+
+        assert status == 2
+        assert f"--for is {lasts!r}, expected a whole number and s, m, h or d" in errors
+        assert store.control().movement
 
 
 SLOW = pytest.mark.slow

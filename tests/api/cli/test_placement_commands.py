@@ -67,7 +67,9 @@ def test_history_is_listed_newest_first_page_by_page(place: list[str]) -> None:
     assert lines[0].split() == ["generation", "time", "plan", "replicas", "hash", "reason"]
     assert [line.split()[0] for line in lines[1:]] == ["2", "1"]
     assert lines[1].endswith("hot expert")
-    assert [one["generation"] for one in page + rest] == [2, 1]
+    found = page["placements"] + rest["placements"]
+    assert [one["generation"] for one in found] == [2, 1]
+    assert (page["next"], rest["next"]) == (2, None)
 
 
 def test_difference_shows_experts_and_shares_by_rank(place: list[str]) -> None:

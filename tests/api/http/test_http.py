@@ -180,13 +180,28 @@ def test_placements_are_given_by_generation(client: httpx.Client, store: MemoryS
     assert client.get("/api/v1/placement").json()["slot_to_expert"] == [[0, 1, 0, 2]]
     first = client.get("/api/v1/placement", params={"generation": 1}).json()
     assert (first["slot_to_expert"], first["num_replicas"]) == ([[0, 1, 2, -1]], [0])
-    history = client.get("/api/v1/placements").json()
+    history = client.get("/api/v1/placements").json()["placements"]
     assert [(line["generation"], line["reason"]) for line in history] == [
         (2, "by hand"),
         (1, "start"),
     ]
     missing = client.get("/api/v1/placement", params={"generation": 9})
     assert refusal(missing, 404) == "the store holds no placement that is generation 9"
+
+
+def test_rebalances_are_given_newest_first_page_by_page(
+    client: httpx.Client, store: MemoryStore
+) -> None:
+    for plan_id in (1, 2):
+        publish_second(store)
+        store.withdraw(plan_id, outcome="aborted", reason="too slow")
+
+    page = client.get("/api/v1/rebalances", params={"limit": 1}).json()
+    rest = client.get("/api/v1/rebalances", params={"limit": 1, "before": page["next"]}).json()
+
+    assert [one["plan_id"] for one in page["rebalances"] + rest["rebalances"]] == [2, 1]
+    assert (page["next"], rest["next"]) == (2, None)
+    assert rest["rebalances"][0]["end_reason"] == "too slow"
 
 
 def test_open_migration_is_shown_with_its_moves(client: httpx.Client, store: MemoryStore) -> None:
@@ -360,15 +375,62 @@ def test_unknown_policy_is_refused_with_the_known_ones(client: httpx.Client) -> 
 
 def test_switches_are_set_with_a_reason(client: httpx.Client, store: MemoryStore) -> None:
     paused = client.post("/api/v1/pause", json={"reason": "maintenance"}).json()
-    assert paused == {"movement": False, "observe": False}
+    assert paused == {"movement": False, "observe": False, "until": None}
 
     patched = client.patch("/api/v1/control", json={"reason": "watch", "observe": True}).json()
-    assert patched == {"movement": False, "observe": True}
+    assert patched == {"movement": False, "observe": True, "until": None}
 
     client.post("/api/v1/resume", json={"reason": "done"})
     assert store.control() == Control(movement=True, observe=True)
     reasons = [e.detail["reason"] for e in store.events() if e.kind == "control"]
     assert reasons == ["maintenance", "watch", "done"]
+
+
+def test_pause_for_a_time_says_until_when(client: httpx.Client, store: MemoryStore) -> None:
+    body = {"reason": "change 4711", "expires_s": 7200}
+
+    paused = client.post("/api/v1/pause", json=body).json()
+
+    assert paused["until"] == store.live().changes["movement"].time + 7200
+    state = client.get("/api/v1/state").json()
+    assert (state["movement"], state["until"]) == (False, paused["until"])
+    resumed = client.post("/api/v1/resume", json={"reason": "done"}).json()
+    assert resumed == {"movement": True, "observe": False, "until": None}
+
+
+@pytest.mark.parametrize("expires_s", [0, -1, 604_801, "2h", True])
+def test_impossible_expiry_of_a_pause_is_refused(
+    client: httpx.Client, store: MemoryStore, expires_s: object
+) -> None:
+    answer = client.post("/api/v1/pause", json={"reason": "r", "expires_s": expires_s})
+
+    assert "body.expires_s" in refusal(answer, 422)
+    assert store.live() == LiveState()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/api/v1/pause", {}),
+        ("POST", "/api/v1/resume", {}),
+        ("PATCH", "/api/v1/control", {"observe": True}),
+    ],
+)
+def test_of_two_changes_of_switches_at_one_revision_one_is_refused(
+    client: httpx.Client, store: MemoryStore, method: str, path: str, body: dict[str, Any]
+) -> None:
+    body = body | {"reason": "r"}
+    tag = {"If-Match": client.get("/api/v1/settings").headers["etag"]}
+
+    first = client.request(method, path, json=body, headers=tag)
+    second = client.request(method, path, json=body, headers=tag)
+
+    assert (first.status_code, first.headers["etag"]) == (200, '"1"')
+    assert "at revision 0, found revision 1" in refusal(second, 412)
+    assert store.live().revision == 1
+    for later in (first.headers["etag"], "*"):
+        done = client.request(method, path, json=body, headers={"If-Match": later})
+        assert done.status_code == 200
 
 
 # -- live settings

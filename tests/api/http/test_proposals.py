@@ -58,7 +58,7 @@ def test_proposal_is_made_read_and_carried_out_after_a_restart(
 ) -> None:
     made = open_service().post("/proposals", json=WHY)
     client = open_service()
-    listed = client.get("/proposals", params={"state": "open"}).json()
+    listed = client.get("/proposals", params={"state": "open"}).json()["proposals"]
 
     assert made.status_code == 201, made.text
     proposal = made.json()
@@ -95,6 +95,10 @@ def test_proposal_that_is_not_open_is_refused(
 ) -> None:
     client = open_service()
     first, second = (client.post("/proposals", json=WHY).json()["id"] for _ in range(2))
+    page = client.get("/proposals", params={"limit": 1}).json()
+    rest = client.get("/proposals", params={"limit": 1, "before": page["next"]}).json()
+    assert [one["id"] for one in page["proposals"] + rest["proposals"]] == [second, first]
+    assert (page["next"], rest["next"]) == (second, None)
 
     rejected = client.post(f"/proposals/{first}/reject", json={"reason": "not tonight"})
     store.commit(OTHER, expected=0, reason="by hand")

@@ -395,6 +395,24 @@ def test_restarted_controller_takes_live_values_from_the_store(deployment: Deplo
     assert len(deployment.published().moves) == 1
 
 
+def test_pause_for_a_time_holds_plans_back_until_it_expires() -> None:
+    clock = Clock()
+    deployment = Deployment(MemoryStore("test", clock=clock))
+    deployment.store.commit(START, expected=None, reason="start")
+    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
+    deployment.store.change_live({"movement": False}, reason="change 4711", lasts_s=60.0)
+    deployment.serve(SKEWED)
+    controller.turn()
+    assert deployment.store.published() is None
+
+    clock.now += 60.0
+    deployment.serve(SKEWED)
+    controller.turn()
+
+    assert deployment.published().plan_id == 1
+    assert events(deployment.store, "control")[-1].detail["reason"] == "expired: change 4711"
+
+
 def test_live_deadline_withdraws_an_open_migration(deployment: Deployment) -> None:
     clock = Clock()
     deployment.serve(SKEWED)

@@ -162,11 +162,16 @@ class Operated(MemoryStore):
     """A store whose operator sets the stage just before the controller does."""
 
     def change_live(
-        self, changes: Mapping[str, Value | None], *, expected: int | None = None, reason: str
+        self,
+        changes: Mapping[str, Value | None],
+        *,
+        expected: int | None = None,
+        reason: str,
+        lasts_s: float | None = None,
     ) -> LiveState:
         if expected is not None:
             super().change_live({"stage": "observe"}, reason="the operator's own")
-        return super().change_live(changes, expected=expected, reason=reason)
+        return super().change_live(changes, expected=expected, reason=reason, lasts_s=lasts_s)
 
 
 def test_step_back_gives_way_to_a_change_by_an_operator(clock: Clock) -> None:

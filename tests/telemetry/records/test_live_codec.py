@@ -16,12 +16,22 @@ STATE = LiveState(
     LiveSettings(movement=True, pay_back_s=60.0),
     LiveSettings(movement=False, max_moves=3),
     {"movement": LiveChange(5, 9.5, "incident"), "max_moves": LiveChange(7, 10.5, "slow link")},
+    {"movement": 69.5},
 )
 
 
 @pytest.mark.parametrize("state", [LiveState(), STATE])
 def test_live_settings_are_read_back_as_they_were_written(state: LiveState) -> None:
     assert live_from_text(live_to_text(state)) == state
+
+
+def test_value_of_a_program_without_expiry_does_not_end_by_itself() -> None:
+    record = json.loads(live_to_text(STATE))
+    del record["until"]
+
+    found = live_from_text(json.dumps(record))
+
+    assert (found.control, found.until) == (STATE.control, {})
 
 
 def test_switches_of_version_1_that_were_set_count_as_live() -> None:

@@ -11,6 +11,7 @@ import pytest
 from eplb.errors import ConfigError, StaleRevision
 from telemetry.live import Control, LiveChange, LiveSettings, LiveState
 from telemetry.store import LoadStore
+from tests.conftest import StoreClock
 
 OpenStore = Callable[[str], LoadStore]
 STATIC = LiveSettings(movement=True, observe=False, pay_back_s=60.0, plan_windows=16)
@@ -143,3 +144,57 @@ def test_settings_of_two_deployments_are_kept_apart(open_stores: OpenStore) -> N
 
     assert open_stores("demo").live() == one.live()
     assert other.live() == LiveState()
+
+
+def test_pause_for_a_time_ends_by_the_clock_of_the_store(
+    store: LoadStore, store_clock: StoreClock
+) -> None:
+    store.set_static(STATIC, reason="start")
+    store.change_live({"max_moves": 3}, reason="slow link")
+    paused = store.change_live({"movement": False}, reason="change 4711", lasts_s=60.0)
+    assert store.live() == paused
+    assert paused.until == {"movement": 1060.0}
+
+    store_clock.now = 1059.9
+    assert store.expire_live() == paused
+    store_clock.now = 1060.0
+    resumed = store.expire_live()
+
+    assert store.live() == resumed == store.expire_live()
+    assert (resumed.control, resumed.until) == (Control(), {})
+    assert resumed.live == LiveSettings(max_moves=3)
+    found = [event.detail for event in store.events() if event.kind == "control"][1:]
+    switches = {"observe": False, "reason": "change 4711"}
+    assert found == [
+        switches | {"movement": False, "until": 1060.0},
+        switches | {"movement": True, "reason": "expired: change 4711"},
+    ]
+
+
+def test_pause_for_a_time_outlasts_a_start(store: LoadStore) -> None:
+    store.change_live({"movement": False}, reason="change 4711", lasts_s=60.0)
+
+    state = store.set_static(STATIC, reason="another start")
+
+    assert (state.control.movement, state.until) == (False, {"movement": 1060.0})
+
+
+@pytest.mark.parametrize("movement", [True, False])
+def test_later_change_of_the_switch_ends_the_expiry(
+    store: LoadStore, store_clock: StoreClock, movement: bool
+) -> None:
+    store.change_live({"movement": False}, reason="change 4711", lasts_s=60.0)
+    later = store.change_live({"movement": movement}, reason="as asked")
+
+    store_clock.now = 2000.0
+
+    assert store.expire_live() == later
+    assert later.control.movement is movement
+
+
+@pytest.mark.parametrize("lasts_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_time_is_refused_and_changes_nothing(store: LoadStore, lasts_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"are to last .* s, expected more than 0 s"):
+        store.change_live({"movement": False}, reason="a slip", lasts_s=lasts_s)
+
+    assert (store.live(), store.events()) == (LiveState(), [])

@@ -15,9 +15,11 @@ from api.http.routes.placements.schemas import (
     PlacementAnswer,
     PlacementDiff,
     PlacementLine,
+    PlacementsPage,
     RankChange,
     ShareChange,
 )
+from api.http.service import page_of
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -70,10 +72,13 @@ class Placements:
             slot_share=placement.slot_share.tolist(),
         )
 
-    def history(self, limit: int, before: int | None = None) -> list[PlacementLine]:
-        """Those below a generation, newest first; None: all."""
-        found = self._store.placements(limit, before=before)
-        return [PlacementLine(**_line(line)) for line in found]
+    def history(self, limit: int, before: int | None = None) -> PlacementsPage:
+        """Those below a generation, newest first; None: from the newest."""
+        found = self._store.placements(limit + 1, before=before)
+        page, following = page_of(found, limit, lambda one: one.placement.generation)
+        return PlacementsPage(
+            placements=[PlacementLine(**_line(one)) for one in page], next=following
+        )
 
     def diff(self, base: int, target: int, *, after: int | None, limit: int) -> PlacementDiff:
         """What differs, on the ranks of the current run.

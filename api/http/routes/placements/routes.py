@@ -12,7 +12,7 @@ from starlette.responses import Response
 from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID, NOTES
 from api.http.routes.placements.answers import NAME_OF, Engine, Placements
-from api.http.routes.placements.schemas import PlacementAnswer, PlacementDiff, PlacementLine
+from api.http.routes.placements.schemas import PlacementAnswer, PlacementDiff, PlacementsPage
 from api.http.routes.request_parts import header_document, service_of
 from api.http.service import generation_tag
 
@@ -53,8 +53,8 @@ def get_placements(
     request: Request,
     limit: Annotated[int, Field(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Field(ge=0, le=MAX_ID)] = None,
-) -> list[PlacementLine]:
-    """Newest first, with the reason of each: give the last generation as `before` to continue."""
+) -> PlacementsPage:
+    """Newest first, with the reason of each: give `next` as `before` to continue."""
     return Placements(service_of(request).store).history(limit, before)
 
 

@@ -21,6 +21,13 @@ class PlacementLine(Answer):
     num_replicas: list[int] = Field(description="[L] slots in use beyond one for each expert")
 
 
+class PlacementsPage(Answer):
+    """Placements, newest first."""
+
+    placements: list[PlacementLine]
+    next: int | None = Field(description="give as `before` to continue; null: there are no more")
+
+
 class PlacementAnswer(PlacementLine):
     """A committed placement."""
 

@@ -81,10 +81,12 @@ def test_placement_is_the_new_one_at_once_after_a_commit() -> None:
 
 def test_history_is_read_page_by_page_down_to_the_first(client: httpx.Client) -> None:
     page = client.get(PATH, params={"limit": 2}).json()
-    rest = client.get(PATH, params={"limit": 2, "before": page[-1]["generation"]}).json()
+    rest = client.get(PATH, params={"limit": 2, "before": page["next"]}).json()
 
-    assert [one["generation"] for one in page + rest] == [3, 2, 1]
-    assert client.get(PATH, params={"before": 1}).json() == []
+    found = page["placements"] + rest["placements"]
+    assert [one["generation"] for one in found] == [3, 2, 1]
+    assert (page["next"], rest["next"]) == (2, None)
+    assert client.get(PATH, params={"before": 1}).json() == {"placements": [], "next": None}
 
 
 def test_difference_names_experts_bytes_and_shares_by_rank(client: httpx.Client) -> None:
