@@ -114,6 +114,15 @@ def sole_experts(placement: Placement, topology: Topology) -> NDArray[np.int64]:
     return of_rank
 
 
+def uncovered_experts(
+    placement: Placement, topology: Topology, is_left: NDArray[np.bool_]
+) -> list[tuple[int, int]]:
+    """(layer, expert) of those that none of the ranks ``is_left`` [R] holds, in order."""
+    held = placement.expert_to_slots  # [L, E, at most so many replicas]
+    has_one = ((held != EMPTY) & is_left[topology.rank_of_slot[held]]).any(axis=2)
+    return [(int(layer), int(expert)) for layer, expert in np.argwhere(~has_one)]
+
+
 def undrained(placement: Placement, topology: Topology) -> tuple[int, ...]:
     """Ranks that are to hold nothing, and do."""
     held = slots_in_use(placement, topology).any(axis=0)

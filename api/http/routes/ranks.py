@@ -17,7 +17,13 @@ from api.http.routes.placements.answers import shape_of_run
 from api.http.routes.request_parts import header_document, revision_of, service_of
 from api.http.schemas import Answer
 from eplb.errors import StaleRevision
-from eplb.fitting.cordons import Cordon, fitting_cordons, slots_in_use, sole_experts
+from eplb.fitting.cordons import (
+    Cordon,
+    fitting_cordons,
+    slots_in_use,
+    sole_experts,
+    uncovered_experts,
+)
 from rebalance.controller.plans.planner_request import read_cordons, written_cordons
 from telemetry.live import LiveState
 from telemetry.store import LoadStore
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
 MOST_RANK = 999_999
+MOST_LOST, MOST_UNCOVERED = 4096, 1000  # characters; experts
 MOST_TRIES = 8  # against other changes of live settings, where the request names no revision
 RankNumber = Annotated[int, Field(ge=0, le=MOST_RANK, examples=[3])]
 IF_MATCH = header_document(
@@ -60,6 +67,53 @@ class RanksAnswer(Answer):
     reason: str | None
 
 
+class LossAnswer(Answer):
+    """What the loss of ranks would leave, by the placement that serves."""
+
+    lost: list[int]
+    is_feasible: bool = Field(description="whether the other ranks have a slot for each expert")
+    spare_slots: int = Field(
+        description="of the other ranks in each layer, beyond one for each expert; negative: so "
+        "many experts of each layer would have none"
+    )
+    uncovered: int = Field(
+        description="experts of all layers that no other rank holds: nothing serves their tokens "
+        "until their weights are read again"
+    )
+    uncovered_experts: list[tuple[int, int]] = Field(
+        description=f"(layer, expert), in order, at most {MOST_UNCOVERED}"
+    )
+
+
+def get_loss(
+    request: Request,
+    lose: Annotated[
+        str, Field(pattern=r"^\d{1,6}(,\d{1,6})*$", max_length=MOST_LOST, examples=["3,5"])
+    ],
+) -> LossAnswer:
+    """Whether the ranks that are left could hold every expert, and which have no other replica."""
+    store = service_of(request).store
+    model, topology = shape_of_run(store)
+    lost = sorted({int(rank) for rank in lose.split(",")})
+    if lost[-1] >= topology.num_ranks:
+        why = f"there is no rank {lost[-1]}, expected 0..{topology.num_ranks - 1}"
+        raise Refused(ProblemType.NO_SUCH_RANK, why)
+    committed = store.committed()
+    if committed is None:
+        raise Refused(ProblemType.NO_RUN, "no placement was committed yet, expected one")
+    is_left = topology.serving.copy()
+    is_left[lost] = False
+    spare = int(topology.usable_slots[is_left].sum()) - model.num_experts
+    uncovered = uncovered_experts(committed.placement, topology, is_left)
+    return LossAnswer(
+        lost=lost,
+        is_feasible=spare >= 0,
+        spare_slots=spare,
+        uncovered=len(uncovered),
+        uncovered_experts=uncovered[:MOST_UNCOVERED],
+    )
+
+
 def get_ranks(request: Request, response: Response) -> RanksAnswer:
     """Node, state and experts of each rank; the `ETag` is for changes."""
     store = service_of(request).store
@@ -90,6 +144,11 @@ def post_uncordon(
 def add_rank_routes(watch: APIRouter, act: APIRouter) -> None:
     """Add the routes."""
     watch.get("/ranks", summary="Ranks", responses=documented(ProblemType.NO_RUN))(get_ranks)
+    watch.get(
+        "/membership/feasibility",
+        summary="What the loss of ranks would leave",
+        responses=documented(ProblemType.NO_RUN, ProblemType.NO_SUCH_RANK),
+    )(get_loss)
     refusals = (
         ProblemType.NO_SUCH_RANK,
         ProblemType.NO_RUN,

@@ -36,6 +36,31 @@ def test_ranks_are_listed_with_what_their_loss_costs(client: httpx.Client) -> No
     assert (found["unmet"], found["waits"], found["time"]) == ([], "", None)
 
 
+def test_loss_of_a_rank_names_experts_without_another_replica(client: httpx.Client) -> None:
+    found = client.get("/api/v1/membership/feasibility", params={"lose": "1"}).json()
+    held = client.get(PATH).json()["ranks"][1]["sole_experts"]
+
+    assert (found["lost"], found["is_feasible"]) == ([1], found["spare_slots"] >= 0)
+    assert found["uncovered"] == len(found["uncovered_experts"]) == held > 0
+
+
+def test_loss_of_all_ranks_leaves_no_slot_for_any_expert(client: httpx.Client) -> None:
+    found = client.get("/api/v1/membership/feasibility", params={"lose": "0,1"}).json()
+
+    assert not found["is_feasible"]
+    assert found["spare_slots"] < 0
+    assert found["uncovered"] == -found["spare_slots"]  # one layer
+
+
+def test_loss_of_a_rank_that_is_not_there_is_refused(client: httpx.Client) -> None:
+    refused = client.get("/api/v1/membership/feasibility", params={"lose": "0,7"})
+
+    assert (refused.status_code, refused.json()["detail"]) == (
+        404,
+        "there is no rank 7, expected 0..1",
+    )
+
+
 def test_cordon_is_audited_and_plans_of_requests_keep_to_it(
     deployment: Deployment, client: httpx.Client, tmp_path: Path
 ) -> None:
