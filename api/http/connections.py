@@ -123,7 +123,7 @@ class BoundedConnection(H11Protocol):
             self._deadline = self.loop.call_later(self.limits.request_deadline_s, self._too_late)
 
     def _too_late(self) -> None:
-        """Close; a client that has sent a part of a request is told why."""
+        """Close; a client with a part of a request gets 408 with the reason."""
         has_part = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
         if has_part and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             detail = f"not whole after {self.limits.request_deadline_s:g} s, expected it to be"

@@ -5,8 +5,8 @@
 
     Prefix -> Authentication -> Guard -> Choice -> Changes -> route
 
-The prefix is taken off first, so that roles, limits and routes depend on the route alone. Whether
-there is a deployment of the name is told to those who may ask.
+``Prefix`` removes the prefix first, so that roles, limits and routes depend on the route alone.
+``Choice`` comes after authentication: clients without a key cannot enumerate deployments.
 """
 
 from __future__ import annotations
