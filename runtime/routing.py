@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.errors import PlacementError
+from eplb.errors import ConfigError, PlacementError
 from eplb.shares.batch import MOST_WAYS, split_layout
 from runtime.draws import choose_by_draw
 from runtime.streams import Completion
@@ -60,9 +60,26 @@ class RoutingTable:
         device: str | torch.device = "cpu",
         most_copies: int = MOST_COPIES,
         topology: Topology | None = None,
+        extra_slots: int = 0,
     ) -> None:
+        """
+        Args:
+            placement: that serves first.
+            max_replicas: Rmax, of all placements to come.
+            source_node: whose shares are read, where they depend on it.
+            device: of the tensors.
+            most_copies: runs of adjacent layers that are copied one by one.
+            topology: makes room for what a split of each batch needs.
+            extra_slots: of each rank, beyond those that a placement fills. Slots are numbered as in
+                ``topology.widened(extra_slots)``.
+
+        Raises:
+            ConfigError: extra slots without a topology.
+        """
+        if extra_slots and topology is None:
+            raise ConfigError(f"found {extra_slots} extra slots and no topology, expected both")
         shape = (2, placement.num_experts, max_replicas)
-        self._rank_of_slot = None if topology is None else topology.rank_of_slot
+        self._topology, self.extra_slots = topology, extra_slots
         self._split_shape = _split_shape(placement, max_replicas, topology)
         num_words = math.prod(shape)
         words = num_words + sum(math.prod(size) for size in self._split_shape.values())
@@ -95,6 +112,8 @@ class RoutingTable:
         """
         chosen = sorted(layers)
         slots, cumulative = _lookup(placement, self.source_node)
+        if self.extra_slots and self._topology is not None:
+            slots = self._topology.renumbered(slots, self.extra_slots)
         room, found = self.slots.shape[2], slots.shape[2]
         if found > room:
             raise PlacementError(
@@ -119,7 +138,7 @@ class RoutingTable:
         return prepared
 
     def _prepare_split(self, placement: Placement, layers: list[int], words: torch.Tensor) -> None:
-        if self._rank_of_slot is None:
+        if self._topology is None:
             return
         named = _named(words, self._split_shape)
         num_split, ways = self._split_shape["rank"]
@@ -127,10 +146,13 @@ class RoutingTable:
             layout = split_layout(
                 placement.expert_to_slots[layer],
                 placement.slot_share[layer],
-                self._rank_of_slot,
+                self._topology.rank_of_slot,
                 num_split=num_split,
                 ways=ways,
             )
+            if self.extra_slots:
+                slot = self._topology.renumbered(layout.slot, self.extra_slots)
+                layout = replace(layout, slot=slot)
             for name, tensor in named.items():
                 tensor[place] = torch.from_numpy(np.asarray(getattr(layout, name)))
 

@@ -114,3 +114,26 @@ def test_table_with_a_topology_routes_as_one_without() -> None:
     without.load(SWAPPED, [0])
     experts = routed(0, 3)
     assert torch.equal(with_split.choose(0, experts, salt=5), without.choose(0, experts, salt=5))
+
+
+def test_table_with_extra_slots_numbers_slots_as_the_wider_dispatch_does() -> None:
+    wide = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY, extra_slots=2)
+    plain = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY)
+    assert TOPOLOGY.widened(2).num_slots == 15
+    experts = torch.cat([routed(0, 1), torch.tensor([[-1, 4]])])
+
+    chosen = wide.choose(0, experts, salt=3)
+
+    slot = plain.choose(0, experts, salt=3)
+    assert torch.equal(chosen, torch.where(slot < 0, slot, slot + 2 * (slot // 3)))
+    assert torch.equal(
+        wide.split["slot"],
+        torch.where(
+            plain.split["slot"] < 0, -1, plain.split["slot"] // 3 * 5 + plain.split["slot"] % 3
+        ),
+    )
+
+
+def test_extra_slots_without_a_topology_are_refused() -> None:
+    with pytest.raises(ConfigError, match="found 1 extra slots and no topology"):
+        RoutingTable(PLACEMENT, max_replicas=3, extra_slots=1)
