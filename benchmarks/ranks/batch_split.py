@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from eplb import Placement, Topology, plan
-from eplb.shares.batch import MOST_WAYS, ROUNDS, rank_load_of, split_batch, split_layout
+from eplb.shares.batch import MOST_WAYS, ROUNDS, SplitRule, split_batch, split_layout
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
@@ -172,7 +172,7 @@ def judge(case: Case, tokens: int, rounds: int, order: str) -> Iterator[Judged]:
             mean = counts.sum() / case.num_ranks
             per_slot = counts[placement.slot_to_expert[layer]] * share
             planned = np.bincount(rank_of, per_slot).max()
-            split = rank_load_of(counts, layout, split_batch(counts, layout, rounds=rounds)).max()
+            split = split_batch(counts, layout, SplitRule(rounds=rounds)).rank_load.max()
             yield Judged(
                 planned / mean, split / mean, optimum(counts, ranks, case.num_ranks) / mean
             )
@@ -327,7 +327,7 @@ def realised(
     split: BatchSplit, table: RoutingTable, layer: int, total: Ints, topology: Topology
 ) -> float:
     """Tokens of the busiest rank by the boundaries that the kernel wrote."""
-    ends = split.up_to.cpu().numpy().astype(np.int64)
+    ends = split.batch.up_to.cpu().numpy().astype(np.int64)
     expert = table.split["expert"][layer].cpu().numpy()
     rank = table.split["rank"][layer].cpu().numpy()
     fixed = table.split["fixed"][layer].cpu().numpy()
@@ -379,7 +379,7 @@ def rows_of_slots(
     )
     planned = counts[placement.slot_to_expert[layer]] * placement.slot_share[layer]
     split = planned.copy()
-    parts = split_batch(counts, layout)
+    parts = split_batch(counts, layout).tokens
     used = layout.slot >= 0
     split[layout.slot[used]] = parts[used]
     return planned, split

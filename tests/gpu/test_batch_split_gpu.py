@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,14 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import MOST_WAYS, rank_load_of, split_batch, split_layout
+from eplb.shares.batch import MOST_WAYS, split_batch, split_layout
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
 from runtime.batch_split import BatchSplit
+from runtime.peer_counts import PeerCounts
 from runtime.routing import RoutingTable
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +41,7 @@ def popularity() -> NDArray[np.float64]:
 
 def split_load(split: BatchSplit, table: RoutingTable, totals: NDArray[np.int64]) -> int:
     """Tokens of the busiest rank by the boundaries on the device."""
-    ends = split.up_to.cpu().numpy().astype(np.int64)
+    ends = split.batch.up_to.cpu().numpy().astype(np.int64)
     layout = {name: one[0].cpu().numpy() for name, one in table.split.items()}
     fixed = np.where(layout["fixed"] >= 0, totals[layout["fixed"]], 0) * layout["fixed_share"]
     load = fixed.sum(axis=1)
@@ -59,7 +62,7 @@ def reference_load(placement: Placement, topology: Topology, totals: NDArray[np.
         num_split=topology.num_slots - EXPERTS,
         ways=MOST_WAYS,
     )
-    return float(rank_load_of(totals, layout, split_batch(totals, layout)).max())
+    return float(split_batch(totals, layout).rank_load.max())
 
 
 @RANKS
@@ -141,3 +144,97 @@ def test_split_over_all_sources_sends_each_replica_what_its_boundaries_say() -> 
     load = received.reshape(8, 36).sum(axis=1)
     assert load.sum() == 8 * TOKENS * TOP_K
     assert load.max() <= split_load(split, table, counts.sum(axis=0)) + 1
+
+
+def test_ranks_that_exchange_over_memory_split_each_batch_as_gathered_counts_do() -> None:
+    # Eight ranks on one GPU, a stream each, whose kernels wait for each other's words; of a graph
+    # each, as decode has it.
+    topology, num_ranks, steps = Topology.uniform(1, 8, 36), 8, 12
+    placement = random_placement(topology, 4)
+    words = torch.zeros((num_ranks, 2, EXPERTS + num_ranks), dtype=torch.int64, device="cuda")
+    peers = [one.data_ptr() for one in words]
+    rng = np.random.default_rng(2)
+    shape = (steps, num_ranks, TOKENS, TOP_K)
+    batches = torch.from_numpy(rng.choice(EXPERTS, shape, p=popularity()))
+    batches[3, 5] = -1  # a rank without tokens
+    given = torch.stack(
+        [
+            torch.stack([torch.bincount(b[b >= 0], minlength=EXPERTS) for b in one])
+            for one in batches.flatten(2)
+        ]
+    ).to(dtype=torch.int32, device="cuda")
+    experts = [torch.zeros((TOKENS, TOP_K), dtype=torch.int64, device="cuda") for _ in peers]
+    plain = torch.zeros((num_ranks, EXPERTS), dtype=torch.int32, device="cuda")
+    tables, exchanges, splits, graphs, chosen = [], [], [], [], []
+    for rank in range(num_ranks):
+        tables.append(RoutingTable(placement, max_replicas=8, device="cuda", topology=topology))
+        exchanges.append(PeerCounts(words[rank], peers))
+        splits.append(
+            BatchSplit(
+                tables[rank],
+                exchanges[rank],
+                source=rank,
+                num_sources=num_ranks,
+                max_pairs=TOKENS * TOP_K,
+            )
+        )
+    streams = [torch.cuda.Stream() for _ in peers]
+
+    def on_all(run: Callable[[int], None]) -> None:
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                run(rank)
+        torch.cuda.synchronize()
+
+    on_all(lambda rank: chosen.append(splits[rank].slots(0, experts[rank])))  # compiled
+    chosen.clear()
+    for rank, stream in enumerate(streams):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            chosen.append(splits[rank].slots(0, experts[rank]))
+        graphs.append(graph)
+
+    def gathered(counts: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(plain)
+
+    reference = BatchSplit(
+        tables[0], gathered, source=0, num_sources=num_ranks, max_pairs=TOKENS * TOP_K
+    )
+    reference.slots(0, experts[0])
+    for step in range(steps):
+        for rank in range(num_ranks):
+            experts[rank].copy_(batches[step, rank])
+        on_all(lambda rank: graphs[rank].replay())
+        plain.copy_(given[step])
+        wanted = reference.slots(0, experts[0])
+        assert [one.late() for one in exchanges] == [""] * num_ranks
+        assert torch.equal(chosen[0], wanted)
+        for split in splits:
+            assert torch.equal(split.batch.totals, reference.batch.totals)
+            assert torch.equal(split.batch.sent, reference.batch.sent)
+            assert torch.equal(split.batch.up_to, reference.batch.up_to)
+        assert splits[5].switches() == reference.switches()
+        for rank in range(num_ranks):
+            valid = batches[step, rank] >= 0
+            found = chosen[rank].cpu()
+            assert (
+                placement.slot_to_expert[0, found[valid]] == batches[step, rank][valid].numpy()
+            ).all()
+            assert (found[~valid] == -1).all()
+    assert not words.any(), "every word was read and cleared"
+
+
+def test_rank_whose_peer_does_not_come_splits_by_its_own_counts() -> None:
+    topology = Topology.uniform(1, 8, 36)
+    placement = random_placement(topology, 4)
+    table = RoutingTable(placement, max_replicas=8, device="cuda", topology=topology)
+    words = torch.zeros((8, 2, EXPERTS + 8), dtype=torch.int64, device="cuda")
+    exchange = PeerCounts(words[0], [one.data_ptr() for one in words], deadline_s=0.2)
+    split = BatchSplit(table, exchange, source=0, num_sources=8, max_pairs=TOKENS * TOP_K)
+    batch = np.random.default_rng(1).choice(EXPERTS, (TOKENS, TOP_K), p=popularity())
+
+    slots = split.slots(0, torch.from_numpy(batch).cuda()).cpu()
+
+    assert (placement.slot_to_expert[0, slots] == batch).all()
+    assert "1 exchanges of counts were not complete within 0.2 s" in exchange.late()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.shares.batch import rank_load_of, split_batch, split_layout
+from eplb.shares.batch import split_batch, split_layout
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.routing import RoutingTable
 
@@ -56,7 +56,7 @@ def rank_load_by_reference(placement: Placement, counts: np.ndarray[Any, Any]) -
         num_split=3,
         ways=8,
     )
-    return float(rank_load_of(counts, layout, split_batch(counts, layout)).max())
+    return float(split_batch(counts, layout).rank_load.max())
 
 
 def test_ranks_split_one_batch_exactly_before_and_after_a_swap(run_ranks: RunRanks) -> None:
