@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
@@ -17,9 +18,11 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_split import BatchSplit
+from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.group.launch import launch
 from runtime.peer_counts import PeerCounts
 from runtime.routing import RoutingTable
+from tests.gpu.parts import needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 EXPERTS, TOP_K, TOKENS, SOURCE = 256, 8, 300, 5
@@ -238,3 +241,35 @@ def test_rank_whose_peer_does_not_come_splits_by_its_own_counts() -> None:
 
     assert (placement.slot_to_expert[0, slots] == batch).all()
     assert "1 exchanges of counts were not complete within 0.2 s" in exchange.late()
+
+
+def run_exchange(rank: int, num_ranks: int) -> list[list[int]]:
+    """Slots of three batches by counts over peer memory, and totals of the last."""
+    assert dist.group.WORLD is not None
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    topology = Topology.uniform(1, num_ranks, 300 // num_ranks)
+    placement = random_placement(topology, 4)
+    table = RoutingTable(placement, max_replicas=num_ranks, device=device, topology=topology)
+    exchange = PeerCounts.join(EXPERTS, dist.group.WORLD, device)
+    pairs = TOKENS * TOP_K
+    split = BatchSplit(table, exchange, source=rank, num_sources=num_ranks, max_pairs=pairs)
+    by_group = BatchSplit(
+        table,
+        all_gather_counts(dist.group.WORLD),
+        source=rank,
+        num_sources=num_ranks,
+        max_pairs=pairs,
+    )
+    rng = np.random.default_rng(rank)
+    wrong = []
+    for _ in range(3):
+        batch = torch.from_numpy(rng.choice(EXPERTS, (TOKENS, TOP_K), p=popularity())).to(device)
+        wrong.append([int((split.slots(0, batch) != by_group.slots(0, batch)).sum())])
+    assert exchange.late() == ""
+    return wrong
+
+
+@needs_two_gpus
+def test_two_gpus_that_exchange_over_memory_choose_as_by_all_gather() -> None:
+    for wrong in launch(run_exchange, min(4, torch.cuda.device_count()), deadline_s=120):
+        assert wrong == [[0], [0], [0]]
