@@ -26,6 +26,7 @@ from eplb.errors import ConfigError
 from eplb.shares.batch import PLANNED, SplitLayout, SplitRule, SplitSwitch, split_batch
 from runtime.peer_counts import PeerCounts
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
+from runtime.streams import Completion
 
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]  # own counts [E] -> gathered [N, E]
 
@@ -46,7 +47,8 @@ class BatchSplit:
     """Chooses the slot of every token by the counts of the batch.
 
     Buffers have fixed addresses and shapes, for CUDA graphs. A layer whose batches gain too little
-    follows the planned shares for a while: ``SplitSwitch``.
+    follows the planned shares for a while: ``SplitSwitch``. Of an eager pass it is left out then,
+    with its exchange; of a captured one its rounds are.
 
     Raises:
         ConfigError: the table was made without a topology, or peers exchange counts on a CPU.
@@ -80,6 +82,7 @@ class BatchSplit:
         self._counts = torch.zeros(num_experts, dtype=int32, device=device)
         self._gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
         self._switches = [SplitSwitch()] * num_layers
+        self._num_slots = table.split["fed_by"][0].numel()
         if device.type != "cuda":
             if isinstance(exchange, PeerCounts):
                 raise ConfigError("found peer memory on a CPU, expected an exchange over a group")
@@ -91,7 +94,7 @@ class BatchSplit:
         self.batch = batch_split.BatchTensors(
             counts=self._counts,
             blocks=torch.zeros(
-                (batch_counts.most_blocks(max_pairs), num_experts), dtype=int32, device=device
+                (batch_counts.num_blocks(max_pairs), num_experts), dtype=int32, device=device
             ),
             starts=torch.zeros_like(self._counts),
             totals=torch.zeros_like(self._counts),
@@ -101,10 +104,25 @@ class BatchSplit:
         )
         self._saved = torch.zeros(num_layers, device=device)
         self._seen = torch.zeros(num_layers, dtype=int32, device=device)
+        self._passes = _Passes(self._seen, self._rule.num_off)
         self._layers = [
             batch_split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
             for layer in range(num_layers)
         ]
+
+    def is_on(self, layer: int, experts: torch.Tensor) -> bool:
+        """Whether this batch of a layer is split; alike on all sources.
+
+        To be called once for each batch and layer, before ``slots``.
+        """
+        if not experts.is_cuda:
+            switch = self._switches[layer]
+            if not switch.is_on:
+                self._switches[layer] = switch.after(0.0, self._rule)
+            return switch.is_on
+        if torch.cuda.is_current_stream_capturing():
+            return experts.numel() * len(self._gathered) >= self._rule.least_rows * self._num_slots
+        return self._passes.is_on(layer)
 
     def slots(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
         """Slots [T, K] for experts [T, K]; EMPTY for padding.
@@ -201,3 +219,44 @@ class BatchSplit:
         planned = table.slots[layer][used, torch.where(row == PLANNED, replica, 0)]
         chosen = torch.where(row >= 0, slot, planned).to(torch.int64)
         return chosen.masked_fill_(~is_expert, EMPTY).view_as(experts)
+
+
+class _Passes:
+    """Which layers an eager pass leaves out: by the switches as they stood LAG passes ago.
+
+    The device decides by the counts that all ranks have alike, so every rank reads the same
+    switches after the same pass, and none waits for its device to do so.
+    """
+
+    LAG = 2
+
+    def __init__(self, seen: torch.Tensor, num_off: int) -> None:
+        self._seen, self._num_off = seen, max(num_off, self.LAG + 1)
+        self._copies = [torch.zeros(len(seen), dtype=seen.dtype).pin_memory() for _ in range(3)]
+        self._arrived: list[Completion | None] = [None] * len(self._copies)
+        self._until = [0] * len(seen)  # the pass that splits the layer again
+        self._number, self._first = 0, -1
+
+    def is_on(self, layer: int) -> bool:
+        """Whether this pass splits the layer; a call for the first layer begins a pass."""
+        if self._first < 0:
+            self._first = layer
+        if layer == self._first:
+            self._begin()
+        return self._number >= self._until[layer]
+
+    def _begin(self) -> None:
+        self._number += 1
+        at, before = (
+            number % len(self._copies) for number in (self._number, self._number - self.LAG)
+        )
+        self._copies[at].copy_(self._seen, non_blocking=True)
+        self._arrived[at] = Completion(is_cuda=True)
+        arrived = self._arrived[before]
+        if arrived is None:
+            return
+        arrived.wait()
+        for layer, seen in enumerate(self._copies[before].tolist()):
+            if seen < 0 and self._number >= self._until[layer]:
+                self._until[layer] = self._number + self._num_off
+                self._seen[layer].zero_()  # on again when it is split the next time

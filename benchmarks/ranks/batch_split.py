@@ -29,7 +29,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +247,8 @@ def placed(load: NDArray[np.float64], topology: Topology) -> Placement:
 
 def show_device() -> None:
     """Print one line for each shape and size, and check every slot of the last layer."""
+    # Before the first use of the device: ranks that wait for each other need a queue each.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     print(torch.cuda.get_device_name(), torch.__version__)
     print(f"{'experts, slots/ranks':24}{'tokens':>7}{'draw':>8}", end="")
     print(f"{'count':>8}{'split':>8}{'choose':>8}{'all':>8}{'off':>8}{'exchanged':>10}", end="")
@@ -343,6 +345,12 @@ def new_split(
     )
 
 
+@cache
+def _streams() -> list[torch.cuda.Stream]:
+    """One for each rank; made once, so that no two share a queue of the device."""
+    return [torch.cuda.Stream() for _ in range(RANKS_AT_ONCE)]
+
+
 def exchanged(
     table: RoutingTable, load: NDArray[np.float64], tokens: int, top_k: int, replays: int = 60
 ) -> list[float]:
@@ -352,7 +360,7 @@ def exchanged(
         (RANKS_AT_ONCE, 2, num_experts + RANKS_AT_ONCE), dtype=torch.int64, device="cuda"
     )
     peers = [one.data_ptr() for one in words]
-    streams = [torch.cuda.Stream() for _ in peers]
+    streams = _streams()
     graphs, exchanges, splits = [], [], []
     batches = [drawn(load, tokens, top_k, seed=rank) for rank in range(RANKS_AT_ONCE)]
     for rank in range(RANKS_AT_ONCE):
@@ -367,6 +375,7 @@ def exchanged(
                 rule=ALWAYS,
             )
         )
+    torch.cuda.synchronize()  # what they read was made on another stream
     for rank, stream in enumerate(streams):  # compiled, all at once: they wait for each other
         with torch.cuda.stream(stream):
             splits[rank].slots(0, batches[rank][0])

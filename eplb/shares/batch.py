@@ -153,6 +153,7 @@ class SplitRule:
     worth: float = 110.0  # tokens of the busiest rank that a split must save; -inf: always on
     num_tried: int = 8  # batches after which it is judged, of each layer by itself
     num_off: int = 256  # batches until it is tried again
+    least_rows: int = 128  # of a slot, below which a captured graph holds no split
 
 
 @dataclass(frozen=True)

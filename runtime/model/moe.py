@@ -68,7 +68,7 @@ class MoELayer:
 
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
         Replicas are chosen exactly evenly from an integer ``salt``, or drawn from seeds [L] on the
-        device, which a CUDA graph reads anew at each replay. With a ``split`` they follow the
+        device, which a CUDA graph reads anew at each replay. Where a ``split`` is on they follow the
         batch's own counts, and the salt says nothing.
         """
         slots = self._slots(chosen, salt)
@@ -102,7 +102,7 @@ class MoELayer:
         return output if shared is None else output + shared
 
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
-        if self.split is not None:
+        if self.split is not None and self.split.is_on(self.layer, chosen):
             return self.split.slots(self.layer, chosen)
         if isinstance(salt, torch.Tensor):
             return self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
