@@ -68,8 +68,8 @@ class MoELayer:
 
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
         Replicas are chosen exactly evenly from an integer ``salt``, or drawn from seeds [L] on the
-        device, which a CUDA graph reads anew at each replay. Where a ``split`` is on they follow the
-        batch's own counts, and the salt says nothing.
+        device, which a CUDA graph reads anew at each replay. Where a ``split`` is on they follow
+        the batch's own counts, and the salt says nothing.
         """
         slots = self._slots(chosen, salt)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
