@@ -177,6 +177,8 @@ def collect_totals(
         missing = tl.sum((~arrived & (e < NUM_EXPERTS)).to(tl.int32), axis=0)
         missing += tl.sum((~has_sent & (s < NUM_SOURCES)).to(tl.int32), axis=0)
         polls += 1
+        # Without it a warp may begin the next look while another still reads this one's sum.
+        tl.debug_barrier()
     mask = (tl.full((1,), 1, tl.int64) << EARLIER) - 1
     total, earlier = (word & mask).to(tl.int32), ((word >> EARLIER) & mask).to(tl.int32)
     arrived_tokens = (of_source & mask).to(tl.int32)
