@@ -25,6 +25,7 @@ from eplb.errors import ConfigError
 from eplb.shares.batch import PLANNED, ROUNDS, SplitLayout, split_batch
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 
+NO_END = 2**31 - 1  # of the last way: no position is past it
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]  # own counts [E] -> gathered [N, E]
 
 
@@ -70,20 +71,20 @@ class BatchSplit:
         """
         if not table.split:
             raise ConfigError("the routing table has no topology, expected one to split batches")
-        self._table, self._exchange, self._source = table, exchange, source
+        self.table, self._exchange, self._source = table, exchange, source
         self._rounds = rounds
         num_experts, device = table.slots.shape[1], table.slots.device
         int32 = torch.int32
         self._counts = torch.zeros(num_experts, dtype=int32, device=device)
         self._gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
-        self._starts, self._totals = (torch.zeros_like(self._counts) for _ in range(2))
+        self.starts, self.totals = (torch.zeros_like(self._counts) for _ in range(2))
         self.up_to = torch.zeros(table.split["rank"].shape[1:], dtype=int32, device=device)
         if device.type == "cuda":
             from runtime.kernels import batch_split
 
             self._kernels = batch_split
             blocks = (batch_split.num_blocks(max_pairs, 1), num_experts)
-            self._blocks = torch.zeros(blocks, dtype=int32, device=device)
+            self.blocks = torch.zeros(blocks, dtype=int32, device=device)
             self._layers = [
                 batch_split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
                 for layer in range(len(table.slots))
@@ -107,7 +108,7 @@ class BatchSplit:
 
     def count(self, experts: torch.Tensor) -> None:
         """First part on a device: this source's counts, which are exchanged next."""
-        self._kernels.count_experts(experts, self._blocks, self._counts)
+        self._kernels.count_experts(experts, self.blocks, self._counts)
 
     def split(self, layer: int, gathered: torch.Tensor) -> None:
         """Second part on a device: where each replica's tokens end, in ``up_to``."""
@@ -115,23 +116,23 @@ class BatchSplit:
             self._layers[layer],
             gathered,
             self._source,
-            self._starts,
-            self._totals,
+            self.starts,
+            self.totals,
             self.up_to,
             rounds=self._rounds,
         )
 
     def choose(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
         """Third part on a device: the slots."""
-        chosen, table = torch.empty_like(experts), self._table
+        chosen, table = torch.empty_like(experts), self.table
         self._kernels.choose_by_split(
             self._layers[layer],
             table.slots[layer],
             table.cumulative[layer],
             experts,
-            self._blocks,
-            self._starts,
-            self._totals,
+            self.blocks,
+            self.starts,
+            self.totals,
             self.up_to,
             self._counts,
             chosen,
@@ -139,8 +140,20 @@ class BatchSplit:
         )
         return chosen
 
+    def layout(self, layer: int) -> SplitLayout:
+        """Of a layer as the table has it now, on a CPU."""
+        named = {name: one[layer].numpy() for name, one in self.table.split.items()}
+        return SplitLayout(**{name: one for name, one in named.items() if name != "num_turns"})
+
+    def positions(self, experts: torch.Tensor) -> torch.Tensor:
+        """[T, K] numbers of the tokens among all sources' tokens of their expert, on a CPU."""
+        is_expert = (experts >= 0) & (experts < len(self.totals))
+        used = torch.where(is_expert, experts, 0)
+        nth, _ = position_among_equals(torch.where(is_expert, experts, EMPTY).flatten())
+        return self.starts.to(torch.int64)[used] + nth.view_as(experts)
+
     def _on_host(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
-        table = self._table
+        table = self.table
         num_experts = table.slots.shape[1]
         flat = experts.flatten()
         is_expert = (flat >= 0) & (flat < num_experts)
@@ -148,19 +161,17 @@ class BatchSplit:
         found = torch.bincount(flat[is_expert], minlength=num_experts)
         self._counts.copy_(found)
         self._exchange(self._counts, self._gathered)
-        totals = self._gathered.sum(dim=0)
-        starts = self._gathered[: self._source].sum(dim=0)
-        layout = SplitLayout(
-            **{name: one[layer].numpy() for name, one in table.split.items() if name != "num_turns"}
-        )
+        self.totals.copy_(self._gathered.sum(dim=0))
+        self.starts.copy_(self._gathered[: self._source].sum(dim=0))
+        layout, totals = self.layout(layer), self.totals.to(torch.int64)
         split = split_batch(totals.numpy(), layout, rounds=self._rounds)
         used = torch.where(is_expert, flat, 0)
-        nth, _ = position_among_equals(torch.where(is_expert, flat, EMPTY))
-        position = starts[used] + nth
+        position = self.positions(experts).flatten()
         row = torch.from_numpy(layout.row.astype(np.int64))[used]
         size = (layout.rank >= 0).sum(axis=1)
         ends = np.floor(np.cumsum(split, axis=1) + 0.5)
-        ends[np.arange(ends.shape[1]) + 1 >= size[:, None]] = np.inf
+        ends[np.arange(ends.shape[1]) + 1 >= size[:, None]] = NO_END
+        self.up_to.copy_(torch.from_numpy(ends))
         way = (torch.from_numpy(ends)[row.clamp(min=0)] <= position[:, None]).sum(dim=1)
         slot = torch.from_numpy(layout.slot)[row.clamp(min=0), way.clamp(max=ends.shape[1] - 1)]
         draw = (position * SHARE_ONE // totals[used].clamp(min=1)).clamp(max=SHARE_ONE - 1)

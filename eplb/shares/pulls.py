@@ -28,6 +28,7 @@ from eplb.shares.batch import SplitLayout
 
 NUM_LEVELS = 16
 NO_SLOT = -1
+MASK = 2**31 - 1
 Ints = NDArray[np.int64]
 
 
@@ -160,3 +161,16 @@ def moved_by_slot(pulls: Pulls, per_rank: int) -> Ints:
     is_pulled = pulls.source != NO_SLOT
     np.add.at(moved.reshape(-1), pulls.source[is_pulled], (pulls.end - pulls.first)[is_pulled])
     return moved
+
+
+def pulls_digest(pulls: Pulls, slots: SlotTokens) -> int:
+    """31 bits of what every spare slot serves. Ranks that differ in it would mix up experts.
+
+    Runs of tokens are not in it: a token that another run would take meets its expert all the same.
+    """
+    is_pulled = pulls.source != NO_SLOT
+    expert = slots.expert.reshape(-1)[np.maximum(pulls.source, 0)]
+    served = np.where(is_pulled, expert * slots.expert.size + pulls.source + 1, 0).reshape(-1)
+    mixed = (served * 0x9E3779B1 + np.arange(served.size) * 0x85EBCA6B) & MASK
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & MASK
+    return int((mixed ^ (mixed >> 12)).sum()) & MASK
