@@ -29,6 +29,7 @@ from eplb.shares.batch import SplitLayout
 NUM_LEVELS = 16
 NO_SLOT = -1
 MASK = 2**31 - 1
+ODD = (0x9E3779B1, 0x2C1B3C6D, 0x297A2D39)
 Ints = NDArray[np.int64]
 
 
@@ -164,13 +165,11 @@ def moved_by_slot(pulls: Pulls, per_rank: int) -> Ints:
 
 
 def pulls_digest(pulls: Pulls, slots: SlotTokens) -> int:
-    """31 bits of what every spare slot serves. Ranks that differ in it would mix up experts.
-
-    Runs of tokens are not in it: a token that another run would take meets its expert all the same.
-    """
-    is_pulled = pulls.source != NO_SLOT
+    """31 bits of what every spare slot serves: its source, the expert there, the run of tokens."""
     expert = slots.expert.reshape(-1)[np.maximum(pulls.source, 0)]
-    served = np.where(is_pulled, expert * slots.expert.size + pulls.source + 1, 0).reshape(-1)
-    mixed = (served * 0x9E3779B1 + np.arange(served.size) * 0x85EBCA6B) & MASK
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & MASK
-    return int((mixed ^ (mixed >> 12)).sum()) & MASK
+    served = expert * slots.expert.size + pulls.source + 1
+    words = np.stack([served, pulls.first, pulls.end], axis=-1).reshape(-1, 3)
+    mixed = (words @ np.array(ODD) + np.arange(len(words)) * ODD[0]) & MASK
+    mixed = ((mixed ^ (mixed >> 15)) * ODD[1]) & MASK
+    is_pulled = pulls.source.reshape(-1) != NO_SLOT
+    return int(np.where(is_pulled, mixed ^ (mixed >> 12), 0).sum()) & MASK

@@ -22,7 +22,7 @@ Rules, and what breaks without them (``benchmarks.pulls`` explores them, and bre
    freed, which also waits until all ranks have applied it) overwrites nothing that is read. This
    holds for the last layer of a step too, after which no exchange of counts follows.
 4. **The spare records are those of one layer at a time.** The next pull begins after the product
-   that reads them. Without: weights change under a product.
+   that reads them. By rule 1 it does: a rank's next exchange follows that product in stream order.
 5. **The spare product begins after the pull.** The product of the resident slots does not wait.
 6. **All ranks decide alike, and say so.** Pieces are a function of the gathered counts, the table
    and the rule. Where ranks differ, tokens reach a spare slot with another expert; before pulls
