@@ -15,6 +15,7 @@ Shapes:  E experts, N sources (ranks that route), T tokens, K top-k, M experts t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from eplb.core.placement import EMPTY
 from eplb.errors import ConfigError
 from eplb.shares.batch import PLANNED, ROUNDS, SplitLayout, split_batch
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
+
+if TYPE_CHECKING:
+    from runtime.kernels.batch_split import LayerSplit
 
 NO_END = 2**31 - 1  # of the last way: no position is past it
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]  # own counts [E] -> gathered [N, E]
@@ -139,6 +143,10 @@ class BatchSplit:
             table.strays,
         )
         return chosen
+
+    def layer_split(self, layer: int) -> LayerSplit:
+        """Of a layer as the table has it, on a device."""
+        return self._layers[layer]
 
     def layout(self, layer: int) -> SplitLayout:
         """Of a layer as the table has it now, on a CPU."""

@@ -29,7 +29,7 @@ from eplb.shares.batch import SplitLayout
 NUM_LEVELS = 16
 NO_SLOT = -1
 MASK = 2**31 - 1
-ODD = (0x9E3779B1, 0x2C1B3C6D, 0x297A2D39)
+ODD = (0x1E3779B1, 0x2C1B3C6D, 0x297A2D39)
 Ints = NDArray[np.int64]
 
 
@@ -112,7 +112,8 @@ def plan_pulls(slots: SlotTokens, domain: Ints, rule: PullRule) -> Pulls:
     """
     load = slots.tokens.sum(axis=1)
     most, fair = int(load.max()), -(-int(load.sum()) // max(1, int((domain >= 0).sum())))
-    levels = [fair + (most - fair) * k * k // NUM_LEVELS**2 for k in range(NUM_LEVELS)]
+    above = max(0, most - fair)
+    levels = [fair + above * k * k // NUM_LEVELS**2 for k in range(NUM_LEVELS)]
     tried = [pulls_at(level, slots, domain, rule) for level in levels]
     # Of equal ones the highest level: it has the fewest pieces.
     best = min(reversed(tried), key=lambda one: one.busiest)

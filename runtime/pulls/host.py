@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from eplb.core.topology import Topology
-from eplb.errors import BrokenGroup, ConfigError, RankError
+from eplb.errors import BrokenGroup, RankError
 from eplb.shares.pulls import (
     NO_SLOT,
     Ints,
@@ -25,6 +25,7 @@ from eplb.shares.pulls import (
 from runtime.batch_split import BatchSplit, Exchange
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import first_sentence
+from runtime.pulls.layer import check_extra_slots
 from runtime.pulls.readers import Read
 
 FAILED = -1  # in place of a digest: this rank could not pull
@@ -68,16 +69,10 @@ class HostPulls:
         exchange: Exchange,
         counter: SlotCounter,
     ) -> None:
-        found = split.table.extra_slots
-        if found != rule.spare_slots:
-            raise ConfigError(
-                f"the routing table has {found} extra slots, expected {rule.spare_slots}, those of "
-                "the pull rule"
-            )
+        check_extra_slots(split, rule)
         self._split, self._rank, self._domain, self._rule = split, rank, domain, rule
         self._reader, self._exchange, self._counter = reader, exchange, counter
-        wide = topology.widened(rule.spare_slots)
-        self._first_slot, self._slots_of_rank = wide.first_slot, topology.slots_of_rank
+        self._topology = topology
         self._per_rank = int(topology.slots_of_rank.max())
         self._words = torch.zeros((topology.num_ranks, 1), dtype=torch.int32)
         self._layer, self._word = -1, 0
@@ -91,9 +86,9 @@ class HostPulls:
         self._layer, self._word = layer, pulls_digest(pulls, served)
         self._reader.begin(layer, self._reads(pulls))
         moved = moved_by_slot(pulls, self._per_rank)[self._rank]
-        mine = int(self._slots_of_rank[self._rank])
+        mine = int(self._topology.slots_of_rank[self._rank])
         self._counter.add_sampled(layer, torch.from_numpy(moved[:mine]))
-        return self._redirected(pulls, self._split.positions(experts), slots)
+        return redirected(pulls, self._topology, self._split.positions(experts), slots)
 
     def _reads(self, pulls: Pulls) -> list[Read]:
         return [
@@ -101,18 +96,6 @@ class HostPulls:
             for spare, source in enumerate(pulls.source[self._rank])
             if source != NO_SLOT
         ]
-
-    def _redirected(
-        self, pulls: Pulls, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        given, redirected = slots, slots.clone()
-        for taker, spare in np.argwhere(pulls.source != NO_SLOT):
-            giver, place = divmod(int(pulls.source[taker, spare]), self._per_rank)
-            is_taken = given == int(self._first_slot[giver]) + place
-            is_taken &= positions >= int(pulls.first[taker, spare])
-            is_taken &= positions < int(pulls.end[taker, spare])
-            redirected[is_taken] = int(self._first_slot[taker] + self._slots_of_rank[taker] + spare)
-        return redirected
 
     def close_layer(self) -> None:
         """See ``runtime.pulls.layer.Pulls``."""
@@ -137,3 +120,26 @@ class HostPulls:
                 f"{where}: ranks decided different pulls (digests {words}), expected one: their "
                 "counts, tables or pull rules differ"
             )
+
+
+def redirected(
+    pulls: Pulls, topology: Topology, positions: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """Slots [T, K] of the wider dispatch, where tokens of the pulled runs go to spare slots.
+
+    Args:
+        pulls: of the layer.
+        topology: of the placement, without spare slots.
+        positions: [T, K] numbers of the tokens among all sources' tokens of their expert.
+        slots: [T, K] as the split chose them, in the numbers of the wider dispatch.
+    """
+    first_slot = topology.widened(pulls.source.shape[1]).first_slot
+    per_rank = int(topology.slots_of_rank.max())
+    changed = slots.clone()
+    for taker, spare in np.argwhere(pulls.source != NO_SLOT):
+        giver, place = divmod(int(pulls.source[taker, spare]), per_rank)
+        is_taken = slots == int(first_slot[giver]) + place
+        is_taken &= positions >= int(pulls.first[taker, spare])
+        is_taken &= positions < int(pulls.end[taker, spare])
+        changed[is_taken] = int(first_slot[taker] + topology.slots_of_rank[taker] + spare)
+    return changed

@@ -6,6 +6,9 @@ from typing import Protocol
 
 import torch
 
+from eplb.errors import ConfigError
+from eplb.shares.pulls import PullRule
+from runtime.batch_split import BatchSplit
 from runtime.dispatch.all_to_all import Received
 from runtime.model.compute import PartExperts
 
@@ -30,6 +33,20 @@ class Pulls(Protocol):
             BrokenGroup: a pull failed or missed its deadline, on all ranks alike; a peer died.
             RankError: ranks decided differently, on all ranks alike.
         """
+
+
+def check_extra_slots(split: BatchSplit, rule: PullRule) -> None:
+    """Refuse a table whose slots are numbered for another number of spare slots.
+
+    Raises:
+        ConfigError: it is.
+    """
+    found = split.table.extra_slots
+    if found != rule.spare_slots:
+        raise ConfigError(
+            f"the routing table has {found} extra slots, expected {rule.spare_slots}, those of the "
+            "pull rule"
+        )
 
 
 class PulledExperts:
