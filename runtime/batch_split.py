@@ -1,6 +1,6 @@
 """Replicas chosen by the batch's own counts, between the router and the dispatch.
 
-    router -> count -> all-gather of counts [E] -> split -> slots -> dispatch
+    router -> count -> exchange of counts [E] -> split -> slots -> dispatch
 
 A plan from history knows the experts' mean load, and a batch differs from it. The replicas that the
 placement has are split anew for each batch and layer, by the counts of all ranks. No weight moves.
@@ -8,13 +8,14 @@ placement has are split anew for each batch and layer, by the counts of all rank
 Every rank splits by what it gathered. Were the counts of two ranks to differ, tokens would still go
 to replicas of their expert: the balance suffers, the output does not.
 
-Shapes:  E experts, N sources (ranks that route), T tokens, K top-k, M experts that are split,
-         W ways.
+Shapes:  L MoE layers, E experts, N sources (ranks that route), T tokens, K top-k, R ranks,
+         M experts that are split, W ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,8 +24,10 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY
 from eplb.errors import ConfigError
-from eplb.shares.batch import PLANNED, ROUNDS, SplitLayout, split_batch
+from eplb.shares.batch import PLANNED, SplitLayout, SplitRule, SplitSwitch, split_batch
+from runtime.peer_counts import PeerCounts
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
+from runtime.streams import Completion
 
 if TYPE_CHECKING:
     from runtime.kernels.batch_split import LayerSplit
@@ -48,21 +51,23 @@ def all_gather_counts(group: dist.ProcessGroup) -> Exchange:
 class BatchSplit:
     """Chooses the slot of every token by the counts of the batch.
 
-    Buffers have fixed addresses and shapes, for CUDA graphs.
+    Buffers have fixed addresses and shapes, for CUDA graphs. A layer whose batches gain too little
+    follows the planned shares for a while: ``SplitSwitch``. Of an eager pass it is left out then,
+    with its exchange; of a captured one its rounds are.
 
     Raises:
-        ConfigError: the table was made without a topology.
+        ConfigError: the table was made without a topology, or peers exchange counts on a CPU.
     """
 
     def __init__(
         self,
         table: RoutingTable,
-        exchange: Exchange,
+        exchange: Exchange | PeerCounts,
         *,
         source: int,
         num_sources: int,
         max_pairs: int,
-        rounds: int = ROUNDS,
+        rule: SplitRule | None = None,
     ) -> None:
         """
         Args:
@@ -71,28 +76,61 @@ class BatchSplit:
             source: this rank among them.
             num_sources: N.
             max_pairs: most tokens times top-k of a batch.
-            rounds: of the waterfill.
+            rule: alike on all ranks; None: the default one.
         """
         if not table.split:
             raise ConfigError("the routing table has no topology, expected one to split batches")
         self.table, self._exchange, self._source = table, exchange, source
-        self._rounds = rounds
-        num_experts, device = table.slots.shape[1], table.slots.device
-        int32 = torch.int32
+        self._rule = rule or SplitRule()
+        num_layers, num_experts = table.slots.shape[:2]
+        device, int32 = table.slots.device, torch.int32
         self._counts = torch.zeros(num_experts, dtype=int32, device=device)
         self._gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
-        self.starts, self.totals = (torch.zeros_like(self._counts) for _ in range(2))
-        self.up_to = torch.zeros(table.split["rank"].shape[1:], dtype=int32, device=device)
-        if device.type == "cuda":
-            from runtime.kernels import batch_split
+        self._switches = [SplitSwitch()] * num_layers
+        self._num_slots = table.split["fed_by"][0].numel()
+        if device.type != "cuda":
+            if isinstance(exchange, PeerCounts):
+                raise ConfigError("found peer memory on a CPU, expected an exchange over a group")
+            # What a batch leaves, as ``BatchTensors`` on a device.
+            self.totals, self.starts = (torch.zeros_like(self._counts) for _ in range(2))
+            self.up_to = torch.zeros(table.split["rank"].shape[1:], dtype=int32)
+            return
+        from runtime.kernels import batch_counts, batch_split
 
-            self._kernels = batch_split
-            blocks = (batch_split.num_blocks(max_pairs, 1), num_experts)
-            self.blocks = torch.zeros(blocks, dtype=int32, device=device)
-            self._layers = [
-                batch_split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
-                for layer in range(len(table.slots))
-            ]
+        self._counting, self._kernels = batch_counts, batch_split
+        num_ranks = table.split["fed_by"].shape[1]
+        self.batch = batch_split.BatchTensors(
+            counts=self._counts,
+            blocks=torch.zeros(
+                (batch_counts.num_blocks(max_pairs), num_experts), dtype=int32, device=device
+            ),
+            starts=torch.zeros_like(self._counts),
+            totals=torch.zeros_like(self._counts),
+            sent=torch.zeros(num_sources, dtype=int32, device=device),
+            up_to=torch.zeros(table.split["rank"].shape[1:], dtype=int32, device=device),
+            rank_load=torch.zeros(num_ranks, device=device),
+        )
+        self._saved = torch.zeros(num_layers, device=device)
+        self._seen = torch.zeros(num_layers, dtype=int32, device=device)
+        self._passes = _Passes(self._seen, self._rule.num_off)
+        self._layers = [
+            batch_split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
+            for layer in range(num_layers)
+        ]
+
+    def is_on(self, layer: int, experts: torch.Tensor) -> bool:
+        """Whether this batch of a layer is split; alike on all sources.
+
+        To be called once for each batch and layer, before ``slots``.
+        """
+        if not experts.is_cuda:
+            switch = self._switches[layer]
+            if not switch.is_on:
+                self._switches[layer] = switch.after(0.0, self._rule)
+            return switch.is_on
+        if torch.cuda.is_current_stream_capturing():
+            return experts.numel() * len(self._gathered) >= self._rule.least_rows * self._num_slots
+        return self._passes.is_on(layer)
 
     def slots(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
         """Slots [T, K] for experts [T, K]; EMPTY for padding.
@@ -100,30 +138,47 @@ class BatchSplit:
         Every source calls it for the same layers in the same order, as a dispatch. An id that is no
         expert's is EMPTY and counted in ``RoutingTable.strays``.
         """
-        if experts.is_cuda:
-            return self._on_device(layer, experts)
-        return self._on_host(layer, experts)
-
-    def _on_device(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
+        if not experts.is_cuda:
+            return self._on_host(layer, experts)
         self.count(experts)
-        self._exchange(self._counts, self._gathered)
+        if not isinstance(self._exchange, PeerCounts):
+            self._exchange(self._counts, self._gathered)
         self.split(layer, self._gathered)
         return self.choose(layer, experts)
 
+    def switches(self) -> list[SplitSwitch]:
+        """Of each layer, whether its batches are split. Waits for the device."""
+        if self._counts.is_cuda:
+            both = zip(self._saved.tolist(), self._seen.tolist(), strict=True)
+            return [SplitSwitch(saved, seen) for saved, seen in both]
+        return list(self._switches)
+
     def count(self, experts: torch.Tensor) -> None:
-        """First part on a device: this source's counts, which are exchanged next."""
-        self._kernels.count_experts(experts, self.blocks, self._counts)
+        """First part on a device: this source's counts, which peers get or are exchanged next."""
+        exchange = self._exchange
+        if isinstance(exchange, PeerCounts):
+            exchange.check(len(self.batch.sent), len(self._counts))
+            self._counting.count_experts(
+                experts,
+                self.batch.blocks,
+                self._counts,
+                turn=exchange.tensors.turn,
+                peers=exchange.tensors.peers,
+                source=self._source,
+            )
+        else:
+            self._counting.count_experts(experts, self.batch.blocks, self._counts)
 
     def split(self, layer: int, gathered: torch.Tensor) -> None:
-        """Second part on a device: where each replica's tokens end, in ``up_to``."""
+        """Second part on a device: where each replica's tokens end, in ``batch.up_to``."""
+        exchange = self._exchange
         self._kernels.split_batch(
             self._layers[layer],
-            gathered,
+            self.batch,
+            (self._saved[layer:], self._seen[layer:]),
             self._source,
-            self.starts,
-            self.totals,
-            self.up_to,
-            rounds=self._rounds,
+            exchanged=exchange.tensors if isinstance(exchange, PeerCounts) else gathered,
+            rule=self._rule,
         )
 
     def choose(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
@@ -131,14 +186,9 @@ class BatchSplit:
         chosen, table = torch.empty_like(experts), self.table
         self._kernels.choose_by_split(
             self._layers[layer],
-            table.slots[layer],
-            table.cumulative[layer],
+            (table.slots[layer], table.cumulative[layer]),
             experts,
-            self.blocks,
-            self.starts,
-            self.totals,
-            self.up_to,
-            self._counts,
+            self.batch,
             chosen,
             table.strays,
         )
@@ -168,16 +218,20 @@ class BatchSplit:
         table.strays += (flat >= num_experts).sum()
         found = torch.bincount(flat[is_expert], minlength=num_experts)
         self._counts.copy_(found)
+        assert not isinstance(self._exchange, PeerCounts), "refused when this was made"
         self._exchange(self._counts, self._gathered)
         self.totals.copy_(self._gathered.sum(dim=0))
         self.starts.copy_(self._gathered[: self._source].sum(dim=0))
         layout, totals = self.layout(layer), self.totals.to(torch.int64)
-        split = split_batch(totals.numpy(), layout, rounds=self._rounds)
+        switch = self._switches[layer]
+        rule = self._rule if switch.is_on else replace(self._rule, rounds=0)
+        made = split_batch(totals.numpy(), layout, rule)
+        self._switches[layer] = switch.after(made.saved, self._rule)
         used = torch.where(is_expert, flat, 0)
         position = self.positions(experts).flatten()
         row = torch.from_numpy(layout.row.astype(np.int64))[used]
         size = (layout.rank >= 0).sum(axis=1)
-        ends = np.floor(np.cumsum(split, axis=1) + 0.5)
+        ends = np.floor(np.cumsum(made.tokens, axis=1) + 0.5)
         ends[np.arange(ends.shape[1]) + 1 >= size[:, None]] = NO_END
         self.up_to.copy_(torch.from_numpy(ends))
         way = (torch.from_numpy(ends)[row.clamp(min=0)] <= position[:, None]).sum(dim=1)
@@ -187,3 +241,44 @@ class BatchSplit:
         planned = table.slots[layer][used, torch.where(row == PLANNED, replica, 0)]
         chosen = torch.where(row >= 0, slot, planned).to(torch.int64)
         return chosen.masked_fill_(~is_expert, EMPTY).view_as(experts)
+
+
+class _Passes:
+    """Which layers an eager pass leaves out: by the switches as they stood LAG passes ago.
+
+    The device decides by the counts that all ranks have alike, so every rank reads the same
+    switches after the same pass, and none waits for its device to do so.
+    """
+
+    LAG = 2
+
+    def __init__(self, seen: torch.Tensor, num_off: int) -> None:
+        self._seen, self._num_off = seen, max(num_off, self.LAG + 1)
+        self._copies = [torch.zeros(len(seen), dtype=seen.dtype).pin_memory() for _ in range(3)]
+        self._arrived: list[Completion | None] = [None] * len(self._copies)
+        self._until = [0] * len(seen)  # the pass that splits the layer again
+        self._number, self._first = 0, -1
+
+    def is_on(self, layer: int) -> bool:
+        """Whether this pass splits the layer; a call for the first layer begins a pass."""
+        if self._first < 0:
+            self._first = layer
+        if layer == self._first:
+            self._begin()
+        return self._number >= self._until[layer]
+
+    def _begin(self) -> None:
+        self._number += 1
+        at, before = (
+            number % len(self._copies) for number in (self._number, self._number - self.LAG)
+        )
+        self._copies[at].copy_(self._seen, non_blocking=True)
+        self._arrived[at] = Completion(is_cuda=True)
+        arrived = self._arrived[before]
+        if arrived is None:
+            return
+        arrived.wait()
+        for layer, seen in enumerate(self._copies[before].tolist()):
+            if seen < 0 and self._number >= self._until[layer]:
+                self._until[layer] = self._number + self._num_off
+                self._seen[layer].zero_()  # on again when it is split the next time

@@ -27,7 +27,7 @@ SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
 # Runs of adjacent layers that are copied one by one. Each is a launch, which takes a GPU far longer
 # than the copy itself (64 kB for a layer of 256 experts x 32 replicas), so few of them.
 MOST_COPIES = 2
-FLOATS = frozenset({"fixed_share"})  # among words that are integers otherwise
+FLOATS = frozenset({"fixed_share", "share"})  # among words that are integers otherwise
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,7 @@ def _split_shape(
         "turn": (num_split,),
         "rank": (num_split, ways),
         "slot": (num_split, ways),
+        "share": (num_split, ways),
         "fed_by": slots,
         "fixed": slots,
         "fixed_share": slots,

@@ -35,13 +35,13 @@ from numpy.typing import NDArray
 from benchmarks.experts_uneven import in_turns
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import MOST_WAYS, ROUNDS
 from eplb.shares.pulls import NO_SLOT, PullRule, SlotTokens, moved_by_slot, plan_pulls
+from runtime.batch_split import BatchSplit
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.kernels import pull_plan
 from runtime.kernels import pulls as kernels
-from runtime.kernels.batch_split import LayerSplit, count_experts, num_blocks, split_batch
+from runtime.kernels.batch_counts import count_experts, num_blocks
 from runtime.model.compute import GroupedExperts
 from runtime.pulls.layer import PulledExperts
 from runtime.routing import RoutingTable
@@ -99,12 +99,12 @@ def show_plan() -> None:
                 topology=topology,
                 extra_slots=spares,
             )
-            layer = LayerSplit(**{name: one[0] for name, one in table.split.items()})
             counts = rng.multinomial(256 * topology.num_slots, share / share.sum())
             gathered = torch.from_numpy(counts[None].astype(np.int32)).cuda()
-            starts, totals = torch.zeros((2, EXPERTS), dtype=torch.int32, device=CUDA)
-            up_to = torch.zeros(layer.rank.shape, dtype=torch.int32, device=CUDA)
-            split_batch(layer, gathered, 0, starts, totals, up_to, rounds=ROUNDS)
+            split = BatchSplit(
+                table, lambda own, to: None, source=0, num_sources=1, max_pairs=TOP_K
+            )
+            split.split(0, gathered)
             ranks = pull_plan.Ranks.on(
                 CUDA, topology, np.zeros(num_ranks, np.int64), spares, [0] * num_ranks
             )
@@ -112,7 +112,15 @@ def show_plan() -> None:
             decided = pull_plan.Decided.on(CUDA, num_ranks * spares)
             counter = torch.zeros(per_rank + spares, dtype=torch.int32, device=CUDA)
             run = functools.partial(
-                pull_plan.plan_pulls, layer, totals, up_to, ranks, rule, 0, counter, decided
+                pull_plan.plan_pulls,
+                split.layer_split(0),
+                split.batch.totals,
+                split.batch.up_to,
+                ranks,
+                rule,
+                0,
+                counter,
+                decided,
             )
             us = alone(run)
             fair = counts.sum() / num_ranks
@@ -137,7 +145,7 @@ def show_redirect() -> None:
     for tokens in (32, 256, 1024, 4096):
         experts = torch.randint(EXPERTS, (tokens, TOP_K), device=CUDA)
         slots = experts + experts // 9
-        blocks = torch.zeros((num_blocks(tokens, TOP_K), EXPERTS), dtype=torch.int32, device=CUDA)
+        blocks = torch.zeros((num_blocks(tokens * TOP_K), EXPERTS), dtype=torch.int32, device=CUDA)
         counts, starts = torch.zeros((2, EXPERTS), dtype=torch.int32, device=CUDA)
         count_experts(experts, blocks, counts)
         run = functools.partial(kernels.redirect, experts, blocks, starts, ranks, decided, 9, slots)
@@ -314,7 +322,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     args = parser.parse_args()
     torch.manual_seed(SEED)
-    print(torch.cuda.get_device_name(), torch.__version__, f"most ways {MOST_WAYS}")
+    print(torch.cuda.get_device_name(), torch.__version__)
     peer = bank_of(LAYER_SLOTS)
     if "plan" in args.parts:
         show_plan()

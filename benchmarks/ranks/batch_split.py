@@ -11,7 +11,10 @@ hold the given tokens of each rank, in recorded order (one request after another
 32, beside each other: each token goes to the experts that it had in all of them.
 
 "device" times the kernels on one GPU, in a CUDA graph of 58 layers, against the draw that they
-replace. The exchange of counts is timed apart, by NCCL, under torchrun:
+replace: each kernel, all of them without an exchange ("all"), and with eight ranks on that GPU that
+exchange counts over memory ("exchanged": a graph on a stream of its own each, all at once; what
+NVLink adds is not in it). "off" is a layer whose switch is off. The exchange over a collective is
+timed apart, by NCCL, under torchrun:
 
     torchrun --nproc-per-node 2 -m benchmarks.ranks.batch_split exchange
 
@@ -22,10 +25,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -33,16 +37,19 @@ import torch
 from numpy.typing import NDArray
 
 from eplb import Placement, Topology, plan
-from eplb.shares.batch import MOST_WAYS, ROUNDS, rank_load_of, split_batch, split_layout
-from runtime.batch_split import BatchSplit, all_gather_counts
+from eplb.shares.batch import MOST_WAYS, ROUNDS, SplitRule, split_batch, split_layout
+from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.model.compute import Experts, GroupedExperts
+from runtime.peer_counts import PeerCounts
 from runtime.routing import RoutingTable
 
 DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 Ints = NDArray[np.int64]
 MOST_WINDOWS, NUM_HISTORY, GRAPH_LAYERS = 8, 8, 58
+RANKS_AT_ONCE, HELD_CYCLES = 8, 20_000_000
+ALWAYS, NEVER = SplitRule(worth=-math.inf), SplitRule(worth=math.inf, num_tried=1, num_off=10**6)
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,7 @@ def judge(case: Case, tokens: int, rounds: int, order: str) -> Iterator[Judged]:
             mean = counts.sum() / case.num_ranks
             per_slot = counts[placement.slot_to_expert[layer]] * share
             planned = np.bincount(rank_of, per_slot).max()
-            split = rank_load_of(counts, layout, split_batch(counts, layout, rounds=rounds)).max()
+            split = split_batch(counts, layout, SplitRule(rounds=rounds)).rank_load.max()
             yield Judged(
                 planned / mean, split / mean, optimum(counts, ranks, case.num_ranks) / mean
             )
@@ -240,9 +247,12 @@ def placed(load: NDArray[np.float64], topology: Topology) -> Placement:
 
 def show_device() -> None:
     """Print one line for each shape and size, and check every slot of the last layer."""
+    # Before the first use of the device: ranks that wait for each other need a queue each.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     print(torch.cuda.get_device_name(), torch.__version__)
     print(f"{'experts, slots/ranks':24}{'tokens':>7}{'draw':>8}", end="")
-    print(f"{'count':>8}{'split':>8}{'choose':>8}{'all':>8}{'added':>8}{'split/LP':>10}")
+    print(f"{'count':>8}{'split':>8}{'choose':>8}{'all':>8}{'off':>8}{'exchanged':>10}", end="")
+    print(f"{'p99':>8}{'added':>8}{'split/LP':>10}")
     for num_experts, top_k, num_ranks, num_slots in (
         (32, 4, 8, 40),
         (32, 4, 32, 64),
@@ -289,28 +299,26 @@ def timed_line(
         .numpy()
     )
     given = torch.from_numpy(counts.transpose(1, 0, 2).astype(np.int32)).cuda().contiguous()
-    split = BatchSplit(
-        table,
-        lambda own, gathered: None,
-        source=0,
-        num_sources=num_sources,
-        max_pairs=tokens * top_k,
-    )
+    split = new_split(table, lambda own, gathered: None, num_sources, tokens * top_k, ALWAYS)
+    off = new_split(table, lambda own, gathered: None, num_sources, tokens * top_k, NEVER)
     seed = torch.ones(1, dtype=torch.int64, device="cuda")
+
+    def whole(layer: int, split: BatchSplit = split) -> None:
+        split.count(batches[layer])
+        split.split(layer, given[layer])
+        split.choose(layer, batches[layer])
+
     parts = (
         lambda layer: table.draw(layer, batches[layer], seed),
         lambda layer: split.count(batches[layer]),
         lambda layer: split.split(layer, given[layer]),
         lambda layer: split.choose(layer, batches[layer]),
+        whole,
+        lambda layer: whole(layer, off),
     )
     middle = [float(np.median(replayed(part))) for part in parts]
-
-    def whole(layer: int) -> None:
-        split.count(batches[layer])
-        split.split(layer, given[layer])
-        split.choose(layer, batches[layer])
-
-    middle.append(float(np.median(replayed(whole))))
+    together = exchanged(table, load, tokens, top_k)
+    middle += [float(np.median(together)), float(np.quantile(together, 0.99))]
     gaps = []
     for layer in range(0, GRAPH_LAYERS, 7):
         total = counts[:, layer].sum(axis=0)
@@ -319,15 +327,91 @@ def timed_line(
         held = placement.expert_to_slots[layer]
         ranks = [np.unique(topology.rank_of_slot[slots[slots >= 0]]) for slots in held]
         gaps.append(found / optimum(total, ranks, topology.num_ranks))
-    figures = "".join(f"{one:8.1f}" for one in (*middle, middle[-1] - middle[0]))
-    return f"{figures}{max(gaps):10.4f}"
+    figures = "".join(f"{one:8.1f}" for one in middle[:6])
+    added = middle[6] - middle[0]
+    return f"{figures}{middle[6]:10.1f}{middle[7]:8.1f}{added:8.1f}{max(gaps):10.4f}"
+
+
+def new_split(
+    table: RoutingTable,
+    exchange: Exchange | PeerCounts,
+    num_sources: int,
+    pairs: int,
+    rule: SplitRule,
+) -> BatchSplit:
+    """Of source 0."""
+    return BatchSplit(
+        table, exchange, source=0, num_sources=num_sources, max_pairs=pairs, rule=rule
+    )
+
+
+@cache
+def _streams() -> list[torch.cuda.Stream]:
+    """One for each rank; made once, so that no two share a queue of the device."""
+    return [torch.cuda.Stream() for _ in range(RANKS_AT_ONCE)]
+
+
+def exchanged(
+    table: RoutingTable, load: NDArray[np.float64], tokens: int, top_k: int, replays: int = 60
+) -> list[float]:
+    """Microseconds of a layer of the first of several ranks that exchange counts over memory."""
+    num_experts = load.shape[1]
+    words = torch.zeros(
+        (RANKS_AT_ONCE, 2, num_experts + RANKS_AT_ONCE), dtype=torch.int64, device="cuda"
+    )
+    peers = [one.data_ptr() for one in words]
+    streams = _streams()
+    graphs, exchanges, splits = [], [], []
+    batches = [drawn(load, tokens, top_k, seed=rank) for rank in range(RANKS_AT_ONCE)]
+    for rank in range(RANKS_AT_ONCE):
+        exchanges.append(PeerCounts(words[rank], peers))
+        splits.append(
+            BatchSplit(
+                table,
+                exchanges[rank],
+                source=rank,
+                num_sources=RANKS_AT_ONCE,
+                max_pairs=tokens * top_k,
+                rule=ALWAYS,
+            )
+        )
+    torch.cuda.synchronize()  # what they read was made on another stream
+    for rank, stream in enumerate(streams):  # compiled, all at once: they wait for each other
+        with torch.cuda.stream(stream):
+            splits[rank].slots(0, batches[rank][0])
+    torch.cuda.synchronize()
+    for rank, stream in enumerate(streams):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for layer in range(GRAPH_LAYERS):
+                splits[rank].slots(layer, batches[rank][layer])
+        graphs.append(graph)
+    times = []
+    for _ in range(replays):
+        begin, end, gate = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(HELD_CYCLES)  # until all graphs are launched: they start together
+        gate.record()
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                gate.wait()
+                if rank == 0:
+                    begin.record()
+                graphs[rank].replay()
+                if rank == 0:
+                    end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / GRAPH_LAYERS)
+    for one in exchanges:
+        if one.late():
+            raise RuntimeError(one.late())
+    return sorted(times)
 
 
 def realised(
     split: BatchSplit, table: RoutingTable, layer: int, total: Ints, topology: Topology
 ) -> float:
     """Tokens of the busiest rank by the boundaries that the kernel wrote."""
-    ends = split.up_to.cpu().numpy().astype(np.int64)
+    ends = split.batch.up_to.cpu().numpy().astype(np.int64)
     expert = table.split["expert"][layer].cpu().numpy()
     rank = table.split["rank"][layer].cpu().numpy()
     fixed = table.split["fixed"][layer].cpu().numpy()
@@ -379,7 +463,7 @@ def rows_of_slots(
     )
     planned = counts[placement.slot_to_expert[layer]] * placement.slot_share[layer]
     split = planned.copy()
-    parts = split_batch(counts, layout)
+    parts = split_batch(counts, layout).tokens
     used = layout.slot >= 0
     split[layout.slot[used]] = parts[used]
     return planned, split

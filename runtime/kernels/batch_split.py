@@ -1,12 +1,12 @@
-"""Three kernels that send a batch's tokens to replicas by the batch's own counts.
+"""Two kernels that send a batch's tokens to replicas by the batch's own counts.
 
-    count_experts -> (all-gather of the counts) -> split_batch -> choose_by_split
+    count_experts -> (exchange of the counts) -> split_batch -> choose_by_split
 
 ``split_batch`` repeats ``eplb.shares.batch.split_batch``, in one program: the layer's split is too
-small for more.
+small for more. ``runtime/kernels/batch_counts.py`` has what comes before.
 
 Shapes:  E experts, M experts that are split, W ways, R ranks, C slots of a rank, N sources (ranks
-         that route), T tokens, K top-k, B blocks of ``PAIRS_PER_PROGRAM`` (token, k) pairs.
+         that route), T tokens, K top-k, B blocks of (token, k) pairs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from eplb.shares.batch import CLOSE, FILLS, PAST_LEVEL, PLANNED, SETTLED
-from runtime.kernels.launch import check, describe, kernel
+from eplb.shares.batch import CLOSE, FILLS, PAST_LEVEL, PLANNED, SETTLED, SplitRule
+from runtime.kernels.batch_counts import (
+    PAIRS_PER_PROGRAM,
+    collect_totals,
+    gather_totals,
+    num_blocks,
+)
+from runtime.kernels.launch import check, check_int32, describe, kernel
 
-PAIRS_PER_PROGRAM = 64  # measured on an H200: at 32 tokens 2 us less than with 128
 SOURCES_AT_ONCE = 32
-BLOCKS_AT_ONCE = 8
+BLOCKS_AT_ONCE = 32
 SHARE_ONE = 65536
 
 
@@ -30,7 +35,7 @@ SHARE_ONE = 65536
 class LayerSplit:
     """Tensors of one layer on the device: ``eplb.shares.batch.SplitLayout`` and room for results.
 
-    All are contiguous int32, ``fixed_share`` is float32; entries of nothing are -1.
+    All are contiguous int32, shares are float32; entries of nothing are -1.
     """
 
     row: torch.Tensor  # [E]
@@ -38,86 +43,101 @@ class LayerSplit:
     turn: torch.Tensor  # [M]
     rank: torch.Tensor  # [M, W]
     slot: torch.Tensor  # [M, W]
+    share: torch.Tensor  # [M, W]
     fed_by: torch.Tensor  # [R, C]
     fixed: torch.Tensor  # [R, C]
     fixed_share: torch.Tensor  # [R, C]
     num_turns: torch.Tensor  # [1]
 
 
-def num_blocks(num_tokens: int, top_k: int) -> int:
-    """Blocks B of a batch."""
-    return int(triton.cdiv(num_tokens * top_k, PAIRS_PER_PROGRAM))
+@dataclass(frozen=True)
+class BatchTensors:
+    """What the kernels of one batch leave for each other. Contiguous int32 except ``rank_load``."""
+
+    counts: torch.Tensor  # [E] tokens of this rank; zeros between batches
+    blocks: torch.Tensor  # [at least B, E] and of each block of its pairs
+    starts: torch.Tensor  # [E] tokens of the sources before this one
+    totals: torch.Tensor  # [E] tokens of all sources
+    sent: torch.Tensor  # [N] (token, k) pairs of each source, of an exchange over peer memory
+    up_to: torch.Tensor  # [M, W] position up to which a way takes tokens; none is past the last
+    rank_load: torch.Tensor  # [R] float32, tokens of each rank
 
 
-def count_experts(experts: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor) -> None:
-    """Count the tokens of each expert.
+@dataclass(frozen=True)
+class PeerTensors:
+    """What the exchange over peer memory needs."""
 
-    Args:
-        experts: [T, K] int64 expert ids; others than 0..E-1 are not counted.
-        blocks: [at least B, E] int32, filled with the counts of each block.
-        counts: [E] int32, zeros, to which the counts are added.
-    """
-    _check_int32(blocks=blocks, counts=counts)
-    check(
-        experts.is_contiguous() and experts.dtype == torch.int64, describe(experts), "int64 [T, K]"
-    )
-    programs = num_blocks(*experts.shape)
-    check(len(blocks) >= programs, f"blocks {describe(blocks)}", f"at least {programs} rows")
-    if programs:
-        _count[(programs,)](
-            experts,
-            blocks,
-            counts,
-            experts.numel(),
-            NUM_EXPERTS=len(counts),
-            BINS=triton.next_power_of_2(len(counts)),
-            PAIRS=PAIRS_PER_PROGRAM,
-        )
+    words: torch.Tensor  # [2, E + N] int64 of this rank
+    peers: torch.Tensor  # [N] int64, addresses of all ranks' words
+    turn: torch.Tensor  # [2] int32, the number of exchanges so far, and zero
+    late: torch.Tensor  # [1] int32, exchanges that missed their deadline
+    most_polls: int  # of a wait
 
 
 def split_batch(
     layer: LayerSplit,
-    gathered: torch.Tensor,
+    batch: BatchTensors,
+    switch: tuple[torch.Tensor, torch.Tensor],
     source: int,
-    starts: torch.Tensor,
-    totals: torch.Tensor,
-    up_to: torch.Tensor,
     *,
-    rounds: int,
+    exchanged: torch.Tensor | PeerTensors,
+    rule: SplitRule,
 ) -> None:
     """Split the tokens of all sources among the ranks of each expert.
 
     Args:
         layer: of the placement that serves.
-        gathered: [N, E] int32 counts of each source.
-        source: this rank's row of ``gathered``.
-        starts: [E] int32, filled with the tokens of the sources before this one.
-        totals: [E] int32, filled with the tokens of all sources.
-        up_to: [M, W] int32, filled with the position up to which a way takes an expert's tokens;
-            no position is past the last way.
-        rounds: as in ``eplb.shares.batch.split_batch``.
+        batch: ``counts`` are read; ``starts``, ``totals``, ``sent``, ``up_to`` and ``rank_load``
+            are filled.
+        switch: ``saved`` [1] float32 and ``seen`` [1] int32 of the layer's ``SplitSwitch``.
+        source: this rank's number among the sources.
+        exchanged: [N, E] int32 counts of each source, or the words that the sources add to.
+        rule: as in ``eplb.shares.batch.split_batch``.
     """
-    _check_int32(gathered=gathered, starts=starts, totals=totals, up_to=up_to)
-    check(up_to.shape == layer.rank.shape, f"up_to {describe(up_to)}", f"{describe(layer.rank)}")
+    check(
+        batch.up_to.shape == layer.rank.shape,
+        f"up_to {describe(batch.up_to)}",
+        f"{describe(layer.rank)}",
+    )
     num_split, ways = layer.rank.shape
     num_ranks, slots_per_rank = layer.fed_by.shape
+    num_sources, num_experts = len(batch.sent), len(batch.counts)
+    by_words = isinstance(exchanged, PeerTensors)
+    if isinstance(exchanged, PeerTensors):
+        words, late, most_polls = exchanged.words, exchanged.late, exchanged.most_polls
+        turn, sources = exchanged.turn, triton.next_power_of_2(num_sources)
+    else:
+        check_int32(gathered=exchanged)
+        words = turn = late = exchanged
+        most_polls, sources = 0, min(SOURCES_AT_ONCE, triton.next_power_of_2(num_sources))
     _split[(1,)](
         layer.expert,
         layer.turn,
         layer.rank,
+        layer.share,
         layer.fed_by,
         layer.fixed,
         layer.fixed_share,
         layer.num_turns,
-        gathered,
+        words,
+        turn,
+        late,
+        most_polls,
         source,
-        starts,
-        totals,
-        up_to,
-        NUM_SOURCES=len(gathered),
-        NUM_EXPERTS=gathered.shape[1],
-        EXPERTS=triton.next_power_of_2(gathered.shape[1]),
-        SOURCES=min(SOURCES_AT_ONCE, triton.next_power_of_2(len(gathered))),
+        batch.counts,
+        batch.starts,
+        batch.totals,
+        batch.sent,
+        batch.up_to,
+        batch.rank_load,
+        *switch,
+        rule.worth,
+        rule.least,
+        BY_WORDS=by_words,
+        NUM_SOURCES=num_sources,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        SOURCES=sources,
         NUM_SPLIT=num_split,
         SPLIT=triton.next_power_of_2(num_split),
         WAYS=ways,
@@ -125,53 +145,60 @@ def split_batch(
         RANKS=triton.next_power_of_2(num_ranks),
         NUM_SLOTS=slots_per_rank,
         SLOTS=triton.next_power_of_2(slots_per_rank),
-        ROUNDS=rounds,
+        ROUNDS=rule.rounds,
+        NUM_TRIED=rule.num_tried,
+        NUM_OFF=rule.num_off,
         PAST_LEVEL=PAST_LEVEL,
         FILLS=FILLS,
         CLOSE=CLOSE,
         SETTLED=SETTLED,
-        num_warps=2 if num_ranks <= 32 else 4,  # measured on an H200
+        num_warps=_warps(num_experts, num_ranks),
     )
+
+
+def _warps(num_experts: int, num_ranks: int) -> int:
+    """Of the split's one program, as measured on an H200: few threads have less to wait for."""
+    if num_experts <= 64:
+        return 1
+    return 4 if num_ranks <= 32 else 2
 
 
 def choose_by_split(
     layer: LayerSplit,
-    slots: torch.Tensor,
-    cumulative: torch.Tensor,
+    replicas: tuple[torch.Tensor, torch.Tensor],
     experts: torch.Tensor,
-    blocks: torch.Tensor,
-    starts: torch.Tensor,
-    totals: torch.Tensor,
-    up_to: torch.Tensor,
-    counts: torch.Tensor,
+    batch: BatchTensors,
     out: torch.Tensor,
     strays: torch.Tensor,
 ) -> None:
     """Write the slot of every (token, k) into ``out`` [T, K] int64; -1 for ids of no expert.
 
     An expert's tokens are numbered over all sources, and each way takes a run of them. Experts that
-    are not split follow the planned shares. ``counts`` are zeroed for the next batch.
+    are not split follow the planned shares. ``batch.counts`` are zeroed for the next batch.
+
+    Args:
+        replicas: the layer's slots and cumulative shares of a ``RoutingTable``, [E, Rmax] each.
     """
     check(experts.shape == out.shape, f"out {describe(out)}", f"{describe(experts)}")
-    num_pairs = experts.numel()
-    if num_pairs == 0:
-        return
-    _choose[(num_blocks(*experts.shape),)](
+    num_pairs, num_experts = experts.numel(), len(batch.totals)
+    slots, cumulative = replicas
+    # One program at least, which clears the counts.
+    _choose[(max(1, num_blocks(num_pairs)),)](
         layer.row,
         layer.slot,
         slots,
         cumulative,
         experts,
-        blocks,
-        starts,
-        totals,
-        up_to,
-        counts,
+        batch.blocks,
+        batch.starts,
+        batch.totals,
+        batch.up_to,
+        batch.counts,
         out,
         strays,
         num_pairs,
-        NUM_EXPERTS=len(totals),
-        EXPERTS=triton.next_power_of_2(len(totals)),
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
         REPLICAS=slots.shape[1],
         REPLICAS_PADDED=triton.next_power_of_2(slots.shape[1]),
         WAYS=layer.slot.shape[1],
@@ -182,49 +209,32 @@ def choose_by_split(
     )
 
 
-def _check_int32(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        check(
-            tensor.dtype == torch.int32 and tensor.is_contiguous(),
-            f"{name} {describe(tensor)}",
-            "contiguous int32",
-        )
-
-
-@kernel("num_pairs")
-def _count(
-    experts: tl.tensor,
-    blocks: tl.tensor,
-    counts: tl.tensor,
-    num_pairs: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
-    block = tl.program_id(0)
-    place = block * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.load(experts + place, mask=place < num_pairs, other=-1)
-    is_expert = (expert >= 0) & (expert < NUM_EXPERTS)
-    found = tl.histogram(expert.to(tl.int32), BINS, mask=is_expert)
-    bin_ = tl.arange(0, BINS)
-    tl.store(blocks + block * NUM_EXPERTS + bin_, found, mask=bin_ < NUM_EXPERTS)
-    tl.atomic_add(counts + bin_, found, mask=(bin_ < NUM_EXPERTS) & (found > 0))
-
-
-@kernel("source")
+@kernel("words", "most_polls", "source", "saved_of", "seen_of", "worth", "least")
 def _split(
     expert_of: tl.tensor,
     turn_of: tl.tensor,
     rank_of: tl.tensor,
+    share_of: tl.tensor,
     fed_by: tl.tensor,
     fixed_of: tl.tensor,
     fixed_share: tl.tensor,
     num_turns_of: tl.tensor,
-    gathered: tl.tensor,
+    words: tl.tensor,
+    exchanges: tl.tensor,
+    late: tl.tensor,
+    most_polls: tl.tensor,
     source: tl.tensor,
+    counts: tl.tensor,
     starts: tl.tensor,
     totals: tl.tensor,
+    sent: tl.tensor,
     up_to: tl.tensor,
+    rank_load: tl.tensor,
+    saved_of: tl.tensor,
+    seen_of: tl.tensor,
+    worth: tl.tensor,
+    least: tl.tensor,
+    BY_WORDS: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -237,6 +247,8 @@ def _split(
     NUM_SLOTS: tl.constexpr,
     SLOTS: tl.constexpr,
     ROUNDS: tl.constexpr,
+    NUM_TRIED: tl.constexpr,
+    NUM_OFF: tl.constexpr,
     PAST_LEVEL: tl.constexpr,
     FILLS: tl.constexpr,
     CLOSE: tl.constexpr,
@@ -259,14 +271,22 @@ def _split(
     share = tl.load(fixed_share + place, mask=is_place, other=0.0)
 
     e = tl.arange(0, EXPERTS)
-    total = tl.zeros((EXPERTS,), tl.int32)
-    earlier = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, NUM_SOURCES, SOURCES):
-        s = first + tl.arange(0, SOURCES)
-        is_count = (s < NUM_SOURCES)[:, None] & (e < NUM_EXPERTS)[None, :]
-        found = tl.load(gathered + s[:, None] * NUM_EXPERTS + e[None, :], mask=is_count, other=0)
-        total += tl.sum(found, axis=0)
-        earlier += tl.sum(tl.where((s < source)[:, None], found, 0), axis=0)
+    if BY_WORDS:
+        total, earlier = collect_totals(
+            words,
+            exchanges,
+            counts,
+            source,
+            sent,
+            late,
+            most_polls,
+            NUM_SOURCES,
+            SOURCES,
+            NUM_EXPERTS,
+            EXPERTS,
+        )
+    else:
+        total, earlier = gather_totals(words, source, NUM_SOURCES, NUM_EXPERTS, EXPERTS, SOURCES)
     tl.store(totals + e, total, mask=e < NUM_EXPERTS)
     tl.store(starts + e, earlier, mask=e < NUM_EXPERTS)
     tl.debug_barrier()  # the totals are read below by other threads than those that wrote them
@@ -278,13 +298,15 @@ def _split(
     tokens = tl.load(totals + expert, mask=expert >= 0, other=0).to(tl.float32)
     is_way = rank >= 0
     size = tl.maximum(tl.sum(is_way.to(tl.int32), axis=0), 1)
-    split = tl.where(is_way, (tokens / size.to(tl.float32))[None, :], 0.0)
+    split = tokens[None, :] * tl.load(share_of + way, mask=m < NUM_SPLIT, other=0.0)
     at_rank = tl.reshape(tl.maximum(rank, 0), (WAYS * SPLIT,))
     # From m * W + w, as the layout counts, to w * M + m, as the split lies here.
     at_feed = tl.reshape(tl.maximum(feeds % WAYS * SPLIT + feeds // WAYS, 0), (SLOTS * RANKS,))
     is_fed = feeds >= 0
-    number = 0
+    seen = tl.load(seen_of)
+    number = tl.where(seen < 0, ROUNDS, 0)
     before = mean * 0.0 - 1.0  # of no round
+    planned = before
     while number < ROUNDS:
         step = tl.where(number + 1 < ROUNDS, PAST_LEVEL, 1.0)
         current = 0
@@ -294,6 +316,7 @@ def _split(
             load = base + tl.sum(tl.where(is_fed, fed, 0.0), axis=0)
             if current == 0:
                 most = tl.max(load, axis=0)
+                planned = tl.where(number == 0, most, planned)
                 if (most <= enough) | (tl.abs(before - most) < SETTLED * most):
                     number = ROUNDS
                 before = most
@@ -307,12 +330,29 @@ def _split(
                 is_used = is_way & (others < level[None, :])
             target = tl.where(is_way, tl.maximum(level[None, :] - others, 0.0), 0.0)
             moved = tl.maximum(split + step * (target - split), 0.0)
+            is_largest = moved == tl.max(moved, axis=0)[None, :]
+            moved = tl.where((moved >= least) | is_largest, moved, 0.0)
             whole = tl.sum(moved, axis=0)
             moved *= (tokens / tl.where(whole > 0.0, whole, 1.0))[None, :]
             takes = (turn == current) & (number < ROUNDS)
             split = tl.where(takes[None, :], moved, split)
             current = tl.where(number < ROUNDS, current + 1, num_turns)
         number += 1
+
+    flat = tl.reshape(split, (WAYS * SPLIT,))
+    fed = tl.reshape(tl.gather(flat, at_feed, 0), (SLOTS, RANKS))
+    load = base + tl.sum(tl.where(is_fed, fed, 0.0), axis=0)
+    rank_at = tl.arange(0, RANKS)
+    tl.store(rank_load + rank_at, load, mask=rank_at < NUM_RANKS)
+    # As ``SplitSwitch.after``.
+    most = tl.max(load, axis=0)
+    saved = tl.where(planned < 0.0, 0.0, planned - most)  # negative: no expert is split
+    former = tl.load(saved_of)
+    saved = tl.where(seen == 0, saved, former + (saved - former) / NUM_TRIED)
+    tried = tl.minimum(seen + 1, NUM_TRIED)
+    fails = (tried == NUM_TRIED) & (saved < worth)
+    tl.store(saved_of, tl.where(seen < 0, 0.0, saved))
+    tl.store(seen_of, tl.where(seen < 0, seen + 1, tl.where(fails, -NUM_OFF, tried)))
 
     ends = (tl.cumsum(split, axis=0) + 0.5).to(tl.int32)
     ends = tl.where(w + 1 < size[None, :], ends, 2147483647)

@@ -50,6 +50,16 @@ def check_slots(starts: torch.Tensor, counts: torch.Tensor) -> None:
     )
 
 
+def check_int32(**tensors: torch.Tensor) -> None:
+    """Refuse tensors that are not contiguous int32."""
+    for name, tensor in tensors.items():
+        check(
+            tensor.dtype == torch.int32 and tensor.is_contiguous(),
+            f"{name} {describe(tensor)}",
+            "contiguous int32",
+        )
+
+
 def describe(tensor: torch.Tensor) -> str:
     """Type and shape, as error messages give them."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

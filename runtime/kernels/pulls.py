@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.batch_split import BLOCKS_AT_ONCE, PAIRS_PER_PROGRAM, num_blocks
+from runtime.kernels.batch_counts import PAIRS_PER_PROGRAM, num_blocks
+from runtime.kernels.batch_split import BLOCKS_AT_ONCE
 from runtime.kernels.launch import check, describe, kernel
 from runtime.kernels.pull_plan import Decided, Ranks
 
@@ -49,7 +50,7 @@ def redirect(
     if experts.numel() == 0:
         return
     num_spares = decided.source.numel()
-    _redirect[(num_blocks(*experts.shape),)](
+    _redirect[(num_blocks(experts.numel()),)](
         experts,
         blocks,
         starts,

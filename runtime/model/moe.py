@@ -70,8 +70,8 @@ class MoELayer:
 
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
         Replicas are chosen exactly evenly from an integer ``salt``, or drawn from seeds [L] on the
-        device, which a CUDA graph reads anew at each replay. With a ``split`` they follow the
-        batch's own counts, and the salt says nothing.
+        device, which a CUDA graph reads anew at each replay. Where a ``split`` is on they follow
+        the batch's own counts, and the salt says nothing.
         """
         slots = self._slots(chosen, salt)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
@@ -104,7 +104,7 @@ class MoELayer:
         return output if shared is None else output + shared
 
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
-        if self.split is not None:
+        if self.split is not None and self.split.is_on(self.layer, chosen):
             slots = self.split.slots(self.layer, chosen)
             return slots if self.pulls is None else self.pulls.redirect(self.layer, chosen, slots)
         if isinstance(salt, torch.Tensor):

@@ -71,21 +71,22 @@ class DevicePulls:
         self._decided = pull_plan.Decided.on(device, topology.num_ranks * rule.spare_slots)
         self._words = torch.zeros((topology.num_ranks, 1), dtype=torch.int32, device=device)
         self.differences = torch.zeros(1, dtype=torch.int32, device=device)
-        self._side = new_stream(device)
+        self._side, self._is_open = new_stream(device), False
 
     def redirect(self, layer: int, experts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """See ``runtime.pulls.layer.Pulls``."""
-        split, decided = self._split, self._decided
+        split, batch, decided = self._split, self._split.batch, self._decided
         self._plan(
             split.layer_split(layer),
-            split.totals,
-            split.up_to,
+            batch.totals,
+            batch.up_to,
             self._ranks,
             self._rule,
             self._rank,
             self._counter.row(layer),
             decided,
         )
+        self._is_open = True
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             self._kernels.pull(
@@ -94,10 +95,18 @@ class DevicePulls:
             self._exchange(decided.word, self._words)
             self._kernels.count_differences(self._words, self.differences)
         self._kernels.redirect(
-            experts, split.blocks, split.starts, self._ranks, decided, self._per_rank, slots
+            experts,
+            batch.blocks,
+            batch.starts,
+            self._ranks,
+            decided,
+            self._per_rank,
+            slots,
         )
         return slots
 
     def close_layer(self) -> None:
         """Make the compute stream wait for the side stream; the host continues."""
-        torch.cuda.current_stream().wait_stream(self._side)
+        if self._is_open:
+            torch.cuda.current_stream().wait_stream(self._side)
+        self._is_open = False

@@ -75,7 +75,7 @@ class HostPulls:
         self._topology = topology
         self._per_rank = int(topology.slots_of_rank.max())
         self._words = torch.zeros((topology.num_ranks, 1), dtype=torch.int32)
-        self._layer, self._word = -1, 0
+        self._layer, self._word, self._is_open = -1, 0, False
 
     def redirect(self, layer: int, experts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """See ``runtime.pulls.layer.Pulls``."""
@@ -83,7 +83,7 @@ class HostPulls:
         ends = self._split.up_to.numpy().astype(np.int64)
         served = slot_tokens(counts, self._split.layout(layer), ends)
         pulls = plan_pulls(served, self._domain, self._rule)
-        self._layer, self._word = layer, pulls_digest(pulls, served)
+        self._layer, self._word, self._is_open = layer, pulls_digest(pulls, served), True
         self._reader.begin(layer, self._reads(pulls))
         moved = moved_by_slot(pulls, self._per_rank)[self._rank]
         mine = int(self._topology.slots_of_rank[self._rank])
@@ -99,6 +99,9 @@ class HostPulls:
 
     def close_layer(self) -> None:
         """See ``runtime.pulls.layer.Pulls``."""
+        if not self._is_open:
+            return
+        self._is_open = False
         wrong = self._reader.finish()
         word = torch.tensor([FAILED if wrong else self._word], dtype=torch.int32)
         where = f"rank {self._rank}: layer {self._layer}"

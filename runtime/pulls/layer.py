@@ -29,6 +29,8 @@ class Pulls(Protocol):
     def close_layer(self) -> None:
         """Wait for the pulls, and until every rank has all of its own.
 
+        Does nothing for a batch that was not redirected, as all ranks have not: its split was off.
+
         Raises:
             BrokenGroup: a pull failed or missed its deadline, on all ranks alike; a peer died.
             RankError: ranks decided differently, on all ranks alike.

@@ -5,6 +5,7 @@ Eight ranks are banks of one process on one GPU, each with streams and buffers o
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.shares.batch import SplitRule
 from eplb.shares.pulls import PullRule, plan_pulls, slot_tokens
 
 if not torch.cuda.is_available():
@@ -106,6 +108,7 @@ class Group:
             source=rank,
             num_sources=RANKS,
             max_pairs=TOKENS * TOP_K,
+            rule=SplitRule(worth=-math.inf),
         )
 
     def _close(self, rank: int) -> Exchange:
@@ -169,7 +172,7 @@ def test_one_graph_follows_each_batch_and_swap_and_pulls_what_it_redirects_to() 
         )
         split = BatchSplit(host, lambda own, to: None, source=0, num_sources=1, max_pairs=8)
         assert torch.equal(layout["row"], host.split["row"][layer])
-        ends = group.splits[0].up_to.cpu().numpy().astype(np.int64)
+        ends = group.splits[0].batch.up_to.cpu().numpy().astype(np.int64)
         served = slot_tokens(counts.sum(axis=0), split.layout(layer), ends)
         expected = plan_pulls(served, np.zeros(RANKS, np.int64), RULE)
         received = np.zeros(wide.num_slots, int)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.shares.batch import rank_load_of, split_batch, split_layout
+from eplb.shares.batch import SplitRule, split_batch, split_layout
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.routing import RoutingTable
 
@@ -56,7 +56,7 @@ def rank_load_by_reference(placement: Placement, counts: np.ndarray[Any, Any]) -
         num_split=3,
         ways=8,
     )
-    return float(rank_load_of(counts, layout, split_batch(counts, layout)).max())
+    return float(split_batch(counts, layout).rank_load.max())
 
 
 def test_ranks_split_one_batch_exactly_before_and_after_a_swap(run_ranks: RunRanks) -> None:
@@ -137,3 +137,31 @@ def test_table_with_extra_slots_numbers_slots_as_the_wider_dispatch_does() -> No
 def test_extra_slots_without_a_topology_are_refused() -> None:
     with pytest.raises(ConfigError, match="found 1 extra slots and no topology"):
         RoutingTable(PLACEMENT, max_replicas=3, extra_slots=1)
+
+
+def test_layer_whose_batches_gain_nothing_leaves_out_its_exchange_on_every_rank(
+    run_ranks: RunRanks,
+) -> None:
+    def serve(rank: int) -> list[bool]:
+        table = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY)
+        assert dist.group.WORLD is not None
+        rule = SplitRule(worth=1e6, num_tried=2, num_off=3)
+        split = BatchSplit(
+            table,
+            all_gather_counts(dist.group.WORLD),
+            source=rank,
+            num_sources=3,
+            max_pairs=TOKENS * TOP_K,
+            rule=rule,
+        )
+        seen = []
+        for step in range(10):
+            experts = routed(rank, step)
+            seen.append(split.is_on(0, experts))
+            if seen[-1]:
+                split.slots(0, experts)
+        return seen
+
+    tried, left_out = [True] * 2, [False] * 3
+    for seen in run_ranks(3, serve):
+        assert seen == tried + left_out + tried + left_out

@@ -135,7 +135,7 @@ def test_tokens_of_slots_are_those_that_the_split_gives_them() -> None:
         ways=8,
     )
     counts = np.array([50, 31, 7, 8, 9, 0])
-    split = split_batch(counts, layout)
+    split = split_batch(counts, layout).tokens
     ends = np.floor(np.cumsum(split, axis=1) + 0.5).astype(np.int64)
 
     slots = slot_tokens(counts, layout, ends)

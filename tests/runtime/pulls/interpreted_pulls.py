@@ -24,7 +24,8 @@ from eplb.shares.pulls import (
 from runtime.batch_split import NO_END, BatchSplit
 from runtime.kernels import pull_plan
 from runtime.kernels import pulls as kernels
-from runtime.kernels.batch_split import LayerSplit, count_experts, num_blocks
+from runtime.kernels.batch_counts import count_experts, num_blocks
+from runtime.kernels.batch_split import LayerSplit
 from runtime.pulls.host import redirected
 from runtime.routing import RoutingTable
 
@@ -114,7 +115,7 @@ def test_kernels_decide_and_redirect_as_the_reference_token_by_token(
     assert counter.tolist() == [7 + tokens for tokens in moved] + [7] * spares
     for source in range(3):
         experts, slots = case.batches[source], case.slots[source].clone()
-        blocks = torch.zeros((num_blocks(TOKENS, TOP_K), EXPERTS), dtype=torch.int32)
+        blocks = torch.zeros((num_blocks(TOKENS * TOP_K), EXPERTS), dtype=torch.int32)
         count_experts(experts, blocks, torch.zeros(EXPERTS, dtype=torch.int32))
         split = case.split[source]
         kernels.redirect(experts, blocks, split.starts, case.ranks(), decided, 5, slots)
@@ -166,7 +167,7 @@ def test_different_words_are_counted() -> None:
 def test_split_of_the_reference_has_ends_that_kernels_read() -> None:
     case = Case(0, 1)
     layout = case.split[0].layout(0)
-    split = split_batch(case.split[0].totals.numpy(), layout)
+    split = split_batch(case.split[0].totals.numpy(), layout).tokens
 
     assert case.split[0].up_to.max() == NO_END
     assert split.shape == tuple(case.split[0].up_to.shape)

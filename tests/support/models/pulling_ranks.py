@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
+from eplb.shares.batch import SplitRule
 from eplb.shares.pulls import PullRule
 from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -33,6 +35,7 @@ HELD = np.array([[0, 1, 2, 3, 4, 5, 0, 6, 7, EMPTY, 5], [7, 6, 0, 1, 5, 4, 3, 2,
 SWAPPED = np.array([[7, 6, 0, 1, 5, 4, 3, 2, 1, 0, EMPTY], [0, 1, 2, 3, 4, 5, 0, 6, 7, EMPTY, 5]])
 START, OTHER = (Placement(held, num_experts=8, generation=1) for held in (HELD, SWAPPED))
 EAGER = PullRule(least_rows=1, least_gain=1, most_readers=3)
+ALWAYS = SplitRule(least=1, worth=-math.inf)
 ONE_DOMAIN = np.zeros(3, np.int64)
 
 
@@ -104,7 +107,12 @@ def build(
     table = RoutingTable(START, max_replicas=3, topology=TOPOLOGY, extra_slots=spare_slots)
     counter = SlotCounter(model.num_layers, bank.num_slots, extra_slots=spare_slots)
     split = BatchSplit(
-        table, exchange or all_gather_counts(group), source=rank, num_sources=3, max_pairs=400
+        table,
+        exchange or all_gather_counts(group),
+        source=rank,
+        num_sources=3,
+        max_pairs=400,
+        rule=ALWAYS,
     )
     reader = HostReader(peers(found), spares, deadline_s=deadline_s)
     pulls = HostPulls(
