@@ -50,7 +50,7 @@ from runtime.streams import new_stream
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, SEED = 256, 8, 7168, 2048, 7
 GROUPS = ((8, 36), (32, 9), (64, 5), (144, 2))  # ranks, slots of each
 NVLINK_BYTES_PER_S = 346e9  # design note: copy of 44 MiB from a peer GPU, H200
-PACED_PROGRAMS = 4
+PACED_PROGRAMS = 8
 ROWS, SPREADS, DRAWS = (16, 64, 256, 768), (0.2, 0.4), 3
 LAYER_RANKS, LAYER_SLOTS = 32, 9
 CUDA = torch.device("cuda")
@@ -189,7 +189,7 @@ def show_pull(peer: ExpertBank) -> None:
     print(f"{'records':>8}{'programs':>9}{'us':>9}{'GB/s':>8}")
     for records in (1, 2):
         spare = bank_of(records)
-        for programs in (2, PACED_PROGRAMS, 8, 16, 24, 32, 48, 64):
+        for programs in (2, 4, PACED_PROGRAMS, 16, 24, 32, 48, 64):
             pull = Pull(peer, spare, programs)
             us = alone(pull.run)
             print(
