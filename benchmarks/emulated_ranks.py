@@ -41,9 +41,10 @@ from benchmarks.ranks.batch_split import (
     rows_of_slots,
     windows,
 )
-from eplb import Placement, Topology, plan
+from eplb import Placement, plan
 from eplb.core.placement import EMPTY
 from eplb.decision.gate import GROUPED_GEMM_H200
+from eplb.shares.pulls import PullRule, SlotTokens, moved_by_slot, plan_pulls
 from simulations.oracles.quotas import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
 
 CASES = (
@@ -59,7 +60,7 @@ ROWS = (16, 64, 256, 768)  # mean of a slot
 POLICIES = ("contiguous", "greedy", "auto")
 LEAST_WINDOWS, MOST_TIMED, SEED = 2, 6, 3
 
-PULLED_LEAST = 64  # rows of a pulled replica: a tile, below which time does not fall
+FREE_PULLS = PullRule(least_gain=1, most_readers=32)  # transfers take no time
 
 Rows = tuple[int, ...]
 Sample = dict[str, Rows]  # rows of the timed rank's slots, by arm
@@ -109,12 +110,11 @@ def sample(case: Case, plans: dict[str, Placement], number: int, counts: Ints) -
 
 def pulled(split: NDArray[np.float64], held: NDArray[np.int32]) -> NDArray[np.float64]:
     """[R, C + 1] rows where each rank has one more slot for a piece of a busier rank's expert."""
-    num_ranks, per_rank = split.shape
-    topology = Topology.uniform(1, num_ranks, per_rank + 1)
-    load = np.pad(split, ((0, 0), (0, 1))).ravel()
-    experts = np.pad(held, ((0, 0), (0, 1)), constant_values=EMPTY).ravel()
-    give(lowest(load, experts, topology, PULLED_LEAST, EXACT), load, experts, topology)
-    return load.reshape(num_ranks, per_rank + 1)
+    tokens = np.rint(split).astype(np.int64)
+    slots = SlotTokens(held.astype(np.int64), np.zeros_like(tokens), tokens, tokens > 0)
+    pulls = plan_pulls(slots, np.zeros(len(held), np.int64), FREE_PULLS)
+    rows = np.hstack([tokens - moved_by_slot(pulls, held.shape[1]), pulls.end - pulls.first])
+    return rows.astype(np.float64)
 
 
 def in_order(case: Case, counts: Ints, least: int, tolerance: float) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from runtime.peer_counts import PeerCounts
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 from runtime.streams import Completion
 
+if TYPE_CHECKING:
+    from runtime.kernels.batch_split import LayerSplit
+
+NO_END = 2**31 - 1  # of the last way: no position is past it
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]  # own counts [E] -> gathered [N, E]
 
 
@@ -75,7 +80,7 @@ class BatchSplit:
         """
         if not table.split:
             raise ConfigError("the routing table has no topology, expected one to split batches")
-        self._table, self._exchange, self._source = table, exchange, source
+        self.table, self._exchange, self._source = table, exchange, source
         self._rule = rule or SplitRule()
         num_layers, num_experts = table.slots.shape[:2]
         device, int32 = table.slots.device, torch.int32
@@ -86,6 +91,9 @@ class BatchSplit:
         if device.type != "cuda":
             if isinstance(exchange, PeerCounts):
                 raise ConfigError("found peer memory on a CPU, expected an exchange over a group")
+            # What a batch leaves, as ``BatchTensors`` on a device.
+            self.totals, self.starts = (torch.zeros_like(self._counts) for _ in range(2))
+            self.up_to = torch.zeros(table.split["rank"].shape[1:], dtype=int32)
             return
         from runtime.kernels import batch_counts, batch_split
 
@@ -175,7 +183,7 @@ class BatchSplit:
 
     def choose(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
         """Third part on a device: the slots."""
-        chosen, table = torch.empty_like(experts), self._table
+        chosen, table = torch.empty_like(experts), self.table
         self._kernels.choose_by_split(
             self._layers[layer],
             (table.slots[layer], table.cumulative[layer]),
@@ -186,8 +194,24 @@ class BatchSplit:
         )
         return chosen
 
+    def layer_split(self, layer: int) -> LayerSplit:
+        """Of a layer as the table has it, on a device."""
+        return self._layers[layer]
+
+    def layout(self, layer: int) -> SplitLayout:
+        """Of a layer as the table has it now, on a CPU."""
+        named = {name: one[layer].numpy() for name, one in self.table.split.items()}
+        return SplitLayout(**{name: one for name, one in named.items() if name != "num_turns"})
+
+    def positions(self, experts: torch.Tensor) -> torch.Tensor:
+        """[T, K] numbers of the tokens among all sources' tokens of their expert, on a CPU."""
+        is_expert = (experts >= 0) & (experts < len(self.totals))
+        used = torch.where(is_expert, experts, 0)
+        nth, _ = position_among_equals(torch.where(is_expert, experts, EMPTY).flatten())
+        return self.starts.to(torch.int64)[used] + nth.view_as(experts)
+
     def _on_host(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
-        table = self._table
+        table = self.table
         num_experts = table.slots.shape[1]
         flat = experts.flatten()
         is_expert = (flat >= 0) & (flat < num_experts)
@@ -196,22 +220,20 @@ class BatchSplit:
         self._counts.copy_(found)
         assert not isinstance(self._exchange, PeerCounts), "refused when this was made"
         self._exchange(self._counts, self._gathered)
-        totals = self._gathered.sum(dim=0)
-        starts = self._gathered[: self._source].sum(dim=0)
-        layout = SplitLayout(
-            **{name: one[layer].numpy() for name, one in table.split.items() if name != "num_turns"}
-        )
+        self.totals.copy_(self._gathered.sum(dim=0))
+        self.starts.copy_(self._gathered[: self._source].sum(dim=0))
+        layout, totals = self.layout(layer), self.totals.to(torch.int64)
         switch = self._switches[layer]
         rule = self._rule if switch.is_on else replace(self._rule, rounds=0)
         made = split_batch(totals.numpy(), layout, rule)
         self._switches[layer] = switch.after(made.saved, self._rule)
         used = torch.where(is_expert, flat, 0)
-        nth, _ = position_among_equals(torch.where(is_expert, flat, EMPTY))
-        position = starts[used] + nth
+        position = self.positions(experts).flatten()
         row = torch.from_numpy(layout.row.astype(np.int64))[used]
         size = (layout.rank >= 0).sum(axis=1)
         ends = np.floor(np.cumsum(made.tokens, axis=1) + 0.5)
-        ends[np.arange(ends.shape[1]) + 1 >= size[:, None]] = np.inf
+        ends[np.arange(ends.shape[1]) + 1 >= size[:, None]] = NO_END
+        self.up_to.copy_(torch.from_numpy(ends))
         way = (torch.from_numpy(ends)[row.clamp(min=0)] <= position[:, None]).sum(dim=1)
         slot = torch.from_numpy(layout.slot)[row.clamp(min=0), way.clamp(max=ends.shape[1] - 1)]
         draw = (position * SHARE_ONE // totals[used].clamp(min=1)).clamp(max=SHARE_ONE - 1)

@@ -56,21 +56,39 @@ class SlotCounter:
     wraps after 7 hours at 20 steps a second, which differences modulo 2**32 do not notice.
     """
 
-    def __init__(self, num_layers: int, num_slots: int, device: str | torch.device = "cpu") -> None:
-        self.received = torch.zeros((num_layers, num_slots), dtype=torch.int32, device=device)
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        device: str | torch.device = "cpu",
+        *,
+        extra_slots: int = 0,
+    ) -> None:
+        """
+        Args:
+            num_slots: C, of the placement.
+            extra_slots: that a dispatcher addresses beyond them, and no sample has.
+        """
+        wide = (num_layers, num_slots + extra_slots)
+        self.received = torch.zeros(wide, dtype=torch.int32, device=device)
+        self._sampled = self.received[:, :num_slots]
         self._last: NDArray[np.int64] | Cut = np.zeros((num_layers, num_slots), dtype=np.int64)
 
     def row(self, layer: int) -> torch.Tensor:
-        """Counters [C] of a layer, for a kernel that adds to them."""
+        """Counters [C], extra slots included, of a layer, for a kernel that adds to them."""
         return self.received[layer]
 
     def add(self, layer: int, received: torch.Tensor) -> None:
         """Count tokens [C] received by the layer's slots in this step."""
         self.received[layer] += received
 
+    def add_sampled(self, layer: int, tokens: torch.Tensor) -> None:
+        """Count tokens [C] of the layer's slots that were received elsewhere."""
+        self._sampled[layer] += tokens
+
     def cut(self) -> Cut:
         """Mark this point of the compute stream. Stops nothing; read the figures later."""
-        self._last = Cut(self.received, self._last)
+        self._last = Cut(self._sampled, self._last)
         return self._last
 
     def drain(self) -> NDArray[np.int64]:

@@ -157,6 +157,10 @@ class ExpertBank:
         """Record [record_bytes] of one of this rank's slots, 0..C-1."""
         return self._live[layer, slot]
 
+    def records(self, layer: int) -> torch.Tensor:
+        """Records [C, record_bytes] of a layer's slots."""
+        return self._live[layer]
+
     def staging(self, entry: int) -> torch.Tensor:
         """Record [record_bytes] of a staging entry, 0..K-1."""
         return self._staging[entry]

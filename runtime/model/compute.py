@@ -24,6 +24,27 @@ class Experts(Protocol):
         """Results shaped as ``received.rows``; rows beyond a slot's count may hold anything."""
 
 
+class PartExperts(Experts, Protocol):
+    """Experts of some of the slots that a dispatch brought rows for."""
+
+    def run(
+        self,
+        layer: int,
+        received: Received,
+        *,
+        first_slot: int = 0,
+        results: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Results shaped as ``received.rows``, of the rows of these slots.
+
+        Args:
+            layer: of their weights.
+            received: rows of at least these slots.
+            first_slot: of those received: the first of these.
+            results: to be filled, in place of a new tensor.
+        """
+
+
 def swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """silu(rows @ gate.T) * (rows @ up.T) @ down.T, with gate and up stacked on dim 0."""
     gate, up = (rows @ gate_up.T).chunk(2, dim=-1)
@@ -36,15 +57,24 @@ class LoopExperts:
     def __init__(self, bank: ExpertBank) -> None:
         self._bank = bank
 
-    def run(self, layer: int, received: Received) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        received: Received,
+        *,
+        first_slot: int = 0,
+        results: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Results of grouped or padded rows."""
         tensors = self._bank.weights(layer)
         rows, is_padded = received.rows, received.rows.dim() == 3
-        results = torch.zeros_like(rows)
-        start = 0
-        for slot, count in enumerate(received.counts.tolist()):
+        results = torch.zeros_like(rows) if results is None else results
+        counts = received.counts.tolist()
+        start = sum(counts[:first_slot])
+        for slot, count in enumerate(counts[first_slot : first_slot + self._bank.num_slots]):
             if count:
-                part = (slot, slice(0, count)) if is_padded else slice(start, start + count)
+                place = (first_slot + slot, slice(0, count))
+                part = place if is_padded else slice(start, start + count)
                 weights = tensors["gate_up"][slot], tensors["down"][slot]
                 results[part] = swiglu(rows[part], *weights)
                 start += count
@@ -66,7 +96,14 @@ class GroupedExperts:
         self._bank, self._usual_rows = bank, usual_rows
         self._is_fp8 = "gate_up_scale" in bank.weights(0)
 
-    def run(self, layer: int, received: Received) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        received: Received,
+        *,
+        first_slot: int = 0,
+        results: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Results of grouped or padded rows."""
         rows, counts = received.rows, received.counts.to(torch.int32)
         if rows.dim() == 3:
@@ -74,10 +111,13 @@ class GroupedExperts:
             starts = places * rows.shape[1]
         else:
             starts = (torch.cumsum(counts, 0) - counts).to(torch.int32)
+        mine = slice(first_slot, first_slot + self._bank.num_slots)
         flat = rows.reshape(-1, rows.shape[-1])
+        if results is None:
+            results = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
         run = self._run_fp8 if self._is_fp8 else self._run_bf16
-        results = run(layer, flat, received.scales, starts, counts)
-        return results.view(*rows.shape[:-1], results.shape[-1])
+        run(layer, flat, received.scales, starts[mine], counts[mine], results.view(flat.shape))
+        return results
 
     def _run_bf16(
         self,
@@ -86,7 +126,8 @@ class GroupedExperts:
         scales: torch.Tensor | None,
         starts: torch.Tensor,
         counts: torch.Tensor,
-    ) -> torch.Tensor:
+        results: torch.Tensor,
+    ) -> None:
         # Imported here and below: the kernels need triton, which only GPU hosts have.
         from runtime.kernels.gemm import (
             BF16_DECODE,
@@ -103,9 +144,7 @@ class GroupedExperts:
         grouped_gemm(rows, tensors["gate_up"], starts, counts, gate_up, tiling=tiling)
         gated = rows.new_empty((len(rows), gate_up.shape[1] // 2))
         silu_times_up(gate_up, starts, counts, gated)
-        results = torch.empty_like(rows)
         grouped_gemm(gated, tensors["down"], starts, counts, results, tiling=tiling)
-        return results
 
     def _run_fp8(
         self,
@@ -114,7 +153,8 @@ class GroupedExperts:
         scales: torch.Tensor | None,
         starts: torch.Tensor,
         counts: torch.Tensor,
-    ) -> torch.Tensor:
+        results: torch.Tensor,
+    ) -> None:
         from runtime.kernels.gemm import grouped_gemm_fp8
         from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up_fp8
 
@@ -129,10 +169,8 @@ class GroupedExperts:
         grouped_gemm_fp8(given, up_weights, starts, counts, gate_up)
         gated = _room_for_fp8(rows, wide // 2)
         silu_times_up_fp8(gate_up, starts, counts, gated)
-        results = torch.empty((num_rows, hidden), dtype=torch.bfloat16, device=rows.device)
         down_weights = Quantised(tensors["down"], tensors["down_scale"])
         grouped_gemm_fp8(gated, down_weights, starts, counts, results)
-        return results
 
 
 def _room_for_fp8(rows: torch.Tensor, width: int) -> Quantised:

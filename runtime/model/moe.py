@@ -18,6 +18,7 @@ from runtime.batch_split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
 from runtime.dispatch.all_to_all import Dispatcher, begin_combine, begin_dispatch
 from runtime.model.compute import Experts, swiglu
+from runtime.pulls.layer import Pulls
 from runtime.routing import RoutingTable
 
 NUM_HEADS = 4
@@ -55,6 +56,7 @@ class MoELayer:
     dispatcher: Dispatcher
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
     split: BatchSplit | None = None  # replicas by the batch's own counts, not by planned shares
+    pulls: Pulls | None = None  # after a split: hot experts in spare slots (``runtime.pulls``)
 
     def forward(
         self,
@@ -103,7 +105,8 @@ class MoELayer:
 
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
         if self.split is not None and self.split.is_on(self.layer, chosen):
-            return self.split.slots(self.layer, chosen)
+            slots = self.split.slots(self.layer, chosen)
+            return slots if self.pulls is None else self.pulls.redirect(self.layer, chosen, slots)
         if isinstance(salt, torch.Tensor):
             return self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
         return self.table.choose(self.layer, chosen, salt=salt)
