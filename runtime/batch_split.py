@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY
 from eplb.errors import ConfigError
-from eplb.shares.batch import PLANNED, ROUNDS, SplitLayout, split_batch
+from eplb.shares.batch import PLANNED, ROUNDS, SplitLayout, rank_load_of, split_batch
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]  # own counts [E] -> gathered [N, E]
@@ -70,13 +70,15 @@ class BatchSplit:
         """
         if not table.split:
             raise ConfigError("the routing table has no topology, expected one to split batches")
-        self._table, self._exchange, self._source = table, exchange, source
+        self._table, self._exchange, self.source = table, exchange, source
         self._rounds = rounds
         num_experts, device = table.slots.shape[1], table.slots.device
         int32 = torch.int32
         self._counts = torch.zeros(num_experts, dtype=int32, device=device)
-        self._gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
-        self._starts, self._totals = (torch.zeros_like(self._counts) for _ in range(2))
+        self.gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
+        self._starts, self.totals = (torch.zeros_like(self._counts) for _ in range(2))
+        # [R] tokens of each rank after the split; on a host alone.
+        self.rank_load = torch.zeros(table.split["fed_by"].shape[1], dtype=torch.float32)
         self.up_to = torch.zeros(table.split["rank"].shape[1:], dtype=int32, device=device)
         if device.type == "cuda":
             from runtime.kernels import batch_split
@@ -84,7 +86,7 @@ class BatchSplit:
             self._kernels = batch_split
             blocks = (batch_split.num_blocks(max_pairs, 1), num_experts)
             self._blocks = torch.zeros(blocks, dtype=int32, device=device)
-            self._layers = [
+            self.layers = [
                 batch_split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
                 for layer in range(len(table.slots))
             ]
@@ -101,8 +103,8 @@ class BatchSplit:
 
     def _on_device(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
         self.count(experts)
-        self._exchange(self._counts, self._gathered)
-        self.split(layer, self._gathered)
+        self._exchange(self._counts, self.gathered)
+        self.split(layer, self.gathered)
         return self.choose(layer, experts)
 
     def count(self, experts: torch.Tensor) -> None:
@@ -112,11 +114,11 @@ class BatchSplit:
     def split(self, layer: int, gathered: torch.Tensor) -> None:
         """Second part on a device: where each replica's tokens end, in ``up_to``."""
         self._kernels.split_batch(
-            self._layers[layer],
+            self.layers[layer],
             gathered,
-            self._source,
+            self.source,
             self._starts,
-            self._totals,
+            self.totals,
             self.up_to,
             rounds=self._rounds,
         )
@@ -125,13 +127,13 @@ class BatchSplit:
         """Third part on a device: the slots."""
         chosen, table = torch.empty_like(experts), self._table
         self._kernels.choose_by_split(
-            self._layers[layer],
+            self.layers[layer],
             table.slots[layer],
             table.cumulative[layer],
             experts,
             self._blocks,
             self._starts,
-            self._totals,
+            self.totals,
             self.up_to,
             self._counts,
             chosen,
@@ -147,13 +149,14 @@ class BatchSplit:
         table.strays += (flat >= num_experts).sum()
         found = torch.bincount(flat[is_expert], minlength=num_experts)
         self._counts.copy_(found)
-        self._exchange(self._counts, self._gathered)
-        totals = self._gathered.sum(dim=0)
-        starts = self._gathered[: self._source].sum(dim=0)
+        self._exchange(self._counts, self.gathered)
+        totals = self.gathered.sum(dim=0)
+        starts = self.gathered[: self.source].sum(dim=0)
         layout = SplitLayout(
             **{name: one[layer].numpy() for name, one in table.split.items() if name != "num_turns"}
         )
         split = split_batch(totals.numpy(), layout, rounds=self._rounds)
+        self.rank_load.copy_(torch.from_numpy(rank_load_of(totals.numpy(), layout, split)))
         used = torch.where(is_expert, flat, 0)
         nth, _ = position_among_equals(torch.where(is_expert, flat, EMPTY))
         position = starts[used] + nth

@@ -92,7 +92,9 @@ class Sampler:
         while self._on_the_way and (wait or self._on_the_way[0][2].is_ready()):
             sample, cut, strays = self._on_the_way.popleft()
             self._refuse_strays(int(strays.tokens()[0]), sample)
-            self._sink.offer(replace(sample, tokens=cut.tokens()))
+            # Slots after the placement's, such as a shared expert's, hold no routed expert.
+            tokens = cut.tokens()[:, : sample.slot_to_expert.shape[1]]
+            self._sink.offer(replace(sample, tokens=tokens))
 
     def _refuse_strays(self, found: int, sample: LoadSample) -> None:
         if found:

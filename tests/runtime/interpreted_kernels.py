@@ -16,6 +16,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.shares.batch import ROUNDS, rank_load_of, split_layout
 from eplb.shares.batch import split_batch as reference_split
+from eplb.shares.shared_expert import split_shared, token_units
 from runtime.draws import choose_by_draw
 from runtime.kernels.batch_split import (
     LayerSplit,
@@ -34,6 +35,7 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
+from runtime.kernels.shared_expert import Ranks, append_shared, weigh_ranks
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
 
@@ -303,6 +305,83 @@ def test_split_kernels_send_tokens_as_the_reference_splits_them() -> None:
     reference = rank_load_of(total, layout, reference_split(total, layout))
     load = received.reshape(4, 3).sum(axis=1)
     assert np.abs(load - reference).max() <= 3  # boundaries are rounded to tokens
+
+
+def test_ranks_are_weighed_by_what_the_split_sends_them() -> None:
+    held = [[0, 1, 2, 0, 3, 4, 0, 1, 5, -1, -1, -1]]  # four ranks, the last without experts
+    placement = Placement(np.array(held), num_experts=6)
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
+    table = RoutingTable(placement, max_replicas=4, topology=topology)
+    layer = LayerSplit(**{name: one[0] for name, one in table.split.items()})
+    gathered = torch.from_numpy(np.random.default_rng(5).integers(0, 90, (4, 6))).int()
+    gathered[1] = 0
+    starts, totals = torch.zeros(6, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    up_to = torch.zeros(layer.rank.shape, dtype=torch.int32)
+    split_batch(layer, gathered, 0, starts, totals, up_to, rounds=ROUNDS)
+    ranks = Ranks.empty(4, torch.device("cpu"))
+
+    weigh_ranks(layer, gathered, totals, up_to, ranks, top_k=4)
+
+    total = gathered.sum(dim=0).numpy()
+    layout = split_layout(
+        placement.expert_to_slots[0],
+        placement.slot_share[0],
+        topology.rank_of_slot,
+        num_split=6,
+        ways=4,
+    )
+    wanted = rank_load_of(total, layout, reference_split(total, layout))
+    assert np.abs(ranks.load.numpy() - wanted).max() <= 3  # boundaries are rounded to tokens
+    assert float(ranks.load.sum()) == total.sum()
+    assert ranks.tokens.tolist() == [-(-int(one.sum()) // 4) for one in gathered]
+    assert ranks.takes.tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("num_ranks", "top_k", "tokens"), [(1, 1, 3), (5, 6, 70), (40, 8, 600)])
+def test_shared_slots_are_those_of_the_reference_token_by_token(
+    num_ranks: int, top_k: int, tokens: int
+) -> None:
+    rng = np.random.default_rng(num_ranks)
+    ranks = Ranks(
+        torch.from_numpy(rng.gamma(1.5, 900, num_ranks)).float(),
+        torch.from_numpy(rng.integers(0, tokens, num_ranks)).int(),
+        torch.from_numpy(rng.random(num_ranks) > 0.2).int(),
+    )
+    slot_of_rank = torch.arange(num_ranks) * 10 + 9
+    experts = torch.from_numpy(rng.integers(0, 33, (tokens, top_k)))  # 32 is no expert
+    experts[::7], experts[1::5, 0] = -1, -1
+    slots, weights = torch.randint(0, 9, experts.shape), random(tokens, top_k)
+    is_real = ((experts >= 0) & (experts < 32)).any(dim=1)
+    for source in {0, num_ranks // 2, num_ranks - 1}:
+        # One that knows of fewer tokens than it has, and one of as many.
+        ranks.tokens[source] = int(is_real.sum()) - (tokens // 3 if source else 0)
+        for weight, least in ((1.0, 1), (0.6, 16)):
+            out = torch.full((tokens, top_k + 1), 77), torch.full((tokens, top_k + 1), POISON)
+            append_shared(
+                ranks,
+                slot_of_rank,
+                source,
+                experts,
+                slots,
+                weights,
+                out,
+                num_experts=32,
+                token_units=token_units(weight),
+                least=least,
+            )
+            split = split_shared(
+                ranks.load.numpy(),
+                ranks.tokens.numpy(),
+                ranks.takes.numpy() > 0,
+                weight=weight,
+                least=least,
+            )
+            place = (is_real.cumsum(0) - 1).numpy()
+            rank = split.targets(source, place, int(ranks.tokens[source]))
+            wanted = torch.where(is_real, slot_of_rank[torch.from_numpy(rank)], -1)
+            assert out[0][:, -1].tolist() == wanted.tolist()
+            assert torch.equal(out[0][:, :-1], slots)
+            assert torch.equal(out[1], torch.cat([weights, torch.ones(tokens, 1)], dim=1))
 
 
 def test_arguments_that_a_kernel_would_misread_are_rejected() -> None:
