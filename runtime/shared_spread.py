@@ -1,6 +1,6 @@
 """The shared expert as one more slot of every rank, whose tokens go where routed ones leave room.
 
-    router -> count -> all-gather of counts -> split -> slots -> slot of the shared expert -> dispatch
+    router -> split of the batch (``BatchSplit``) -> slot of the shared expert -> dispatch
 
 Each token has one more pair, (slot, weight 1): that of the shared expert on its own rank, or on a
 lighter one where its own is above the level (``eplb.shares.shared_expert``). The dispatch carries
@@ -68,7 +68,7 @@ class SharedSpread:
             from runtime.kernels import shared_expert
 
             self._kernels = shared_expert
-            self._ranks = shared_expert.Ranks.empty(num_ranks, table.slots.device)
+            self.ranks = shared_expert.Ranks.empty(num_ranks, table.slots.device)
 
     def append(
         self, layer: int, experts: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -91,20 +91,31 @@ class SharedSpread:
     def _on_device(
         self, layer: int, experts: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        split, shape = self._split, (len(experts), self._top_k + 1)
-        out = slots.new_empty(shape), weights.new_empty(shape)
+        self.weigh(layer)
+        return self.append_weighed(experts, slots, weights)
+
+    def weigh(self, layer: int) -> None:
+        """First part on a device: what each rank has of the batch."""
+        split = self._split
         self._kernels.weigh_ranks(
             split.layers[layer],
             split.gathered,
             split.totals,
             split.up_to,
-            self._ranks,
+            self.ranks,
             top_k=self._top_k,
         )
+
+    def append_weighed(
+        self, experts: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Second part on a device: slots and weights."""
+        shape = (len(experts), self._top_k + 1)
+        out = slots.new_empty(shape), weights.new_empty(shape)
         self._kernels.append_shared(
-            self._ranks,
+            self.ranks,
             self._slot_of_rank,
-            split.source,
+            self._split.source,
             experts,
             slots,
             weights.contiguous(),
