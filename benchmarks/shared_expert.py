@@ -1,7 +1,7 @@
 """The shared expert at home or on light ranks: local work of large groups, emulated on one GPU.
 
     python -m benchmarks.shared_rows --file rows.json
-    python -m benchmarks.shared_expert time --file rows.json [--out FILE]
+    python -m benchmarks.shared_expert time --file rows.json --out FILE
     python -m benchmarks.shared_expert cost
     python -m benchmarks.shared_expert show --file FILE
 
@@ -88,9 +88,10 @@ def timed(shape: Shape, every: list[tuple[Case, str, int, list[Sample]]]) -> Ite
         torch.cuda.empty_cache()
 
 
-def time_all(path: Path, out: Path | None) -> None:
-    """Compile in processes, then measure."""
-    shapes, every = SHAPES[:2], read_rows(path)
+def time_all(path: Path, out: Path, most: int) -> None:
+    """Compile in processes, then measure; what there is is written after each case."""
+    shapes = SHAPES[:2]
+    every = [(case, order, rows, found[:most]) for case, order, rows, found in read_rows(path)]
     tasks = {
         (shape, num_slots, tiling_for(shape, 2 * rows))
         for shape in shapes
@@ -102,10 +103,11 @@ def time_all(path: Path, out: Path | None) -> None:
     torch.manual_seed(SEED)
     torch.set_default_device("cuda")
     print(torch.cuda.get_device_name(), torch.__version__)
-    medians = [one for shape in shapes for one in timed(shape, every)]
-    torch.set_default_device("cpu")
-    if out is not None:
-        out.write_text(json.dumps(medians))
+    medians = []
+    for shape in shapes:
+        for one in timed(shape, every):
+            medians.append(one)
+            out.write_text(json.dumps(medians))
     show(medians)
 
 
@@ -208,10 +210,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("time", "cost", "show"))
     parser.add_argument("--file", type=Path, default=Path("rows.json"))
-    parser.add_argument("--out", type=Path, help="file of all medians")
+    parser.add_argument("--out", type=Path, default=Path("medians.json"), help="all medians")
+    parser.add_argument("--samples", type=int, default=6, help="of a case, at most")
     asked = parser.parse_args()
     {
-        "time": partial(time_all, asked.file, asked.out),
+        "time": partial(time_all, asked.file, asked.out, asked.samples),
         "cost": show_cost,
         "show": lambda: show(json.loads(asked.file.read_text())),
     }[asked.what]()

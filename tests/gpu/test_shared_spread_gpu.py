@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from eplb.core.placement import EMPTY
+from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.shares.shared_expert import split_shared
 
@@ -14,13 +18,27 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_split import BatchSplit
-from runtime.checkpoints.own_model import quantise_blocks, scale_blocks
+from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import (
+    Weights,
+    layer_name,
+    quantise_blocks,
+    scale_blocks,
+    write_random_checkpoint,
+)
+from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Received
+from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
+from runtime.group.launch import launch
 from runtime.model.compute import GroupedExperts, SlotWeights, swiglu
+from runtime.model.graphs import CapturedStack
+from runtime.model.moe import MoELayer, MoEStack
+from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
 from runtime.shared_spread import SharedSpread
+from tests.gpu.parts import MODEL, NUM_TOKENS, needs_deep_ep, schema_of
 from tests.gpu.test_batch_split_gpu import EXPERTS, TOKENS, TOP_K, popularity, random_placement
 
 pytestmark = pytest.mark.gpu
@@ -122,18 +140,18 @@ def test_experts_run_the_shared_slot_with_its_own_weights(precision: str, layout
     torch.manual_seed(3)
     is_fp8 = precision == "fp8"
 
-    def schema_of(intermediate: int) -> ExpertSchema:
+    def wide_schema(intermediate: int) -> ExpertSchema:
         if is_fp8:
             return ExpertSchema.swiglu_fp8(HIDDEN, intermediate)
         return ExpertSchema.swiglu(HIDDEN, intermediate, torch.bfloat16)
 
-    schema = schema_of(INTERMEDIATE)
+    schema = wide_schema(INTERMEDIATE)
     arena = PlainArena(bank_bytes(schema, 1, 3, 0), torch.device("cuda"))
     bank = ExpertBank(schema, 1, 3, num_staging=0, arena=arena)
     routed, plain = filled(schema, 3)
     for name, tensor in bank.weights(0).items():
         tensor.copy_(routed[name])
-    shared, wide = filled(schema_of(SHARED), 1)
+    shared, wide = filled(wide_schema(SHARED), 1)
     experts = GroupedExperts(bank, usual_rows=32, shared=[shared])
     counts = [40, 0, 7, 130]
     rows = torch.randn((sum(counts), HIDDEN)).to(torch.bfloat16)
@@ -154,3 +172,93 @@ def test_experts_run_the_shared_slot_with_its_own_weights(precision: str, layout
         expected = swiglu(piece.float(), *weights)
         error = (found[slot][: len(piece)] - expected).norm()
         assert float(error) <= LIMIT[precision] * float(expected.norm())
+
+
+SHARING = replace(MODEL, num_shared_experts=2)
+LIMIT_OF_MODEL, TIE = {"bfloat16": 3e-2, "fp8": 4e-2}, {"bfloat16": 0.1, "fp8": 0.5}
+
+
+def shared_of(dense: Weights, layer: int, precision: str) -> SlotWeights:
+    """Weights of the extra slot; in FP8 the dense ones become what the slot holds."""
+    name = f"{layer_name(SHARING.layer_ids[layer])}.mlp.shared_experts"
+    gate_up = torch.cat([dense[f"{name}.{part}_proj.weight"] for part in ("gate", "up")])
+    both = {"gate_up": gate_up, "down": dense[f"{name}.down_proj.weight"]}
+    if precision != "fp8":
+        return {part: weight[None] for part, weight in both.items()}
+    made: SlotWeights = {}
+    for part, weight in both.items():
+        values, scale = quantise_blocks(weight.float())
+        made[part], made[f"{part}_scale"] = values[None], scale[None]
+        both[part].copy_(scale_blocks(values, scale))
+    gate, up = both["gate_up"].chunk(2)
+    dense[f"{name}.gate_proj.weight"], dense[f"{name}.up_proj.weight"] = gate, up
+    return made
+
+
+def run_captured(rank: int, num_ranks: int, path: Path, precision: str) -> list[float]:
+    """Errors of replayed steps through DeepEP, and rows that shared and routed slots received."""
+    device, group, layers = torch.device("cuda", rank), dist.group.WORLD, SHARING.num_layers
+    assert group is not None
+    topology = Topology.uniform(1, num_ranks, SHARING.num_experts)
+    schema, checkpoint = schema_of(precision), Checkpoint(path)
+    arena = PlainArena(bank_bytes(schema, layers, SHARING.num_experts, 0), device)
+    bank = ExpertBank(schema, layers, SHARING.num_experts, num_staging=0, arena=arena)
+    record = torch.empty(schema.record_bytes, dtype=torch.uint8)
+    for layer in range(layers):
+        for expert in range(SHARING.num_experts):
+            checkpoint.repack(layer, expert, schema, record)
+            bank.live(layer, expert).copy_(record)
+    placement = Placement(np.tile(np.arange(SHARING.num_experts), (layers, 1)), SHARING.num_experts)
+    table = RoutingTable(placement, max_replicas=1, device=device, topology=topology, extra_slots=1)
+    split = BatchSplit(
+        table,
+        all_gather_counts(group),
+        source=rank,
+        num_sources=num_ranks,
+        max_pairs=NUM_TOKENS * SHARING.top_k,
+    )
+    spread = SharedSpread(table, split, top_k=SHARING.top_k, weight=2.0)
+    counter = SlotCounter(layers, bank.num_slots + 1, device)
+    shape = DeepEPShape(topology.widened(1), SHARING.hidden, SHARING.top_k + 1, NUM_TOKENS)
+    dispatcher = DeepEPLowLatency(shape, group, counter)
+    dense = {name: tensor.to(device) for name, tensor in checkpoint.dense_weights().items()}
+    shared = [shared_of(dense, layer, precision) for layer in range(layers)]
+    experts = GroupedExperts(bank, usual_rows=64, shared=shared)
+    made = [
+        MoELayer(layer, SHARING.top_k, experts, table, dispatcher, split=split, spread=spread)
+        for layer in range(layers)
+    ]
+    stack = MoEStack(SHARING, dense, made)
+    captured = CapturedStack(stack, shape=(2, NUM_TOKENS // 2), num_layers=layers, device=device)
+    known = checkpoint.reference_weights()
+    known |= {name: one.float().cpu() for name, one in dense.items() if "shared" in name}
+    reference = ReferenceModel(SHARING, known, tie=TIE[precision])
+    counter.drain()
+    errors = []
+    for seed in range(3):
+        ids = torch.randint(
+            256, (2, NUM_TOKENS // 2), generator=torch.Generator().manual_seed(seed)
+        )
+        answer = captured.forward(ids, salt=seed)
+        answer = type(answer)(answer.hidden.cpu(), answer.experts.cpu())
+        found = reference.check(ids, answer)
+        errors += [found.max_error, float(found.wrong_routes)]
+    counts = counter.drain()
+    dispatcher.close()
+    return [*errors, float(counts[:, :-1].sum()), float(counts[:, -1].sum())]
+
+
+@needs_deep_ep
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_captured_model_with_a_shared_slot_gives_the_references_answer(
+    tmp_path: Path, precision: str
+) -> None:
+    write_random_checkpoint(tmp_path, SHARING, schema_of(precision), vocabulary=256, seed=5)
+
+    ((*checks, routed, shared),) = launch(run_captured, 1, tmp_path, precision, deadline_s=120)
+
+    print(f"{precision}: {checks}")
+    assert max(checks[::2]) <= LIMIT_OF_MODEL[precision]
+    assert sum(checks[1::2]) == 0
+    num_tokens = 3 * SHARING.num_layers * NUM_TOKENS
+    assert (routed, shared) == (num_tokens * SHARING.top_k, num_tokens)
