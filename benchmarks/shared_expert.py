@@ -22,7 +22,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import copy
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -213,11 +212,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("medians.json"), help="all medians")
     parser.add_argument("--samples", type=int, default=6, help="of a case, at most")
     asked = parser.parse_args()
-    {
-        "time": partial(time_all, asked.file, asked.out, asked.samples),
-        "cost": show_cost,
-        "show": lambda: show(json.loads(asked.file.read_text())),
-    }[asked.what]()
+    if asked.what == "time":
+        time_all(asked.file, asked.out, asked.samples)
+    elif asked.what == "cost":
+        show_cost()
+    else:
+        show(json.loads(asked.file.read_text()))
 
 
 if __name__ == "__main__":
