@@ -42,7 +42,7 @@ from tests.gpu.parts import MODEL, NUM_TOKENS, needs_deep_ep, schema_of
 from tests.gpu.test_batch_split_gpu import EXPERTS, TOKENS, TOP_K, popularity, random_placement
 
 pytestmark = pytest.mark.gpu
-LIMIT = {"bf16": 2e-2, "fp8": 5e-2}  # relative error of the activations' precision
+LIMIT = {"bf16": 2e-2, "fp8": 8e-2}  # relative error; FP8 activations are rounded twice
 HIDDEN, INTERMEDIATE, SHARED = 512, 256, 384
 
 
