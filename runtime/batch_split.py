@@ -80,12 +80,12 @@ class BatchSplit:
         """
         if not table.split:
             raise ConfigError("the routing table has no topology, expected one to split batches")
-        self.table, self._exchange, self._source = table, exchange, source
+        self.table, self._exchange, self.source = table, exchange, source
         self._rule = rule or SplitRule()
         num_layers, num_experts = table.slots.shape[:2]
         device, int32 = table.slots.device, torch.int32
         self._counts = torch.zeros(num_experts, dtype=int32, device=device)
-        self._gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
+        self.gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
         self._switches = [SplitSwitch()] * num_layers
         self._num_slots = table.split["fed_by"][0].numel()
         if device.type != "cuda":
@@ -94,6 +94,7 @@ class BatchSplit:
             # What a batch leaves, as ``BatchTensors`` on a device.
             self.totals, self.starts = (torch.zeros_like(self._counts) for _ in range(2))
             self.up_to = torch.zeros(table.split["rank"].shape[1:], dtype=int32)
+            self.rank_load = torch.zeros(table.split["fed_by"].shape[1])
             return
         from runtime.kernels import batch_counts, batch_split
 
@@ -129,7 +130,7 @@ class BatchSplit:
                 self._switches[layer] = switch.after(0.0, self._rule)
             return switch.is_on
         if torch.cuda.is_current_stream_capturing():
-            return experts.numel() * len(self._gathered) >= self._rule.least_rows * self._num_slots
+            return experts.numel() * len(self.gathered) >= self._rule.least_rows * self._num_slots
         return self._passes.is_on(layer)
 
     def slots(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
@@ -142,8 +143,8 @@ class BatchSplit:
             return self._on_host(layer, experts)
         self.count(experts)
         if not isinstance(self._exchange, PeerCounts):
-            self._exchange(self._counts, self._gathered)
-        self.split(layer, self._gathered)
+            self._exchange(self._counts, self.gathered)
+        self.split(layer, self.gathered)
         return self.choose(layer, experts)
 
     def switches(self) -> list[SplitSwitch]:
@@ -164,7 +165,7 @@ class BatchSplit:
                 self._counts,
                 turn=exchange.tensors.turn,
                 peers=exchange.tensors.peers,
-                source=self._source,
+                source=self.source,
             )
         else:
             self._counting.count_experts(experts, self.batch.blocks, self._counts)
@@ -176,7 +177,7 @@ class BatchSplit:
             self._layers[layer],
             self.batch,
             (self._saved[layer:], self._seen[layer:]),
-            self._source,
+            self.source,
             exchanged=exchange.tensors if isinstance(exchange, PeerCounts) else gathered,
             rule=self._rule,
         )
@@ -193,6 +194,12 @@ class BatchSplit:
             table.strays,
         )
         return chosen
+
+    def by_source(self) -> torch.Tensor:
+        """[N, E] counts of each source in this batch, or [N, 1], their sums."""
+        if isinstance(self._exchange, PeerCounts):
+            return self.batch.sent[:, None]
+        return self.gathered
 
     def layer_split(self, layer: int) -> LayerSplit:
         """Of a layer as the table has it, on a device."""
@@ -219,14 +226,15 @@ class BatchSplit:
         found = torch.bincount(flat[is_expert], minlength=num_experts)
         self._counts.copy_(found)
         assert not isinstance(self._exchange, PeerCounts), "refused when this was made"
-        self._exchange(self._counts, self._gathered)
-        self.totals.copy_(self._gathered.sum(dim=0))
-        self.starts.copy_(self._gathered[: self._source].sum(dim=0))
+        self._exchange(self._counts, self.gathered)
+        self.totals.copy_(self.gathered.sum(dim=0))
+        self.starts.copy_(self.gathered[: self.source].sum(dim=0))
         layout, totals = self.layout(layer), self.totals.to(torch.int64)
         switch = self._switches[layer]
         rule = self._rule if switch.is_on else replace(self._rule, rounds=0)
         made = split_batch(totals.numpy(), layout, rule)
         self._switches[layer] = switch.after(made.saved, self._rule)
+        self.rank_load.copy_(torch.from_numpy(made.rank_load))
         used = torch.where(is_expert, flat, 0)
         position = self.positions(experts).flatten()
         row = torch.from_numpy(layout.row.astype(np.int64))[used]

@@ -172,6 +172,20 @@ class RoutingTable:
                 first = last
         self.generation = prepared.generation
 
+    def extra_slot(self, number: int) -> NDArray[np.int64]:
+        """[R] one of each rank's extra slots, as the dispatch numbers them.
+
+        Raises:
+            ConfigError: the table has not so many.
+        """
+        if self._topology is None or not 0 <= number < self.extra_slots:
+            raise ConfigError(
+                f"extra slot {number} of a table with {self.extra_slots}, expected a lower number"
+            )
+        wide = self._topology.widened(self.extra_slots)
+        slots: NDArray[np.int64] = wide.first_slot[1:] - self.extra_slots + number
+        return slots
+
     @property
     def num_bytes(self) -> int:
         """Size of the tensors."""

@@ -53,8 +53,11 @@ def wire_agent(
         source_node=int(settings.topology.node_of_rank[held.rank]),
         device=device,
         topology=settings.topology if settings.splits_batches else None,
+        extra_slots=settings.extra_slots,
     )
-    counter = SlotCounter(placement.num_layers, held.bank.num_slots, device)
+    counter = SlotCounter(
+        placement.num_layers, held.bank.num_slots, device, extra_slots=settings.extra_slots
+    )
     parts = RankParts(held.rank, held.bank, table, counter, steps, held.digests)
     return WiredAgent(RankAgent(settings, parts, links, placement), table, counter)
 

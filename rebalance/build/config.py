@@ -76,14 +76,19 @@ class RankConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
     splits_batches: bool = False  # the routing table holds what ``BatchSplit`` needs
+    extra_slots: int = 0  # of each rank after the placement's, such as one for ``SharedSpread``
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     journal_dir: Path | None = None  # None: no journal is kept
 
     def __post_init__(self) -> None:
         check_positive(self, "sample_steps", "vote_every", "vote_deadline_s", "plan_deadline_s")
-        for name in ("staging_experts", "scrub_every_steps"):
+        for name in ("staging_experts", "scrub_every_steps", "extra_slots"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if self.extra_slots and not self.splits_batches:
+            raise ConfigError(
+                f"extra_slots is {self.extra_slots} without splits_batches, expected both"
+            )
 
     def stage_on(self, device_type: str) -> StageSettings:
         """How much staging may take on "cuda" or "cpu"."""

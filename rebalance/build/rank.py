@@ -163,6 +163,7 @@ def agent_settings(
         membership=membership,
         rank_links=config.rank_links,
         splits_batches=config.splits_batches,
+        extra_slots=config.extra_slots,
     )
 
 

@@ -40,6 +40,7 @@ class AgentSettings:
     membership: int = 0  # of this group of ranks; see ``membership_of_start``
     rank_links: RankLinkSettings | None = None  # None: no rank gives its slots over the network
     splits_batches: bool = False  # the routing table holds what ``BatchSplit`` needs
+    extra_slots: int = 0  # of each rank after the placement's, such as one for ``SharedSpread``
 
     def __post_init__(self) -> None:
         if self.rank_links is not None:

@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from eplb.core.model import ModelShape
+from eplb.errors import ConfigError
 from runtime.batch_split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
 from runtime.dispatch.all_to_all import Dispatcher, begin_combine, begin_dispatch
 from runtime.model.compute import Experts, swiglu
 from runtime.pulls.layer import Pulls
 from runtime.routing import RoutingTable
+from runtime.shared_spread import SharedSpread
 
 NUM_HEADS = 4
 
@@ -47,7 +49,14 @@ def mix_causally(hidden: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class MoELayer:
-    """The routed experts of one layer, spread over all ranks, and an optional shared expert."""
+    """The routed experts of one layer, spread over all ranks, and an optional shared expert.
+
+    The shared expert is computed where its tokens are (``shared``), or in one more slot of light
+    ranks (``spread``), whose weights ``experts`` has.
+
+    Raises:
+        ConfigError: ``shared`` and ``spread`` are both given, or ``spread`` without ``split``.
+    """
 
     layer: int
     top_k: int
@@ -57,6 +66,23 @@ class MoELayer:
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
     split: BatchSplit | None = None  # replicas by the batch's own counts, not by planned shares
     pulls: Pulls | None = None  # after a split: hot experts in spare slots (``runtime.pulls``)
+    spread: SharedSpread | None = None  # gives tokens of the shared expert to light ranks
+
+    def __post_init__(self) -> None:
+        if self.spread is None:
+            return
+        if self.split is None or self.shared is not None:
+            raise ConfigError(
+                f"layer {self.layer} spreads its shared expert with shared "
+                f"{'given' if self.shared else None} and split "
+                f"{'given' if self.split else None}, expected a split, and shared None: the "
+                "experts have its weights"
+            )
+        if self.pulls is not None:
+            raise ConfigError(
+                f"layer {self.layer} spreads its shared expert and pulls replicas, expected one of "
+                "both: they number a rank's extra slots alike"
+            )
 
     def forward(
         self,
@@ -73,8 +99,8 @@ class MoELayer:
         device, which a CUDA graph reads anew at each replay. Where a ``split`` is on they follow
         the batch's own counts, and the salt says nothing.
         """
-        slots = self._slots(chosen, salt)
-        received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
+        pairs = self._pairs(chosen, weights, salt)
+        received = self.dispatcher.dispatch(self.layer, tokens, *pairs)
         results = self.experts.run(self.layer, received)
         output = self.dispatcher.combine(self.layer, results, received)
         if self.shared is not None:
@@ -91,10 +117,11 @@ class MoELayer:
     ) -> Generator[None, None, torch.Tensor]:
         """``forward`` in two parts: yields once, while the rows travel, for other work.
 
-        The shared expert runs while the results travel back.
+        A shared expert at home runs while the results travel back; one that is spread is among
+        the experts.
         """
-        slots = self._slots(chosen, salt)
-        rows = begin_dispatch(self.dispatcher, self.layer, tokens, slots, weights)
+        pairs = self._pairs(chosen, weights, salt)
+        rows = begin_dispatch(self.dispatcher, self.layer, tokens, *pairs)
         yield
         received = rows.finish()
         results = self.experts.run(self.layer, received)
@@ -103,8 +130,20 @@ class MoELayer:
         output = sums.finish()
         return output if shared is None else output + shared
 
+    def _pairs(
+        self, chosen: torch.Tensor, weights: torch.Tensor, salt: int | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and weights to dispatch, [T, K] each, or [T, K + 1] with the shared expert."""
+        slots = self._slots(chosen, salt)
+        if self.spread is None:
+            return slots, weights
+        return self.spread.append(self.layer, chosen, slots, weights)
+
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
-        if self.split is not None and self.split.is_on(self.layer, chosen):
+        # The shared expert's tokens follow the split, also where it moves no routed ones.
+        if self.split is not None and (
+            self.spread is not None or self.split.is_on(self.layer, chosen)
+        ):
             slots = self.split.slots(self.layer, chosen)
             return slots if self.pulls is None else self.pulls.redirect(self.layer, chosen, slots)
         if isinstance(salt, torch.Tensor):

@@ -17,6 +17,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.shares.batch import SplitRule, SplitSwitch, split_layout
 from eplb.shares.batch import split_batch as reference_split
+from eplb.shares.shared_expert import split_shared, token_units
 from runtime.draws import choose_by_draw
 from runtime.kernels.batch_counts import count_experts, num_blocks
 from runtime.kernels.batch_split import (
@@ -36,6 +37,7 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
+from runtime.kernels.shared_expert import Ranks, append_shared, weigh_ranks
 from runtime.memory.shared import digest
 from runtime.peer_counts import PeerCounts
 from runtime.routing import RoutingTable
@@ -256,15 +258,14 @@ HELD = [[0, 1, 2, 0, 3, 4, 0, 1, 5, 6, 2, 7]]  # four ranks of three slots
 FOUR_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
 
 
-def batch_tensors(layer: LayerSplit, num_sources: int) -> BatchTensors:
+def batch_tensors(layer: LayerSplit, num_sources: int, num_experts: int = 8) -> BatchTensors:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
     up_to = torch.zeros_like(layer.rank)
-    blocks = zeros(num_blocks(200), 8)
-    return BatchTensors(
-        zeros(8), blocks, zeros(8), zeros(8), zeros(num_sources), up_to, torch.zeros(4)
-    )
+    counts, starts, totals = (zeros(num_experts) for _ in range(3))
+    blocks = zeros(num_blocks(200), num_experts)
+    return BatchTensors(counts, blocks, starts, totals, zeros(num_sources), up_to, torch.zeros(4))
 
 
 @pytest.mark.parametrize("by_words", [False, True])
@@ -369,6 +370,86 @@ def test_exchange_that_misses_its_deadline_splits_by_own_counts_and_says_so() ->
         assert (placement.slot_to_expert[0][chosen] == experts.numpy()).all()
         assert batch.sent.tolist() == [40, 0]
         assert f"{number} exchanges of counts were not complete within 1e-06 s" in exchange.late()
+
+
+def test_ranks_are_weighed_by_what_the_split_sends_them() -> None:
+    held = [[0, 1, 2, 0, 3, 4, 0, 1, 5, -1, -1, -1]]  # four ranks, the last without experts
+    placement = Placement(np.array(held), num_experts=6)
+    topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
+    table = RoutingTable(placement, max_replicas=4, topology=topology)
+    layer = LayerSplit(**{name: one[0] for name, one in table.split.items()})
+    gathered = torch.from_numpy(np.random.default_rng(5).integers(0, 90, (4, 6))).int()
+    gathered[1] = 0
+    batch = batch_tensors(layer, 4, num_experts=6)
+    switch = (torch.zeros(1), torch.zeros(1, dtype=torch.int32))
+    split_batch(layer, batch, switch, 0, exchanged=gathered, rule=SplitRule())
+    ranks, by_sums = (Ranks.empty(4, torch.device("cpu")) for _ in range(2))
+
+    sums = gathered.sum(dim=1, dtype=torch.int32)[:, None]
+    for counts, into in ((gathered, ranks), (sums, by_sums)):
+        weigh_ranks(layer, counts, batch.totals, batch.up_to, into, top_k=4)
+
+    assert by_sums.tokens.tolist() == ranks.tokens.tolist()
+    total = gathered.sum(dim=0).numpy()
+    layout = split_layout(
+        placement.expert_to_slots[0],
+        placement.slot_share[0],
+        topology.rank_of_slot,
+        num_split=6,
+        ways=4,
+    )
+    wanted = reference_split(total, layout).rank_load
+    assert np.abs(ranks.load.numpy() - wanted).max() <= 3  # boundaries are rounded to tokens
+    assert float(ranks.load.sum()) == total.sum()
+    assert ranks.tokens.tolist() == [-(-int(one.sum()) // 4) for one in gathered]
+    assert ranks.takes.tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("num_ranks", "top_k", "tokens"), [(1, 1, 3), (5, 6, 70), (40, 8, 600)])
+def test_shared_slots_are_those_of_the_reference_token_by_token(
+    num_ranks: int, top_k: int, tokens: int
+) -> None:
+    rng = np.random.default_rng(num_ranks)
+    ranks = Ranks(
+        torch.from_numpy(rng.gamma(1.5, 900, num_ranks)).float(),
+        torch.from_numpy(rng.integers(0, tokens, num_ranks)).int(),
+        torch.from_numpy(rng.random(num_ranks) > 0.2).int(),
+    )
+    slot_of_rank = torch.arange(num_ranks) * 10 + 9
+    experts = torch.from_numpy(rng.integers(0, 33, (tokens, top_k)))  # 32 is no expert
+    experts[::7], experts[1::5, 0] = -1, -1
+    slots, weights = torch.randint(0, 9, experts.shape), random(tokens, top_k)
+    is_real = ((experts >= 0) & (experts < 32)).any(dim=1)
+    for source in {0, num_ranks // 2, num_ranks - 1}:
+        # One that knows of fewer tokens than it has, and one of as many.
+        ranks.tokens[source] = int(is_real.sum()) - (tokens // 3 if source else 0)
+        for weight, least in ((1.0, 1), (0.6, 16)):
+            out = torch.full((tokens, top_k + 1), 77), torch.full((tokens, top_k + 1), POISON)
+            append_shared(
+                ranks,
+                slot_of_rank,
+                source,
+                experts,
+                slots,
+                weights,
+                out,
+                num_experts=32,
+                token_units=token_units(weight),
+                least=least,
+            )
+            split = split_shared(
+                ranks.load.numpy(),
+                ranks.tokens.numpy(),
+                ranks.takes.numpy() > 0,
+                weight=weight,
+                least=least,
+            )
+            place = (is_real.cumsum(0) - 1).numpy()
+            rank = split.targets(source, place, int(ranks.tokens[source]))
+            wanted = torch.where(is_real, slot_of_rank[torch.from_numpy(rank)], -1)
+            assert out[0][:, -1].tolist() == wanted.tolist()
+            assert torch.equal(out[0][:, :-1], slots)
+            assert torch.equal(out[1], torch.cat([weights, torch.ones(tokens, 1)], dim=1))
 
 
 def test_arguments_that_a_kernel_would_misread_are_rejected() -> None:

@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,16 +61,20 @@ class Group(AgentGroup):
         return named
 
 
-@pytest.fixture
-def group() -> Iterator[Group]:
+def new_group(**settings: Any) -> Group:
     made, digests = Group(START, TOPOLOGY), digests_of(RECORDS)
     made.banks += [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=4) for _ in range(4)]
     for rank in range(TOPOLOGY.num_ranks):
         made.fill(rank, RECORDS)
-        made.add(LocalTransport(TOPOLOGY, rank, made.banks, RECORDS), digests)
+        made.add(LocalTransport(TOPOLOGY, rank, made.banks, RECORDS), digests, **settings)
     made.begin()
-    yield made
-    made.close()
+    return made
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with closing(new_group()) as made:
+        yield made
 
 
 def test_migration_ends_with_every_slot_holding_its_expert(group: Group) -> None:
@@ -410,6 +416,30 @@ def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
         for sample in sink.samples:
             num_steps = sample.last_step - sample.first_step + 1
             assert np.array_equal(sample.tokens, num_steps * (sample.slot_to_expert != EMPTY))
+
+
+def test_extra_slots_are_in_no_sample_and_stay_through_a_migration() -> None:
+    with closing(new_group(splits_batches=True, extra_slots=1)) as group:
+        first = [table.extra_slot(0).tolist() for table in group.tables]
+        group.publish(FULL)
+        deadline = time.monotonic() + DEADLINE_S
+        while group.generation() == 0 or group.agents[0].phase != "idle":
+            assert time.monotonic() < deadline, group.output_text()
+            group.step()
+            for counter in group.counters:
+                counter.received[:, :3] += 1
+                counter.received[:, 3] += 100  # tokens of a shared expert
+        for _ in range(4):
+            group.step()
+
+        assert first == [[3, 7, 11, 15]] * 4
+        assert [table.extra_slot(0).tolist() for table in group.tables] == first
+        samples = [sample for sink in group.sinks for sample in sink.samples]
+        assert {sample.generation for sample in samples} == {0, 1}
+        assert {sample.tokens.shape for sample in samples} == {(NUM_LAYERS, 3)}
+        assert all(0 <= sample.tokens.max() < 100 for sample in samples)
+        experts = group.tables[0].slots[group.tables[0].slots >= 0]
+        assert not (experts % 4 == 3).any()  # no routed expert in a rank's fourth slot
 
 
 def test_step_between_begin_and_end_of_an_update_is_refused(group: Group) -> None:
