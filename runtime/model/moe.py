@@ -143,7 +143,11 @@ class MoEStack:
 
     @torch.inference_mode()
     def forward_two(
-        self, first: torch.Tensor, second: torch.Tensor, *, salts: tuple[int, int]
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        salts: tuple[int | torch.Tensor, int | torch.Tensor],
     ) -> tuple[Forward, Forward]:
         """Run two micro-batches as one pass: rows of one travel while the other computes.
 
@@ -162,7 +166,9 @@ class MoEStack:
             next(b)  # experts
         return _result(a), _result(b)
 
-    def _steps(self, token_ids: torch.Tensor, salt: int) -> Generator[None, None, Forward]:
+    def _steps(
+        self, token_ids: torch.Tensor, salt: int | torch.Tensor
+    ) -> Generator[None, None, Forward]:
         """A micro-batch: yields in each layer before it sends, once it has sent, and after it."""
         hidden = self._embedded(token_ids)
         chosen = []

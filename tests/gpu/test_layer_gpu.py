@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from eplb.core.load import Phase
 from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import PeerBank
 from runtime.group.launch import launch
@@ -21,14 +20,17 @@ from runtime.model.graphs import CapturedStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
 from tests.gpu.parts import (
+    LIMIT,
     MODEL,
     NUM_TOKENS,
+    TIE,
     build,
     needs_deep_ep,
     needs_two_gpus,
     random_placement,
-    schema_of,
     slots_per_rank,
+    tokens_of,
+    weights_of,
 )
 
 pytestmark = [
@@ -37,22 +39,7 @@ pytestmark = [
     needs_deep_ep,  # a graph captures its low-latency mode alone
 ]
 NUM_RANKS = min(4, torch.cuda.device_count())
-LIMIT = {"bfloat16": 3e-2, "fp8": 4e-2}  # BF16 and FP8 activations against float32 ones
-TIE = {"bfloat16": 0.1, "fp8": 0.5}
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("weights")
-    for precision in LIMIT:
-        schema = schema_of(precision)
-        write_random_checkpoint(folder / precision, MODEL, schema, vocabulary=256, seed=5)
-    return {precision: folder / precision for precision in LIMIT}
-
-
-def tokens_of(rank: int, step: int = 0) -> torch.Tensor:
-    random = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(256, (2, NUM_TOKENS // 2), generator=random)
+weights = pytest.fixture(scope="module")(weights_of)
 
 
 def run_placements(
