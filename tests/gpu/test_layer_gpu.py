@@ -228,3 +228,37 @@ def test_two_micro_batches_in_flight_answer_as_one_after_the_other(
     ):
         assert max(first, second) <= 5e-3
         assert counted == NUM_RANKS * 2 * NUM_TOKENS * MODEL.top_k * MODEL.num_layers
+
+
+def run_captured_micro_batches(rank: int, num_ranks: int, path: Path) -> list[float]:
+    made = build(rank, num_ranks, path, "bfloat16")
+    made.take_over(random_placement(num_ranks, 0))
+    captured = CapturedStack(
+        made.stack,
+        shape=(2, NUM_TOKENS // 2),
+        num_layers=MODEL.num_layers,
+        device=made.device,
+        micro_batches=2,
+    )
+    distances = []
+    for step in range(4):
+        if step == 2:
+            made.take_over(random_placement(num_ranks, 1))
+        halves = [tokens_of(rank, 2 * step + half).to(made.device) for half in (0, 1)]
+        salts = (step, step + 7)
+        found = captured.forward_two(halves[0], halves[1], salts=salts)
+        hidden = [answer.hidden.clone() for answer in found]
+        for ids, ours, salt in zip(halves, hidden, salts, strict=True):
+            seeds = (torch.arange(MODEL.num_layers) * 0x9E3779B1 + salt).to(made.device)
+            alone = made.stack.forward(ids, salt=seeds).hidden
+            distances.append(float((ours - alone).float().norm() / alone.float().norm()))
+    return distances
+
+
+def test_graph_of_two_micro_batches_holds_the_hooks_of_their_transfers(
+    weights: dict[str, Path],
+) -> None:
+    for distances in launch(
+        run_captured_micro_batches, NUM_RANKS, weights["bfloat16"], deadline_s=180
+    ):
+        assert max(distances) <= 5e-3
