@@ -147,8 +147,10 @@ class Layers:
 
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
         group, topology = self.group, self.group.topology
-        if name == "auto":
-            name = "local" if group.size == 1 else "deepep" if group.is_cuda else "all_to_all"
+        if name == "auto" and group.size == 1:  # of which normal mode knows nothing
+            name = "deepep" if group.is_cuda and mode == "decode" else "local"
+        elif name == "auto":
+            name = "deepep" if group.is_cuda else "all_to_all"
         if name == "local":
             return LocalDispatcher(topology.num_slots, self.counter, use_fp8=use_fp8)
         if name == "all_to_all":

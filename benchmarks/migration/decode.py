@@ -1,9 +1,8 @@
 """Decode steps while experts move without a break, against the same steps while nothing moves.
 
 One run alternates: quiet, busy, quiet, busy, quiet. A step is one CUDA graph of the resident layers
-run fourteen times, so it needs GPUs and deep_ep. On one GPU, which needs no deep_ep, the rank's
-slots stand for those of a group's ranks (``Shapes.ranks_per_gpu``), and each batch is split among
-their replicas.
+run fourteen times, so it needs GPUs and deep_ep. On one GPU the rank's slots stand for those of a
+group's ranks (``Shapes.ranks_per_gpu``), and each batch is split among their replicas.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from benchmarks.migration.agent import agent_of, publisher_of, rotated
 from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
-from benchmarks.simulator.local_dispatch import LocalDispatcher
 from eplb.core.model import ModelShape
 from rebalance.agent import RankAgent
 from rebalance.build.agent import WiredAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.batch_split import BatchSplit, all_gather_counts
-from runtime.dispatch.all_to_all import Dispatcher
 from runtime.streams import Completion
 
 LAYER_RUNS = 14  # of four resident layers: a step of 56
@@ -69,7 +66,8 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     wrong = wrong_slots(big, agent)
     agent.close()
     assert figures.rebalances, "nothing was migrated: there is nothing to compare"
-    rows = decode_rows(mode, *by_phase(step_us), figures)
+    is_emulated = shapes.ranks_per_gpu > 1
+    rows = decode_rows(f"{mode}, split" if is_emulated else mode, *by_phase(step_us), figures)
     return [*rows, ("  slots with wrong bytes afterwards", str(wrong), "0")]
 
 
@@ -112,6 +110,8 @@ def decode_rows(
         "copy": ("copy mode, from peers", "<= +2 % / +0.5 %"),
         "flip": ("flip mode, from peers", "<= +0.7 % / +0.3 %"),
         "host": ("copy mode, from the host", "<= +3 %"),
+        "copy, split": ("split on, one GPU, from its own slots", "<= +1 %"),
+        "host, split": ("split on, one GPU, from the host", "<= +1 %"),
     }[mode]
     (q50, q99), (b50, b99) = (np.percentile(part, (50, 99)) for part in (quiet, busy))
     found = (
@@ -135,16 +135,13 @@ def decode_step(big: BigRank, wired: WiredAgent) -> Callable[[int], None]:
     model, device = big.shapes.model, big.device
     group = dist.group.WORLD
     assert group is not None, "launch joins one"
-    dispatcher: Dispatcher
+    dispatcher = DeepEPLowLatency(
+        DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, wired.counter
+    )
     split = None
     if big.shapes.ranks_per_gpu > 1:
-        dispatcher = LocalDispatcher(big.topology.num_slots, wired.counter)
-        pairs = TOKENS * model.top_k
-        exchange = all_gather_counts(group)
+        pairs, exchange = TOKENS * model.top_k, all_gather_counts(group)
         split = BatchSplit(wired.table, exchange, source=0, num_sources=1, max_pairs=pairs)
-    else:
-        shape = DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS)
-        dispatcher = DeepEPLowLatency(shape, group, wired.counter)
     usual = 2 * TOKENS * big.topology.num_ranks * model.top_k // big.topology.num_slots
     experts = GroupedExperts(big.bank, usual_rows=usual)
     layers = [

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from eplb.shares.batch import MOST_WAYS, rank_load_of, split_batch, split_layout
 
@@ -37,6 +38,9 @@ from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.counters import SlotCounter
+from runtime.dispatch.all_to_all import Dispatcher
+from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 from runtime.experts import ExpertBank, PlainArena, bank_bytes
 from runtime.group.launch import launch
 from runtime.model.compute import GroupedExperts
@@ -49,6 +53,7 @@ from tests.gpu.parts import (
     NUM_TOKENS,
     TIE,
     fill,
+    needs_deep_ep,
     random_placement,
     schema_of,
     slots_per_rank,
@@ -63,7 +68,7 @@ OWN = Topology.uniform(1, 1, GROUP.num_slots)  # what the agent sees
 ENDS = (random_placement(RANKS, 0), random_placement(RANKS, 1))
 # One layer swaps at a time, so that steps are served from the middle of a migration too.
 PACE = Pace(GROUP.num_slots, layers_per_transaction=1, transactions_per_commit=1)
-MIGRATIONS, LEAST_STEPS = 6, 40
+MIGRATIONS, LEAST_STEPS, MOST_STEPS = 6, 40, 2000
 weights = pytest.fixture(scope="module")(weights_of)
 
 
@@ -92,11 +97,12 @@ class OneGpu:
         committed = self.store.committed()
         assert committed is not None
         base, plan_id = committed.placement, self.store.next_plan_id()
-        target = ENDS[plan_id % 2]
+        is_first = np.array_equal(base.slot_to_expert, ENDS[0].slot_to_expert)
+        target = ENDS[1] if is_first else ENDS[0]
         self.store.publish(emulated_migration(base, target, OWN, plan_id, PACE))
 
 
-def build(path: Path, precision: str) -> OneGpu:
+def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
     device, checkpoint, schema = torch.device("cuda", 0), Checkpoint(path), schema_of(precision)
     shape = (schema, MODEL.num_layers, GROUP.num_slots)
     arena = PlainArena(bank_bytes(*shape, GROUP.num_slots), device)
@@ -118,13 +124,16 @@ def build(path: Path, precision: str) -> OneGpu:
     )
     group = dist.group.WORLD
     assert group is not None
+    sends: Dispatcher = LocalDispatcher(GROUP.num_slots, wired.counter)
+    if dispatcher == "low_latency":
+        deep_ep_shape = DeepEPShape(OWN, MODEL.hidden, MODEL.top_k, NUM_TOKENS)
+        sends = DeepEPLowLatency(deep_ep_shape, group, wired.counter)
     pairs = NUM_TOKENS * MODEL.top_k
     exchange = all_gather_counts(group)
     split = BatchSplit(wired.table, exchange, source=0, num_sources=1, max_pairs=pairs)
-    dispatcher = LocalDispatcher(GROUP.num_slots, wired.counter)
     experts = GroupedExperts(bank, usual_rows=64)
     layers = [
-        MoELayer(layer, MODEL.top_k, experts, wired.table, dispatcher, split=split)
+        MoELayer(layer, MODEL.top_k, experts, wired.table, sends, split=split)
         for layer in range(MODEL.num_layers)
     ]
     dense = {name: t.to(device) for name, t in checkpoint.dense_weights().items()}
@@ -144,8 +153,8 @@ class Served:
     strays: int
 
 
-def serve(rank: int, num_ranks: int, path: Path, precision: str) -> Served:
-    made = build(path, precision)
+def serve(rank: int, num_ranks: int, path: Path, precision: str, dispatcher: str) -> Served:
+    made = build(path, precision, dispatcher)
     agent, counter = made.wired.agent, made.wired.counter
     on_device = {n: t.to(made.device) for n, t in Checkpoint(path).reference_weights().items()}
     reference = ReferenceModel(MODEL, on_device, tie=TIE[precision])
@@ -154,6 +163,7 @@ def serve(rank: int, num_ranks: int, path: Path, precision: str) -> Served:
     agent.start()
     step = 0
     while agent.figures.rebalances < MIGRATIONS or step < LEAST_STEPS:
+        assert step < MOST_STEPS, f"{agent.figures.rebalances} migrations, phase {agent.phase}"
         if made.store.published() is None:
             made.publish()
         assert agent.step(step, "decode")
@@ -211,14 +221,18 @@ def wrong_slots(made: OneGpu, agent: RankAgent) -> int:
     )
 
 
+LOW_LATENCY = pytest.param("low_latency", marks=needs_deep_ep)
+
+
 @pytest.mark.parametrize("precision", sorted(LIMIT))
+@pytest.mark.parametrize("dispatcher", ["local", LOW_LATENCY])
 def test_graph_with_split_is_right_at_every_step_of_migrations(
-    weights: dict[str, Path], precision: str
+    weights: dict[str, Path], precision: str, dispatcher: str
 ) -> None:
-    (served,) = launch(serve, 1, weights[precision], precision, deadline_s=150)
+    (served,) = launch(serve, 1, weights[precision], precision, dispatcher, deadline_s=80)
 
     print(
-        f"{precision}: {len(served.errors)} steps, {served.migrations} migrations, "
+        f"{precision}, {dispatcher}: {len(served.errors)} steps, {served.migrations} migrations, "
         f"{served.experts_moved} experts, {served.mixed_steps} steps in the middle of one, "
         f"largest error {max(served.errors):.2e}"
     )
@@ -231,8 +245,8 @@ def test_graph_with_split_is_right_at_every_step_of_migrations(
     assert [found for found in served.loads if found[0] > found[1] * 1.005 + slack] == []
 
 
-def serve_two(rank: int, num_ranks: int, path: Path) -> tuple[list[float], int]:
-    made = build(path, "bfloat16")
+def serve_two(rank: int, num_ranks: int, path: Path, dispatcher: str) -> tuple[list[float], int]:
+    made = build(path, "bfloat16", dispatcher)
     captured, distances = made.captured(micro_batches=2), []
     for step in range(4):
         halves = [tokens_of(half, step).to(made.device) for half in (0, 1)]
@@ -244,8 +258,29 @@ def serve_two(rank: int, num_ranks: int, path: Path) -> tuple[list[float], int]:
     return distances, captured.num_captures
 
 
-def test_graph_of_two_micro_batches_answers_as_each_alone(weights: dict[str, Path]) -> None:
-    ((distances, captures),) = launch(serve_two, 1, weights["bfloat16"], deadline_s=120)
+@pytest.mark.parametrize("dispatcher", ["local", LOW_LATENCY])
+def test_graph_of_two_micro_batches_answers_as_each_alone(
+    weights: dict[str, Path], dispatcher: str
+) -> None:
+    ((distances, captures),) = launch(serve_two, 1, weights["bfloat16"], dispatcher, deadline_s=80)
 
     assert max(distances) <= 5e-3
     assert captures == 1
+
+
+def refused(rank: int, num_ranks: int) -> str:
+    shape, counter = DeepEPShape(OWN, 256, 2, 8), SlotCounter(1, OWN.num_slots, "cuda:0")
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        DeepEPNormal(shape, group, counter)
+    except ConfigError as exc:
+        return str(exc)
+    return "not refused"
+
+
+@needs_deep_ep
+def test_normal_mode_of_deep_ep_refuses_one_rank_with_a_sentence() -> None:
+    (why,) = launch(refused, 1, deadline_s=60)
+
+    assert why.startswith("deep_ep has no normal mode for a group of 1 (Unsupported number of EP")
