@@ -18,15 +18,19 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Migration, Pace, Source, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
-from rebalance.rank.parts import AgentSettings, Links
+from eplb.migration.transactions import copy_transactions
+from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, WiredAgent, most_replicas, wire_agent
+from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.stage.stage_settings import StageSettings
+from rebalance.types import StepCounter
+from runtime.counters import SlotCounter
+from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
 from telemetry.store import LoadStore, RunInfo
 
 DEPLOYMENT = "bench"
-MOVES = 4  # experts into each rank, in each layer
 POLL_S = 0.005
 
 
@@ -39,8 +43,7 @@ class Clockwork:
 
 def begin_store(path: Path, shapes: Shapes, num_ranks: int) -> None:
     """A store with the first placement and a run."""
-    slots = shapes.slots_per_rank + shapes.spare_slots
-    topology = Topology.uniform(1, num_ranks, slots)
+    topology = Topology.uniform(1, num_ranks, shapes.slots_on_gpu)
     store = open_store(path, DEPLOYMENT)
     first = Placement(first_slots(shapes, num_ranks), shapes.model.num_experts)
     store.commit(first, expected=None, reason="start")
@@ -58,7 +61,43 @@ def agent_of(big: BigRank, path: Path, transport: Any) -> tuple[WiredAgent, Cloc
     settings = AgentSettings(DEPLOYMENT, "bench", big.topology, sample_steps=16, stage=stage)
     held = HeldExperts(big.rank, big.bank, big.digests, big.placement)
     links = Links(big.votes, transport, store, Reporter(store))
+    if big.shapes.ranks_per_gpu > 1:
+        return wire_emulated(settings, held, links, big.group, clock), clock
     return wire_agent(settings, held, links, clock), clock
+
+
+def wire_emulated(
+    settings: AgentSettings,
+    held: HeldExperts,
+    links: Links,
+    group: Topology,
+    steps: StepCounter | None = None,
+) -> WiredAgent:
+    """The agent of one rank whose slots stand for those of all ranks of ``group``.
+
+    As ``wire_agent``, but the routing table knows the group: batches are split among its ranks.
+    """
+    placement, device = held.placement, held.bank.device
+    table = RoutingTable(
+        placement,
+        max_replicas=most_replicas(placement, group),
+        device=device,
+        topology=group,
+    )
+    counter = SlotCounter(placement.num_layers, held.bank.num_slots, device)
+    parts = RankParts(held.rank, held.bank, table, counter, steps, held.digests)
+    return WiredAgent(RankAgent(settings, parts, links, placement), table, counter)
+
+
+def emulated_migration(
+    base: Placement, target: Placement, topology: Topology, plan_id: int, pace: Pace
+) -> Migration:
+    """``build_migration`` in copy mode, for one rank that holds an expert in several slots.
+
+    A planned placement never does that; the slots of an emulated group's ranks do.
+    """
+    transactions = copy_transactions(base, target, topology, pace)
+    return Migration(plan_id, base, target.with_generation(base.generation + 1), transactions, pace)
 
 
 @dataclass
@@ -77,7 +116,7 @@ class BackAndForth:
     _num_made: int = 0
 
     def __post_init__(self) -> None:
-        there = rotated(self.big.placement, self.big.topology, MOVES)
+        there = rotated(self.big.placement, self.big.group, self.big.moves)
         self._ends = (self.big.placement, there)
 
     def next(self, base: Placement) -> Migration:
@@ -89,8 +128,11 @@ class BackAndForth:
             mode="flip" if shapes.spare_slots else "copy",
             spare_slots=shapes.spare_slots,
         )
-        plan_id = self.store.next_plan_id()
-        made = build_migration(base, other, self.big.topology, plan_id=plan_id, pace=pace)
+        plan_id, topology = self.store.next_plan_id(), self.big.topology
+        if shapes.ranks_per_gpu > 1:
+            made = emulated_migration(base, other, topology, plan_id, pace)
+        else:
+            made = build_migration(base, other, topology, plan_id=plan_id, pace=pace)
         return from_host(made) if self.mode == "host" else made
 
 

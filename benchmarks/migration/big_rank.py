@@ -29,16 +29,12 @@ from rebalance.stage.digest_table import agree_on_digests
 from rebalance.threads.cancellation import IsWanted, always
 from rebalance.transport.processes import HostMemory, MappedPeers, Peers, PullTransport, RankMemory
 from rebalance.types import Digest, Record
-from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
+from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group.agreement import gathered
 from runtime.streams import Completion
 
 DEADLINE_S = 120.0
-
-
-def is_cuda() -> bool:
-    """Whether ranks run on GPUs here: one alone is no group, and its ranks run on the CPU."""
-    return torch.cuda.device_count() > 1
+MOVES = 4  # experts of each layer that a migration brings to each GPU
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,16 @@ class Shapes:
 
     model: ModelShape
     slots_per_rank: int  # that hold an expert, in each layer
+    ranks_per_gpu: int = 1  # more: the one process emulates a group, whose slots lie side by side
     spare_slots: int = 0  # EMPTY ones beside them, for flip mode
     staging_experts: int = 16  # of the ring
     precision: str = "fp8"  # or bfloat16, or float32 on a CPU
     bytes_per_second: float = math.inf  # of a rank's link while serving; inf: as fast as it goes
+
+    @property
+    def slots_on_gpu(self) -> int:
+        """Slots of a process in each layer."""
+        return self.ranks_per_gpu * (self.slots_per_rank + self.spare_slots)
 
     @property
     def schema(self) -> ExpertSchema:
@@ -132,6 +134,18 @@ class BigRank:
     digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks
     device: torch.device
 
+    @property
+    def group(self) -> Topology:
+        """All ranks, emulated ones too."""
+        shapes = self.shapes
+        num_ranks = self.topology.num_ranks * shapes.ranks_per_gpu
+        return Topology.uniform(1, num_ranks, shapes.slots_on_gpu // shapes.ranks_per_gpu)
+
+    @property
+    def moves(self) -> int:
+        """Experts into each rank of the group, in each layer of a migration."""
+        return MOVES // self.shapes.ranks_per_gpu
+
     def transport(self, host_cache: HostMemory | None = None) -> PullTransport:
         """Make a transport that reads peers and ``host_cache``, with streams of its own.
 
@@ -160,7 +174,7 @@ def build(
     """
     from_cuda = torch.cuda.device_count() >= num_ranks
     device = torch.device("cuda", rank) if from_cuda else torch.device("cpu")
-    slots = shapes.slots_per_rank + shapes.spare_slots
+    slots = shapes.slots_on_gpu
     topology = Topology.uniform(1, num_ranks, slots)
     placement = Placement(
         first_slots(shapes, num_ranks) if held is None else held, shapes.model.num_experts
@@ -169,11 +183,13 @@ def build(
     assert group is not None, "launch joins one"
     shape = (shapes.schema, shapes.model.num_layers, slots)
     arena: Any = None
-    if from_cuda:
+    num_bytes = bank_bytes(*shape, shapes.staging_experts)
+    if from_cuda and num_ranks > 1:
         from runtime.memory.symmetric import SymmetricArena
 
-        num_bytes = bank_bytes(*shape, shapes.staging_experts)
         arena = SymmetricArena(num_bytes, group, device)
+    elif from_cuda:
+        arena = PlainArena(num_bytes, device)
     bank = ExpertBank(*shape, num_staging=shapes.staging_experts, arena=arena)
     known = fill_slots(bank, placement.slot_to_expert[:, topology.slots_on(rank)])
     control = dist.new_group(backend="gloo")
@@ -182,11 +198,9 @@ def build(
     sizes = (shapes.model.num_layers, shapes.model.num_experts)
     digests = agree_on_digests(known, *sizes, votes, deadline_s=DEADLINE_S)
     handles = gathered(bank.handle, control)
-    peers: Peers
-    if from_cuda:
-        peers = MappedPeers(rank, topology, bank, arena.peer)
-    else:
-        peers = MappedPeers(rank, topology, bank, handles.__getitem__)
+    is_mapped = from_cuda and num_ranks > 1
+    arena_of = arena.peer if is_mapped else handles.__getitem__
+    peers = MappedPeers(rank, topology, bank, arena_of)
     return BigRank(rank, shapes, topology, placement, bank, peers, votes, digests, device)
 
 
@@ -206,7 +220,7 @@ def first_slots(shapes: Shapes, num_ranks: int) -> NDArray[np.int32]:
     Experts go over the ranks in order, E / R to each; a rank's other slots hold the first ones of
     the next rank, so that those have a replica; spare slots are EMPTY.
     """
-    num_experts = shapes.model.num_experts
+    num_experts, num_ranks = shapes.model.num_experts, num_ranks * shapes.ranks_per_gpu
     own = num_experts // num_ranks
     held = np.full((num_ranks, shapes.slots_per_rank + shapes.spare_slots), EMPTY, dtype=np.int32)
     for rank in range(num_ranks):

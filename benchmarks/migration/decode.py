@@ -1,7 +1,8 @@
 """Decode steps while experts move without a break, against the same steps while nothing moves.
 
 One run alternates: quiet, busy, quiet, busy, quiet. A step is one CUDA graph of the resident layers
-run fourteen times, so it needs GPUs and deep_ep.
+run fourteen times, so it needs GPUs and deep_ep. On one GPU the rank's slots stand for those of a
+group's ranks (``Shapes.ranks_per_gpu``), and each batch is split among their replicas.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.migration.agent import MOVES, agent_of, publisher_of, rotated
-from benchmarks.migration.big_rank import BigRank, Shapes, build
+from benchmarks.migration.agent import agent_of, publisher_of, rotated
+from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
+from rebalance.agent import RankAgent
 from rebalance.build.agent import WiredAgent
 from rebalance.swap.swapper import StepFigures
+from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.streams import Completion
 
 LAYER_RUNS = 14  # of four resident layers: a step of 56
@@ -60,14 +63,26 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     if publisher is not None:
         publisher.close()
     figures = agent.figures
+    wrong = wrong_slots(big, agent)
     agent.close()
     assert figures.rebalances, "nothing was migrated: there is nothing to compare"
-    return decode_rows(mode, *by_phase(step_us), figures)
+    is_emulated = shapes.ranks_per_gpu > 1
+    rows = decode_rows(f"{mode}, split" if is_emulated else mode, *by_phase(step_us), figures)
+    return [*rows, ("  slots with wrong bytes afterwards", str(wrong), "0")]
+
+
+def wrong_slots(big: BigRank, agent: RankAgent) -> int:
+    """Live slots whose bytes are not those of the expert that they serve."""
+    wait_for(big.bank.mark())
+    return sum(
+        big.bank.digest(layer, slot) != tuple(big.digests[layer, expert].tolist())
+        for layer, slot, expert in agent.held()
+    )
 
 
 def host_cache_of_both_ends(big: BigRank) -> PinnedHostCache:
     """Host memory with every expert that goes into this rank on the way there and back."""
-    ends = (big.placement, rotated(big.placement, big.topology, MOVES))
+    ends = (big.placement, rotated(big.placement, big.group, big.moves))
     span = big.topology.slots_on(big.rank)
     new = ends[0].slot_to_expert[:, span] != ends[1].slot_to_expert[:, span]
     records = {
@@ -95,6 +110,8 @@ def decode_rows(
         "copy": ("copy mode, from peers", "<= +2 % / +0.5 %"),
         "flip": ("flip mode, from peers", "<= +0.7 % / +0.3 %"),
         "host": ("copy mode, from the host", "<= +3 %"),
+        "copy, split": ("split on, one GPU, from its own slots", "<= +1 %"),
+        "host, split": ("split on, one GPU, from the host", "<= +1 %"),
     }[mode]
     (q50, q99), (b50, b99) = (np.percentile(part, (50, 99)) for part in (quiet, busy))
     found = (
@@ -121,10 +138,14 @@ def decode_step(big: BigRank, wired: WiredAgent) -> Callable[[int], None]:
     dispatcher = DeepEPLowLatency(
         DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, wired.counter
     )
+    split = None
+    if big.shapes.ranks_per_gpu > 1:
+        pairs, exchange = TOKENS * model.top_k, all_gather_counts(group)
+        split = BatchSplit(wired.table, exchange, source=0, num_sources=1, max_pairs=pairs)
     usual = 2 * TOKENS * big.topology.num_ranks * model.top_k // big.topology.num_slots
     experts = GroupedExperts(big.bank, usual_rows=usual)
     layers = [
-        MoELayer(layer, model.top_k, experts, wired.table, dispatcher)
+        MoELayer(layer, model.top_k, experts, wired.table, dispatcher, split=split)
         for layer in range(model.num_layers)
     ]
     stack = MoEStack(model, dense_weights(model, device), layers)

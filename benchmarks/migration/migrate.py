@@ -3,7 +3,8 @@
     python3 -m benchmarks.migration.migrate --device cuda [--only stage,host_cache,flip,whole,disk]
     python -m benchmarks.migration.migrate    # the same on CPU ranks, small
 
-On GPUs it needs four of one host and deep_ep. Shapes are DeepSeek-V3's, made-up weights; a decode
+On GPUs it needs four of one host and deep_ep; decode-copy and decode-host run on one as well, with
+``--ranks 1``, where batches are split besides. Shapes are DeepSeek-V3's, made-up weights; a decode
 step is four resident MoE layers run fourteen times, 56 layers in all. Seeded; one table.
 
 ``--budget`` (bytes a second of a rank's link) and ``--staging`` (experts of its ring) go to every
@@ -42,6 +43,7 @@ from runtime.group.launch import launch
 
 DECODE_DEADLINE_S = 200.0
 STEP_S = 0.03  # of a whole rebalance
+RANKS_ON_ONE_GPU = 4  # that one GPU alone emulates
 WIDTH = 72
 SMALL = ModelShape(tuple(range(4)), 64, 8, hidden=512, intermediate=256)
 ONE_SMALL_LAYER = replace(SMALL, layer_ids=(0,))
@@ -71,9 +73,10 @@ class Runs:
         if self.is_on_gpu:
             named |= {
                 "decode-copy": lambda: self.decode("copy"),
-                "decode-flip": lambda: self.decode("flip"),
                 "decode-host": lambda: self.decode("host"),
             }
+        if self.is_on_gpu and self.ranks > 1:
+            named["decode-flip"] = lambda: self.decode("flip")
         return named
 
     def stage(self) -> Iterator[Row]:
@@ -113,7 +116,17 @@ class Runs:
     def decode(self, mode: str) -> Iterator[Row]:
         """Decode steps with and without migrations; ``mode`` is copy, flip or host."""
         spares = 4 if mode == "flip" else 0
-        shapes = self._under_an_agent(v3(4, 64 * self.ranks, slots_per_rank=72, spare_slots=spares))
+        emulated = 1 if self.ranks > 1 else RANKS_ON_ONE_GPU
+        slots = 72 // emulated
+        shapes = self._under_an_agent(
+            v3(
+                4,
+                64 * self.ranks,
+                slots_per_rank=slots,
+                spare_slots=spares,
+                ranks_per_gpu=emulated,
+            )
+        )
         path = self.folder / f"{mode}.sqlite"
         begin_store(path, shapes, self.ranks)
         yield from launch(

@@ -26,7 +26,6 @@ from benchmarks.migration.big_rank import (
     Shapes,
     build,
     fill,
-    is_cuda,
     seconds,
 )
 from benchmarks.migration.preload import write_experts
@@ -59,7 +58,8 @@ class PinnedHostCache(NoHostCache):
 
     def __init__(self, big: BigRank, records: list[Record]) -> None:
         size = big.bank.schema.record_bytes
-        whole = torch.empty(len(records) * size, dtype=torch.uint8, pin_memory=is_cuda())
+        is_cuda = big.device.type == "cuda"
+        whole = torch.empty(len(records) * size, dtype=torch.uint8, pin_memory=is_cuda)
         self._of = dict(zip(records, whole.view(len(records), size), strict=True))
         self.num_entries = 4 * len(records)  # all of them, for each rank of the host
         scratch = big.bank.staging(0)

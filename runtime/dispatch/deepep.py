@@ -117,10 +117,16 @@ class DeepEPNormal:
         self._num_slots = int(shape.topology.slots_of_rank[0])
         deep_ep.Buffer.set_num_sms(PREFILL_SMS)
         row_bytes = shape.hidden * 2
-        configs = (
-            deep_ep.Buffer.get_dispatch_config(group.size()),
-            deep_ep.Buffer.get_combine_config(group.size()),
-        )
+        try:
+            configs = (
+                deep_ep.Buffer.get_dispatch_config(group.size()),
+                deep_ep.Buffer.get_combine_config(group.size()),
+            )
+        except AssertionError as exc:
+            raise ConfigError(
+                f"deep_ep has no normal mode for a group of {group.size()} "
+                f"({first_sentence(exc)}), expected one of its sizes, such as 2, 4 or 8"
+            ) from exc
         num_bytes = max(c.get_nvl_buffer_size_hint(row_bytes, group.size()) for c in configs)
         self._buffer = make_buffer(deep_ep, group, num_nvl_bytes=num_bytes)
 

@@ -185,7 +185,12 @@ class MoEStack:
 
     @torch.inference_mode()
     def forward_two(
-        self, first: torch.Tensor, second: torch.Tensor, *, salts: tuple[int, int]
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        salts: tuple[int | torch.Tensor, int | torch.Tensor],
+        forced: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Forward, Forward]:
         """Run two micro-batches as one pass: rows of one travel while the other computes.
 
@@ -194,7 +199,8 @@ class MoEStack:
             first   attend | send ..... | experts, combine | attend (next layer)  | ...
             second         | attend     |                  | send ............... | experts, ...
         """
-        a, b = (self._steps(*one) for one in zip((first, second), salts, strict=True))
+        chosen = forced or (None, None)
+        a, b = (self._steps(*one) for one in zip((first, second), salts, chosen, strict=True))
         next(a)
         for layers_left in reversed(range(len(self._layers))):
             for steps in (a, b, a, b):  # send, attend, experts, send
@@ -204,12 +210,14 @@ class MoEStack:
             next(b)  # experts
         return _result(a), _result(b)
 
-    def _steps(self, token_ids: torch.Tensor, salt: int) -> Generator[None, None, Forward]:
+    def _steps(
+        self, token_ids: torch.Tensor, salt: int | torch.Tensor, forced: torch.Tensor | None
+    ) -> Generator[None, None, Forward]:
         """A micro-batch: yields in each layer before it sends, once it has sent, and after it."""
         hidden = self._embedded(token_ids)
         chosen = []
         for moe in self._layers:
-            hidden, tokens, experts, weights = self._routed(moe.layer, hidden, None)
+            hidden, tokens, experts, weights = self._routed(moe.layer, hidden, forced)
             yield
             layer = moe.overlapped(tokens, experts, weights, salt=salt)
             next(layer)

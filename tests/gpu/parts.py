@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
@@ -26,6 +28,8 @@ from runtime.routing import RoutingTable
 MODEL = ModelShape((0, 1), 32, 6, hidden=2048, intermediate=512)
 NUM_STAGING, NUM_TOKENS = 2, 64
 SPARE_SLOTS = 2  # of a rank, for replicas
+LIMIT = {"bfloat16": 3e-2, "fp8": 4e-2}  # BF16 and FP8 activations against float32 ones
+TIE = {"bfloat16": 0.1, "fp8": 0.5}
 
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two GPUs of one host"
@@ -44,6 +48,20 @@ def schema_of(precision: str) -> ExpertSchema:
     return ExpertSchema.swiglu(MODEL.hidden, MODEL.intermediate, torch.bfloat16)
 
 
+def weights_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by precision, for a fixture of a module."""
+    folder = tmp_path_factory.mktemp("weights")
+    for precision in LIMIT:
+        schema = schema_of(precision)
+        write_random_checkpoint(folder / precision, MODEL, schema, vocabulary=256, seed=5)
+    return {precision: folder / precision for precision in LIMIT}
+
+
+def tokens_of(rank: int, step: int = 0) -> torch.Tensor:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(256, (2, NUM_TOKENS // 2), generator=random)
+
+
 def random_placement(num_ranks: int, seed: int) -> Placement:
     """Every expert somewhere, the other slots filled at random, never twice on a rank."""
     rng = np.random.default_rng(seed)
@@ -56,6 +74,15 @@ def random_placement(num_ranks: int, seed: int) -> Placement:
             absent = np.setdiff1d(np.arange(MODEL.num_experts), rank)
             rank[spare] = rng.choice(absent, size=len(spare), replace=False)
     return Placement(held.reshape(MODEL.num_layers, -1), MODEL.num_experts)
+
+
+def fill(bank: ExpertBank, held: NDArray[np.int32], checkpoint: Checkpoint) -> None:
+    """Write the experts [L, C] into a bank's slots."""
+    record = torch.empty(bank.schema.record_bytes, dtype=torch.uint8)
+    for layer, slots in enumerate(held.tolist()):
+        for slot, expert in enumerate(slots):
+            checkpoint.repack(layer, expert, bank.schema, record)
+            bank.live(layer, slot).copy_(record)
 
 
 @dataclass
@@ -74,12 +101,8 @@ class GpuRank:
 
     def take_over(self, placement: Placement) -> None:
         """Load every slot and the table, as if the rank had started with this placement."""
-        record = torch.empty(self.schema.record_bytes, dtype=torch.uint8)
         held = placement.slot_to_expert[:, self.topology.slots_on(self.rank)]
-        for layer, slots in enumerate(held.tolist()):
-            for slot, expert in enumerate(slots):
-                self.checkpoint.repack(layer, expert, self.schema, record)
-                self.bank.live(layer, slot).copy_(record)
+        fill(self.bank, held, self.checkpoint)
         self.table.load(placement, range(placement.num_layers))
         torch.cuda.synchronize()
         dist.barrier()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from eplb.core.load import Phase
 from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import PeerBank
 from runtime.group.launch import launch
@@ -21,14 +20,17 @@ from runtime.model.graphs import CapturedStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
 from tests.gpu.parts import (
+    LIMIT,
     MODEL,
     NUM_TOKENS,
+    TIE,
     build,
     needs_deep_ep,
     needs_two_gpus,
     random_placement,
-    schema_of,
     slots_per_rank,
+    tokens_of,
+    weights_of,
 )
 
 pytestmark = [
@@ -37,22 +39,7 @@ pytestmark = [
     needs_deep_ep,  # a graph captures its low-latency mode alone
 ]
 NUM_RANKS = min(4, torch.cuda.device_count())
-LIMIT = {"bfloat16": 3e-2, "fp8": 4e-2}  # BF16 and FP8 activations against float32 ones
-TIE = {"bfloat16": 0.1, "fp8": 0.5}
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("weights")
-    for precision in LIMIT:
-        schema = schema_of(precision)
-        write_random_checkpoint(folder / precision, MODEL, schema, vocabulary=256, seed=5)
-    return {precision: folder / precision for precision in LIMIT}
-
-
-def tokens_of(rank: int, step: int = 0) -> torch.Tensor:
-    random = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(256, (2, NUM_TOKENS // 2), generator=random)
+weights = pytest.fixture(scope="module")(weights_of)
 
 
 def run_placements(
@@ -241,3 +228,37 @@ def test_two_micro_batches_in_flight_answer_as_one_after_the_other(
     ):
         assert max(first, second) <= 5e-3
         assert counted == NUM_RANKS * 2 * NUM_TOKENS * MODEL.top_k * MODEL.num_layers
+
+
+def run_captured_micro_batches(rank: int, num_ranks: int, path: Path) -> list[float]:
+    made = build(rank, num_ranks, path, "bfloat16")
+    made.take_over(random_placement(num_ranks, 0))
+    captured = CapturedStack(
+        made.stack,
+        shape=(2, NUM_TOKENS // 2),
+        num_layers=MODEL.num_layers,
+        device=made.device,
+        micro_batches=2,
+    )
+    distances = []
+    for step in range(4):
+        if step == 2:
+            made.take_over(random_placement(num_ranks, 1))
+        halves = [tokens_of(rank, 2 * step + half).to(made.device) for half in (0, 1)]
+        salts = (step, step + 7)
+        found = captured.forward_two(halves[0], halves[1], salts=salts)
+        hidden = [answer.hidden.clone() for answer in found]
+        for ids, ours, salt in zip(halves, hidden, salts, strict=True):
+            seeds = (torch.arange(MODEL.num_layers) * 0x9E3779B1 + salt).to(made.device)
+            alone = made.stack.forward(ids, salt=seeds).hidden
+            distances.append(float((ours - alone).float().norm() / alone.float().norm()))
+    return distances
+
+
+def test_graph_of_two_micro_batches_holds_the_hooks_of_their_transfers(
+    weights: dict[str, Path],
+) -> None:
+    for distances in launch(
+        run_captured_micro_batches, NUM_RANKS, weights["bfloat16"], deadline_s=180
+    ):
+        assert max(distances) <= 5e-3

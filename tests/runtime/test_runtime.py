@@ -128,8 +128,14 @@ def test_two_micro_batches_give_what_each_gives_alone_and_are_one_pass(
         halves = engine(ids)
         watch.remove()
         counted = int(counter.drain().sum())
-        alone = stack.forward(ids[:2], salt=5).hidden, stack.forward(ids[2:], salt=6).hidden
-        is_equal = all(torch.equal(a, b) for a, b in zip(halves, alone, strict=True))
+        alone = stack.forward(ids[:2], salt=5), stack.forward(ids[2:], salt=6)
+        is_equal = all(torch.equal(a, b.hidden) for a, b in zip(halves, alone, strict=True))
+        forced = (alone[0].experts.flip(1), alone[1].experts.flip(1))  # of other tokens
+        found = stack.forward_two(ids[:2], ids[2:], salts=(5, 6), forced=forced)
+        for mine, one, routes, salt in zip(found, (ids[:2], ids[2:]), forced, (5, 6), strict=True):
+            expected = stack.forward(one, salt=salt, forced=routes)
+            is_equal &= torch.equal(mine.hidden, expected.hidden)
+            is_equal &= torch.equal(mine.experts, routes)
         return is_equal, passes.steps, counted
 
     results = run_ranks(2, serve)

@@ -1,0 +1,286 @@
+"""Captured decode on one GPU: micro-batches in flight, and everything that changes under a graph.
+
+The GPU's slots stand for those of four ranks, so that experts have replicas to split batches among.
+The agent, its votes, the staging and the swaps are those of a rank that serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from eplb.migration.build import Pace
+from eplb.shares.batch import MOST_WAYS, rank_load_of, split_batch, split_layout
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("zstandard", reason="the store packs samples with it")
+
+from agent_group import QuickStore, Sink
+
+from benchmarks.migration.agent import emulated_migration, wire_emulated
+from benchmarks.migration.big_rank import NoHostCache
+from benchmarks.simulator.local_dispatch import LocalDispatcher
+from rebalance.agent import RankAgent
+from rebalance.build.agent import HeldExperts, WiredAgent
+from rebalance.protocol.local_votes import LocalVotes
+from rebalance.rank.parts import AgentSettings, Links
+from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
+from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.counters import SlotCounter
+from runtime.dispatch.all_to_all import Dispatcher
+from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
+from runtime.experts import ExpertBank, PlainArena, bank_bytes
+from runtime.group.launch import launch
+from runtime.model.compute import GroupedExperts
+from runtime.model.graphs import CapturedStack
+from runtime.model.moe import MoELayer, MoEStack
+from runtime.model.reference import ReferenceModel
+from tests.gpu.parts import (
+    LIMIT,
+    MODEL,
+    NUM_TOKENS,
+    TIE,
+    fill,
+    needs_deep_ep,
+    random_placement,
+    schema_of,
+    slots_per_rank,
+    tokens_of,
+    weights_of,
+)
+
+pytestmark = pytest.mark.gpu
+RANKS = 4  # that the one GPU stands for
+GROUP = Topology.uniform(1, RANKS, slots_per_rank(RANKS))
+OWN = Topology.uniform(1, 1, GROUP.num_slots)  # what the agent sees
+ENDS = (random_placement(RANKS, 0), random_placement(RANKS, 1))
+# One layer swaps at a time, so that steps are served from the middle of a migration too.
+PACE = Pace(GROUP.num_slots, layers_per_transaction=1, transactions_per_commit=1)
+MIGRATIONS, LEAST_STEPS, MOST_STEPS = 6, 40, 2000
+weights = pytest.fixture(scope="module")(weights_of)
+
+
+@dataclass
+class OneGpu:
+    """A rank that serves, and its store."""
+
+    bank: ExpertBank
+    digests: torch.Tensor
+    wired: WiredAgent
+    stack: MoEStack
+    store: QuickStore
+    device: torch.device
+
+    def captured(self, **settings: int) -> CapturedStack:
+        return CapturedStack(
+            self.stack,
+            shape=(2, NUM_TOKENS // 2),
+            num_layers=MODEL.num_layers,
+            device=self.device,
+            **settings,  # type: ignore[arg-type]
+        )
+
+    def publish(self) -> None:
+        """Lead to the end where the committed placement does not stand."""
+        committed = self.store.committed()
+        assert committed is not None
+        base, plan_id = committed.placement, self.store.next_plan_id()
+        is_first = np.array_equal(base.slot_to_expert, ENDS[0].slot_to_expert)
+        target = ENDS[1] if is_first else ENDS[0]
+        self.store.publish(emulated_migration(base, target, OWN, plan_id, PACE))
+
+
+def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
+    device, checkpoint, schema = torch.device("cuda", 0), Checkpoint(path), schema_of(precision)
+    shape = (schema, MODEL.num_layers, GROUP.num_slots)
+    arena = PlainArena(bank_bytes(*shape, GROUP.num_slots), device)
+    bank = ExpertBank(*shape, num_staging=GROUP.num_slots, arena=arena)
+    start = ENDS[0]
+    fill(bank, start.slot_to_expert, checkpoint)
+    digests = torch.zeros((MODEL.num_layers, MODEL.num_experts, 2), dtype=torch.int64)
+    for layer, slot in np.ndindex(start.slot_to_expert.shape):
+        expert = int(start.slot_to_expert[layer, slot])
+        digests[layer, expert] = torch.tensor(bank.digest(layer, slot))
+    store = QuickStore("test")
+    store.commit(start, expected=None, reason="start")
+    transport = PullTransport(RankMemory(0, bank, NoHostCache()), NoPeers())
+    wired = wire_emulated(
+        AgentSettings("test", "run", OWN, sample_steps=4),
+        HeldExperts(0, bank, digests, start),
+        Links(LocalVotes(1).member(0), transport, store, Sink(store)),
+        GROUP,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    sends: Dispatcher = LocalDispatcher(GROUP.num_slots, wired.counter)
+    if dispatcher == "low_latency":
+        deep_ep_shape = DeepEPShape(OWN, MODEL.hidden, MODEL.top_k, NUM_TOKENS)
+        sends = DeepEPLowLatency(deep_ep_shape, group, wired.counter)
+    pairs = NUM_TOKENS * MODEL.top_k
+    exchange = all_gather_counts(group)
+    split = BatchSplit(wired.table, exchange, source=0, num_sources=1, max_pairs=pairs)
+    experts = GroupedExperts(bank, usual_rows=64)
+    layers = [
+        MoELayer(layer, MODEL.top_k, experts, wired.table, sends, split=split)
+        for layer in range(MODEL.num_layers)
+    ]
+    dense = {name: t.to(device) for name, t in checkpoint.dense_weights().items()}
+    return OneGpu(bank, digests, wired, MoEStack(MODEL, dense, layers), store, device)
+
+
+@dataclass
+class Served:
+    errors: list[float]  # of each step, against the reference
+    wrong_routes: int
+    loads: list[tuple[int, float]]  # tokens of the busiest rank, and the reference's, by layer
+    mixed_steps: int  # served from the middle of a migration
+    migrations: int
+    experts_moved: int
+    wrong_slots: int
+    captures: int
+    strays: int
+
+
+def serve(rank: int, num_ranks: int, path: Path, precision: str, dispatcher: str) -> Served:
+    made = build(path, precision, dispatcher)
+    agent, counter = made.wired.agent, made.wired.counter
+    on_device = {n: t.to(made.device) for n, t in Checkpoint(path).reference_weights().items()}
+    reference = ReferenceModel(MODEL, on_device, tie=TIE[precision])
+    captured = made.captured()
+    served = Served([], 0, [], 0, 0, 0, 0, captured.num_captures, 0)
+    agent.start()
+    step = 0
+    while agent.figures.rebalances < MIGRATIONS or step < LEAST_STEPS:
+        assert step < MOST_STEPS, f"{agent.figures.rebalances} migrations, phase {agent.phase}"
+        if made.store.published() is None:
+            made.publish()
+        assert agent.step(step, "decode")
+        serving, before = agent.placement, counter.received.clone()
+        ids = tokens_of(0, step).to(made.device)
+        answer = captured.forward(ids, salt=step)
+        found = reference.check(ids, answer)
+        served.errors.append(found.max_error)
+        served.wrong_routes += found.wrong_routes
+        received = (counter.received - before).cpu().numpy()
+        served.loads += busiest(serving, answer.experts.cpu().numpy(), received)
+        served.mixed_steps += is_mixed(serving)
+        step += 1
+    served.captures = captured.num_captures
+    served.migrations, served.experts_moved = agent.figures.rebalances, agent.figures.experts_moved
+    served.wrong_slots = wrong_slots(made, agent)
+    served.strays = int(made.wired.table.strays)
+    agent.close()
+    return served
+
+
+def busiest(
+    serving: Placement, routed: NDArray[np.int64], received: NDArray[np.int32]
+) -> list[tuple[int, float]]:
+    """Most tokens of a rank in each layer: as received, and as the reference splits the batch."""
+    found = []
+    for layer, chosen in enumerate(routed):
+        totals = np.bincount(chosen.ravel(), minlength=MODEL.num_experts)
+        layout = split_layout(
+            serving.expert_to_slots[layer],
+            serving.slot_share[layer],
+            GROUP.rank_of_slot,
+            num_split=GROUP.num_slots - MODEL.num_experts,
+            ways=MOST_WAYS,
+        )
+        best = rank_load_of(totals, layout, split_batch(totals, layout)).max()
+        found.append((int(received[layer].reshape(RANKS, -1).sum(axis=1).max()), float(best)))
+    return found
+
+
+def is_mixed(serving: Placement) -> bool:
+    """Whether layers are of both ends."""
+    first = [
+        np.array_equal(mine, end)
+        for mine, end in zip(serving.slot_to_expert, ENDS[0].slot_to_expert, strict=True)
+    ]
+    return any(first) and not all(first)
+
+
+def wrong_slots(made: OneGpu, agent: RankAgent) -> int:
+    torch.cuda.synchronize()
+    return sum(
+        made.bank.digest(layer, slot) != tuple(made.digests[layer, expert].tolist())
+        for layer, slot, expert in agent.held()
+    )
+
+
+LOW_LATENCY = pytest.param("low_latency", marks=needs_deep_ep)
+
+
+@pytest.mark.parametrize("precision", sorted(LIMIT))
+@pytest.mark.parametrize("dispatcher", ["local", LOW_LATENCY])
+def test_graph_with_split_is_right_at_every_step_of_migrations(
+    weights: dict[str, Path], precision: str, dispatcher: str
+) -> None:
+    (served,) = launch(serve, 1, weights[precision], precision, dispatcher, deadline_s=80)
+
+    print(
+        f"{precision}, {dispatcher}: {len(served.errors)} steps, {served.migrations} migrations, "
+        f"{served.experts_moved} experts, {served.mixed_steps} steps in the middle of one, "
+        f"largest error {max(served.errors):.2e}"
+    )
+    assert max(served.errors) <= LIMIT[precision]
+    assert served.wrong_routes == served.wrong_slots == served.strays == 0
+    assert served.captures == 1
+    assert served.migrations >= MIGRATIONS
+    assert served.mixed_steps > 0
+    slack = GROUP.num_slots // RANKS  # boundaries are rounded to tokens
+    assert [found for found in served.loads if found[0] > found[1] * 1.005 + slack] == []
+
+
+def serve_two(rank: int, num_ranks: int, path: Path, dispatcher: str) -> tuple[list[float], int]:
+    made = build(path, "bfloat16", dispatcher)
+    captured, distances = made.captured(micro_batches=2), []
+    for step in range(4):
+        halves = [tokens_of(half, step).to(made.device) for half in (0, 1)]
+        answers = captured.forward_two(halves[0], halves[1], salts=(step, step + 7))
+        found = [answer.hidden.clone() for answer in answers]
+        for ids, hidden, salt in zip(halves, found, (step, step + 7), strict=True):
+            alone = made.stack.forward(ids, salt=salt).hidden
+            distances.append(float((hidden - alone).float().norm() / alone.float().norm()))
+    return distances, captured.num_captures
+
+
+@pytest.mark.parametrize("dispatcher", ["local", LOW_LATENCY])
+def test_graph_of_two_micro_batches_answers_as_each_alone(
+    weights: dict[str, Path], dispatcher: str
+) -> None:
+    ((distances, captures),) = launch(serve_two, 1, weights["bfloat16"], dispatcher, deadline_s=80)
+
+    assert max(distances) <= 5e-3
+    assert captures == 1
+
+
+def refused(rank: int, num_ranks: int) -> str:
+    shape, counter = DeepEPShape(OWN, 256, 2, 8), SlotCounter(1, OWN.num_slots, "cuda:0")
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        DeepEPNormal(shape, group, counter)
+    except ConfigError as exc:
+        return str(exc)
+    return "not refused"
+
+
+@needs_deep_ep
+def test_normal_mode_of_deep_ep_refuses_one_rank_with_a_sentence() -> None:
+    (why,) = launch(refused, 1, deadline_s=60)
+
+    assert why.startswith("deep_ep has no normal mode for a group of 1 (Unsupported number of EP")
