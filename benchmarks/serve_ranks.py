@@ -41,6 +41,7 @@ from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing, rea
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.shares.batch import EVERY_BATCH
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
@@ -140,6 +141,7 @@ class Layers:
             source=group.rank,
             num_sources=group.size,
             max_pairs=self.most_tokens * TOP_K,
+            rule=EVERY_BATCH,
         )
         self.dispatcher = self._dispatcher(
             dispatcher, mode, use_fp8=precision == "fp8" and group.is_cuda

@@ -22,6 +22,7 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
+from eplb.shares.batch import EVERY_BATCH
 from rebalance.agent import RankAgent
 from rebalance.build.agent import WiredAgent
 from rebalance.swap.swapper import StepFigures
@@ -141,7 +142,9 @@ def decode_step(big: BigRank, wired: WiredAgent) -> Callable[[int], None]:
     split = None
     if big.shapes.ranks_per_gpu > 1:
         pairs, exchange = TOKENS * model.top_k, all_gather_counts(group)
-        split = BatchSplit(wired.table, exchange, source=0, num_sources=1, max_pairs=pairs)
+        split = BatchSplit(
+            wired.table, exchange, source=0, num_sources=1, max_pairs=pairs, rule=EVERY_BATCH
+        )
     usual = 2 * TOKENS * big.topology.num_ranks * model.top_k // big.topology.num_slots
     experts = GroupedExperts(big.bank, usual_rows=usual)
     layers = [

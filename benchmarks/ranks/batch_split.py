@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 
 from eplb import Placement, Topology, plan
-from eplb.shares.batch import MOST_WAYS, ROUNDS, SplitRule, split_batch, split_layout
+from eplb.shares.batch import EVERY_BATCH, MOST_WAYS, ROUNDS, SplitRule, split_batch, split_layout
 from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
@@ -48,8 +48,8 @@ from runtime.routing import RoutingTable
 DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 Ints = NDArray[np.int64]
 MOST_WINDOWS, NUM_HISTORY, GRAPH_LAYERS = 8, 8, 58
-RANKS_AT_ONCE, HELD_CYCLES = 8, 20_000_000
-ALWAYS, NEVER = SplitRule(worth=-math.inf), SplitRule(worth=math.inf, num_tried=1, num_off=10**6)
+RANKS_AT_ONCE, EXCHANGED_LAYERS, HELD_CYCLES = 8, 16, 20_000_000
+NEVER = SplitRule(worth=math.inf, num_tried=1, num_off=10**6)
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def timed_line(
         .numpy()
     )
     given = torch.from_numpy(counts.transpose(1, 0, 2).astype(np.int32)).cuda().contiguous()
-    split = new_split(table, lambda own, gathered: None, num_sources, tokens * top_k, ALWAYS)
+    split = new_split(table, lambda own, gathered: None, num_sources, tokens * top_k, EVERY_BATCH)
     off = new_split(table, lambda own, gathered: None, num_sources, tokens * top_k, NEVER)
     seed = torch.ones(1, dtype=torch.int64, device="cuda")
 
@@ -372,7 +372,7 @@ def exchanged(
                 source=rank,
                 num_sources=RANKS_AT_ONCE,
                 max_pairs=tokens * top_k,
-                rule=ALWAYS,
+                rule=EVERY_BATCH,
             )
         )
     torch.cuda.synchronize()  # what they read was made on another stream
@@ -383,13 +383,15 @@ def exchanged(
     for rank, stream in enumerate(streams):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            for layer in range(GRAPH_LAYERS):
+            for layer in range(EXCHANGED_LAYERS):
                 splits[rank].slots(layer, batches[rank][layer])
         graphs.append(graph)
     times = []
     for _ in range(replays):
         begin, end, gate = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(HELD_CYCLES)  # until all graphs are launched: they start together
+        # Until all graphs are launched: they start together. Few layers, so that all kernels of all
+        # ranks fit into the queues of one device.
+        torch.cuda._sleep(HELD_CYCLES)
         gate.record()
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
@@ -400,7 +402,7 @@ def exchanged(
                 if rank == 0:
                     end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / GRAPH_LAYERS)
+        times.append(begin.elapsed_time(end) * 1000 / EXCHANGED_LAYERS)
     for one in exchanges:
         if one.late():
             raise RuntimeError(one.late())

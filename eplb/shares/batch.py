@@ -17,6 +17,7 @@ Shapes:  E experts, S slots, R ranks, M experts that are split, W ways: ranks th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +155,9 @@ class SplitRule:
     num_tried: int = 8  # batches after which it is judged, of each layer by itself
     num_off: int = 256  # batches until it is tried again
     least_rows: int = 128  # of a slot, below which a captured graph holds no split
+
+
+EVERY_BATCH = SplitRule(worth=-inf, least_rows=0)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from agent_group import QuickStore, Sink
 from benchmarks.migration.agent import emulated_migration, wire_emulated
 from benchmarks.migration.big_rank import NoHostCache
 from benchmarks.simulator.local_dispatch import LocalDispatcher
+from eplb.shares.batch import EVERY_BATCH
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent
 from rebalance.protocol.local_votes import LocalVotes
@@ -130,7 +131,9 @@ def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
         sends = DeepEPLowLatency(deep_ep_shape, group, wired.counter)
     pairs = NUM_TOKENS * MODEL.top_k
     exchange = all_gather_counts(group)
-    split = BatchSplit(wired.table, exchange, source=0, num_sources=1, max_pairs=pairs)
+    split = BatchSplit(
+        wired.table, exchange, source=0, num_sources=1, max_pairs=pairs, rule=EVERY_BATCH
+    )
     experts = GroupedExperts(bank, usual_rows=64)
     layers = [
         MoELayer(layer, MODEL.top_k, experts, wired.table, sends, split=split)
