@@ -125,12 +125,14 @@ def _count(
 def gather_totals(
     gathered: tl.tensor,
     source: tl.tensor,
+    starts: tl.tensor,
+    totals: tl.tensor,
     NUM_SOURCES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     SOURCES: tl.constexpr,
 ) -> tl.tensor:
-    """([EXPERTS] tokens of all sources, and of those before this one) of counts [N, E]."""
+    """Tokens of all experts; fills ``totals`` and ``starts`` [E] from counts [N, E]."""
     e = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     earlier = tl.zeros((EXPERTS,), tl.int32)
@@ -140,7 +142,9 @@ def gather_totals(
         found = tl.load(gathered + s[:, None] * NUM_EXPERTS + e[None, :], mask=is_count, other=0)
         total += tl.sum(found, axis=0)
         earlier += tl.sum(tl.where((s < source)[:, None], found, 0), axis=0)
-    return total, earlier
+    tl.store(totals + e, total, mask=e < NUM_EXPERTS)
+    tl.store(starts + e, earlier, mask=e < NUM_EXPERTS)
+    return tl.sum(total, axis=0)
 
 
 @kernel()
@@ -149,46 +153,45 @@ def collect_totals(
     turn: tl.tensor,
     counts: tl.tensor,
     source: tl.tensor,
+    starts: tl.tensor,
+    totals: tl.tensor,
     sent: tl.tensor,
     late: tl.tensor,
     most_polls: tl.tensor,
     NUM_SOURCES: tl.constexpr,
-    SOURCES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    WORDS: tl.constexpr,
 ) -> tl.tensor:
     """The same of this rank's words [2, E + N], once every source has added its counts.
 
     Past the deadline this rank's own counts are all, and ``late`` is counted: later calls do not
     wait again, because words that come late would be taken for those of another batch.
+
+    One load has all words, at least one for each thread. A vector of fewer words than threads is
+    held several times: each copy is loaded by itself, and warps would disagree on whether all have
+    arrived.
     """
-    e = tl.arange(0, EXPERTS)
-    s = tl.arange(0, SOURCES)
+    n = tl.arange(0, WORDS)
+    is_expert, is_word = n < NUM_EXPERTS, n < NUM_EXPERTS + NUM_SOURCES
     here = words + (tl.load(turn) + 1) % 2 * (NUM_EXPERTS + NUM_SOURCES)  # of the last exchange
     polls = tl.where(tl.load(late) > 0, most_polls, 0)
     missing = 1
-    word = tl.zeros((EXPERTS,), tl.int64)
-    of_source = tl.zeros((SOURCES,), tl.int64)
+    word = tl.zeros((WORDS,), tl.int64)
     while (missing > 0) & (polls < most_polls):
-        word = tl.load(here + e, mask=e < NUM_EXPERTS, other=0, volatile=True)
-        of_source = tl.load(here + NUM_EXPERTS + s, mask=s < NUM_SOURCES, other=0, volatile=True)
-        arrived = ((word >> ARRIVAL) & 255) == NUM_SOURCES
-        has_sent = ((of_source >> ARRIVAL) & 255) == NUM_SOURCES
-        missing = tl.sum((~arrived & (e < NUM_EXPERTS)).to(tl.int32), axis=0)
-        missing += tl.sum((~has_sent & (s < NUM_SOURCES)).to(tl.int32), axis=0)
+        word = tl.load(here + n, mask=is_word, other=0, volatile=True)
+        has_arrived = ((word >> ARRIVAL) & 255) == NUM_SOURCES
+        missing = tl.sum((is_word & ~has_arrived).to(tl.int32), axis=0)
         polls += 1
-        # Without it a warp may begin the next look while another still reads this one's sum.
-        tl.debug_barrier()
     mask = (tl.full((1,), 1, tl.int64) << EARLIER) - 1
-    total, earlier = (word & mask).to(tl.int32), ((word >> EARLIER) & mask).to(tl.int32)
-    arrived_tokens = (of_source & mask).to(tl.int32)
-    own = tl.load(counts + e, mask=e < NUM_EXPERTS, other=0)
+    tokens, earlier = (word & mask).to(tl.int32), ((word >> EARLIER) & mask).to(tl.int32)
     if missing > 0:
         tl.atomic_add(late, 1)
-        total, earlier = own, own * 0
-        arrived_tokens = tl.where(s == source, tl.sum(own, axis=0), 0)
+        own = tl.load(counts + n, mask=is_expert, other=0)
+        of_source = tl.where(n == NUM_EXPERTS + source, tl.sum(own, axis=0), 0)
+        tokens, earlier = tl.where(is_expert, own, of_source), own * 0
     else:  # every source has read its own words of two exchanges ago before it posts again
-        tl.store(here + e, tl.zeros((EXPERTS,), tl.int64), mask=e < NUM_EXPERTS)
-        tl.store(here + NUM_EXPERTS + s, tl.zeros((SOURCES,), tl.int64), mask=s < NUM_SOURCES)
-    tl.store(sent + s, arrived_tokens, mask=s < NUM_SOURCES)
-    return total, earlier
+        tl.store(here + n, tl.zeros((WORDS,), tl.int64), mask=is_word)
+    tl.store(totals + n, tokens, mask=is_expert)
+    tl.store(starts + n, earlier, mask=is_expert)
+    tl.store(sent + n - NUM_EXPERTS, tokens, mask=is_word & ~is_expert)
+    return tl.sum(tl.where(is_expert, tokens, 0), axis=0)

@@ -29,6 +29,7 @@ from runtime.kernels.launch import check, check_int32, describe, kernel
 SOURCES_AT_ONCE = 32
 BLOCKS_AT_ONCE = 32
 SHARE_ONE = 65536
+THREADS_OF_WARP = 32
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ def split_batch(
     by_words = isinstance(exchanged, PeerTensors)
     if isinstance(exchanged, PeerTensors):
         words, late, most_polls = exchanged.words, exchanged.late, exchanged.most_polls
-        turn, sources = exchanged.turn, triton.next_power_of_2(num_sources)
+        turn = exchanged.turn
     else:
         check_int32(gathered=exchanged)
         words = turn = late = exchanged
-        most_polls, sources = 0, min(SOURCES_AT_ONCE, triton.next_power_of_2(num_sources))
+        most_polls = 0
+    num_warps = _warps(num_experts, num_ranks)
     _split[(1,)](
         layer.expert,
         layer.turn,
@@ -137,7 +139,8 @@ def split_batch(
         NUM_SOURCES=num_sources,
         NUM_EXPERTS=num_experts,
         EXPERTS=triton.next_power_of_2(num_experts),
-        SOURCES=sources,
+        SOURCES=min(SOURCES_AT_ONCE, triton.next_power_of_2(num_sources)),
+        WORDS=max(triton.next_power_of_2(num_experts + num_sources), THREADS_OF_WARP * num_warps),
         NUM_SPLIT=num_split,
         SPLIT=triton.next_power_of_2(num_split),
         WAYS=ways,
@@ -152,7 +155,7 @@ def split_batch(
         FILLS=FILLS,
         CLOSE=CLOSE,
         SETTLED=SETTLED,
-        num_warps=_warps(num_experts, num_ranks),
+        num_warps=num_warps,
     )
 
 
@@ -239,6 +242,7 @@ def _split(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     SOURCES: tl.constexpr,
+    WORDS: tl.constexpr,
     NUM_SPLIT: tl.constexpr,
     SPLIT: tl.constexpr,
     WAYS: tl.constexpr,
@@ -270,30 +274,30 @@ def _split(
     fixed = tl.load(fixed_of + place, mask=is_place, other=-1)
     share = tl.load(fixed_share + place, mask=is_place, other=0.0)
 
-    e = tl.arange(0, EXPERTS)
     if BY_WORDS:
-        total, earlier = collect_totals(
+        num_tokens = collect_totals(
             words,
             exchanges,
             counts,
             source,
+            starts,
+            totals,
             sent,
             late,
             most_polls,
             NUM_SOURCES,
-            SOURCES,
             NUM_EXPERTS,
-            EXPERTS,
+            WORDS,
         )
     else:
-        total, earlier = gather_totals(words, source, NUM_SOURCES, NUM_EXPERTS, EXPERTS, SOURCES)
-    tl.store(totals + e, total, mask=e < NUM_EXPERTS)
-    tl.store(starts + e, earlier, mask=e < NUM_EXPERTS)
+        num_tokens = gather_totals(
+            words, source, starts, totals, NUM_SOURCES, NUM_EXPERTS, EXPERTS, SOURCES
+        )
     tl.debug_barrier()  # the totals are read below by other threads than those that wrote them
 
     base = tl.load(totals + fixed, mask=fixed >= 0, other=0).to(tl.float32)
     base = tl.sum(base * share, axis=0)
-    mean = tl.sum(total, axis=0).to(tl.float32) / NUM_RANKS
+    mean = num_tokens.to(tl.float32) / NUM_RANKS
     enough = tl.maximum(mean, tl.max(base, axis=0)) * CLOSE
     tokens = tl.load(totals + expert, mask=expert >= 0, other=0).to(tl.float32)
     is_way = rank >= 0

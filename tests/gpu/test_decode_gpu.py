@@ -19,7 +19,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from eplb.shares.batch import MOST_WAYS, rank_load_of, split_batch, split_layout
+from eplb.shares.batch import EVERY_BATCH, MOST_WAYS, split_batch, split_layout
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -31,7 +31,6 @@ from agent_group import QuickStore, Sink
 from benchmarks.migration.agent import emulated_migration, wire_emulated
 from benchmarks.migration.big_rank import NoHostCache
 from benchmarks.simulator.local_dispatch import LocalDispatcher
-from eplb.shares.batch import EVERY_BATCH
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent
 from rebalance.protocol.local_votes import LocalVotes
@@ -202,7 +201,7 @@ def busiest(
             num_split=GROUP.num_slots - MODEL.num_experts,
             ways=MOST_WAYS,
         )
-        best = rank_load_of(totals, layout, split_batch(totals, layout)).max()
+        best = split_batch(totals, layout, EVERY_BATCH).rank_load.max()
         found.append((int(received[layer].reshape(RANKS, -1).sum(axis=1).max()), float(best)))
     return found
 
