@@ -103,6 +103,7 @@ class Planning:
         took_s = round(self._clock() - begun, 4)
         asked = _asked(settings, coverage)
         self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
+        self.how["expert_curve"] = self._curve_source
         return proposal
 
     def rollback(
