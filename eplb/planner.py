@@ -78,7 +78,8 @@ def plan(
         objective: "tokens" balances tokens; "time" balances their time by the curve in ``cost``,
             where a window has the steps that the history gives, one for plain arrays. "auto"
             chooses by tokens a step: "time" while reading an expert's weights takes longer than its
-            products, else "tokens", which is also for windows of one step and plain arrays.
+            products, else "tokens", which is also for windows of one step, plain arrays, and a
+            ``cost`` with the constant curve.
         constraints: met by every plan.
         scenarios: possible future windows beside those of the past; in arrays [K, L, E] each has
             the weight of one past window.

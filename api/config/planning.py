@@ -41,7 +41,8 @@ class Planner(Section):
     objective: Literal["tokens", "time", "auto"] = setting(
         PlannerRequest.objective,
         "what a plan balances: tokens, or the experts' time by a measured curve; `auto`: time "
-        "while reading weights takes longer than the products of a step's tokens, else tokens",
+        "where the curve was given or measured and reading weights takes longer than the products "
+        "of a step's tokens, else tokens",
         live=True,
     )
     curve: str = setting(

@@ -15,7 +15,7 @@ import numpy as np
 from eplb.core.kernels import FloatArray, IntArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Objective, Problem
-from eplb.decision.gate import Curve
+from eplb.decision.gate import GROUPED_GEMM_H200, Curve
 from eplb.decision.promises import Promise
 from eplb.dispatch_rules.plans import as_dispatched
 from eplb.measure.balance import imbalance, live_shares, rank_sum, slot_load
@@ -38,7 +38,9 @@ def objective_for(problem: Problem) -> tuple[Objective, str]:
     history = problem.history
     steps = history.steps_per_window[problem.complete]
     if steps.max() == 1:
-        return "tokens", "windows without their steps"
+        return "tokens", "windows of one step, or without steps"
+    if problem.cost.curve == GROUPED_GEMM_H200:  # of a device that this one may not be
+        return "tokens", "no curve of the experts' time was given or measured"
     tokens = history.tokens[problem.complete].sum(axis=2).mean(axis=1)  # [T]
     rows = float((tokens / steps).mean()) / int(problem.topology.usable_slots.sum())
     most = ridge(problem.cost.curve)

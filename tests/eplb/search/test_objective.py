@@ -112,7 +112,7 @@ def history_of(load: np.ndarray, steps: int) -> LoadHistory:
     [
         (100, "time", "5 rows a slot in a step, below 100"),
         (2, "tokens", "250 rows a slot in a step, not below 100"),
-        (1, "tokens", "windows without their steps"),
+        (1, "tokens", "windows of one step, or without steps"),
     ],
 )
 def test_objective_auto_follows_the_batch_and_says_why(
@@ -127,6 +127,15 @@ def test_objective_auto_follows_the_batch_and_says_why(
     assert found.reason.endswith(f"; objective {objective}: {why}")
     same = plan(history_of(load, steps), FOUR, cost=cost, objective=objective)
     assert found.target.hash == same.target.hash
+
+
+def test_objective_auto_needs_a_curve_of_the_device() -> None:
+    found = plan(history_of(np.array([[16, *[8] * 7]]), 2), FOUR)
+
+    assert found.problem.objective == "tokens"
+    assert found.reason.endswith(
+        "objective tokens: no curve of the experts' time was given or measured"
+    )
 
 
 def test_gain_of_a_plan_for_time_is_judged_by_time() -> None:
