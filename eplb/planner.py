@@ -117,7 +117,9 @@ def plan(
     if objective != "auto":
         return plan_for(problem, policy)
     chosen, why = objective_for(problem)
-    found = plan_for(replace(problem, objective=chosen), policy)
+    if chosen != problem.objective:
+        problem = replace(problem, objective=chosen)
+    found = plan_for(problem, policy)
     return replace(found, reason=f"{found.reason}; objective {chosen}: {why}")
 
 

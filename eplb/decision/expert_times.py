@@ -71,7 +71,8 @@ def chosen_curve(given: Curve, measured: Sequence[ExpertTimes]) -> ChosenCurve:
         why = f"ranks measured {last}, expected two points and {LEAST_LAST} rows or more"
         return ChosenCurve(given, f"{constant}: {why}")
     names = "; ".join(sorted({one.of for one in measured}))
-    return ChosenCurve(found, f"measured by {len(measured)} ranks at their start: {names}")
+    num_ranks = "one rank" if len(measured) == 1 else f"{len(measured)} ranks"
+    return ChosenCurve(found, f"measured at the start by {num_ranks}: {names}")
 
 
 def _agreed(measured: Sequence[ExpertTimes]) -> Curve:

@@ -51,9 +51,8 @@ def objective_for(problem: Problem) -> tuple[Objective, str]:
 
 def ridge(curve: Curve) -> float:
     """Tokens of an expert at which reading its weights takes as long as its products."""
-    (before, below), (last, top) = curve[-2:]
-    per_token = (top - below) / (last - before)
-    return curve[0][1] / per_token if per_token > 0 else np.inf
+    last, longest = curve[-1]
+    return curve[0][1] / (longest / last)
 
 
 def best_fresh(problem: Problem) -> IntArray:
