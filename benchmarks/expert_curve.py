@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python -m benchmarks.expert_curve --out FOLDER [--quick] [--only deepseek-v3-fp8]
     PYTHONPATH=. python -m benchmarks.expert_curve --show FOLDER/FILE
+    PYTHONPATH=. python -m benchmarks.expert_curve --start [--only deepseek-v3]
 
 One file for each model and precision; docs/simulator.md has the format. The timed work is what
 ``runtime.model.compute.GroupedExperts`` launches for rows as a dispatcher gives them (FP8 rows are
@@ -12,7 +13,8 @@ which take turns on several sets of weights, so that no launch finds its weights
 seeded Gamma draw at three skews and five batches, with the tiling that serving takes for the mean
 (``tiles_for`` in the files; some older ones have the busiest slot's too). ``--show FILE`` prints
 what the simulator predicts from the even rows alone beside what the uneven ones took, by both rules
-of ``simulations/cost/expert_time.py``. Measuring needs torch and triton only.
+of ``simulations/cost/expert_time.py``. Measuring needs torch and
+triton only. ``--start`` prints what a rank measures at its start beside the even rows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,10 @@ from typing import Any
 import torch
 import triton
 
+from eplb.decision.expert_times import chosen_curve
+from eplb.decision.gate import GROUPED_GEMM_H200
+from eplb.policies.objectives import ridge
+from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.kernels.gemm import (
     BF16_DECODE,
     BF16_PREFILL,
@@ -41,6 +46,8 @@ from runtime.kernels.gemm import (
     grouped_gemm_fp8,
 )
 from runtime.kernels.quantise import GROUP, Quantised, silu_times_up, silu_times_up_fp8
+from runtime.model.compute import GroupedExperts
+from runtime.model.expert_times import Launch, measure_experts, replayed
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -53,8 +60,7 @@ DRAWS = 4  # of each skew and batch
 LEAST_WEIGHT_BYTES = 400_000_000  # in turn: eight times the L2 cache of an H200
 LEAST_LAUNCHES, LONG_ROWS = 8, 1024  # of a graph; with more rows of a slot two are enough
 POINT_SECONDS = 0.15  # of measurement
-
-Launch = Callable[[int], None]  # told how many launches came before
+START_LAYERS, START_RUNS = 8, 3
 
 
 @dataclass(frozen=True)
@@ -187,33 +193,8 @@ def measured(
         seconds: of measurement.
     """
     launches = max(least, num_sets)
-    for number in range(2):
-        run(number)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(launches):
-            run(number)
-    graph.replay()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    graph.replay()
-    torch.cuda.synchronize()
-    one = time.perf_counter() - begun
-    count = min(max(int(seconds / one), 5), 100)
-    marks = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(count)
-    ]
-    for begin, end in marks:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = torch.tensor(
-        [begin.elapsed_time(end) * 1000 / launches for begin, end in marks], device="cpu"
-    )
-    graph.reset()
+    found = replayed(run, launches, seconds=seconds, most=100)
+    times = torch.tensor(found, dtype=torch.float64, device="cpu") * 1e6
     return {
         "us": round(float(times.median()), 3),
         "us_p99": round(float(times.quantile(0.99)), 3),
@@ -243,6 +224,43 @@ def even(
         del weights
         torch.cuda.empty_cache()
     return points
+
+
+def at_start(shape: Shape) -> None:
+    """Print what a rank measures at its start beside the points of ``even``, and its curve."""
+    fp8 = shape.dtype == "fp8"
+    sizes = shape.hidden, shape.intermediate
+    schema = ExpertSchema.swiglu_fp8(*sizes) if fp8 else ExpertSchema.swiglu(*sizes, BF16)
+    num_bytes = bank_bytes(schema, START_LAYERS, UNEVEN_SLOTS, 0)
+    arena = PlainArena(num_bytes, torch.device("cuda"))
+    bank = ExpertBank(schema, START_LAYERS, UNEVEN_SLOTS, num_staging=0, arena=arena)
+    for number in range(START_LAYERS):
+        for tensor in bank.weights(number).values():
+            tensor.copy_(
+                torch.empty(tensor.shape[1:], dtype=BF16).normal_(std=0.05).to(tensor.dtype)
+            )
+    experts = GroupedExperts(bank, usual_rows=64)
+    for run in range(START_RUNS):
+        torch.cuda.synchronize()
+        begun, before = time.perf_counter(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        found = measure_experts(experts, bank, shape.hidden, fp8_rows=fp8)
+        took, peak = time.perf_counter() - begun, torch.cuda.max_memory_reserved() - before
+        print(
+            f"{shape.name}: run {run}: points {found.seconds:.3f} s, with the first launch "
+            f"{took:.2f} s, memory {peak / 1e6:.0f} MB: rows {found.rows}, us {found.us}"
+        )
+    curve = chosen_curve(GROUPED_GEMM_H200, [found])
+    print(f"{curve.source}; ridge at {ridge(curve.curve):.0f} tokens")
+    del experts, bank, arena
+    torch.cuda.empty_cache()
+    points = even(shape, tuple(found.rows), (UNEVEN_SLOTS,))
+    us = {one["rows"]: one["us"] / UNEVEN_SLOTS for one in points if one["tiling"] == 0}
+    for rows, own in zip(found.rows, found.us, strict=True):
+        print(
+            f"{shape.name} {rows:5} rows: start {own:9.2f} us, even {us[rows]:9.2f}, "
+            f"{own / us[rows]:.3f}"
+        )
 
 
 def uneven(shape: Shape, batches: tuple[int, ...], draws: int) -> list[dict[str, Any]]:
@@ -296,10 +314,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the files")
     parser.add_argument("--show", type=Path, help="a file that was written: predict its rows")
     parser.add_argument("--only", default="", help="shapes whose name has this text")
+    parser.add_argument("--start", action="store_true", help="what a rank measures at its start")
     parser.add_argument("--quick", action="store_true", help="few points, to try the script")
     arguments = parser.parse_args()
     if arguments.show is not None:
         show(arguments.show)
+    if arguments.start:
+        torch.set_default_device("cuda")
+        for shape in (shape for shape in SHAPES if arguments.only in shape.name):
+            at_start(shape)
     if arguments.out is not None:
         measure(arguments.out, arguments.only, is_quick=arguments.quick)
 

@@ -7,6 +7,8 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -15,7 +17,7 @@ from eplb.core.kernels import BoolArray
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
-from eplb.core.problem import Budget, Objective, Problem
+from eplb.core.problem import AskedObjective, Budget, Problem
 from eplb.core.scenarios import Scenarios, as_scenarios
 from eplb.core.topology import Topology
 from eplb.decision.allowance import Offer, moves_per_layer, within_budget
@@ -38,6 +40,7 @@ from eplb.policies.frontier import Curve
 from eplb.policies.greedy import frame_of, in_place, step_ms
 from eplb.policies.incremental import repaired
 from eplb.policies.legality import illegal_layers, violations_of
+from eplb.policies.objectives import objective_for
 from eplb.policies.table import contiguous_policy, policy_named
 from eplb.shares.traffic import with_less_crossing
 
@@ -52,7 +55,7 @@ def plan(
     current: Placement | None = None,
     budget: Budget | None = None,
     policy: str = "auto",
-    objective: Objective = "tokens",
+    objective: AskedObjective = "auto",
     constraints: Constraints | None = None,
     scenarios: Scenarios | ArrayLike | None = None,
     cost: CostModel | None = None,
@@ -73,7 +76,10 @@ def plan(
             exempt from the limit on moves.
         policy: one of ``eplb.policies.table.POLICIES``.
         objective: "tokens" balances tokens; "time" balances their time by the curve in ``cost``,
-            where a window has the steps that the history gives, one for plain arrays.
+            where a window has the steps that the history gives, one for plain arrays. "auto"
+            chooses by tokens a step: "time" while reading an expert's weights takes longer than its
+            products, else "tokens", which is also for windows of one step, plain arrays, and a
+            ``cost`` with the constant curve.
         constraints: met by every plan.
         scenarios: possible future windows beside those of the past; in arrays [K, L, E] each has
             the weight of one past window.
@@ -101,14 +107,20 @@ def plan(
         budget or Budget(),
         cost or CostModel(),
         seed,
-        objective,
+        "tokens" if objective == "auto" else objective,
         constraints or Constraints(),
         None if scenarios is None else as_scenarios(scenarios, windows.num_windows),
         dispatch,
         unseen,
         record or Record(),
     )
-    return plan_for(problem, policy)
+    if objective != "auto":
+        return plan_for(problem, policy)
+    chosen, why = objective_for(problem)
+    if chosen != problem.objective:
+        problem = replace(problem, objective=chosen)
+    found = plan_for(problem, policy)
+    return replace(found, reason=f"{found.reason}; objective {chosen}: {why}")
 
 
 def plan_for(problem: Problem, policy: str) -> Plan:

@@ -22,6 +22,7 @@ from typing import Any
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
+from eplb.decision.expert_times import ExpertTimes
 from eplb.errors import BrokenGroup, ConfigError, RankError
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery, SurvivorReport
@@ -35,7 +36,7 @@ from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
-from telemetry.store import REPORT_EVERY_S, Control, RankState
+from telemetry.store import EXPERT_TIMES, REPORT_EVERY_S, Control, RankState
 
 
 class RankAgent:
@@ -47,6 +48,7 @@ class RankAgent:
         self._settings, self._parts = settings, parts
         self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
         self.report_every_s = 0.0  # longest time between two reports; 0: unknown
+        self.expert_times: ExpertTimes | None = None  # measured before the start; None: it was not
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         # For reports and inspection; an engine needs none of it.
         self.core = core = make_core(settings, parts, links, placement, self)
@@ -343,4 +345,6 @@ class RankAgent:
 
     def describe(self) -> RankState:
         """Return how this rank stands, for the store."""
-        return rank_state(self.core, {REPORT_EVERY_S: self.report_every_s} | self.notes)
+        times = {} if self.expert_times is None else {EXPERT_TIMES: vars(self.expert_times)}
+        own = {REPORT_EVERY_S: self.report_every_s} | times
+        return rank_state(self.core, own | self.notes)

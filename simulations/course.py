@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.core.problem import Budget
+from eplb.core.problem import Budget, Problem
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel, Decision
 from eplb.decision.promises import ENOUGH, Promise, Record
 from eplb.dispatch_rules.rules import DispatchRule, effective_shares
 from eplb.planner import Plan, plan
+from eplb.policies.objectives import realised
 from telemetry.drift.detector import planning_history
 
 
@@ -77,7 +78,8 @@ class Course:
         )
         if found.decision is Decision.MOVE:
             base, target = as_served(found.base, terms), as_served(found.target, terms)
-            self._promise = Promise(base, target, found.before - found.after)
+            gain, objective = found.before - found.after, found.problem.objective
+            self._promise = Promise(base, target, gain, objective)
             self._since = window
         if found.decision is not Decision.KEEP:
             self.serving = found.target
@@ -87,8 +89,9 @@ class Course:
         """Hold the latest plan to its promise once enough windows came under it."""
         if self._promise is None or window - self._since < ENOUGH:
             return
-        came = seen.tokens[-(window - self._since) :]
-        given = self._promise.given(came, self._terms.topology)
+        terms, came = self._terms, seen.latest(window - self._since)
+        judged = Problem(came, terms.topology, terms.model, cost=terms.cost)
+        given = realised(judged, self._promise)
         self._record = self._record.with_plan(self._promise.gain, given)
         self._promise = None
 

@@ -54,6 +54,7 @@ class LiveSettings:
     objective: str | None = None
     dispatch: str | None = None
     min_domains: int | None = None
+    curve: str | None = None
     rank_speed: str | None = None
     redundancy: str | None = None
     pins: str | None = None

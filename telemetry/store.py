@@ -18,7 +18,9 @@ from typing import Any, Literal, Protocol
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
+from eplb.decision.expert_times import ExpertTimes
 from eplb.decision.pace import StepTimes
+from eplb.errors import ConfigError, StoreError
 from eplb.migration.build import Migration
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
@@ -34,6 +36,7 @@ Outcome = Literal["committed", "aborted", "rejected"]
 TaskState = Literal["queued", "running", "done", "failed"]
 LeaseOf = Literal["controller", "deployment"]
 STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
+EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
 REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 
@@ -88,6 +91,22 @@ class RankState:
         if found is None:
             return None
         return from_record(StepTimes, found, f"rank {self.rank}: {STEP_TIMES} of its report")
+
+    @property
+    def expert_times(self) -> ExpertTimes | None:
+        """Time of its experts by their rows; None: its release or this rank measured none.
+
+        Raises:
+            StoreError: a figure is missing, unknown, of another type, or no time.
+        """
+        found = self.detail.get(EXPERT_TIMES)
+        if found is None:
+            return None
+        where = f"rank {self.rank}: {EXPERT_TIMES} of its report"
+        try:
+            return from_record(ExpertTimes, found, where)
+        except (ConfigError, TypeError) as exc:
+            raise StoreError(f"{where}: {exc}") from exc
 
     @property
     def silent_after_s(self) -> float:

@@ -12,6 +12,7 @@ from api.config.tree import Known, Settings, known_names, known_settings
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
 from rebalance.controller.plans.planner_request import (
+    curve_of,
     read_cordons,
     read_pins,
     redundancy_of,
@@ -61,6 +62,7 @@ def check_policy(changes: Mapping[str, Value | None]) -> None:
         policy_named(str(policy))
     if speeds is not None:
         speeds_of(str(speeds))
+    curve_of(str(changes.get("curve") or ""))
     redundancy_of(str(changes.get("redundancy") or ""))
     read_pins(str(changes.get("pins") or ""))
     read_cordons(str(changes.get("cordons") or ""))

@@ -38,9 +38,18 @@ class Planner(Section):
         le=1_000_000,
         live=True,
     )
-    objective: Literal["tokens", "time"] = setting(
+    objective: Literal["tokens", "time", "auto"] = setting(
         PlannerRequest.objective,
-        "what a plan balances: tokens, or the experts' time by a measured curve",
+        "what a plan balances: tokens, or the experts' time by a measured curve; `auto`: time "
+        "where the curve was given or measured and reading weights takes longer than the products "
+        "of a step's tokens, else tokens",
+        live=True,
+    )
+    curve: str = setting(
+        PlannerRequest.curve,
+        "microseconds of an expert by its tokens in a step, `tokens:us, ...`; empty: as the ranks "
+        "measured it at their start, else that of DeepSeek-V3 in FP8 on an H200",
+        max_length=4_000,
         live=True,
     )
     dispatch: Literal["even", "weighted", "sglang_static", "ascend_mod", "per_source"] = setting(

@@ -41,6 +41,7 @@ class Status:
     window: WindowScore | None  # the latest complete one
     migration: MigrationProgress | None
     pace: PaceView  # of the next migration
+    expert_curve: str  # where the curve is from by which plans measure time
     movement: bool
     observe: bool
     versions: Mapping[str, str]  # of what serves, by component
@@ -109,6 +110,7 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         window=complete[-1] if complete else None,
         migration=seen.migration,
         pace=seen.pace,
+        expert_curve=seen.expert_curve,
         movement=seen.movement,
         observe=seen.observe,
         versions=_versions(store, now),
@@ -144,6 +146,7 @@ def render(status: Status) -> str:
         if moving is None
         else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
         "pace": f"{status.pace.part:g} of the deployment's own; {status.pace.reason}",
+        "curve": status.expert_curve,
         "switches": f"movement {_on(status.movement)}, observe {_on(status.observe)}",
     }
     # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.

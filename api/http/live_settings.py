@@ -41,12 +41,15 @@ class SettingsAnswer(Answer):
 
 _SPEED = r"[0-9]{1,6}:(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,5}(\.[0-9]{1,6})?)"
 SPEEDS = rf"^({_SPEED}(, ?{_SPEED})*)?$"  # rank:speed, ...; that each rank is named once is left
+_US = r"(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,8}(\.[0-9]{1,6})?)"
+_POINT = rf"[0-9]{{1,6}}:{_US}"
 _SLOTS = r"[0-9]{1,6}:[0-9]{1,6}"
 # Lists of figures: what the form leaves to the service is that nothing is named twice.
 _NUMBER = r"[0-9]{1,6}"
 _PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
 _CORDON = rf"{_NUMBER}:(cordon|drain)"
 FORMS = {
+    "curve": rf"^({_POINT}(, ?{_POINT})*)?$",  # that figures rise is left to the service
     "rank_speed": SPEEDS,
     "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$",
     "pins": rf"^({_PIN}(, ?{_PIN})*)?$",

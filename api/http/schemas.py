@@ -249,6 +249,7 @@ class State(Answer):
     phase: str
     migration: Progress | None
     pace: PaceAnswer
+    expert_curve: str = Field(description="where plans have the time of experts by tokens from")
     bytes_by_source: dict[str, int]
     experts_moved: int
     swap_pauses_ms: list[float] = Field(description="the latest of every rank")

@@ -37,6 +37,7 @@ from api.monitor.snapshot import (
     bytes_by_source,
     decision_of,
     detail_sum,
+    expert_curve,
     pace_view,
     progress_of,
     slowest_phase,
@@ -320,6 +321,7 @@ class Monitor:
                 pace=pace_view(
                     self._live.effective.step_time_budget or 0.0, self._paced, self._states
                 ),
+                expert_curve=expert_curve(self._live.effective.curve or "", self._states),
                 scrubbed_slots=scrubbed_slots(self._states),
                 digest_failures=sum(state.digest_failures for state in self._states),
                 mover_failures=sum(state.mover_failures for state in self._states),

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from api.monitor.tally import Carried, Durations
 from api.processes.supervision import SupervisionView
+from eplb.decision.expert_times import chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
 from eplb.fitting.cordons import Cordon
 from eplb.migration.build import Migration
+from rebalance.controller.plans.planner_request import curve_of
 from telemetry.store import LEAST_SILENCE_S, STEP_TIMES, Event, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
@@ -185,6 +187,7 @@ class Snapshot:
     step_age_s: float | None = None  # since the steps were last seen to advance; None: never seen
     death: Death | None = None  # the latest
     pace: PaceView = field(default_factory=PaceView)
+    expert_curve: str = ""  # where the curve is from by which plans measure time
     pace_changes: Mapping[str, int] = field(default_factory=dict)  # judgements, by result
     earlier: Carried = field(default_factory=Carried)  # counters of the runs before this one
     supervision: SupervisionView = field(default_factory=SupervisionView)
@@ -288,6 +291,17 @@ def decision_of(event: Event) -> Decision:
         num_uncovered=int(detail.get("asked", {}).get("num_uncovered", 0)),
         pace_reason=str(detail.get("pace_reason", "")),
     )
+
+
+def expert_curve(asked: str, states: Iterable[RankState]) -> str:
+    """Return where the controller has the curve of the experts' time from, as it would now.
+
+    Args:
+        asked: the setting; "": none.
+        states: of the ranks that serve.
+    """
+    measured = [one.expert_times for one in states]
+    return chosen_curve(curve_of(asked), [one for one in measured if one is not None]).source
 
 
 def pace_view(

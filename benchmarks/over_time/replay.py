@@ -75,6 +75,7 @@ class Deployment:
     Args:
         top_k: experts of a token.
         settings: of the controller; None: its defaults.
+        window_steps: steps of a window.
     """
 
     def __init__(
@@ -83,13 +84,15 @@ class Deployment:
         first: Tokens,
         top_k: int,
         settings: ControllerSettings | None = None,
+        window_steps: int = WINDOW_STEPS,
     ) -> None:
         num_layers, num_experts = first.shape
         model = ModelShape(tuple(range(num_layers)), num_experts, top_k, 2048, 1408)
         self.now, self.window, self.topology = 0.0, 0, topology
+        self.window_steps = window_steps
         self.store = MemoryStore("over-time", clock=lambda: self.now)
         described = model_to_dict(model), topology_to_dict(topology)
-        self.store.begin_run(RunInfo("run", 0.0, *described, WINDOW_STEPS))
+        self.store.begin_run(RunInfo("run", 0.0, *described, window_steps))
         for rank in range(topology.num_ranks):
             idle = RankState("run", rank, 0.0, 0, 0, "idle", 0, 0, 0, weights_version=0)
             self.store.report(idle)
@@ -132,7 +135,7 @@ class Deployment:
             first[layer, slots[experts >= 0]] = True
         counted = np.where(first, np.take_along_axis(tokens, np.maximum(held, 0), axis=1), 0)
         here = self.topology.slots_on(rank)
-        begin = self.window * WINDOW_STEPS
+        begin = self.window * self.window_steps
         return LoadSample(
             "over-time",
             "run",
@@ -140,7 +143,7 @@ class Deployment:
             self.window,
             self.now,
             begin,
-            begin + WINDOW_STEPS - 1,
+            begin + self.window_steps - 1,
             "mixed",
             self.placement.generation,
             held[:, here],
@@ -153,12 +156,13 @@ def replay_controller(
     topology: Topology,
     top_k: int,
     settings: ControllerSettings | None = None,
+    window_steps: int = WINDOW_STEPS,
 ) -> Replayed:
     """Serve windows one after another under the controller."""
     found, deployment = Replayed(), None
     for tokens in load:
         if deployment is None:
-            deployment = Deployment(topology, tokens, top_k, settings)
+            deployment = Deployment(topology, tokens, top_k, settings, window_steps)
         else:
             found.imbalance.append(imbalance(tokens, deployment.placement, topology))
         change = deployment.serve(tokens)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -32,7 +31,18 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benchmarks.over_time.loads import DATA, GPT, HALVES, LITE, RANKS, STEADY, Case, cases, stream
+from benchmarks.over_time.loads import (
+    DATA,
+    HALVES,
+    MOST_WINDOWS,
+    RANKS,
+    STEADY,
+    TOP_K,
+    Case,
+    cases,
+    stream,
+)
+from benchmarks.over_time.pools import kill
 from benchmarks.over_time.replay import (
     realised,
     replay_controller,
@@ -54,8 +64,7 @@ from rebalance.controller.loop import ControllerSettings
 from simulations.peers import PEERS, register_peers
 from telemetry.drift.detector import LOOK_BACK, last_change
 
-TOP_K = {GPT: 4, LITE: 6}
-MOST_WINDOWS, QUICK_WINDOWS = 96, 40
+QUICK_WINDOWS = 40
 DAY_WINDOWS, QUICK_DAY = 1440, 240  # of a minute
 SETTLED = 1  # plans that may move experts in a day of one load
 
@@ -167,13 +176,6 @@ def is_complete(by_planner: dict[str, Figures]) -> bool:
     """Whether every planner replayed every window of a case."""
     windows = {row.windows for row in by_planner.values()}
     return {OURS, NOTHING, *PEERS} <= set(by_planner) and len(windows) == 1
-
-
-def kill(pool: ProcessPoolExecutor) -> None:
-    """End the processes of a pool at once."""
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in multiprocessing.active_children():
-        process.kill()
 
 
 if __name__ == "__main__":

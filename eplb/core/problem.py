@@ -21,12 +21,13 @@ from eplb.core.placement import Placement
 from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
+from eplb.decision.gate import Objective as Objective
 from eplb.decision.promises import Record
 from eplb.dispatch_rules.rules import DispatchRule, check_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.packing.zones import keeps_groups
 
-Objective = Literal["tokens", "time"]
+AskedObjective = Literal["tokens", "time", "auto"]  # auto: by the batch, see objective_for
 
 
 @dataclass(frozen=True)

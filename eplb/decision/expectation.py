@@ -21,8 +21,10 @@ from eplb.core.kernels import BoolArray, FloatArray
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.measure.balance import imbalance
+from eplb.decision.promises import Promise
+from eplb.dispatch_rules.rules import DispatchRule
 from eplb.policies.incremental import incremental
+from eplb.policies.objectives import realised
 
 FEWEST = 3  # windows for cross-fitting
 FOLDS = 4
@@ -46,7 +48,7 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
 
     Args:
         problem: with a current placement, which can serve.
-        promised: [L] gain in imbalance on the problem's windows.
+        promised: [L] gain of the score on the problem's windows.
         changed: [L] layers that the plan changes.
     """
     gain = float(promised.mean())
@@ -77,17 +79,21 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     kept = np.flatnonzero(problem.complete)
     layers = np.flatnonzero(changed)
     layers = layers[np.linspace(0, len(layers) - 1, min(SAMPLED, len(layers))).astype(int)]
-    work = problem.work[:, layers]
-    before = imbalance(work, current.of_layers(layers), problem.topology).mean(axis=1)
+    serving = current.of_layers(layers)
     unseen = np.arange(len(kept))[-problem.num_unseen :]
     gains = []
     for run in np.array_split(unseen, min(FOLDS, len(unseen))):
         others = _windows(problem.history, np.delete(kept, run))
         part = replace(problem, history=others, scenarios=None).of_layers(layers)
-        held = incremental(part, current.of_layers(layers)).held.astype(np.int32)
-        found = Placement(held, problem.num_experts)
-        after = imbalance(work[run], found, problem.topology).mean()
-        gains.append(float(before[run].mean() - after))
+        held = incremental(part, serving).held.astype(np.int32)
+        tested = replace(
+            problem,
+            history=_windows(problem.history, kept[run]),
+            scenarios=None,
+            dispatch=DispatchRule.WEIGHTED,
+        ).of_layers(layers)
+        promise = Promise(serving, Placement(held, problem.num_experts), 0.0, problem.objective)
+        gains.append(realised(tested, promise))
     return np.array(gains)
 
 

@@ -13,10 +13,12 @@ from enum import Enum
 from itertools import pairwise
 from math import inf
 from numbers import Real  # numpy's numbers too
+from typing import Literal
 
 from eplb.errors import ConfigError
 
 Curve = tuple[tuple[float, float], ...]
+Objective = Literal["tokens", "time"]
 
 # Microseconds of one expert of DeepSeek-V3 in FP8, of nine in the project's grouped product on an
 # H200, by its tokens: nearly constant while reading weights dominates, then proportional to tokens

@@ -9,13 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-import numpy as np
-from numpy.typing import NDArray
-
 from eplb.core.placement import Placement
-from eplb.core.topology import Topology
+from eplb.decision.gate import Objective
 from eplb.errors import ConfigError
-from eplb.measure.balance import imbalance
 
 PRIOR = 0.5  # part of a promise that is realised, without a record
 PRIOR_GAIN = 0.1  # weight of the prior, as promised imbalance
@@ -26,7 +22,7 @@ ENOUGH = 4  # windows on which a plan is judged
 
 @dataclass(frozen=True)
 class Record:
-    """Gains in imbalance of earlier plans, summed with decreasing weight.
+    """Gains in imbalance, or time, of earlier plans, summed with decreasing weight.
 
     Raises:
         ConfigError: a sum that is not finite, or a promise below 0.
@@ -59,9 +55,5 @@ class Promise:
 
     base: Placement
     target: Placement
-    gain: float  # imbalance, on the windows that it was fitted to
-
-    def given(self, tokens: NDArray[np.int64], topology: Topology) -> float:
-        """Reduction of imbalance on ``tokens`` [T, L, E] against the placement before."""
-        before = imbalance(tokens, self.base, topology).mean()
-        return float(before - imbalance(tokens, self.target, topology).mean())
+    gain: float  # of the score by its objective, on the windows that it was fitted to
+    objective: Objective = "tokens"

@@ -14,7 +14,9 @@ import numpy as np
 
 from eplb.core.kernels import FloatArray, IntArray
 from eplb.core.placement import Placement
-from eplb.core.problem import Problem
+from eplb.core.problem import Objective, Problem
+from eplb.decision.gate import GROUPED_GEMM_H200, Curve
+from eplb.decision.promises import Promise
 from eplb.dispatch_rules.plans import as_dispatched
 from eplb.measure.balance import imbalance, live_shares, rank_sum, slot_load
 from eplb.policies.greedy import descend, frame_of, packed_by_time, refined, rules_for
@@ -24,6 +26,33 @@ from eplb.search.descent import COPIES_ALWAYS
 
 FINEST_GAIN = 1e-4
 MOST_IMBALANCE = 64.0  # upper end of the search for the dead zone
+
+
+def objective_for(problem: Problem) -> tuple[Objective, str]:
+    """Choose the objective for the problem's batch size, and return the reason.
+
+    Up to the tokens at which reading an expert's weights takes as long as its products, by the
+    curve, the number of experts that a rank reads decides its time, beyond that its tokens do
+    (measured: benchmarks/reports/2026-11-24-objective.md).
+    """
+    history = problem.history
+    steps = history.steps_per_window[problem.complete]
+    if steps.max() == 1:
+        return "tokens", "windows of one step, or without steps"
+    if problem.cost.curve == GROUPED_GEMM_H200:  # of a device that this one may not be
+        return "tokens", "no curve of the experts' time was given or measured"
+    tokens = history.tokens[problem.complete].sum(axis=2).mean(axis=1)  # [T]
+    rows = float((tokens / steps).mean()) / int(problem.topology.usable_slots.sum())
+    most = ridge(problem.cost.curve)
+    objective: Objective = "time" if rows < most else "tokens"
+    side = "below" if objective == "time" else "not below"
+    return objective, f"{rows:.3g} rows a slot in a step, {side} {most:.3g}"
+
+
+def ridge(curve: Curve) -> float:
+    """Tokens of an expert at which reading its weights takes as long as its products."""
+    last, longest = curve[-1]
+    return curve[0][1] / (longest / last)
 
 
 def best_fresh(problem: Problem) -> IntArray:
@@ -77,6 +106,13 @@ def dead_zone(problem: Problem) -> float:
     least = problem.cost.gain_worth(problem.cost.seconds_per_rebalance)
     wasted = np.flatnonzero(time / max(time[0], 1e-300) - 1.0 <= least)
     return float(ratio[wasted[-1]])
+
+
+def realised(problem: Problem, promise: Promise) -> float:
+    """Reduction of the promise's score on the problem's windows against the placement before."""
+    judged = replace(problem, objective=promise.objective)
+    before, after = (measured(judged, one).mean() for one in (promise.base, promise.target))
+    return float(before - after)
 
 
 def measured(problem: Problem, placement: Placement) -> FloatArray:

@@ -14,6 +14,7 @@ Every rank calls it, with one configuration. The first placement is in the store
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.decision.expert_times import BUDGET_S
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
@@ -35,12 +37,16 @@ from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
+from runtime.model.compute import Experts
+from runtime.model.expert_times import measure_experts
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
 from telemetry.store import LoadStore, RunInfo
 
 FLUSH_DEADLINE_S = 20.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,26 @@ class BuiltRank:
     store: LoadStore
     reporter: Reporter
     journal: Journal | None
+    hidden: int  # of the model
+
+    def measure_experts(
+        self, experts: Experts, *, fp8_rows: bool = False, budget_s: float = BUDGET_S
+    ) -> None:
+        """Measure the time of this rank's experts by their rows; once, before the agent starts.
+
+        The controller plans by the curve of all ranks. See ``runtime.model.expert_times``.
+
+        Args:
+            experts: what serves.
+            fp8_rows: whether the dispatcher delivers rows in FP8, with scales.
+            budget_s: for all points.
+        """
+        found = measure_experts(
+            experts, self.bank, self.hidden, fp8_rows=fp8_rows, budget_s=budget_s
+        )
+        self.agent.expert_times = found
+        points = dict(zip(found.rows, found.us, strict=True))
+        log.info("us of a slot by rows, in %.2f s, of %s: %s", found.seconds, found.of, points)
 
     def close(self, flush_deadline_s: float = FLUSH_DEADLINE_S) -> None:
         """End the agent, and write what it still has to report. The store stays open."""
@@ -118,7 +144,16 @@ def build_rank(
     )
     tempo = reporting.tempo
     wired.agent.report_every_s = POLL_S + tempo.write_s + tempo.state_s
-    return BuiltRank(wired.agent, first.bank, wired.table, wired.counter, opened, reporter, journal)
+    return BuiltRank(
+        wired.agent,
+        first.bank,
+        wired.table,
+        wired.counter,
+        opened,
+        reporter,
+        journal,
+        model.hidden,
+    )
 
 
 def new_run_name() -> str:

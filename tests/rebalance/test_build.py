@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
@@ -127,6 +128,8 @@ def test_rank_embedded_in_an_engine_migrates_without_loading_api(
     assert committed.placement.hash == TARGET.hash
     assert [state.phase for state in states] == ["idle", "idle"]
     assert [state.report_every_s for state in states] == [POLL_S + 0.15] * 2
+    times = [state.expert_times for state in states]
+    assert [one.rows if one else [] for one in times] == [sorted(POINTS)] * 2
     assert {sample.phase for _, sample in samples} == {"decode"}
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == [
         "rank-0000.jsonl",

@@ -107,6 +107,8 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
 def _model(plan: WorkerPlan, device: Device, built: BuiltRank, dispatcher: Dispatcher) -> Model:
     dense = to_device(Checkpoint(plan.weights).dense_weights(), device.device)
     experts = device.experts(built.bank)
+    if device.device.type == "cuda":  # a CPU computes in proportion to rows
+        built.measure_experts(experts)
     layers = [
         MoELayer(number, plan.model.top_k, experts, built.table, dispatcher, _shared(dense, layer))
         for number, layer in enumerate(plan.model.layer_ids)

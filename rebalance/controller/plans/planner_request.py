@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from eplb.core.constraints import Constraints, Which, room_of
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
-from eplb.core.problem import Objective
+from eplb.core.problem import AskedObjective
 from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
+from eplb.decision.gate import GROUPED_GEMM_H200, CostModel, Curve
 from eplb.decision.redundancy import slots_per_layer
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
@@ -46,9 +47,10 @@ class PlannerRequest:
         ConfigError: a value that no plan can use.
     """
 
-    objective: Objective = "tokens"
+    objective: AskedObjective = "auto"
     dispatch: str = DispatchRule.WEIGHTED.value  # by which the engine chooses replicas
     min_domains: int = 1  # failure domains of each expert, as far as slots allow
+    curve: str = ""  # "tokens:us, ..."; time of an expert by its tokens; "": see chosen_curve
     rank_speed: str = ""  # "rank:speed, ..."; 1 is nominal, and that of all others
     redundancy: str = ""  # "layer:slots, ..."; redundant slots of a layer; the others use all
     pins: str = ""  # "layer/expert:rank+rank, ..."; ranks that must hold an expert; *: each layer
@@ -61,13 +63,16 @@ class PlannerRequest:
         known = [rule.value for rule in DispatchRule]
         if self.dispatch not in known:
             raise ConfigError(f"dispatch is {self.dispatch!r}, expected one of: {', '.join(known)}")
-        if self.objective not in ("tokens", "time"):
-            raise ConfigError(f"objective is {self.objective!r}, expected one of: tokens, time")
+        if self.objective not in (objectives := get_args(AskedObjective)):
+            raise ConfigError(
+                f"objective is {self.objective!r}, expected one of: {', '.join(objectives)}"
+            )
         if self.min_domains < 1:
             raise ConfigError(f"min_domains is {self.min_domains}, expected 1 or more")
         for name in ("forecast_weight", "decode_weight"):
             if not 0 <= (weight := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {weight}, expected 0 or more and below 1")
+        curve_of(self.curve)
         speeds_of(self.rank_speed)
         redundancy_of(self.redundancy)
         read_pins(self.pins)
@@ -160,7 +165,7 @@ class PlannerRequest:
     def recorded(self, coverage: Coverage) -> dict[str, Any]:
         """What was asked and what of it does not fit, as details of an event."""
         asked = dict(vars(self))
-        for name in ("rank_speed", "redundancy", "pins", "cordons"):
+        for name in ("curve", "rank_speed", "redundancy", "pins", "cordons"):
             if len(text := asked[name]) > SHOWN_TEXT:
                 digest = sha256(text.encode()).hexdigest()
                 asked[name] = f"{len(text)} characters, sha256 {digest}"
@@ -183,6 +188,22 @@ def _next_window(past: LoadHistory) -> NDArray[np.float64]:
     tokens = past.tokens.sum(axis=2).mean(axis=0)  # [L]
     window: NDArray[np.float64] = shares * tokens[:, None]
     return window
+
+
+def curve_of(text: str) -> Curve:
+    """Read "tokens:us, tokens:us"; "" is the constant.
+
+    Raises:
+        ConfigError: something else, or figures that are no curve.
+    """
+    points = tuple((float(tokens), us) for _, tokens, us in _pairs(text))
+    try:
+        return CostModel(curve=points or GROUPED_GEMM_H200).curve
+    except ConfigError as exc:
+        raise ConfigError(
+            f"curve has {text[:SHOWN]!r}, expected tokens:us for two numbers of tokens or more, "
+            f"such as '1:13, 64:15, 1024:125': {exc}"
+        ) from exc
 
 
 def speeds_of(text: str) -> dict[int, float]:

@@ -5,19 +5,20 @@ Policies do not see spare slots, so placements are compacted before a plan.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from eplb.clock import Clock
 from eplb.core.constraints import Constraints
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
-from eplb.decision.gate import Decision
+from eplb.decision.expert_times import chosen_curve
+from eplb.decision.gate import CostModel, Decision
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError, PlacementError
 from eplb.explanation.figures import finite
@@ -26,15 +27,24 @@ from eplb.fitting.coverage import Coverage
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from eplb.policies.legality import violations_of
+from eplb.policies.objectives import objective_for
 from rebalance.controller.load import Group
+from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, Promises, TrackRecord
 from rebalance.controller.refusals import TaskRefused
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
 from telemetry.drift.detector import LOOK_BACK, windows_since_change
 from telemetry.log_context import set_log_fields
 from telemetry.refusals import Refusal
+from telemetry.store import RunStore
 from telemetry.windows.folder import Window, history
 from telemetry.windows.phases import apart, weighted
+
+log = logging.getLogger(__name__)
+
+
+class PlanningStore(Promises, RunStore, Protocol):
+    """Where earlier plans are, and what ranks report."""
 
 
 class Planning:
@@ -45,9 +55,10 @@ class Planning:
         clock: for how long a plan takes.
     """
 
-    def __init__(self, store: Promises, clock: Clock) -> None:
+    def __init__(self, store: PlanningStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._track: TrackRecord | None = None
+        self._curve_source = ""
         self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
 
     def plan(
@@ -80,7 +91,7 @@ class Planning:
             current=current,
             budget=settings.budget,
             policy=policy,
-            cost=settings.cost,
+            cost=self._cost(group, settings),
             seed=settings.seed,
             unseen=unseen,
             record=track.record,
@@ -92,6 +103,7 @@ class Planning:
         took_s = round(self._clock() - begun, 4)
         asked = _asked(settings, coverage)
         self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
+        self.how["expert_curve"] = self._curve_source
         return proposal
 
     def rollback(
@@ -148,11 +160,14 @@ class Planning:
             group.model,
             current,
             settings.budget,
-            settings.cost,
-            objective=settings.request.objective,
+            self._cost(group, settings),
             dispatch=DispatchRule(settings.request.dispatch),
         )
         self.how = {"windows": past.num_windows, "asked": _asked(settings, Coverage(Constraints()))}
+        if settings.request.objective == "auto":
+            problem = replace(problem, objective=objective_for(problem)[0])
+        else:
+            problem = replace(problem, objective=settings.request.objective)
         broken = _against(problem, settings, current, cordons, earlier)
         return plan_to(problem, earlier, why=why + broken)
 
@@ -161,8 +176,25 @@ class Planning:
     ) -> Judged | None:
         """Hold what serves to what its plan promised; None: there is nothing to judge now."""
         topology = self._cordons(group, serving, settings).topology
-        load_of = partial(_history, group, decode_weight=settings.request.decode_weight)
-        return self._record().judge(group.complete_windows(), serving, topology, load_of)
+
+        def problem_of(windows: Sequence[Window]) -> Problem:
+            past = _history(group, windows, settings.request.decode_weight)
+            return Problem(past, topology, group.model, cost=self._cost(group, settings))
+
+        return self._record().judge(group.complete_windows(), serving, problem_of)
+
+    def _cost(self, group: Group, settings: ControllerSettings) -> CostModel:
+        """The cost model, with the curve of the user, of the ranks, or the constant."""
+        asked, cost = settings.request, settings.cost
+        if asked.curve:
+            cost = replace(cost, curve=curve_of(asked.curve))
+        states = self._store.rank_states(group.run.run)
+        measured = [one.expert_times for one in states]
+        chosen = chosen_curve(cost.curve, [one for one in measured if one is not None])
+        if chosen.source != self._curve_source:
+            log.info("curve of the experts' time: %s: %s", chosen.source, chosen.curve)
+            self._curve_source = chosen.source
+        return replace(cost, curve=chosen.curve)
 
     def is_judging(self, serving: Placement) -> bool:
         """Whether a plan serves that has not had its windows yet."""
@@ -301,6 +333,7 @@ def summary(proposal: Plan) -> dict[str, Any]:
         "decision": proposal.decision.value,
         "reason": proposal.reason,
         "policy": proposal.policy,
+        "objective": proposal.problem.objective,
         "imbalance_before": finite(round(proposal.before, 4)),
         "imbalance_after": round(proposal.after, 4),
         "expected_gain": round(proposal.expected_gain, 4),

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
-from eplb.core.topology import Topology
+from eplb.core.problem import Objective, Problem
 from eplb.decision.gate import Decision
 from eplb.decision.outcome import Plan
 from eplb.decision.promises import ENOUGH, Promise, Record
+from eplb.policies.objectives import realised
 from telemetry.events import PlanOffer, plan_offer, read_event
 from telemetry.store import Event, EventStore, PlacementStore, events_backwards
 from telemetry.windows.folder import Window
@@ -48,7 +48,7 @@ class Judged(NamedTuple):
     """A plan that has served for long enough."""
 
     promise: Promise
-    given: float  # reduction of imbalance on the windows that came under the plan
+    given: float  # reduction of its score on the windows that came under the plan
 
 
 class TrackRecord:
@@ -80,7 +80,7 @@ class TrackRecord:
         if proposal.decision is not Decision.KEEP and 0 < gain < inf:
             before = [one for one in self._open if one.target.generation < target.generation]
             self._open = deque(before, MOST_OPEN)
-            self._open.append(Promise(base, target, gain))
+            self._open.append(Promise(base, target, gain, proposal.problem.objective))
 
     def taken_back(self) -> None:
         """Judge none of the plans so far, because the way to an earlier placement is published."""
@@ -94,16 +94,15 @@ class TrackRecord:
         self,
         windows: Sequence[Window],
         committed: Placement,
-        topology: Topology,
-        load_of: Callable[[Sequence[Window]], LoadHistory],
+        problem_of: Callable[[Sequence[Window]], Problem],
     ) -> Judged | None:
         """Judge the oldest promise whose windows are enough, by all windows that came under it.
 
         Args:
             windows: complete ones.
             committed: the placement that serves.
-            topology: of the ranks.
-            load_of: windows as a plan looks at them, which a promise was made on.
+            problem_of: windows as a plan looks at them, which a promise was made on, with what it
+                is judged by.
 
         Returns:
             The promise that was judged now, and what it gave; None: there was none to judge.
@@ -115,11 +114,11 @@ class TrackRecord:
             count = _latest_under(since, windows)
             if count >= ENOUGH:
                 self._open.remove(promise)
-                return self._judged(promise, load_of(windows[-count:]), topology)
+                return self._judged(promise, problem_of(windows[-count:]))
         return None
 
-    def _judged(self, promise: Promise, load: LoadHistory, topology: Topology) -> Judged:
-        given = promise.given(load.tokens, topology)
+    def _judged(self, promise: Promise, problem: Problem) -> Judged:
+        given = realised(problem, promise)
         self.record = self.record.with_plan(promise.gain, given)
         judgement = Judgement(
             promise.target.generation,
@@ -179,13 +178,14 @@ def _promise(store: Promises, offer: PlanOffer, decision: Event) -> list[Promise
         return []
     if before <= after:
         return []
+    objective: Objective = "time" if detail.get("objective") == "time" else "tokens"
     base, target = store.placement(offer.base_generation), store.placement(offer.generation)
     published = store.published()
     if published is not None and published.plan_id == offer.plan_id:
-        return [Promise(published.base, published.target, before - after)]
+        return [Promise(published.base, published.target, before - after, objective)]
     if base is None or target is None or target.plan_id != offer.plan_id:
         return []
-    return [Promise(base.placement, target.placement, before - after)]
+    return [Promise(base.placement, target.placement, before - after, objective)]
 
 
 def _latest(store: EventStore) -> Record:

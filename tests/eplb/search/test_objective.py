@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb import Budget, CostModel, ModelShape, Scenarios, Topology, imbalance, plan
+from eplb.core.load import LoadHistory
+from eplb.core.problem import Problem
 from eplb.core.scenarios import without_noise
+from eplb.decision.promises import Promise
 from eplb.errors import ConfigError, HistoryError
 from eplb.policies.incremental import score_of
-from eplb.policies.objectives import measured
+from eplb.policies.objectives import measured, realised
 
 FOUR = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=4)
 FLAT_THEN_LINEAR = ((1.0, 10.0), (100.0, 10.0), (200.0, 20.0))
@@ -98,6 +101,56 @@ def test_many_tokens_are_split() -> None:
     by_time = plan(load, FOUR, objective="time", cost=cost)
 
     assert by_time.target.replica_count[0, 0] > 1
+
+
+def history_of(load: np.ndarray, steps: int) -> LoadHistory:
+    return LoadHistory(load[None], np.array([0]), np.array([steps - 1]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "objective", "why"),
+    [
+        (100, "time", "5 rows a slot in a step, below 100"),
+        (2, "tokens", "250 rows a slot in a step, not below 100"),
+        (1, "tokens", "windows of one step, or without steps"),
+    ],
+)
+def test_objective_auto_follows_the_batch_and_says_why(
+    steps: int, objective: str, why: str
+) -> None:
+    load = np.array([[4000, *[4000 // 7] * 7]])  # 500 rows a slot in a window
+    cost = CostModel(curve=FLAT_THEN_LINEAR)
+
+    found = plan(history_of(load, steps), FOUR, cost=cost)
+
+    assert found.problem.objective == objective
+    assert found.reason.endswith(f"; objective {objective}: {why}")
+    same = plan(history_of(load, steps), FOUR, cost=cost, objective=objective)
+    assert found.target.hash == same.target.hash
+
+
+def test_objective_auto_needs_a_curve_of_the_device() -> None:
+    found = plan(history_of(np.array([[16, *[8] * 7]]), 2), FOUR)
+
+    assert found.problem.objective == "tokens"
+    assert found.reason.endswith(
+        "objective tokens: no curve of the experts' time was given or measured"
+    )
+
+
+def test_gain_of_a_plan_for_time_is_judged_by_time() -> None:
+    # Second replicas are active slots: without them 8 tokens a step take less time.
+    load = np.array([[16, 8, 8, 8, 8, 8, 8, 8]])
+    cost = CostModel(curve=FLAT_THEN_LINEAR)
+    crowded = plan(load, FOUR, objective="tokens").target
+    sparse = plan(load, FOUR, objective="time", cost=cost).target
+    problem = Problem(LoadHistory(load[None]), FOUR, cost=cost)
+
+    by_time = realised(problem, Promise(crowded, sparse, 0.1, "time"))
+    by_tokens = realised(problem, Promise(crowded, sparse, 0.1, "tokens"))
+
+    assert by_time > 0.1
+    assert by_tokens < 0
 
 
 def test_shared_expert_is_time_on_every_rank() -> None:

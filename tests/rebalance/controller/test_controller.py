@@ -453,6 +453,7 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
         "task_expiry_s": 5.0,
         "rollback_loss": 0.25,
         "objective": "time",
+        "curve": "1:10, 1024:100",
         "dispatch": "even",
         "min_domains": 2,
         "rank_speed": "1:0.5",

@@ -261,7 +261,7 @@ def test_decision_has_before_prediction_cost_and_what_was_asked(clock: Clock) ->
     names = {*vars(SETTINGS.request), *OF_BUDGET, *OF_COST}
     assert set(asked) == names | {"num_uncovered", "uncovered"}
     assert asked["uncovered"] == [[0, 0], [0, 1], [0, 2], [0, 3]], "there is one host"
-    assert (asked["min_domains"], asked["pay_back_s"], asked["objective"]) == (2, 90.0, "tokens")
+    assert (asked["min_domains"], asked["pay_back_s"], asked["objective"]) == (2, 90.0, "auto")
 
 
 def test_realised_gain_follows_the_decision_once(clock: Clock) -> None:

@@ -25,6 +25,7 @@ from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
+from runtime.model.compute import LoopExperts
 from telemetry import open_store
 
 DEADLINE_S = 60.0
@@ -74,6 +75,7 @@ def serve(rank: int, num_ranks: int, setup: EngineSetup) -> Embedded:
     )
     experts = own_weights(rank, setup) if setup.has_own_weights else setup.schema
     built = build_rank(setup.config, place, setup.model, experts, setup.store)
+    built.measure_experts(LoopExperts(built.bank))
     built.agent.start()
     num_steps = run_steps(rank, setup, built)
     found = Embedded(

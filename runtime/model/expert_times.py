@@ -1,0 +1,170 @@
+"""Measures how long a rank's experts take by their rows, before it serves.
+
+    built.agent.expert_times = measure_experts(experts, built.bank, hidden)
+
+The curve is that of the implementation, the shapes, the precision and the device that serve. Layers
+take turns, so that no launch finds its weights in a cache where a step would not.
+
+Shapes:  C slots of this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+
+from eplb.decision.expert_times import BUDGET_S, POINTS, ExpertTimes
+from runtime.dispatch.all_to_all import Received
+from runtime.experts import SCALE_BLOCK, ExpertBank
+from runtime.model.compute import Experts
+
+MOST_ROWS = 8192  # at once: with more rows of a slot fewer slots have any
+LAUNCHES = 8  # in turn, at least
+COLD_BYTES = 400_000_000  # of weights in turn, where the layers have them: a cache holds less
+MOST_REPLAYS = 10
+
+Launch = Callable[[int], object]  # told how many launches came before
+
+
+def measure_experts(
+    experts: Experts,
+    bank: ExpertBank,
+    hidden: int,
+    *,
+    fp8_rows: bool = False,
+    budget_s: float = BUDGET_S,
+) -> ExpertTimes:
+    """Measure the time of one slot at ``POINTS`` rows, as many of them as the budget allows.
+
+    All slots have the same rows; the time is that of all over their number. On a GPU launches are
+    replayed in a CUDA graph, so the implementation must be one that can be captured. It needs
+    memory for ``MOST_ROWS`` rows while it measures: 0.4 GB for DeepSeek-V3. A point for which there
+    is none is left out.
+
+    Args:
+        experts: what serves.
+        bank: its weights, which may be any.
+        hidden: H.
+        fp8_rows: whether the dispatcher delivers rows in FP8, with scales.
+        budget_s: for all points; the first run, in which kernels are compiled, is not counted.
+    """
+    work = _Work(experts, bank, hidden, fp8_rows)
+    work.seconds(min(POINTS))
+    begun, deadline = time.perf_counter(), time.perf_counter() + budget_s
+    us: dict[int, float] = {}
+    took: dict[int, float] = {}
+    for rows in POINTS:
+        started = time.perf_counter()
+        # Time grows at most in proportion to rows.
+        nearest = max((one for one in took if one < rows), default=0)
+        if nearest and started + took[nearest] * rows / nearest > deadline:
+            continue
+        try:
+            us[rows] = 1e6 * work.seconds(rows)
+        except torch.OutOfMemoryError:
+            continue
+        took[rows] = time.perf_counter() - started
+    seconds = time.perf_counter() - begun
+    del work
+    if bank.device.type == "cuda":
+        torch.cuda.empty_cache()
+    measured = sorted(us)
+    found = [round(us[rows], 3) for rows in measured]
+    return ExpertTimes(measured, found, _described(experts, bank), round(seconds, 3))
+
+
+class _Work:
+    """Launches of all slots of one layer after another."""
+
+    def __init__(self, experts: Experts, bank: ExpertBank, hidden: int, fp8_rows: bool) -> None:
+        self._experts, self._bank, self._device = experts, bank, bank.device
+        layer_bytes = bank.num_slots * bank.schema.record_bytes
+        wanted = max(LAUNCHES, -(-COLD_BYTES // layer_bytes))
+        self._launches = min(wanted, bank.num_layers) if bank.num_layers >= LAUNCHES else LAUNCHES
+        dtype = next(iter(bank.weights(0).values())).dtype
+        own = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        most = max(self._slots(rows) * rows for rows in POINTS)
+        random = torch.Generator(device=self._device).manual_seed(0)
+        shape = (most, hidden)
+        rows = torch.randn(shape, generator=random, device=self._device, dtype=torch.float32)
+        self._rows = rows.to(torch.float8_e4m3fn if fp8_rows else own)
+        blocks = (most, hidden // SCALE_BLOCK)
+        self._scales = torch.ones(blocks, device=self._device) if fp8_rows else None
+
+    def seconds(self, rows: int) -> float:
+        """Of one slot with so many rows."""
+        num_slots = self._slots(rows)
+        counts = torch.zeros(self._bank.num_slots, dtype=torch.int32, device=self._device)
+        counts[:num_slots] = rows
+        some = slice(num_slots * rows)
+        scales = None if self._scales is None else self._scales[some]
+        received = Received(self._rows[some], counts, None, scales)
+
+        def run(number: int) -> object:
+            return self._experts.run(number % self._bank.num_layers, received)
+
+        timed = replayed if self._device.type == "cuda" else repeated
+        return median(timed(run, self._launches, most=MOST_REPLAYS)) / num_slots
+
+    def _slots(self, rows: int) -> int:
+        """Slots that have rows."""
+        return max(1, min(self._bank.num_slots, MOST_ROWS // rows))
+
+
+def replayed(run: Launch, launches: int, *, seconds: float = 0.0, most: int) -> list[float]:
+    """Seconds of one of many launches in a CUDA graph, for each of its replays.
+
+    Args:
+        run: a launch, which synchronises nothing.
+        launches: of the graph.
+        seconds: of measurement; 5 replays are made in any case.
+        most: replays.
+    """
+    for number in range(2):
+        run(number)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(launches):
+            run(number)
+    graph.replay()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    one = time.perf_counter() - begun
+    count = min(max(int(seconds / one), 5), most)
+    event = partial(torch.cuda.Event, enable_timing=True)
+    marks = [(event(), event()) for _ in range(count)]
+    for begin, end in marks:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    graph.reset()
+    return [begin.elapsed_time(end) / 1e3 / launches for begin, end in marks]
+
+
+def repeated(run: Launch, launches: int, *, most: int) -> list[float]:
+    """Seconds of each of some launches on a CPU."""
+    run(0)
+    times = []
+    for number in range(min(launches, most)):
+        begun = time.perf_counter()
+        run(number)
+        times.append(time.perf_counter() - begun)
+    return times
+
+
+def _described(experts: Experts, bank: ExpertBank) -> str:
+    device = platform.machine()
+    if bank.device.type == "cuda":
+        device = torch.cuda.get_device_name(bank.device)
+    spec = bank.schema.tensors[0]
+    kind = str(spec.dtype).removeprefix("torch.")
+    return f"{device}, {type(experts).__name__}, {spec.name} {list(spec.shape)} {kind}"

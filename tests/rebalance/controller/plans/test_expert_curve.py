@@ -1,0 +1,88 @@
+"""The curve that the controller plans by: what ranks measured at their start, or was configured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from controlled_deployment import SETTINGS, SKEWED, START, Deployment, events
+from rank_reports import rank_report
+
+from eplb.decision.expert_times import ExpertTimes
+from eplb.errors import ConfigError, StoreError
+from rebalance.controller.loop import Controller, ControllerSettings
+from rebalance.controller.plans.planner_request import PlannerRequest
+from telemetry import open_store
+from telemetry.store import LoadStore
+
+# Thousands of rows a slot in a step are few where reading an expert takes as long as 14,900.
+SLOW_READS = ExpertTimes([1, 16384], [5e5, 5.5e5], "a slow GPU, some kernel", 0.4)
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[LoadStore]:
+    with closing(open_store(url, "test")) as opened:
+        opened.commit(START, expected=None, reason="start")
+        yield opened
+
+
+def decided(
+    store: LoadStore, settings: ControllerSettings, *measured: ExpertTimes | None
+) -> dict[str, Any]:
+    """The plan of a controller on skewed load, by what its ranks report."""
+    served = Deployment(store)
+    for rank, times in enumerate(measured):
+        detail = {} if times is None else {"expert_times": vars(times)}
+        store.report(rank_report(served.run, rank, **detail))
+    served.serve(SKEWED)
+    Controller(store, settings).turn()
+    return dict(events(store, "plan")[-1].detail)
+
+
+def test_plan_follows_the_curve_that_ranks_measured(store: LoadStore) -> None:
+    found = decided(store, SETTINGS, SLOW_READS, SLOW_READS)
+
+    assert found["objective"] == "time"
+    assert "rows a slot in a step, below" in found["reason"]
+    assert found["expert_curve"] == "measured at the start by 2 ranks: a slow GPU, some kernel"
+
+
+def test_ranks_of_an_earlier_release_are_planned_by_the_constant(store: LoadStore) -> None:
+    found = decided(store, SETTINGS, None, None)
+
+    assert found["objective"] == "tokens"
+    assert found["expert_curve"].endswith("on an H200: no rank measured its experts")
+
+
+def test_curve_is_that_of_the_ranks_that_have_one(store: LoadStore) -> None:
+    found = decided(store, SETTINGS, None, SLOW_READS)
+
+    assert found["expert_curve"].startswith("measured at the start by one rank: ")
+
+
+def test_configured_curve_wins_over_the_measured_one(store: LoadStore) -> None:
+    request = PlannerRequest(curve="1:13.1, 1024:124.5")
+
+    found = decided(store, replace(SETTINGS, request=request), SLOW_READS, SLOW_READS)
+
+    assert (found["expert_curve"], found["objective"]) == ("given by the configuration", "tokens")
+    assert found["asked"]["curve"] == "1:13.1, 1024:124.5"
+
+
+@pytest.mark.parametrize("text", ["1:13", "64:15, 1:13", "1:20, 64:15", "1-13", "1:13, x:15"])
+def test_text_that_is_no_curve_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"curve has .* expected tokens:us for two numbers"):
+        PlannerRequest(curve=text)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": [1]}, {"rows": [2, 1]}, {"us": "fast"}, {"more": 1}, {"us": [None, 1.0]}]
+)
+def test_report_with_times_that_are_none_is_refused(wrong: dict[str, Any]) -> None:
+    state = rank_report("run-1", 3, expert_times=vars(SLOW_READS) | wrong)
+
+    with pytest.raises(StoreError, match="rank 3: expert_times of its report"):
+        _ = state.expert_times
