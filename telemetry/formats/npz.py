@@ -26,6 +26,7 @@ SMALL_BYTES = 4 * 2**20  # an array up to this size may pack better
 MAX_HEADER_BYTES = 10_000
 MAX_MEMBERS = 1000
 SHOWN_NAMES = 8
+MOST_SHOWN = 100  # characters of a name
 MAGIC = b"\x93NUMPY"
 HEADER = re.compile(
     rb"\{'descr': '(?P<order>[<>|=])(?P<kind>[a-zA-Z])(?P<size>\d{1,4})', "
@@ -62,12 +63,17 @@ def _read(archive: zipfile.ZipFile, wanted: Collection[str], file_bytes: int) ->
         raise HistoryError(f"found {len(members)} arrays, expected at most {MAX_MEMBERS}")
     held = {member.filename.removesuffix(".npy"): member for member in members}
     arrays = {name: _array(archive, held[name], file_bytes) for name in wanted if name in held}
-    shown = [name if name.isprintable() else ascii(name) for name in sorted(held)]
+    shown = [_shown(name) for name in sorted(held)]
     return arrays, ", ".join(shown[:SHOWN_NAMES])[:200] or "nothing"
 
 
+def _shown(name: str) -> str:
+    """A name of the file's own, as an error may have it."""
+    return (name if name.isprintable() else ascii(name))[:MOST_SHOWN]
+
+
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_bytes: int) -> NDArray[Any]:
-    name = member.filename.removesuffix(".npy")
+    name = _shown(member.filename.removesuffix(".npy"))
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         # The others are unpacked without a limit, whatever size was asked for.
         raise HistoryError(f"{name} is packed by method {member.compress_type}, expected 0 or 8")

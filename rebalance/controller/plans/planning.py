@@ -17,10 +17,10 @@ from eplb.core.constraints import Constraints
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
-from eplb.decision.expert_times import chosen_curve
+from eplb.decision.expert_times import ExpertTimes, chosen_curve
 from eplb.decision.gate import CostModel, Decision
 from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import ConfigError, PlacementError
+from eplb.errors import ConfigError, PlacementError, StoreError
 from eplb.explanation.figures import finite
 from eplb.fitting.cordons import FittingCordons, arrivals, undrained
 from eplb.fitting.coverage import Coverage
@@ -59,6 +59,7 @@ class Planning:
         self._store, self._clock = store, clock
         self._track: TrackRecord | None = None
         self._curve_source = ""
+        self._refused_times: set[str] = set()  # errors that are logged already
         self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
 
     def plan(
@@ -188,13 +189,26 @@ class Planning:
         asked, cost = settings.request, settings.cost
         if asked.curve:
             cost = replace(cost, curve=curve_of(asked.curve))
-        states = self._store.rank_states(group.run.run)
-        measured = [one.expert_times for one in states]
-        chosen = chosen_curve(cost.curve, [one for one in measured if one is not None])
+        chosen = chosen_curve(cost.curve, self._measured(group))
         if chosen.source != self._curve_source:
             log.info("curve of the experts' time: %s: %s", chosen.source, chosen.curve)
             self._curve_source = chosen.source
         return replace(cost, curve=chosen.curve)
+
+    def _measured(self, group: Group) -> list[ExpertTimes]:
+        """What ranks measured; a report that cannot be read is one of a rank without figures."""
+        found = []
+        for state in self._store.rank_states(group.run.run):
+            try:
+                times = state.expert_times
+            except StoreError as exc:
+                if str(exc) not in self._refused_times:
+                    self._refused_times.add(str(exc))
+                    log.warning("%s; the curve is made without this rank", exc)
+                continue
+            if times is not None:
+                found.append(times)
+        return found
 
     def is_judging(self, serving: Placement) -> bool:
         """Whether a plan serves that has not had its windows yet."""

@@ -30,12 +30,13 @@ def store(url: str) -> Iterator[LoadStore]:
 
 
 def decided(
-    store: LoadStore, settings: ControllerSettings, *measured: ExpertTimes | None
+    store: LoadStore, settings: ControllerSettings, *measured: ExpertTimes | dict[str, Any] | None
 ) -> dict[str, Any]:
     """The plan of a controller on skewed load, by what its ranks report."""
     served = Deployment(store)
     for rank, times in enumerate(measured):
-        detail = {} if times is None else {"expert_times": vars(times)}
+        given = vars(times) if isinstance(times, ExpertTimes) else times
+        detail = {} if given is None else {"expert_times": given}
         store.report(rank_report(served.run, rank, **detail))
     served.serve(SKEWED)
     Controller(store, settings).turn()
@@ -60,6 +61,13 @@ def test_ranks_of_an_earlier_release_are_planned_by_the_constant(store: LoadStor
 def test_curve_is_that_of_the_ranks_that_have_one(store: LoadStore) -> None:
     found = decided(store, SETTINGS, None, SLOW_READS)
 
+    assert found["expert_curve"].startswith("measured at the start by one rank: ")
+
+
+def test_plan_does_without_a_rank_whose_figures_cannot_be_read(store: LoadStore) -> None:
+    found = decided(store, SETTINGS, SLOW_READS, {"rows": "many"})
+
+    assert found["objective"] == "time"
     assert found["expert_curve"].startswith("measured at the start by one rank: ")
 
 
