@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from runtime.memory.symmetric import SymmetricArena
 
 DEADLINE_S = 10.0
-POLL_S = 5e-7  # of one look at the words, at least; measured on an H200
+POLL_S = (
+    5e-7  # of one look at the words, at least; not measured, so a wait may be some times longer
+)
 
 
 class PeerCounts:

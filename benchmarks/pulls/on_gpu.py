@@ -221,10 +221,6 @@ class SidePull:
         if self._pull is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
-    def redirect(self, layer: int, experts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Not part of what is timed."""
-        raise NotImplementedError
-
 
 def received(rows: Ints) -> Received:
     """Grouped BF16 rows of slots."""

@@ -13,7 +13,21 @@ from runtime.dispatch.all_to_all import Received
 from runtime.model.compute import PartExperts
 
 
-class Pulls(Protocol):
+class LayerPulls(Protocol):
+    """Pulls that are under way for one layer."""
+
+    def close_layer(self) -> None:
+        """Wait for the pulls, and until every rank has all of its own.
+
+        Does nothing for a batch that was not redirected, as all ranks have not: its split was off.
+
+        Raises:
+            BrokenGroup: a pull failed or missed its deadline, on all ranks alike; a peer died.
+            RankError: ranks decided differently, on all ranks alike.
+        """
+
+
+class Pulls(LayerPulls, Protocol):
     """Pulls of the layers of one rank, one layer at a time."""
 
     def redirect(self, layer: int, experts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -24,16 +38,6 @@ class Pulls(Protocol):
 
         Returns:
             [T, K] slots of the wider dispatch.
-        """
-
-    def close_layer(self) -> None:
-        """Wait for the pulls, and until every rank has all of its own.
-
-        Does nothing for a batch that was not redirected, as all ranks have not: its split was off.
-
-        Raises:
-            BrokenGroup: a pull failed or missed its deadline, on all ranks alike; a peer died.
-            RankError: ranks decided differently, on all ranks alike.
         """
 
 
@@ -62,7 +66,7 @@ class PulledExperts:
     """
 
     def __init__(
-        self, resident: PartExperts, spare: PartExperts, num_resident: int, pulls: Pulls
+        self, resident: PartExperts, spare: PartExperts, num_resident: int, pulls: LayerPulls
     ) -> None:
         self._resident, self._spare = resident, spare
         self._num_resident, self._pulls = num_resident, pulls
