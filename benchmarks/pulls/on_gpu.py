@@ -4,19 +4,20 @@
 
 All times are of replayed CUDA graphs, medians; arms of a row take turns. Experts are FP8 of
 DeepSeek-V3's shape, records of 44.05 MB. **NVLink is not measured**: the peer's records lie in the
-memory of the same GPU. A pull over NVLink cannot take less than the record at 346 GB/s, 127 us; the
-arms *paced* give the pull so few programs that it takes about that long here.
+memory of the same GPU. A pull over NVLink cannot take less than the record at 346 GB/s, 127 us; in
+the arm *paced* each program sleeps after a buffer, so that a record takes about that long here.
 
     plan      what is pulled: ``plan_pulls``, both kernels, random layers of 256 experts
     redirect  the tokens of a batch, top-8
-    pull      one and two records, by programs for each record; and by a plain copy
+    pull      one and two records, by programs for each record and how they copy; and a plain copy
     layer     the experts' product of the rank that a layer waits for, 32 ranks of 9 slots:
         before    busiest rank without pulls
         giver     busiest rank of those that pull nothing, with pulls
         merged    busiest taker as if its spare slot were one more resident slot, in one launch
         present   busiest taker: two launches, the record is there already
-        pulled    the same with the pull beside the first launch
-        paced     the same with the slower pull
+        held      the same with a pull of few large programs beside the first launch
+        pulled    the same with the pull that serves
+        paced     the same with a pull that takes about as long as NVLink
       A layer takes max(giver, paced) with pulls, against before: ``gain``. ``exposed`` is paced
       less present, ``launch`` is present less merged. The exchange, the decision and the combine
       are not in it. Rows are drawn, and the decision is the real one.
@@ -30,6 +31,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 
 from benchmarks.experts_uneven import in_turns
@@ -42,6 +45,8 @@ from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.kernels import pull_plan
 from runtime.kernels import pulls as kernels
 from runtime.kernels.batch_counts import count_experts, num_blocks
+from runtime.kernels.launch import num_multiprocessors
+from runtime.kernels.pulls import PULL_TILE, PullTile
 from runtime.model.compute import GroupedExperts
 from runtime.pulls.layer import PulledExperts
 from runtime.routing import RoutingTable
@@ -50,7 +55,16 @@ from runtime.streams import new_stream
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, SEED = 256, 8, 7168, 2048, 7
 GROUPS = ((8, 36), (32, 9), (64, 5), (144, 2))  # ranks, slots of each
 NVLINK_BYTES_PER_S = 346e9  # design note: copy of 44 MiB from a peer GPU, H200
-PACED_PROGRAMS = 8
+PAUSE_NS = 1200  # of a paced pull, after each buffer
+BEFORE = 24, PullTile(8192, 1, 16)  # few large programs, without shared memory
+PULLS = (
+    BEFORE,
+    (132, PullTile(1024, 1, 1)),
+    *((programs, PULL_TILE) for programs in (16, 32, 64, 132)),
+    (132, PullTile(1024, 3, 1)),
+    (132, PullTile(512, 2, 1)),
+    (132, PullTile(256, 2, 1)),
+)
 ROWS, SPREADS, DRAWS = (16, 64, 256, 768), (0.2, 0.4), 3
 LAYER_RANKS, LAYER_SLOTS = 32, 9
 CUDA = torch.device("cuda")
@@ -156,9 +170,15 @@ def show_redirect() -> None:
 class Pull:
     """Pulls of this rank 0 from rank 1, whose slots lie on the same GPU."""
 
-    def __init__(self, peer: ExpertBank, spare: ExpertBank, programs: int) -> None:
+    def __init__(
+        self,
+        peer: ExpertBank,
+        spare: ExpertBank,
+        programs: int | None = None,
+        tile: PullTile = PULL_TILE,
+    ) -> None:
         topology = Topology.uniform(1, 2, peer.num_slots)
-        self._records, self._programs = spare.records(0), programs
+        self._records, self._programs, self._tile = spare.records(0), programs, tile
         num_spares = len(self._records)
         base = peer.records(0).data_ptr()
         self._ranks = pull_plan.Ranks.on(
@@ -178,6 +198,7 @@ class Pull:
             self._per_rank,
             self._records,
             programs=self._programs,
+            tile=self._tile,
         )
 
 
@@ -186,21 +207,71 @@ def show_pull(peer: ExpertBank) -> None:
     size = schema().record_bytes
     bound = size / NVLINK_BYTES_PER_S * 1e6
     print(f"\npull of {size / 1e6:.2f} MB from the same GPU; at 346 GB/s {bound:.0f} us a record")
-    print(f"{'records':>8}{'programs':>9}{'us':>9}{'GB/s':>8}")
+    head = f"{'records':>8}{'programs':>9}{'words':>7}{'stages':>7}{'warps':>6}"
+    print(f"{head}{'us':>9}{'GB/s':>8}")
     for records in (1, 2):
         spare = bank_of(records)
-        for programs in (2, 4, PACED_PROGRAMS, 16, 24, 32, 48, 64):
-            pull = Pull(peer, spare, programs)
+        for programs, tile in PULLS:
+            pull = Pull(peer, spare, programs // records, tile)
             us = alone(pull.run)
-            print(
-                f"{records:>8}{programs:>9}{us:>9.1f}{records * size / us / 1e3:>8.0f}", flush=True
-            )
+            shape = f"{tile.words:>7}{tile.stages:>7}{tile.warps:>6}"
+            rate = records * size / us / 1e3
+            print(f"{records:>8}{programs // records:>9}{shape}{us:>9.1f}{rate:>8.0f}", flush=True)
+        us = alone(PacedPull(peer, spare).run)
+        print(f"{records:>8}{'paced':>29}{us:>9.1f}{records * size / us / 1e3:>8.0f}", flush=True)
         us = alone(functools.partial(spare.records(0).copy_, peer.records(0)[:records]))
-        print(f"{records:>8}{'copy_':>9}{us:>9.1f}{records * size / us / 1e3:>8.0f}", flush=True)
-        found = Pull(peer, spare, 24)
-        found.run()
+        print(f"{records:>8}{'copy_':>29}{us:>9.1f}{records * size / us / 1e3:>8.0f}", flush=True)
+        spare.records(0).zero_()
+        Pull(peer, spare).run()
         torch.cuda.synchronize()
         assert torch.equal(spare.records(0), peer.records(0)[:records]), "the pull copies records"
+
+
+class PacedPull(Pull):
+    """The same programs and buffers, at about the pace of NVLink."""
+
+    def run(self) -> None:
+        """Order the pulls."""
+        records, tile = self._records.view(torch.int32), PULL_TILE
+        programs = num_multiprocessors(records.device) // len(records)
+        source = self._ranks.bases[1]  # address of the peer's slots
+        _paced_pull[(len(records), programs)](
+            source,
+            records,
+            RECORD_WORDS=records.shape[1],
+            WORDS=tile.words,
+            PROGRAMS=programs,
+            STAGES=tile.stages,
+            SLEEP=f"nanosleep.u32 {PAUSE_NS}; mov.u32 $0, $1;",
+            num_warps=tile.warps,
+        )
+
+
+@triton.jit
+def _paced_pull(
+    source: tl.tensor,
+    records: tl.tensor,
+    RECORD_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SLEEP: tl.constexpr,
+) -> None:
+    spare, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    record = tl.load(source).to(tl.pointer_type(tl.int32)) + spare * RECORD_WORDS
+    record, into = tl.multiple_of(record, 16), records + spare * RECORD_WORDS
+    for turn in tl.range(tl.cdiv(RECORD_WORDS, PROGRAMS * WORDS), num_stages=STAGES):
+        word = (turn * PROGRAMS + program) * WORDS + tl.arange(0, WORDS)
+        found = tl.load(record + word, mask=word < RECORD_WORDS)
+        tl.store(into + word, found, mask=word < RECORD_WORDS)
+        tl.inline_asm_elementwise(
+            SLEEP,
+            "=r,r",
+            [turn],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 class SidePull:
@@ -249,7 +320,8 @@ def drawn_rows(rows: int, spread: float, seed: int, rule: PullRule) -> dict[str,
 
 def show_layer(peer: ExpertBank) -> None:
     """Products of the ranks that a layer waits for."""
-    names = ("before", "giver", "merged", "present", "pulled", "paced", "exposed", "launch", "gain")
+    names = ("before", "giver", "merged", "present", "held", "pulled", "paced")
+    names += ("exposed", "launch", "gain")
     print(f"\nlayer, us\n{'rows':>6}{'spread':>8}{'draw':>6}{'pull_rows':>10}", end="")
     print("".join(f"{name:>9}" for name in names), flush=True)
     resident, spare, wide = bank_of(LAYER_SLOTS), bank_of(1), bank_of(LAYER_SLOTS + 1)
@@ -294,14 +366,16 @@ def timed(
         side.begin()
         PulledExperts(plain, spares, LAYER_SLOTS, side).run(0, given["taker"])
 
-    fast, paced = Pull(peer, spare, kernels.PULL_PROGRAMS), Pull(peer, spare, PACED_PROGRAMS)
+    held, pulled = Pull(peer, spare, *BEFORE), Pull(peer, spare)
+    paced = PacedPull(peer, spare)
     times = in_turns(
         {
             "before": lambda _: run(plain, "before"),
             "giver": lambda _: run(plain, "giver"),
             "merged": lambda _: run(merged, "taker"),
             "present": lambda _: with_pull(None),
-            "pulled": lambda _: with_pull(fast),
+            "held": lambda _: with_pull(held),
+            "pulled": lambda _: with_pull(pulled),
             "paced": lambda _: with_pull(paced),
         }
     )

@@ -11,19 +11,36 @@ Shapes:  E experts, R ranks, C slots of a rank, J spare slots of a rank, T token
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from runtime.kernels.batch_counts import PAIRS_PER_PROGRAM, num_blocks
 from runtime.kernels.batch_split import BLOCKS_AT_ONCE
-from runtime.kernels.launch import check, describe, kernel
+from runtime.kernels.launch import check, describe, kernel, num_multiprocessors
 from runtime.kernels.pull_plan import Decided, Ranks
 
-PULL_PROGRAMS = 24  # of each spare slot
-PULL_WORDS = 8192  # int32 at a time, of a program
-PULL_WARPS = 16
 SPARES_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class PullTile:
+    """How one program of a pull copies.
+
+    A pull runs beside the experts' product, whose programs fill the multiprocessors. So a program
+    of a pull has few registers, and its buffers are shared memory that the product leaves. It needs
+    some of that: a multiprocessor divides one memory between L1 cache and shared memory, and while
+    a kernel without shared memory runs there, none that needs much of it can begin.
+    """
+
+    words: int = 1024  # int32 of a buffer
+    stages: int = 6  # buffers, one of which is written while the others are read
+    warps: int = 2
+
+
+PULL_TILE = PullTile()  # measured: benchmarks/reports/2026-11-24-just-in-time.md
 
 
 def redirect(
@@ -79,7 +96,8 @@ def pull(
     per_rank: int,
     records: torch.Tensor,
     *,
-    programs: int = PULL_PROGRAMS,
+    programs: int | None = None,
+    tile: PullTile = PULL_TILE,
 ) -> None:
     """Copy the records of this rank's spare slots out of the peers' live slots.
 
@@ -90,10 +108,12 @@ def pull(
         decided: by ``plan_pulls``.
         per_rank: C.
         records: [J, record bytes] uint8, this rank's spare records.
-        programs: for each spare slot.
+        programs: for each spare slot; by default one for each multiprocessor, over all slots.
+        tile: bears on time alone.
     """
     words = records.view(torch.int32)
     check(words.is_contiguous(), f"records {describe(records)}", "contiguous whole pages")
+    programs = programs or max(1, num_multiprocessors(records.device) // len(records))
     _pull[(len(records), programs)](
         ranks.bases,
         ranks.num_slots,
@@ -104,9 +124,10 @@ def pull(
         RECORD_WORDS=words.shape[1],
         NUM_SLOTS=per_rank,
         SPARE=len(records),
-        WORDS=PULL_WORDS,
+        WORDS=tile.words,
         PROGRAMS=programs,
-        num_warps=PULL_WARPS,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )
 
 
@@ -189,6 +210,7 @@ def _pull(
     SPARE: tl.constexpr,
     WORDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     spare, program = tl.program_id(0), tl.program_id(1)
     source = tl.load(source_of + rank * SPARE + spare)
@@ -198,7 +220,7 @@ def _pull(
         base = tl.load(bases + giver).to(tl.pointer_type(tl.int32))
         record = tl.multiple_of(base + slot * RECORD_WORDS, 16)
         into = records + spare.to(tl.int64) * RECORD_WORDS
-        for turn in range(tl.cdiv(RECORD_WORDS, PROGRAMS * WORDS)):
+        for turn in tl.range(tl.cdiv(RECORD_WORDS, PROGRAMS * WORDS), num_stages=STAGES):
             word = (turn * PROGRAMS + program) * WORDS + tl.arange(0, WORDS)
             found = tl.load(record + word, mask=word < RECORD_WORDS)
             tl.store(into + word, found, mask=word < RECORD_WORDS)
