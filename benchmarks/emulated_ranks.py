@@ -32,15 +32,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ranks.batch_split import (
-    NUM_HISTORY,
-    Case,
-    Ints,
-    expert_ids,
-    optimal_parts,
-    rows_of_slots,
-    windows,
-)
+from benchmarks.ranks.batch_split.balance import optimal_parts
+from benchmarks.ranks.batch_split.recorded import NUM_HISTORY, Case, Ints, expert_ids, windows
+from benchmarks.ranks.batch_split.rows import rows_of_slots
 from eplb import Placement, plan
 from eplb.core.placement import EMPTY
 from eplb.decision.gate import GROUPED_GEMM_H200

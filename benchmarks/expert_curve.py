@@ -47,7 +47,8 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import GROUP, Quantised, silu_times_up, silu_times_up_fp8
 from runtime.model.compute import GroupedExperts
-from runtime.model.expert_times import Launch, measure_experts, replayed
+from runtime.model.expert_times import measure_experts
+from runtime.model.graph_times import Launch, captured, times_us
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -193,8 +194,10 @@ def measured(
         seconds: of measurement.
     """
     launches = max(least, num_sets)
-    found = replayed(run, launches, seconds=seconds, most=100)
-    times = torch.tensor(found, dtype=torch.float64, device="cpu") * 1e6
+    graph = captured(lambda: [run(number) for number in range(launches)])
+    one = times_us(graph.replay, 2)[0]
+    found = times_us(graph.replay, min(max(int(1e6 * seconds / one), 5), 100))
+    times = torch.tensor(found, dtype=torch.float64, device="cpu") / launches
     return {
         "us": round(float(times.median()), 3),
         "us_p99": round(float(times.quantile(0.99)), 3),

@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.expert_curve import SHAPES, SKEWS, Launch, Shape, Weights, layer, tiling_for
 from runtime.kernels.gemm import Tile, Tiling
+from runtime.model.graph_times import captured, times_us
 
 ONE_TILE = {
     "fp8": (
@@ -111,24 +112,14 @@ def compiled(task: tuple[Shape, int, Tiling]) -> None:
 
 def in_turns(runs: dict[str, Launch]) -> dict[str, float]:
     """Microseconds of a launch: median over replays of each arm's graph, arms by turns."""
-    graphs, times = {}, {name: list[float]() for name in runs}
-    for name, run in runs.items():
-        run(0)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for number in range(LAUNCHES):
-                run(number)
-    for replay in range(REPLAYS + 1):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay:  # the first warms up
-                times[name].append(1000 * begin.elapsed_time(end) / LAUNCHES)
-    return {name: statistics.median(found) for name, found in times.items()}
+    graphs = [
+        captured(lambda run=run: [run(number) for number in range(LAUNCHES)])
+        for run in runs.values()
+    ]
+    turns = [[times_us(graph.replay, 1)[0] for graph in graphs] for _ in range(REPLAYS + 1)]
+    of_arms = zip(*turns[1:], strict=True)  # the first turn warms up
+    times = [statistics.median(found) / LAUNCHES for found in of_arms]
+    return dict(zip(runs, times, strict=True))
 
 
 def show(shape: Shape, every: list[Case]) -> Iterator[dict[str, object]]:

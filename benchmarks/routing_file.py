@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ranks.batch_split import Case, expert_ids
+from benchmarks.ranks.batch_split.recorded import Case, expert_ids
 from eplb import Placement, Topology, plan
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS, REDUNDANT = 256, 8, 3, 32

@@ -26,7 +26,7 @@ import torch
 from benchmarks.emulated_ranks import SEED, Sample, read_rows
 from benchmarks.expert_curve import SHAPES, Shape, Weights, layer, tiling_for
 from benchmarks.experts_uneven import PROCESSES, compiled, in_turns
-from benchmarks.ranks.batch_split import Case
+from benchmarks.ranks.batch_split.recorded import Case
 
 
 def show(shape: Shape, every: list[tuple[Case, str, int, list[Sample]]]) -> Iterator[object]:

@@ -48,6 +48,7 @@ from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group.agreement import gathered
 from runtime.model.compute import Experts, GroupedExperts, LoopExperts
+from runtime.model.graph_times import captured
 from runtime.model.moe import MoELayer
 from runtime.routing import RoutingTable, TableLayers
 
@@ -258,19 +259,8 @@ class Step:
         """Run all layers once."""
         if arm.run not in self._launches:
             launch = partial(arm.run, self.batch)
-            self._launches[arm.run] = captured(launch) if self._in_graph else launch
+            self._launches[arm.run] = captured(launch, WARM_UP).replay if self._in_graph else launch
         self._launches[arm.run]()
-
-
-def captured(launch: Callable[[], object]) -> Callable[[], object]:
-    """The same as a graph."""
-    for _ in range(WARM_UP):
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph.replay
 
 
 def even_slots(group: Group, tokens: int) -> NDArray[np.int64]:

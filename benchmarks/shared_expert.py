@@ -33,10 +33,12 @@ from numpy.typing import NDArray
 from benchmarks.emulated_ranks import SEED, Sample, read_rows
 from benchmarks.expert_curve import SHAPES, Launch, Shape, Weights, layer, tiling_for
 from benchmarks.experts_uneven import PROCESSES, compiled, in_turns
-from benchmarks.ranks.batch_split import Case, drawn, replayed, skewed
+from benchmarks.ranks.batch_split.device import GRAPH_LAYERS, REPLAYS, drawn, skewed
+from benchmarks.ranks.batch_split.recorded import Case
 from eplb import Placement, Topology
 from runtime.batch_split import BatchSplit
 from runtime.kernels.quantise import Quantised
+from runtime.model.graph_times import replayed_us
 from runtime.routing import RoutingTable
 from runtime.shared_spread import SharedSpread
 
@@ -200,7 +202,7 @@ def timed_cost(
         lambda number: spread.append_weighed(batches[number], slots, weights),
         both,
     )
-    found = [float(np.median(replayed(one))) for one in parts]
+    found = [statistics.median(replayed_us(one, GRAPH_LAYERS, REPLAYS)) for one in parts]
     return [*found[:3], found[3] - found[0]]
 
 

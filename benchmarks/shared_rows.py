@@ -36,14 +36,8 @@ from benchmarks.emulated_ranks import (
     rounded,
     slowest,
 )
-from benchmarks.ranks.batch_split import (
-    NUM_HISTORY,
-    Case,
-    Ints,
-    expert_ids,
-    rows_of_slots,
-    windows,
-)
+from benchmarks.ranks.batch_split.recorded import NUM_HISTORY, Case, Ints, expert_ids, windows
+from benchmarks.ranks.batch_split.rows import rows_of_slots
 from eplb import Placement, plan
 from eplb.shares.shared_expert import LEAST, split_shared
 

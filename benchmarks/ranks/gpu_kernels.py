@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import cycle
 
 import torch
 import triton
@@ -30,6 +31,7 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
+from runtime.model.graph_times import Launch, replayed_us, times_us
 
 HIDDEN, INTERMEDIATE, NUM_SLOTS = 7168, 2048, 16
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -42,24 +44,10 @@ class Case:
     """One line of the table; ``launch`` is told how many launches came before."""
 
     name: str
-    launch: Callable[[int], object]
+    launch: Launch
     num_bytes: int = 0
     num_flops: int = 0
     target: str = ""
-
-
-def times_of(launch: Callable[[int], object], count: int) -> torch.Tensor:
-    """Microseconds of each of ``count`` launches, sorted."""
-    marks = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(count)
-    ]
-    for number, (begin, end) in enumerate(marks):
-        begin.record()
-        launch(number % LAUNCHES_IN_A_GRAPH)
-        end.record()
-    torch.cuda.synchronize()
-    return torch.tensor([begin.elapsed_time(end) * 1000 for begin, end in marks]).sort().values
 
 
 def measure(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,14 +55,11 @@ def measure(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     for number in range(5):
         case.launch(number)
     torch.cuda.synchronize()
-    launched = times_of(case.launch, count)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(LAUNCHES_IN_A_GRAPH):
-            case.launch(number)
-    graph.replay()
-    replayed = times_of(lambda _: graph.replay(), max(20, count // LAUNCHES_IN_A_GRAPH))
-    return launched, replayed / LAUNCHES_IN_A_GRAPH
+    numbers = cycle(range(LAUNCHES_IN_A_GRAPH))
+    launched = times_us(lambda: case.launch(next(numbers)), count)
+    replays = max(20, count // LAUNCHES_IN_A_GRAPH)
+    replayed = replayed_us(case.launch, LAUNCHES_IN_A_GRAPH, replays)
+    return torch.tensor(launched), torch.tensor(replayed)
 
 
 def line(case: Case, launched: torch.Tensor, replayed: torch.Tensor) -> str:

@@ -17,20 +17,17 @@ from runtime.counters import SlotCounter
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.dispatch.selftest import Trial, routing_cases
 from runtime.experts import ExpertBank, ExpertSchema
+from runtime.model.graph_times import times_us
 from runtime.routing import RoutingTable
 
+WARM_UP = 20
 
-def timed(run: Callable[[], Any], repeats: int = 200, warm_up: int = 20) -> list[float]:
-    """Microseconds of each call on the current stream, sorted."""
-    for _ in range(warm_up):
+
+def timed(run: Callable[[], Any], repeats: int) -> list[float]:
+    """Microseconds of each call, sorted, after some that warm up."""
+    for _ in range(WARM_UP):
         run()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
-    for begin, end in marks:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) * 1e3 for begin, end in marks)
+    return times_us(run, repeats)
 
 
 def paired(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
-from functools import partial
 from statistics import median
 
 import torch
@@ -22,13 +20,12 @@ from eplb.decision.expert_times import BUDGET_S, POINTS, ExpertTimes
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import SCALE_BLOCK, ExpertBank
 from runtime.model.compute import Experts
+from runtime.model.graph_times import Launch, replayed_us
 
 MOST_ROWS = 8192  # at once: with more rows of a slot fewer slots have any
 LAUNCHES = 8  # in turn, at least
 COLD_BYTES = 400_000_000  # of weights in turn, where the layers have them: a cache holds less
-MOST_REPLAYS = 10
-
-Launch = Callable[[int], object]  # told how many launches came before
+REPLAYS, MOST_REPEATS = 5, 10
 
 
 def measure_experts(
@@ -108,53 +105,22 @@ class _Work:
         def run(number: int) -> object:
             return self._experts.run(number % self._bank.num_layers, received)
 
-        timed = replayed if self._device.type == "cuda" else repeated
-        return median(timed(run, self._launches, most=MOST_REPLAYS)) / num_slots
+        if self._device.type == "cuda":
+            found = median(replayed_us(run, self._launches, REPLAYS)) / 1e6
+        else:
+            found = median(repeated(run, min(self._launches, MOST_REPEATS)))
+        return found / num_slots
 
     def _slots(self, rows: int) -> int:
         """Slots that have rows."""
         return max(1, min(self._bank.num_slots, MOST_ROWS // rows))
 
 
-def replayed(run: Launch, launches: int, *, seconds: float = 0.0, most: int) -> list[float]:
-    """Seconds of one of many launches in a CUDA graph, for each of its replays.
-
-    Args:
-        run: a launch, which synchronises nothing.
-        launches: of the graph.
-        seconds: of measurement; 5 replays are made in any case.
-        most: replays.
-    """
-    for number in range(2):
-        run(number)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(launches):
-            run(number)
-    graph.replay()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    graph.replay()
-    torch.cuda.synchronize()
-    one = time.perf_counter() - begun
-    count = min(max(int(seconds / one), 5), most)
-    event = partial(torch.cuda.Event, enable_timing=True)
-    marks = [(event(), event()) for _ in range(count)]
-    for begin, end in marks:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    graph.reset()
-    return [begin.elapsed_time(end) / 1e3 / launches for begin, end in marks]
-
-
-def repeated(run: Launch, launches: int, *, most: int) -> list[float]:
+def repeated(run: Launch, launches: int) -> list[float]:
     """Seconds of each of some launches on a CPU."""
     run(0)
     times = []
-    for number in range(min(launches, most)):
+    for number in range(launches):
         begun = time.perf_counter()
         run(number)
         times.append(time.perf_counter() - begun)

@@ -30,6 +30,7 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
+from runtime.model.graph_times import captured
 
 pytestmark = pytest.mark.gpu
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -220,16 +221,6 @@ def test_digests_are_those_of_the_bytes_that_came_before_them(order: list[int]) 
 
         expected = [tuple(row) for row in digests(made[order]).tolist()]
         assert records.read(pending) == expected, f"turn {turn}"
-
-
-def captured(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture after one launch, which compiles."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph
 
 
 def digests(records: torch.Tensor) -> torch.Tensor:

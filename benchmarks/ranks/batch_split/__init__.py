@@ -1,0 +1,1 @@
+"""The split of each batch, measured: its balance and its time."""
