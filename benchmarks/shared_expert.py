@@ -6,9 +6,13 @@
     python -m benchmarks.shared_expert show --file FILE
 
 One layer's experts of DeepSeek-V3's shape, the shared one included, on the rows of the rank that
-each arm waits for (``shared_rows`` has the arms). One more arm is "one launch": spread, with the
-shared expert in the same launch as the routed ones, where the others have two. Dispatch, combine
-and the cost of a split are not in it.
+each arm waits for (``shared_rows`` has them). "apart": two launches of each product, first of the
+routed experts, then of the shared one. Without it: one launch, as ``GroupedExperts`` has it where
+both are of one size. "one tensor": the same with all weights in one tensor. Dispatch, combine and
+the cost of a split are not in it.
+
+Parts of home, alone: "routed" and "shared" launches, "dense": the shared expert in BF16 by torch,
+as a layer computes it at home, and "copy" of its rows (in FP8: quantised) into a slot.
 
 "cost" times the kernels that choose the slots, in a graph of 58 layers; "show" prints what "time"
 wrote. Needs torch and triton, and the planner's libraries.
@@ -21,7 +25,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from copy import copy
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,55 +34,110 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.emulated_ranks import SEED, Sample, read_rows
-from benchmarks.expert_curve import SHAPES, Launch, Shape, Weights, layer, tiling_for
-from benchmarks.experts_uneven import PROCESSES, compiled, in_turns
+from benchmarks.emulated_ranks import SEED, Rows, Sample, read_rows
+from benchmarks.expert_curve import BF16, FP8, SHAPES, Launch, Shape, Weights, layer, tiling_for
+from benchmarks.experts_uneven import PROCESSES, in_turns
 from benchmarks.ranks.batch_split import Case, drawn, replayed, skewed
 from eplb import Placement, Topology
 from runtime.batch_split import BatchSplit
-from runtime.kernels.quantise import Quantised
+from runtime.kernels.gemm import Tiling
+from runtime.kernels.quantise import GROUP, Quantised, quantise_rows
+from runtime.model.compute import swiglu
 from runtime.routing import RoutingTable
 from runtime.shared_spread import SharedSpread
 
-ARMS = ("home", "split", "spread", "spread any", "one launch", "balanced")
+APART = " apart"
+ARMS = (
+    "home apart",
+    "home",
+    "split apart",
+    "split",
+    "spread apart",
+    "spread",
+    "one tensor",
+    "spread any",
+    "mean rank apart",
+    "mean rank",
+    "balanced",
+)
+PARTS = ("routed", "shared", "dense", "copy")
 COSTS = ((256, 8, 8, 288), (256, 8, 32, 288), (256, 8, 64, 320), (256, 8, 144, 288))
 SIZES = (32, 128, 512, 1024, 4096)  # tokens of a rank
 
 
-def part(weights: Weights, slots: slice) -> Weights:
-    """The same weights of some slots."""
+class Layer:
+    """Weights of a rank's routed experts and of the shared one, apart and in one tensor."""
 
-    def cut(matrix: Any) -> Any:
-        if isinstance(matrix, Quantised):
-            return Quantised(matrix.values[slots], matrix.scales[slots])
-        return matrix[slots]
+    def __init__(self, shape: Shape, num_slots: int, tiling: Tiling) -> None:
+        self.shape, self.tiling, self.cut = shape, tiling, num_slots - 1
+        self.routed, self.shared = Weights(shape, self.cut), Weights(shape, 1)
+        self.joined = Weights(shape, num_slots)
+        self.dense = Weights(replace(shape, dtype="bf16"), 1)
 
-    found = copy(weights)
-    found.up, found.down = ([cut(one) for one in both] for both in (weights.up, weights.down))
-    found.num_slots = len(range(weights.num_slots)[slots])
-    return found
+    def runs(self, one: Sample) -> dict[str, Launch]:
+        """Launches of each arm."""
+        made = {
+            "one tensor": layer(self.joined, counts(one["spread"]), self.tiling),
+            **self._parts(one["home"]),
+        }
+        for name in (name for name in ARMS if name not in made):
+            rows = one[name.removesuffix(APART)]
+            made[name] = self._apart(rows) if name.endswith(APART) else self._at_once(rows)
+        return made
 
+    def _at_once(self, rows: Rows) -> Launch:
+        return layer(self.routed, counts(rows), self.tiling, self.shared)
 
-def runs(weights: Weights, one: Sample, usual: int) -> dict[str, Launch]:
-    """Launches of each arm: routed and shared experts, one after the other."""
-    tiling, cut = tiling_for(weights.shape, usual), weights.num_slots - 1
-    routed, shared = part(weights, slice(cut)), part(weights, slice(cut, None))
-
-    def both(counts: tuple[int, ...]) -> Launch:
-        first = layer(routed, torch.tensor(counts[:cut], dtype=torch.int32), tiling)
-        second = layer(shared, torch.tensor(counts[cut:], dtype=torch.int32), tiling)
+    def _apart(self, rows: Rows) -> Launch:
+        first = layer(self.routed, counts(rows[: self.cut]), self.tiling)
+        second = layer(self.shared, counts(rows[self.cut :]), self.tiling)
         return lambda number: (first(number), second(number))[0]
 
-    found = {name: both(counts) for name, counts in one.items()}
-    together = torch.tensor(one["spread"], dtype=torch.int32)
-    return found | {"one launch": layer(weights, together, tiling)}
+    def _parts(self, rows: Rows) -> dict[str, Launch]:
+        tokens = torch.empty((rows[self.cut], self.shape.hidden), dtype=BF16).normal_()
+        into = torch.empty_like(tokens)
+        if self.shape.dtype == "fp8":
+            scales = torch.empty((len(tokens), self.shape.hidden // GROUP))
+            quantised = Quantised(into.to(FP8), scales)
+
+        def dense(number: int) -> None:
+            gate_up, down = self.dense.taken(number)
+            swiglu(tokens, gate_up[0], down[0])
+
+        def copy(number: int) -> None:
+            if self.shape.dtype == "fp8":
+                quantise_rows(tokens, quantised)
+            else:
+                into.copy_(tokens)
+
+        return {
+            "routed": layer(self.routed, counts(rows[: self.cut]), self.tiling),
+            "shared": layer(self.shared, counts(rows[self.cut :]), self.tiling),
+            "dense": dense,
+            "copy": copy,
+        }
+
+
+def counts(rows: Rows) -> torch.Tensor:
+    """Rows of slots on the device."""
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def compiled(task: tuple[Shape, int, Tiling]) -> None:
+    """Compile what a case launches, into the cache on disk."""
+    shape, num_slots, tiling = task
+    torch.set_default_device("cuda")
+    rows = dict.fromkeys((name.removesuffix(APART) for name in ARMS), (1,) * num_slots)
+    for run in Layer(shape, num_slots, tiling).runs(rows).values():
+        run(0)
+    torch.cuda.synchronize()
 
 
 def timed(shape: Shape, every: list[tuple[Case, str, int, list[Sample]]]) -> Iterator[object]:
     """Medians of each arm and sample."""
     for case, order, rows, found in every:
-        weights = Weights(shape, len(found[0]["balanced"]))
-        us = [in_turns(runs(weights, one, 2 * rows)) for one in found]
+        weights = Layer(shape, len(found[0]["balanced"]), tiling_for(shape, 2 * rows))
+        us = [in_turns(weights.runs(one)) for one in found]
         load = [{name: sum(one[name]) / sum(one["balanced"]) for name in one} for one in found]
         moved = statistics.mean(one["spread"] != one["split"] for one in found)
         made = {"shape": shape.name, "case": case.name, "order": order, "rows": rows}
@@ -92,10 +151,9 @@ def time_all(path: Path, out: Path, most: int) -> None:
     shapes = SHAPES[:2]
     every = [(case, order, rows, found[:most]) for case, order, rows, found in read_rows(path)]
     tasks = {
-        (shape, num_slots, tiling_for(shape, 2 * rows))
+        (shape, len(found[0]["balanced"]), tiling_for(shape, 2 * rows))
         for shape in shapes
         for _, _, rows, found in every
-        for num_slots in (1, len(found[0]["balanced"]) - 1, len(found[0]["balanced"]))
     }
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         list(pool.map(compiled, tasks))
@@ -112,39 +170,49 @@ def time_all(path: Path, out: Path, most: int) -> None:
 
 def show(medians: list[Any]) -> None:
     """Print a line for each case, then geometric means by rows, order and precision."""
-    print("| model | slots/ranks | order | rows | precision | " + " | ".join(ARMS) + " |")
+    titles = ("model", "slots/ranks", "order", "rows", "precision", *ARMS, *PARTS)
+    print("| " + " | ".join(titles) + " |")
     for one in medians:
         model, place = one["case"].split(", ")
-        us = {name: statistics.mean(each[name] for each in one["us"]) for name in ARMS}
-        load = {
-            name: statistics.mean(
-                each[name.replace("one launch", "spread")] for each in one["load"]
-            )
-            for name in ARMS
-        }
-        cells = [f"{us[n]:.0f} ({us['balanced'] / us[n]:.0%}, {load[n]:.2f})" for n in ARMS]
         precision = one["shape"].rpartition("-")[2].upper()
-        print(f"| {model} | {place} | {one['order']} | {one['rows']} | {precision} |", end=" ")
-        print(" | ".join(cells) + " |", flush=True)
-    print("\ngeometric means: share of balanced; spread over split, least and most of the cases")
-    kinds = dict.fromkeys((one["shape"], one["rows"], one["order"]) for one in medians)
-    for kind in kinds:
+        cells = [model, place, one["order"], str(one["rows"]), precision]
+        print("| " + " | ".join([*cells, *_cells(one)]) + " |", flush=True)
+    print("\ngeometric means: share of balanced; one launch over two; spread over split")
+    ratios = [(name, name + APART) for name in ("home", "split", "spread", "mean rank")]
+    ratios += [("spread", "one tensor"), ("spread", "split"), ("spread apart", "split apart")]
+    print("| " + " | ".join(["precision", "rows", "order", *ARMS]), end=" | ")
+    print(" | ".join(" / ".join(both) for both in ratios) + " | moved |")
+    for kind in dict.fromkeys((one["shape"], one["rows"], one["order"]) for one in medians):
         rows = [one for one in medians if (one["shape"], one["rows"], one["order"]) == kind]
+        print("| " + " | ".join(str(one) for one in kind), end=" | ")
+        shares = [_ratios("balanced", arm, rows) for arm in ARMS]
+        print(" | ".join(f"{statistics.geometric_mean(one):.0%}" for one in shares), end=" | ")
+        times = [_ratios(*both, rows) for both in ratios]
+        print(" | ".join(f"{statistics.geometric_mean(one):.3f}" for one in times), end=" | ")
+        print(f"{statistics.mean(one['moved'] for one in rows):.0%} |")
+    for one, other in ratios:
+        for shape in dict.fromkeys(one["shape"] for one in medians):
+            found = _ratios(one, other, [row for row in medians if row["shape"] == shape])
+            mean = statistics.geometric_mean(found)
+            print(f"{shape}: {one} / {other}: {mean:.3f}, {min(found):.3f} to {max(found):.3f}")
 
-        def ratios(arm: str, over: str, rows: list[Any] = rows) -> list[float]:
-            return [
-                statistics.mean(each[over] for each in one["us"])
-                / statistics.mean(each[arm] for each in one["us"])
-                for one in rows
-            ]
 
-        shares = [statistics.geometric_mean(ratios(arm, "balanced")) for arm in ARMS]
-        gain = ratios("split", "spread")
-        moved = statistics.mean(one["moved"] for one in rows)
-        print(f"| {kind[0]} | {kind[1]} | {kind[2]} |", end=" ")
-        print(" | ".join(f"{share:.0%}" for share in shares), end=" | ")
-        mean = statistics.geometric_mean(gain)
-        print(f"{mean:.3f} | {min(gain):.3f} to {max(gain):.3f} | {moved:.0%} |")
+def _cells(one: Any) -> Iterator[str]:
+    """Microseconds, share of balanced and rows over balanced, means over samples."""
+    us = {name: _mean(one["us"], name) for name in (*ARMS, *PARTS)}
+    for name in ARMS:
+        rows = "spread" if name == "one tensor" else name.removesuffix(APART)
+        yield f"{us[name]:.0f} ({us['balanced'] / us[name]:.0%}, {_mean(one['load'], rows):.2f})"
+    yield from (f"{us[name]:.1f}" for name in PARTS)
+
+
+def _ratios(one: str, other: str, rows: list[Any]) -> list[float]:
+    """Time of one arm over that of another, of each case."""
+    return [_mean(row["us"], one) / _mean(row["us"], other) for row in rows]
+
+
+def _mean(samples: list[dict[str, float]], name: str) -> float:
+    return statistics.mean(sample[name] for sample in samples)
 
 
 def show_cost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,9 +135,21 @@ def filled(schema: ExpertSchema, num_slots: int) -> tuple[SlotWeights, list[torc
     return {name: torch.stack(one).cuda() for name, one in stored.items()}, plain
 
 
+def products_of(run: Callable[[], object]) -> list[str]:
+    """Kernels of experts' products that a run launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() or ()]
+    return [name for name in names if "grouped_product" in name]
+
+
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_experts_run_the_shared_slot_with_its_own_weights(precision: str, layout: str) -> None:
+@pytest.mark.parametrize("width", [INTERMEDIATE, SHARED], ids=["one launch", "two launches"])
+def test_experts_run_the_shared_slot_with_its_own_weights(
+    width: int, precision: str, layout: str
+) -> None:
     torch.manual_seed(3)
     is_fp8 = precision == "fp8"
 
@@ -151,7 +164,7 @@ def test_experts_run_the_shared_slot_with_its_own_weights(precision: str, layout
     routed, plain = filled(schema, 3)
     for name, tensor in bank.weights(0).items():
         tensor.copy_(routed[name])
-    shared, wide = filled(wide_schema(SHARED), 1)
+    shared, wide = filled(wide_schema(width), 1)
     experts = GroupedExperts(bank, usual_rows=32, shared=[shared])
     counts = [40, 0, 7, 130]
     rows = torch.randn((sum(counts), HIDDEN)).to(torch.bfloat16)
@@ -164,7 +177,9 @@ def test_experts_run_the_shared_slot_with_its_own_weights(precision: str, layout
     received = Received(given.cuda(), torch.tensor(counts, device="cuda"), None)
 
     results = experts.run(0, received).cpu().float()
+    num_products = len(products_of(lambda: experts.run(0, received)))
 
+    assert num_products == (2 if width == INTERMEDIATE else 4)
     assert results.shape == given.shape
     found = results.split(counts) if layout == "grouped" else results
     for slot, piece in enumerate(pieces):
