@@ -53,7 +53,7 @@ class _Slots:
 
 
 class BankExperts:
-    """Experts of a bank's slots, or of more slots after those.
+    """Experts of a bank's slots, and of shared experts' slots after those.
 
     Args:
         bank: the routed experts.
