@@ -193,11 +193,21 @@ SHARING = replace(MODEL, num_shared_experts=2)
 LIMIT_OF_MODEL, TIE = {"bfloat16": 3e-2, "fp8": 4e-2}, {"bfloat16": 0.1, "fp8": 0.5}
 
 
+def shared_name(layer: int) -> str:
+    return f"{layer_name(SHARING.layer_ids[layer])}.mlp.shared_experts"
+
+
+def at_home(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, and down, of a layer's shared expert."""
+    name = shared_name(layer)
+    gate_up = torch.cat([dense[f"{name}.{part}_proj.weight"] for part in ("gate", "up")])
+    return gate_up, dense[f"{name}.down_proj.weight"]
+
+
 def shared_of(dense: Weights, layer: int, precision: str) -> SlotWeights:
     """Weights of the extra slot; in FP8 the dense ones become what the slot holds."""
-    name = f"{layer_name(SHARING.layer_ids[layer])}.mlp.shared_experts"
-    gate_up = torch.cat([dense[f"{name}.{part}_proj.weight"] for part in ("gate", "up")])
-    both = {"gate_up": gate_up, "down": dense[f"{name}.down_proj.weight"]}
+    name = shared_name(layer)
+    both = dict(zip(("gate_up", "down"), at_home(dense, layer), strict=True))
     if precision != "fp8":
         return {part: weight[None] for part, weight in both.items()}
     made: SlotWeights = {}
@@ -210,7 +220,9 @@ def shared_of(dense: Weights, layer: int, precision: str) -> SlotWeights:
     return made
 
 
-def run_captured(rank: int, num_ranks: int, path: Path, precision: str) -> list[float]:
+def run_captured(
+    rank: int, num_ranks: int, path: Path, precision: str, is_spread: bool
+) -> list[float]:
     """Errors of replayed steps through DeepEP, and rows that shared and routed slots received."""
     device, group, layers = torch.device("cuda", rank), dist.group.WORLD, SHARING.num_layers
     assert group is not None
@@ -241,6 +253,8 @@ def run_captured(rank: int, num_ranks: int, path: Path, precision: str) -> list[
     experts = GroupedExperts(bank, usual_rows=64, shared=shared)
     made = [
         MoELayer(layer, SHARING.top_k, experts, table, dispatcher, split=split, spread=spread)
+        if is_spread
+        else MoELayer(layer, SHARING.top_k, experts, table, dispatcher, at_home(dense, layer))
         for layer in range(layers)
     ]
     stack = MoEStack(SHARING, dense, made)
@@ -265,15 +279,18 @@ def run_captured(rank: int, num_ranks: int, path: Path, precision: str) -> list[
 
 @needs_deep_ep
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
-def test_captured_model_with_a_shared_slot_gives_the_references_answer(
-    tmp_path: Path, precision: str
+@pytest.mark.parametrize("is_spread", [True, False], ids=["in a slot", "at home"])
+def test_captured_model_with_a_shared_expert_gives_the_references_answer(
+    tmp_path: Path, is_spread: bool, precision: str
 ) -> None:
     write_random_checkpoint(tmp_path, SHARING, schema_of(precision), vocabulary=256, seed=5)
 
-    ((*checks, routed, shared),) = launch(run_captured, 1, tmp_path, precision, deadline_s=120)
+    ((*checks, routed, shared),) = launch(
+        run_captured, 1, tmp_path, precision, is_spread, deadline_s=120
+    )
 
     print(f"{precision}: {checks}")
     assert max(checks[::2]) <= LIMIT_OF_MODEL[precision]
     assert sum(checks[1::2]) == 0
     num_tokens = 3 * SHARING.num_layers * NUM_TOKENS
-    assert (routed, shared) == (num_tokens * SHARING.top_k, num_tokens)
+    assert (routed, shared) == (num_tokens * SHARING.top_k, num_tokens if is_spread else 0)
