@@ -11,8 +11,9 @@ routed experts, then of the shared one. Without it: one launch, as ``GroupedExpe
 both are of one size. "one tensor": the same with all weights in one tensor. Dispatch, combine and
 the cost of a split are not in it.
 
-Parts of home, alone: "routed" and "shared" launches, "dense": the shared expert in BF16 by torch,
-as a layer computes it at home, and "copy" of its rows (in FP8: quantised) into a slot.
+Parts, alone: the "routed" experts of home and of split, the "shared" one's launch, "dense": the
+shared expert in BF16 by torch, as a layer computes it at home while results travel back, and "copy"
+of its rows (in FP8: quantised) into a slot.
 
 "cost" times the kernels that choose the slots, in a graph of 58 layers; "show" prints what "time"
 wrote. Needs torch and triton, and the planner's libraries.
@@ -60,7 +61,7 @@ ARMS = (
     "mean rank",
     "balanced",
 )
-PARTS = ("routed", "shared", "dense", "copy")
+PARTS = ("home routed", "split routed", "shared", "dense", "copy")
 COSTS = ((256, 8, 8, 288), (256, 8, 32, 288), (256, 8, 64, 320), (256, 8, 144, 288))
 SIZES = (32, 128, 512, 1024, 4096)  # tokens of a rank
 
@@ -78,7 +79,9 @@ class Layer:
         """Launches of each arm."""
         made = {
             "one tensor": layer(self.joined, counts(one["spread"]), self.tiling),
-            **self._parts(one["home"]),
+            "home routed": layer(self.routed, counts(one["home"][: self.cut]), self.tiling),
+            "split routed": layer(self.routed, counts(one["split"][: self.cut]), self.tiling),
+            **self._shared_alone(one["home"][self.cut]),
         }
         for name in (name for name in ARMS if name not in made):
             rows = one[name.removesuffix(APART)]
@@ -93,8 +96,8 @@ class Layer:
         second = layer(self.shared, counts(rows[self.cut :]), self.tiling)
         return lambda number: (first(number), second(number))[0]
 
-    def _parts(self, rows: Rows) -> dict[str, Launch]:
-        tokens = torch.empty((rows[self.cut], self.shape.hidden), dtype=BF16).normal_()
+    def _shared_alone(self, num_tokens: int) -> dict[str, Launch]:
+        tokens = torch.empty((num_tokens, self.shape.hidden), dtype=BF16).normal_()
         into = torch.empty_like(tokens)
         if self.shape.dtype == "fp8":
             scales = torch.empty((len(tokens), self.shape.hidden // GROUP))
@@ -111,8 +114,7 @@ class Layer:
                 into.copy_(tokens)
 
         return {
-            "routed": layer(self.routed, counts(rows[: self.cut]), self.tiling),
-            "shared": layer(self.shared, counts(rows[self.cut :]), self.tiling),
+            "shared": layer(self.shared, counts((num_tokens,)), self.tiling),
             "dense": dense,
             "copy": copy,
         }
@@ -180,6 +182,7 @@ def show(medians: list[Any]) -> None:
     print("\ngeometric means: share of balanced; one launch over two; spread over split")
     ratios = [(name, name + APART) for name in ("home", "split", "spread", "mean rank")]
     ratios += [("spread", "one tensor"), ("spread", "split"), ("spread apart", "split apart")]
+    ratios += [("spread", "split routed")]
     print("| " + " | ".join(["precision", "rows", "order", *ARMS]), end=" | ")
     print(" | ".join(" / ".join(both) for both in ratios) + " | moved |")
     for kind in dict.fromkeys((one["shape"], one["rows"], one["order"]) for one in medians):
