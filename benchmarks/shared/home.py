@@ -1,6 +1,6 @@
 """A shared expert at home, over DeepEP's low-latency mode in a group of one rank.
 
-    python -m benchmarks.shared_home
+    python -m benchmarks.shared.home
 
 One layer of DeepSeek-V3's shape: 9 routed experts in FP8, the shared one in BF16. Nothing travels
 in such a group, so this is what the order of launches costs. What it hides is the time of travel.

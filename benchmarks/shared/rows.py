@@ -1,10 +1,10 @@
 """Rows of the ranks that a step waits for, with a shared expert at home or on light ranks.
 
-    python -m benchmarks.shared_rows --file rows.json
+    python -m benchmarks.shared.rows --file rows.json
 
 Cases, windows and plans are those of ``emulated_ranks``, with its policy auto. A layer has a shared
 expert besides, of the routed ones' size; each rank has the same number of tokens, an eighth of the
-routed rows of the mean rank (top-8). ``benchmarks.shared_expert`` times the rows on one GPU.
+routed rows of the mean rank (top-8). ``benchmarks.shared.experts`` times the rows on one GPU.
 
     home        planned shares, the shared expert's tokens at home
     split       the shares of the batch itself, tokens at home

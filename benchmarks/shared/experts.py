@@ -1,12 +1,12 @@
 """The shared expert at home or on light ranks: local work of large groups, emulated on one GPU.
 
-    python -m benchmarks.shared_rows --file rows.json
-    python -m benchmarks.shared_expert time --file rows.json --out FILE
-    python -m benchmarks.shared_expert cost
-    python -m benchmarks.shared_expert show --file FILE
+    python -m benchmarks.shared.rows --file rows.json
+    python -m benchmarks.shared.experts time --file rows.json --out FILE
+    python -m benchmarks.shared.experts cost
+    python -m benchmarks.shared.experts show --file FILE
 
 One layer's experts of DeepSeek-V3's shape, the shared one included, on the rows of the rank that
-each arm waits for (``shared_rows`` has them). "apart": two launches of each product, first of the
+each arm waits for (``shared.rows`` has them). "apart": two launches of each product, first of the
 routed experts, then of the shared one. Without it: one launch, as ``GroupedExperts`` has it where
 both are of one size. "one tensor": the same with all weights in one tensor. Dispatch, combine and
 the cost of a split are not in it.
