@@ -84,6 +84,7 @@ def grouped_gemm(
     counts: torch.Tensor,
     out: torch.Tensor,
     *,
+    last: torch.Tensor | None = None,
     tiling: Tiling = BF16_DECODE,
 ) -> None:
     """Write rows of slot c times ``weights[c]`` transposed, for every slot.
@@ -97,6 +98,7 @@ def grouped_gemm(
         starts: [C] int32.
         counts: [C] int32; 0 for a slot without rows.
         out: [n, N] of any floating type.
+        last: weights of the slots after those of ``weights``, which lie elsewhere; C counts both.
         tiling: bears on time alone; BF16_PREFILL for slots of usually more than MOST_DECODE_ROWS.
     """
     check(
@@ -107,7 +109,10 @@ def grouped_gemm(
     if rows.dtype == torch.float32:  # twice the bytes would not fit into shared memory
         tiles = tuple(replace(tile, BLOCK_K=32, STAGES=2) for tile in tiling.tiles)
         tiling = replace(tiling, tiles=tiles, BLOCK_N=64)
-    _launch(Quantised(rows, rows), Quantised(weights, weights), (starts, counts), out, tiling)
+    last_too = None if last is None else Quantised(last, last)
+    _launch(
+        Quantised(rows, rows), Quantised(weights, weights), last_too, (starts, counts), out, tiling
+    )
 
 
 def grouped_gemm_fp8(
@@ -117,6 +122,7 @@ def grouped_gemm_fp8(
     counts: torch.Tensor,
     out: torch.Tensor,
     *,
+    last: Quantised | None = None,
     tiling: Tiling = FP8_TILES,
 ) -> None:
     """Do what ``grouped_gemm`` does, with e4m3 inputs that have float32 scales.
@@ -129,6 +135,7 @@ def grouped_gemm_fp8(
         starts: [C] int32.
         counts: [C] int32.
         out: [n, N] of any floating type.
+        last: of the slots after those of ``weights``, which lie elsewhere; C counts both.
         tiling: bears on time alone.
     """
     check(
@@ -137,45 +144,57 @@ def grouped_gemm_fp8(
         "both float8_e4m3fn",
     )
     check(tiling.BLOCK_N <= GROUP, f"tiles of {tiling.BLOCK_N} outputs", f"at most {GROUP}")
-    _check_scales(rows, weights)
-    _launch(rows, weights, (starts, counts), out, tiling)
+    _check_scales(rows, len(counts))
+    for one in _both(weights, last):
+        _check_blocks(one)
+    _launch(rows, weights, last, (starts, counts), out, tiling)
 
 
 def _launch(
     rows: Quantised,
     weights: Quantised,
+    last: Quantised | None,
     slots: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     tiling: Tiling,
 ) -> None:
     starts, counts = slots
-    _check(rows.values, weights.values, slots, out)
+    _check(rows.values, [one.values for one in _both(weights, last)], slots, out)
     if out.numel() == 0:
         return
-    num_slots, outputs, inputs = weights.values.shape
+    num_first, outputs, inputs = weights.values.shape
     grouped_product[(num_multiprocessors(out.device) * tiling.programs,)](
         rows.values,
         weights.values,
         rows.scales,
         weights.scales,
+        None if last is None else last.values,
+        None if last is None else last.scales,
         starts,
         counts,
         out,
-        num_slots,
+        len(counts),
+        num_first,
         rows.values.stride(0),
         weights.values.stride(0),
+        0 if last is None else last.values.stride(0),
         out.stride(0),
         *_strides(rows.scales),
         weights.scales.stride(0),
+        0 if last is None else last.scales.stride(0),
         OUTPUTS=outputs,
         INPUTS=inputs,
-        SLOTS=triton.next_power_of_2(num_slots),
+        SLOTS=triton.next_power_of_2(len(counts)),
         IS_SCALED=rows.values.dtype == torch.float8_e4m3fn,
         GROUP=GROUP,
         BLOCK_N=largest_tile(outputs, tiling.BLOCK_N),
         TILES=_tiles(tiling, inputs),
         num_warps=tiling.num_warps,
     )
+
+
+def _both(weights: Quantised, last: Quantised | None) -> tuple[Quantised, ...]:
+    return (weights,) if last is None else (weights, last)
 
 
 def _tiles(tiling: Tiling, inputs: int) -> tuple[tuple[int, ...], ...]:
@@ -198,25 +217,17 @@ def _strides(row_scales: torch.Tensor) -> tuple[int, int, int, int]:
 
 def _check(
     rows: torch.Tensor,
-    weights: torch.Tensor,
+    weights: list[torch.Tensor],
     slots: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
 ) -> None:
     starts, counts = slots
     check_slots(starts, counts)
-    check(weights.dim() == 3, f"weights {describe(weights)}", "[C, N, K]")
-    num_slots, outputs, inputs = weights.shape
+    for one in weights:
+        _check_weights(one, rows, weights[0])
+    outputs, inputs = weights[0].shape[1:]
+    num_slots = sum(len(one) for one in weights)
     check(len(counts) == num_slots, f"counts of {len(counts)} slots", f"{num_slots}, as weights")
-    check(
-        outputs % SMALLEST_TILE == 0 and inputs % SMALLEST_TILE == 0,
-        f"weights {describe(weights)}",
-        f"N and K that are multiples of {SMALLEST_TILE}",
-    )
-    check(
-        weights.stride()[1:] == (inputs, 1),
-        f"weights with strides {weights.stride()}",
-        f"(any, {inputs}, 1)",
-    )
     check(
         rows.dim() == 2 and rows.shape[1] == inputs and rows.stride(1) == 1,
         f"rows {describe(rows)} with strides {rows.stride()}",
@@ -229,7 +240,32 @@ def _check(
     )
 
 
-def _check_scales(rows: Quantised, weights: Quantised) -> None:
+def _check_weights(weights: torch.Tensor, rows: torch.Tensor, first: torch.Tensor) -> None:
+    check(weights.dim() == 3, f"weights {describe(weights)}", "[C, N, K]")
+    check(
+        weights.dtype == rows.dtype,
+        f"rows {describe(rows)} and weights {describe(weights)}",
+        "both of one type",
+    )
+    _, outputs, inputs = weights.shape
+    check(
+        weights.shape[1:] == first.shape[1:],
+        f"last weights {describe(weights)}",
+        f"[..., {first.shape[1]}, {first.shape[2]}], as the others",
+    )
+    check(
+        outputs % SMALLEST_TILE == 0 and inputs % SMALLEST_TILE == 0,
+        f"weights {describe(weights)}",
+        f"N and K that are multiples of {SMALLEST_TILE}",
+    )
+    check(
+        weights.stride()[1:] == (inputs, 1),
+        f"weights with strides {weights.stride()}",
+        f"(any, {inputs}, 1)",
+    )
+
+
+def _check_blocks(weights: Quantised) -> None:
     num_slots, outputs, inputs = weights.values.shape
     check(
         outputs % GROUP == 0 and inputs % GROUP == 0,
@@ -244,9 +280,11 @@ def _check_scales(rows: Quantised, weights: Quantised) -> None:
         f"weight scales {describe(weights.scales)} with strides {weights.scales.stride()}",
         f"float32 {list(blocks)} with strides (any, {blocks[2]}, 1)",
     )
-    num_rows = len(rows.values)
-    of_rows = (num_rows, blocks[2])
-    of_slots = (num_slots, num_rows // num_slots, blocks[2])
+
+
+def _check_scales(rows: Quantised, num_slots: int) -> None:
+    num_rows, groups = len(rows.values), rows.values.shape[1] // GROUP
+    of_rows, of_slots = (num_rows, groups), (num_slots, num_rows // num_slots, groups)
     check(
         rows.scales.dtype == torch.float32 and tuple(rows.scales.shape) in (of_rows, of_slots),
         f"row scales {describe(rows.scales)}",

@@ -24,18 +24,23 @@ def grouped_product(
     weights: tl.tensor,
     row_scales: tl.tensor,
     weight_scales: tl.tensor,
+    last_weights: tl.tensor,
+    last_scales: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
     out: tl.tensor,
     num_slots: tl.tensor,
+    num_first: tl.tensor,
     rows_stride: tl.tensor,
     weights_stride: tl.tensor,
+    last_weights_stride: tl.tensor,
     out_stride: tl.tensor,
     row_scales_slot_stride: tl.tensor,
     row_scales_start_stride: tl.tensor,
     row_scales_stride: tl.tensor,
     row_scales_group_stride: tl.tensor,
     weight_scales_stride: tl.tensor,
+    last_scales_stride: tl.tensor,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -45,6 +50,8 @@ def grouped_product(
     TILES: tl.constexpr,
 ) -> None:
     """Write all slots' products; scales are not read if not scaled.
+
+    Slots from ``num_first`` on have the last weights, where there are any.
 
     TILES has (least rows, BLOCK_M, BLOCK_K, flipped, stages), most rows first: a block takes the
     branch of the rows that are left in it. The branches share registers and buffers, so those that
@@ -62,6 +69,12 @@ def grouped_product(
         first_row = (tile - first) % blocks * BLOCK
         output = (tile - first) // blocks * BLOCK_N
         left = tl.minimum(count - first_row, BLOCK)
+        weights_at = _of_slot(
+            slot, num_first, weights, weights_stride, last_weights, last_weights_stride
+        )
+        scales_at = _of_slot(
+            slot, num_first, weight_scales, weight_scales_stride, last_scales, last_scales_stride
+        )
         for entry in tl.static_range(len(TILES)):
             most = BLOCK if entry == 0 else TILES[entry - 1][0] - 1
             if (left >= TILES[entry][0]) & (left <= most):
@@ -71,19 +84,17 @@ def grouped_product(
                     first_row,
                     output,
                     rows,
-                    weights,
+                    weights_at,
                     row_scales,
-                    weight_scales,
+                    scales_at,
                     starts,
                     out,
                     rows_stride,
-                    weights_stride,
                     out_stride,
                     row_scales_slot_stride,
                     row_scales_start_stride,
                     row_scales_stride,
                     row_scales_group_stride,
-                    weight_scales_stride,
                     INPUTS,
                     IS_SCALED,
                     GROUP,
@@ -91,6 +102,23 @@ def grouped_product(
                     *TILES[entry],
                 )
         tile += tl.num_programs(0)
+
+
+@kernel()
+def _of_slot(
+    slot: tl.tensor,
+    num_first: tl.tensor,
+    tensors: tl.tensor,
+    stride: tl.tensor,
+    last: tl.tensor,
+    last_stride: tl.tensor,
+) -> tl.tensor:
+    """Where the tensor of a slot begins."""
+    slot = slot.to(tl.int64)  # weights of a slot may begin past 2**31
+    begin = tensors + slot * stride
+    if last is not None:
+        begin = tl.where(slot < num_first, begin, last + (slot - num_first) * last_stride)
+    return begin
 
 
 @kernel()
@@ -106,13 +134,11 @@ def _write_tile(
     starts: tl.tensor,
     out: tl.tensor,
     rows_stride: tl.tensor,
-    weights_stride: tl.tensor,
     out_stride: tl.tensor,
     row_scales_slot_stride: tl.tensor,
     row_scales_start_stride: tl.tensor,
     row_scales_stride: tl.tensor,
     row_scales_group_stride: tl.tensor,
-    weight_scales_stride: tl.tensor,
     INPUTS: tl.constexpr,
     IS_SCALED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -123,25 +149,27 @@ def _write_tile(
     IS_FLIPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Write the [BLOCK_M, BLOCK_N] tile that begins at a row and an output of a slot."""
+    """Write the [BLOCK_M, BLOCK_N] tile that begins at a row and an output of a slot.
+
+    ``weights`` and ``weight_scales`` are those of the slot.
+    """
     STEPS: tl.constexpr = INPUTS // BLOCK_K
     place = first_row + tl.arange(0, BLOCK_M)
     inputs = tl.arange(0, BLOCK_K)
     start = tl.load(starts + slot).to(tl.int64)
-    slot = slot.to(tl.int64)  # weights of a slot may begin past 2**31
+    slot = slot.to(tl.int64)  # its scales may begin past 2**31
     # Past the count the slot's last row is read again: cheaper than a mask in the inner loop, and
     # no row outside of the slot is touched.
     used = tl.minimum(place, count - 1)
     row_at = rows + (start + used)[:, None] * rows_stride + inputs[None, :]
     outputs = output + tl.arange(0, BLOCK_N)
-    weight_at = weights + slot * weights_stride + outputs[:, None] * INPUTS + inputs[None, :]
+    weight_at = weights + outputs[:, None] * INPUTS + inputs[None, :]
     left_at = weight_at if IS_FLIPPED else row_at
     right_at = row_at if IS_FLIPPED else weight_at
     if IS_SCALED:
         scale_at = row_scales + slot * row_scales_slot_stride + start * row_scales_start_stride
         scale_at += used * row_scales_stride
-        block_at = weight_scales + slot * weight_scales_stride
-        block_at += output // GROUP * (INPUTS // GROUP)
+        block_at = weight_scales + output // GROUP * (INPUTS // GROUP)
         stride = row_scales_group_stride
         sums = _sum_scaled(left_at, right_at, scale_at, block_at, stride, STEPS, STAGES, IS_FLIPPED)
     else:

@@ -17,7 +17,7 @@ from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
 from runtime.batch_split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
-from runtime.dispatch.all_to_all import Dispatcher, begin_combine, begin_dispatch
+from runtime.dispatch.all_to_all import Dispatcher, Received, begin_combine, begin_dispatch
 from runtime.model.compute import Experts, swiglu
 from runtime.pulls.layer import Pulls
 from runtime.routing import RoutingTable
@@ -51,8 +51,8 @@ def mix_causally(hidden: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor) -> 
 class MoELayer:
     """The routed experts of one layer, spread over all ranks, and an optional shared expert.
 
-    The shared expert is computed where its tokens are (``shared``), or in one more slot of light
-    ranks (``spread``), whose weights ``experts`` has.
+    The shared expert is computed where its tokens are (``shared``), while results travel back, or
+    in one more slot of light ranks (``spread``), whose weights ``experts`` has.
 
     Raises:
         ConfigError: ``shared`` and ``spread`` are both given, or ``spread`` without ``split``.
@@ -100,12 +100,7 @@ class MoELayer:
         the batch's own counts, and the salt says nothing.
         """
         pairs = self._pairs(chosen, weights, salt)
-        received = self.dispatcher.dispatch(self.layer, tokens, *pairs)
-        results = self.experts.run(self.layer, received)
-        output = self.dispatcher.combine(self.layer, results, received)
-        if self.shared is not None:
-            output = output + swiglu(tokens, *self.shared)
-        return output
+        return self._outputs(tokens, self.dispatcher.dispatch(self.layer, tokens, *pairs))
 
     def overlapped(
         self,
@@ -115,20 +110,20 @@ class MoELayer:
         *,
         salt: int | torch.Tensor,
     ) -> Generator[None, None, torch.Tensor]:
-        """``forward`` in two parts: yields once, while the rows travel, for other work.
-
-        A shared expert at home runs while the results travel back; one that is spread is among
-        the experts.
-        """
+        """``forward`` in two parts: yields once, while the rows travel, for other work."""
         pairs = self._pairs(chosen, weights, salt)
         rows = begin_dispatch(self.dispatcher, self.layer, tokens, *pairs)
         yield
-        received = rows.finish()
+        return self._outputs(tokens, rows.finish())
+
+    def _outputs(self, tokens: torch.Tensor, received: Received) -> torch.Tensor:
+        """Experts and combine; a shared expert at home runs while the results travel back."""
         results = self.experts.run(self.layer, received)
+        if self.shared is None:
+            return self.dispatcher.combine(self.layer, results, received)
         sums = begin_combine(self.dispatcher, self.layer, results, received)
-        shared = None if self.shared is None else swiglu(tokens, *self.shared)
-        output = sums.finish()
-        return output if shared is None else output + shared
+        shared = swiglu(tokens, *self.shared)
+        return sums.finish() + shared
 
     def _pairs(
         self, chosen: torch.Tensor, weights: torch.Tensor, salt: int | torch.Tensor

@@ -10,7 +10,7 @@ from eplb.errors import ConfigError
 from eplb.shares.pulls import PullRule
 from runtime.batch_split import BatchSplit
 from runtime.dispatch.all_to_all import Received
-from runtime.model.compute import PartExperts
+from runtime.model.compute import BankExperts
 
 
 class LayerPulls(Protocol):
@@ -66,7 +66,7 @@ class PulledExperts:
     """
 
     def __init__(
-        self, resident: PartExperts, spare: PartExperts, num_resident: int, pulls: LayerPulls
+        self, resident: BankExperts, spare: BankExperts, num_resident: int, pulls: LayerPulls
     ) -> None:
         self._resident, self._spare = resident, spare
         self._num_resident, self._pulls = num_resident, pulls

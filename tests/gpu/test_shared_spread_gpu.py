@@ -134,25 +134,52 @@ def filled(schema: ExpertSchema, num_slots: int) -> tuple[SlotWeights, list[torc
     return {name: torch.stack(one).cuda() for name, one in stored.items()}, plain
 
 
-@pytest.mark.parametrize("layout", ["grouped", "padded"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_experts_run_the_shared_slot_with_its_own_weights(precision: str, layout: str) -> None:
+def experts_with_shared(
+    width: int, precision: str
+) -> tuple[GroupedExperts, list[torch.Tensor], list[torch.Tensor]]:
+    """Three slots and a shared expert; gate and up, and down, of both in float32."""
     torch.manual_seed(3)
-    is_fp8 = precision == "fp8"
 
-    def wide_schema(intermediate: int) -> ExpertSchema:
-        if is_fp8:
+    def schema_of_width(intermediate: int) -> ExpertSchema:
+        if precision == "fp8":
             return ExpertSchema.swiglu_fp8(HIDDEN, intermediate)
         return ExpertSchema.swiglu(HIDDEN, intermediate, torch.bfloat16)
 
-    schema = wide_schema(INTERMEDIATE)
+    schema = schema_of_width(INTERMEDIATE)
     arena = PlainArena(bank_bytes(schema, 1, 3, 0), torch.device("cuda"))
     bank = ExpertBank(schema, 1, 3, num_staging=0, arena=arena)
     routed, plain = filled(schema, 3)
     for name, tensor in bank.weights(0).items():
         tensor.copy_(routed[name])
-    shared, wide = filled(wide_schema(SHARED), 1)
-    experts = GroupedExperts(bank, usual_rows=32, shared=[shared])
+    shared, wide = filled(schema_of_width(width), 1)
+    return GroupedExperts(bank, usual_rows=32, shared=[shared]), plain, wide
+
+
+def test_shared_slot_of_the_banks_size_adds_no_product() -> None:
+    counts = torch.full((4,), 20, device="cuda")
+    received = Received(torch.ones((80, HIDDEN), dtype=torch.bfloat16, device="cuda"), counts, None)
+    alike, wider = (experts_with_shared(width, "bf16")[0] for width in (INTERMEDIATE, SHARED))
+    for experts in (alike, wider):
+        experts.run(0, received)  # compiled
+
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
+        alike.run(0, received)
+        torch.cuda.synchronize()
+        wider.run(0, received)
+        torch.cuda.synchronize()
+
+    launched = [one.name for one in profile.events() or () if "grouped_product" in one.name]
+    assert len(launched) == 2 + 4
+
+
+@pytest.mark.parametrize("layout", ["grouped", "padded"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("width", [INTERMEDIATE, SHARED], ids=["one launch", "two launches"])
+def test_experts_run_the_shared_slot_with_its_own_weights(
+    width: int, precision: str, layout: str
+) -> None:
+    experts, plain, wide = experts_with_shared(width, precision)
     counts = [40, 0, 7, 130]
     rows = torch.randn((sum(counts), HIDDEN)).to(torch.bfloat16)
     pieces = rows.split(counts)
@@ -178,11 +205,21 @@ SHARING = replace(MODEL, num_shared_experts=2)
 LIMIT_OF_MODEL, TIE = {"bfloat16": 3e-2, "fp8": 4e-2}, {"bfloat16": 0.1, "fp8": 0.5}
 
 
+def shared_name(layer: int) -> str:
+    return f"{layer_name(SHARING.layer_ids[layer])}.mlp.shared_experts"
+
+
+def at_home(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, and down, of a layer's shared expert."""
+    name = shared_name(layer)
+    gate_up = torch.cat([dense[f"{name}.{part}_proj.weight"] for part in ("gate", "up")])
+    return gate_up, dense[f"{name}.down_proj.weight"]
+
+
 def shared_of(dense: Weights, layer: int, precision: str) -> SlotWeights:
     """Weights of the extra slot; in FP8 the dense ones become what the slot holds."""
-    name = f"{layer_name(SHARING.layer_ids[layer])}.mlp.shared_experts"
-    gate_up = torch.cat([dense[f"{name}.{part}_proj.weight"] for part in ("gate", "up")])
-    both = {"gate_up": gate_up, "down": dense[f"{name}.down_proj.weight"]}
+    name = shared_name(layer)
+    both = dict(zip(("gate_up", "down"), at_home(dense, layer), strict=True))
     if precision != "fp8":
         return {part: weight[None] for part, weight in both.items()}
     made: SlotWeights = {}
@@ -195,7 +232,9 @@ def shared_of(dense: Weights, layer: int, precision: str) -> SlotWeights:
     return made
 
 
-def run_captured(rank: int, num_ranks: int, path: Path, precision: str) -> list[float]:
+def run_captured(
+    rank: int, num_ranks: int, path: Path, precision: str, is_spread: bool
+) -> list[float]:
     """Errors of replayed steps through DeepEP, and rows that shared and routed slots received."""
     device, group, layers = torch.device("cuda", rank), dist.group.WORLD, SHARING.num_layers
     assert group is not None
@@ -226,6 +265,8 @@ def run_captured(rank: int, num_ranks: int, path: Path, precision: str) -> list[
     experts = GroupedExperts(bank, usual_rows=64, shared=shared)
     made = [
         MoELayer(layer, SHARING.top_k, experts, table, dispatcher, split=split, spread=spread)
+        if is_spread
+        else MoELayer(layer, SHARING.top_k, experts, table, dispatcher, at_home(dense, layer))
         for layer in range(layers)
     ]
     stack = MoEStack(SHARING, dense, made)
@@ -250,15 +291,18 @@ def run_captured(rank: int, num_ranks: int, path: Path, precision: str) -> list[
 
 @needs_deep_ep
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
-def test_captured_model_with_a_shared_slot_gives_the_references_answer(
-    tmp_path: Path, precision: str
+@pytest.mark.parametrize("is_spread", [True, False], ids=["in a slot", "at home"])
+def test_captured_model_with_a_shared_expert_gives_the_references_answer(
+    tmp_path: Path, is_spread: bool, precision: str
 ) -> None:
     write_random_checkpoint(tmp_path, SHARING, schema_of(precision), vocabulary=256, seed=5)
 
-    ((*checks, routed, shared),) = launch(run_captured, 1, tmp_path, precision, deadline_s=120)
+    ((*checks, routed, shared),) = launch(
+        run_captured, 1, tmp_path, precision, is_spread, deadline_s=120
+    )
 
     print(f"{precision}: {checks}")
     assert max(checks[::2]) <= LIMIT_OF_MODEL[precision]
     assert sum(checks[1::2]) == 0
     num_tokens = 3 * SHARING.num_layers * NUM_TOKENS
-    assert (routed, shared) == (num_tokens * SHARING.top_k, num_tokens)
+    assert (routed, shared) == (num_tokens * SHARING.top_k, num_tokens if is_spread else 0)

@@ -188,6 +188,34 @@ def test_fp8_products_carry_the_scales_of_rows_and_blocks(layout: Layout, scales
     torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("num_first", [1, 3])
+def test_last_slots_have_weights_of_another_tensor(num_first: int) -> None:
+    starts, counts, num_rows = grouped()
+    rows, weights = random(num_rows, 64), random(4, 128, 64, seed=1)
+    scaled = Quantised(random(num_rows, 128).to(FP8), random(num_rows, 1).abs())
+    fp8 = Quantised(random(4, 128, 128, seed=2).to(FP8), random(4, 1, 1, seed=3))
+    one, two, one8, two8 = (torch.full((num_rows, 128), POISON) for _ in range(4))
+
+    first, last = weights.split([num_first, 4 - num_first])
+    grouped_gemm(rows, weights, starts, counts, one)
+    grouped_gemm(rows, in_arena(first), starts, counts, two, last=in_arena(last, gap=80))
+    first8, last8 = (
+        Quantised(*(in_arena(part[slots], gap) for part in fp8))
+        for slots, gap in ((slice(num_first), 48), (slice(num_first, None), 80))
+    )
+    grouped_gemm_fp8(scaled, fp8, starts, counts, one8)
+    grouped_gemm_fp8(scaled, first8, starts, counts, two8, last=last8)
+
+    assert torch.equal(one, two)
+    assert torch.equal(one8, two8)
+    with pytest.raises(ValueError, match="counts of 4 slots, expected 3, as weights"):
+        grouped_gemm(rows, weights[:2], starts, counts, two, last=weights[:1])
+    with pytest.raises(
+        ValueError, match=r"last weights float32 \[2, 64, 64\], expected \[..., 128"
+    ):
+        grouped_gemm(rows, weights[:2], starts, counts, two, last=weights[:2, :64])
+
+
 def test_slots_without_any_row_write_nothing() -> None:
     out = torch.full((8, 64), POISON)
 

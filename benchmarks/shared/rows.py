@@ -1,15 +1,16 @@
 """Rows of the ranks that a step waits for, with a shared expert at home or on light ranks.
 
-    python -m benchmarks.shared_rows --file rows.json
+    python -m benchmarks.shared.rows --file rows.json
 
 Cases, windows and plans are those of ``emulated_ranks``, with its policy auto. A layer has a shared
 expert besides, of the routed ones' size; each rank has the same number of tokens, an eighth of the
-routed rows of the mean rank (top-8). ``benchmarks.shared_expert`` times the rows on one GPU.
+routed rows of the mean rank (top-8). ``benchmarks.shared.experts`` times the rows on one GPU.
 
     home        planned shares, the shared expert's tokens at home
     split       the shares of the batch itself, tokens at home
     spread      split, then tokens of the shared expert to light ranks (LEAST tokens of a rank)
     spread any  the same for any number of tokens
+    mean rank   spread: the rank whose rows are closest to the mean, in place of the slowest
     balanced    the same rows in every slot of every rank, tokens at home
 """
 
@@ -64,12 +65,15 @@ def sample(case: Case, placement: Placement, number: int, counts: Ints) -> Sampl
     """Rows of the slots of the rank that each arm waits for, the shared expert's last."""
     home, split = (by_rank(case, one) for one in rows_of_slots(case, placement, number, counts))
     own = np.full(case.num_ranks, round(counts.sum() / (ROUTED_TOP_K * case.num_ranks)))
+    spread_rows = np.column_stack([split, spread(split, own, LEAST)])
+    of_rank = spread_rows.sum(axis=1)
     even = (round(counts.sum() / case.num_slots),) * home.shape[1]
     return {
         "home": with_shared(home, own),
         "split": with_shared(split, own),
-        "spread": with_shared(split, spread(split, own, LEAST)),
+        "spread": rounded(spread_rows[slowest(spread_rows)]),
         "spread any": with_shared(split, spread(split, own, 1)),
+        "mean rank": rounded(spread_rows[np.abs(of_rank - of_rank.mean()).argmin()]),
         "balanced": (*even, int(own[0])),
     }
 
