@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import ValidationInfo, field_validator
 
 from api.config.fields import HOUR_S, MOST, Number, Section, Whole, setting
-from rebalance.build.config import BatchConfig, CountExchange, SharedExpert
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
@@ -30,34 +29,6 @@ class Agent(Section):
         ge=0,
         le=1_000_000_000,
     )
-
-
-class Batch(Section):
-    """What follows the counts of each batch: docs/planning.md says what to switch on where.
-
-    An engine takes the parts from `rank.batch_parts` and gives them to its layers.
-    """
-
-    split: bool = setting(
-        BatchConfig.split, "tokens are split among replicas by the counts of each batch"
-    )
-    shared_expert: SharedExpert = setting(
-        BatchConfig.shared_expert,
-        "where the shared expert's tokens are computed: on their own rank, or on light ranks, "
-        "which takes a split",
-    )
-    exchange: CountExchange = setting(
-        BatchConfig.exchange,
-        "of the counts: a collective of the ranks' group, or memory that the GPUs of one NVLink "
-        "domain map",
-    )
-
-    @field_validator("shared_expert")
-    @classmethod
-    def _spread_takes_a_split(cls, where: str, info: ValidationInfo) -> str:
-        if where != "home" and not info.data.get("split"):
-            raise ValueError("expected home without batch.split")
-        return where
 
 
 class Staging(Section):

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from api.config.deployment import ModelSettings, NetworkSettings, TopologySettings
 from api.config.fields import Section, about
-from api.config.migration import Agent, Batch, HostCache, HostLink, Staging, Transport
+from api.config.migration import Agent, HostCache, HostLink, Staging, Transport
 from api.config.planning import Controller, Planner
 from api.config.sections import (
     Deployment,
@@ -44,7 +44,6 @@ class Settings(Section):
     planner: Planner = Planner()
     controller: Controller = Controller()
     agent: Agent = Agent()
-    batch: Batch = Batch()
     staging: Staging = Staging()
     transport: Transport = Transport()
     host_cache: HostCache = HostCache()

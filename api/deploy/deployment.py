@@ -28,7 +28,7 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from rebalance.build.config import BatchConfig, NetworkConfig, RankConfig
+from rebalance.build.config import NetworkConfig, RankConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
@@ -212,7 +212,6 @@ class Deployment:
             scrub_every_steps=agent.scrub_every_steps,
             network=network,
             rank_links=self.rank_links,
-            batch=BatchConfig(**given.batch.model_dump()),
             reporting=reporting(given, self.state_dir.resolve()),
             journal_dir=self.state_dir.resolve() / JOURNAL_FOLDER,
         )

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from eplb.core.load import Phase
 from eplb.errors import ConfigError
-from eplb.shares.batch import SplitRule
-from eplb.shares.shared_expert import LEAST
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from telemetry.records.sample_codec import SAMPLE_VERSION
 from telemetry.reporter.drain import AT_ONCE, Tempo
 from telemetry.reporter.spool import DEFAULT_BYTES, Spool
-
-SharedExpert = Literal["home", "light_ranks"]
-CountExchange = Literal["group", "peers"]
 
 
 @dataclass(frozen=True)
@@ -63,43 +57,6 @@ class ReportingConfig:
 
 
 @dataclass(frozen=True)
-class BatchConfig:
-    """What follows the counts of each batch; nothing by default (docs/planning.md says where).
-
-    Raises:
-        ConfigError: values that exclude each other.
-    """
-
-    split: bool = False  # tokens among an expert's replicas, by ``BatchSplit``
-    # Where the shared expert's tokens are computed; "light_ranks" takes a slot and a split.
-    shared_expert: SharedExpert = "home"
-    shared_least: int = LEAST  # tokens of the shared expert that a rank gives away, or none
-    # Of counts: a collective, or words that ranks of one NVLink domain write into each other.
-    exchange: CountExchange = "group"
-    spare_slots: int = 0  # of each rank, for just-in-time replicas (docs/just-in-time.md)
-    rule: SplitRule = field(default_factory=SplitRule)
-
-    def __post_init__(self) -> None:
-        if self.spare_slots < 0:
-            raise ConfigError(f"batch.spare_slots is {self.spare_slots}, expected 0 or more")
-        if self.extra_slots and not self.split:
-            raise ConfigError(
-                f"batch.shared_expert is {self.shared_expert!r} and batch.spare_slots "
-                f"{self.spare_slots} without batch.split, expected a split of each batch"
-            )
-        if self.spare_slots and self.shared_expert != "home":
-            raise ConfigError(
-                f"batch.shared_expert is {self.shared_expert!r} with batch.spare_slots "
-                f"{self.spare_slots}, expected one of both: they number a rank's extra slots alike"
-            )
-
-    @property
-    def extra_slots(self) -> int:
-        """Slots of each rank after those of the placement."""
-        return self.spare_slots + (self.shared_expert != "home")
-
-
-@dataclass(frozen=True)
 class RankConfig:
     """How ranks balance; alike on every rank.
 
@@ -118,15 +75,20 @@ class RankConfig:
     stage: StageSettings | None = None  # None: the device's, see ``stage_on``
     network: NetworkConfig = field(default_factory=NetworkConfig)
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
-    batch: BatchConfig = field(default_factory=BatchConfig)
+    splits_batches: bool = False  # the routing table holds what ``BatchSplit`` needs
+    extra_slots: int = 0  # of each rank after the placement's, such as one for ``SharedSpread``
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     journal_dir: Path | None = None  # None: no journal is kept
 
     def __post_init__(self) -> None:
         check_positive(self, "sample_steps", "vote_every", "vote_deadline_s", "plan_deadline_s")
-        for name in ("staging_experts", "scrub_every_steps"):
+        for name in ("staging_experts", "scrub_every_steps", "extra_slots"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if self.extra_slots and not self.splits_batches:
+            raise ConfigError(
+                f"extra_slots is {self.extra_slots} without splits_batches, expected both"
+            )
 
     def stage_on(self, device_type: str) -> StageSettings:
         """How much staging may take on "cuda" or "cpu"."""

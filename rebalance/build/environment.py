@@ -30,7 +30,6 @@ from eplb.core.placement import Placement
 from eplb.errors import ConfigError, EplbError, RankError
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
-from rebalance.build.batch import BatchParts
 from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, interface_of, join_ranks, join_votes
@@ -93,18 +92,10 @@ class EmbeddedRank:
         """Counts what each slot of this rank receives."""
         return self.built.counter
 
-    def batch_parts(self, *, max_tokens: int) -> BatchParts:
-        """Make what the section ``batch`` switches on; collective. See ``BuiltRank.batch_parts``.
-
-        Counts are exchanged over the group of the ranks.
-        """
-        return self.built.batch_parts(self.place.groups.tokens, max_tokens=max_tokens)
-
     def all_to_all(self) -> AllToAllDispatcher:
         """Make the plain dispatcher, over the group of the ranks; it ends at a peer's death."""
         groups, rank = self.place.groups, self.place.rank
-        topology = self.place.topology.widened(self.deployment.config.batch.extra_slots)
-        made = AllToAllDispatcher(topology, groups.tokens, rank, self.counter)
+        made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
         if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
             deadline = timedelta(seconds=self.deployment.config.vote_deadline_s)
             distributed_c10d._set_pg_timeout(deadline, groups.tokens)

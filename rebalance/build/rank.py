@@ -20,8 +20,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -30,7 +28,6 @@ from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
-from rebalance.build.batch import BatchParts, make_batch_parts
 from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
@@ -38,7 +35,6 @@ from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
-from runtime.batch_split import Exchange
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import Experts
@@ -64,9 +60,7 @@ class BuiltRank:
     store: LoadStore
     reporter: Reporter
     journal: Journal | None
-    config: RankConfig
-    place: RankPlace
-    model: ModelShape
+    hidden: int  # of the model
 
     def measure_experts(
         self, experts: Experts, *, fp8_rows: bool = False, budget_s: float = BUDGET_S
@@ -81,36 +75,11 @@ class BuiltRank:
             budget_s: for all points.
         """
         found = measure_experts(
-            experts, self.bank, self.model.hidden, fp8_rows=fp8_rows, budget_s=budget_s
+            experts, self.bank, self.hidden, fp8_rows=fp8_rows, budget_s=budget_s
         )
         self.agent.expert_times = found
         points = dict(zip(found.rows, found.us, strict=True))
         log.info("us of a slot by rows, in %.2f s, of %s: %s", found.seconds, found.of, points)
-
-    def batch_parts(
-        self, group: dist.ProcessGroup, *, max_tokens: int, exchange: Exchange | None = None
-    ) -> BatchParts:
-        """Make what ``config.batch`` switches on, for the layers and the dispatcher; collective.
-
-        Args:
-            group: of all ranks, on whose device the counts of a batch are exchanged: of NCCL for
-                CUDA graphs.
-            max_tokens: of a batch of this rank.
-            exchange: the engine's own, in place of what ``config.batch.exchange`` names.
-
-        Raises:
-            ConfigError: the model or the GPUs cannot do it.
-        """
-        return make_batch_parts(
-            self.config.batch,
-            self.place.rank,
-            self.place.topology,
-            self.model,
-            self.table,
-            group,
-            max_tokens=max_tokens,
-            exchange=exchange,
-        )
 
     def close(self, flush_deadline_s: float = FLUSH_DEADLINE_S) -> None:
         """End the agent, and write what it still has to report. The store stays open."""
@@ -183,9 +152,7 @@ def build_rank(
         opened,
         reporter,
         journal,
-        config,
-        place,
-        model,
+        model.hidden,
     )
 
 
@@ -230,8 +197,8 @@ def agent_settings(
         stage=config.stage_on(device_type),
         membership=membership,
         rank_links=config.rank_links,
-        splits_batches=config.batch.split,
-        extra_slots=config.batch.extra_slots,
+        splits_batches=config.splits_batches,
+        extra_slots=config.extra_slots,
     )
 
 

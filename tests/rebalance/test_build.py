@@ -26,7 +26,7 @@ from eplb.core.topology import Topology
 from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.build.config import BatchConfig, NetworkConfig, RankConfig, ReportingConfig
+from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.build.controller import build_controller
 from rebalance.build.experts import RankPlace, torch_failures
 from rebalance.build.group import RankGroups, join_votes
@@ -183,11 +183,7 @@ def test_rank_config_of_strings_is_filled_as_from_an_environment() -> None:
 
 def test_agents_settings_are_those_of_the_config_and_the_device() -> None:
     topology = Topology.uniform(1, 2, slots_per_rank=5)
-    config = config_of(
-        vote_every=4,
-        load_phase="decode",
-        batch=BatchConfig(split=True, shared_expert="light_ranks"),
-    )
+    config = config_of(vote_every=4, load_phase="decode", splits_batches=True, extra_slots=1)
 
     on_cpu = agent_settings(config, "run", topology, "cpu", membership=3)
     on_gpu = agent_settings(config, "run", topology, "cuda", membership=3)
@@ -203,30 +199,12 @@ def test_agents_settings_are_those_of_the_config_and_the_device() -> None:
         ({"vote_every": 0}, "vote_every is 0, expected more than 0"),
         ({"plan_deadline_s": -1.0}, "plan_deadline_s is -1.0, expected more than 0"),
         ({"scrub_every_steps": -1}, "scrub_every_steps is -1, expected 0 or more"),
+        ({"extra_slots": 1}, "extra_slots is 1 without splits_batches, expected both"),
     ],
 )
 def test_rank_config_out_of_range_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config_of(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"shared_expert": "light_ranks"}, "'light_ranks' and .* without batch.split"),
-        ({"spare_slots": 1}, "batch.spare_slots 1 without batch.split"),
-        ({"split": True, "spare_slots": -1}, "batch.spare_slots is -1, expected 0 or more"),
-        (
-            {"split": True, "spare_slots": 1, "shared_expert": "light_ranks"},
-            "expected one of both: they number a rank's extra slots alike",
-        ),
-    ],
-)
-def test_batch_config_whose_parts_exclude_each_other_is_refused(
-    given: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        BatchConfig(**given)
 
 
 def test_network_config_without_a_deadline_is_refused() -> None:

@@ -74,22 +74,6 @@ def test_engine_that_formed_its_group_itself_keeps_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_engine_splits_batches_that_the_configuration_says_are_split(
-    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
-) -> None:
-    host = OneHost(stack, tmp_path, small_checkpoint.path)
-    host.start_cache()
-
-    launch = host.start("eplb", "launch", *ENGINE, EPLB_BATCH__SPLIT="true")
-    launch.wait_for("engine: batches are split")
-    launch.wait_for("engine: generation 0 serves")
-
-    assert launch.ends(signal.SIGTERM) == 0, launch.lines
-    assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_engine_that_loads_its_own_weights_fills_the_slots(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:

@@ -15,8 +15,6 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from rebalance.build.batch import make_batch_parts
-from rebalance.build.config import BatchConfig
 from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import expert_name, layer_name
@@ -72,25 +70,20 @@ class Small:
         table = RoutingTable(
             placement, max_replicas=topology.num_ranks, topology=topology, extra_slots=1
         )
-        config = BatchConfig(split=True, shared_expert="light_ranks", shared_least=1)
-        parts = make_batch_parts(
-            config,
-            rank,
-            topology,
-            self.model,
+        split = BatchSplit(
             table,
-            group,
-            max_tokens=TOKENS,
-            exchange=exchange,
+            exchange or all_gather_counts(group),
+            source=rank,
+            num_sources=topology.num_ranks,
+            max_pairs=TOKENS * TOP_K,
         )
+        spread = SharedSpread(table, split, top_k=TOP_K, least=1)
         counter = SlotCounter(len(layers), bank.num_slots + 1)
-        dispatcher = AllToAllDispatcher(parts.topology, group, rank, counter)
+        dispatcher = AllToAllDispatcher(topology.widened(1), group, rank, counter)
         dense = self.checkpoint.dense_weights()
         experts = LoopExperts(bank, shared=[self.shared(layer) for layer in layers])
         made = [
-            MoELayer(
-                layer, TOP_K, experts, table, dispatcher, split=parts.split, spread=parts.spread
-            )
+            MoELayer(layer, TOP_K, experts, table, dispatcher, split=split, spread=spread)
             for layer in layers
         ]
         return Rank(made, MoEStack(self.model, dense, made), counter)

@@ -48,11 +48,8 @@ def serve(rank):
     model, here = rank.deployment.model, rank.place.rank
     weights = Checkpoint(rank.deployment.checkpoint).reference_weights()
     dispatcher, experts = rank.all_to_all(), LoopExperts(rank.bank)
-    split = rank.batch_parts(max_tokens=TOKENS).split
-    if split is not None:
-        print("engine: batches are split", flush=True)
     layers = [
-        MoELayer(layer, model.top_k, experts, rank.table, dispatcher, split=split)
+        MoELayer(layer, model.top_k, experts, rank.table, dispatcher)
         for layer in range(model.num_layers)
     ]
     number, checked, wrong, shown = 0, 0, 0, -1
