@@ -79,6 +79,7 @@ def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
     yield from _plans(seen)
     yield from _rebalances(scrape)
     yield from _bytes_and_experts(seen)
+    yield from _batch_faults(seen)
     yield from _telemetry(scrape)
     yield from _event_streams(scrape)
     if level != "default":
@@ -252,6 +253,14 @@ def _bytes_and_experts(seen: Snapshot) -> Iterator[Metric]:
         for result, count in seen.scrubbed_slots.items()
     }
     yield _counter("scrubbed_slots", scrubbed_help, scrubbed, "result")
+
+
+def _batch_faults(seen: Snapshot) -> Iterator[Metric]:
+    faults_help = (
+        "Faults counted on devices in this run; late_counts: exchanges of a batch's counts that "
+        "missed their deadline; different_pulls: decisions on pulls that differed between ranks."
+    )
+    yield _counter("batch_faults", faults_help, seen.batch_faults, "kind")
 
 
 def _telemetry(scrape: Scrape) -> Iterator[Metric]:
