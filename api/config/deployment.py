@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator
 
 from api.config.fields import HOUR_S, Number, Section, Whole, files_together, setting
 from eplb.shares.switches import BatchSwitches, CountExchange, SharedExpert
@@ -80,11 +80,6 @@ class Batch(Section):
         "how ranks exchange the counts of a batch: over their process group, or through GPU memory "
         "that all of them map",
     )
-
-    @model_validator(mode="after")
-    def _go_together(self) -> Self:
-        self.switches()
-        return self
 
     def switches(self) -> BatchSwitches:
         """Give them as ranks take them.
