@@ -96,7 +96,9 @@ def test_every_switch_of_a_file_gives_the_outputs_of_the_reference(
     # Experts 2 and 3, which rank 1 does not have: all of the shared expert's 48 tokens go there,
     # or half of the routed tokens to the record that it pulls.
     assert [one.extra for one in found["spread"][1]] == [0, 48]
-    assert [one.extra for one in found["pulls"][1]] == [0, PAIRS]
+    home, pulled = [one.extra for one in found["pulls"][1]]
+    assert home == 0
+    assert PAIRS - 2 <= pulled <= PAIRS  # a pull aims at one of 16 levels
     assert [of[0][0].reported for of in found.values()] == [
         "off",
         "split",
