@@ -25,7 +25,7 @@ from eplb.errors import ConfigError, EplbError, RankError
 from eplb.shares.batch import SplitRule
 from eplb.shares.pulls import PullRule
 from eplb.shares.shared_expert import LEAST
-from eplb.shares.switches import BatchSwitches
+from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS, BatchSwitches
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, PeerBank, PlainArena, bank_bytes
@@ -39,8 +39,6 @@ from runtime.pulls.layer import PulledExperts
 from runtime.pulls.readers import HostReader, Peer
 from runtime.routing import RoutingTable
 from runtime.shared_spread import SharedSpread
-
-LATE_COUNTS, DIFFERENT_PULLS = "late_counts", "different_pulls"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from api.monitor.verdict import Grade, Verdict, verdict
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
+from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
 from telemetry.drift.detector import Drift
 from telemetry.windows.folder import Window
 
@@ -260,7 +261,8 @@ def _batch_faults(seen: Snapshot) -> Iterator[Metric]:
         "Faults counted on devices in this run; late_counts: exchanges of a batch's counts that "
         "missed their deadline; different_pulls: decisions on pulls that differed between ranks."
     )
-    yield _counter("batch_faults", faults_help, seen.batch_faults, "kind")
+    faults = dict.fromkeys((LATE_COUNTS, DIFFERENT_PULLS), 0) | dict(seen.batch_faults)
+    yield _counter("batch_faults", faults_help, faults, "kind")
 
 
 def _telemetry(scrape: Scrape) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ from eplb.errors import ConfigError
 
 SharedExpert = Literal["home", "light_ranks"]
 CountExchange = Literal["group", "peer_memory"]
+LATE_COUNTS, DIFFERENT_PULLS = "late_counts", "different_pulls"  # faults that devices count
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from eplb.errors import RankError
-from runtime.batch_parts import DIFFERENT_PULLS, LATE_COUNTS
+from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
 from runtime.counters import Cut
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from eplb.errors import RankError
+from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
 from rebalance.rank.batch_faults import BatchFaults
-from runtime.batch_parts import DIFFERENT_PULLS, LATE_COUNTS
 
 
 def test_late_counts_are_reported_as_they_stood_and_logged_once(
