@@ -16,9 +16,11 @@ placement), ``update`` (new weights), ``recovery`` (after a death), ``scrub_sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
@@ -96,6 +98,15 @@ class RankAgent:
         """
         with self._failures():
             return self._step(step, phase)
+
+    def watch_faults(self, counters: Mapping[str, torch.Tensor]) -> None:
+        """Read these counters of the device with each sample; once, before the start.
+
+        Args:
+            counters: ``runtime.batch_parts.BatchParts.faults``. Different pulls raise ``RankError``
+                in ``step``; late counts are a warning, and part of this rank's reports.
+        """
+        self._sampler.faults.watch(counters)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

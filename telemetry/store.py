@@ -37,6 +37,8 @@ TaskState = Literal["queued", "running", "done", "failed"]
 LeaseOf = Literal["controller", "deployment"]
 STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
 EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
+BATCH = "batch"  # of a rank's details: which parts act on its batches; missing: none
+BATCH_FAULTS = "batch_faults"  # of a rank's details: what these parts counted, by kind
 REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 

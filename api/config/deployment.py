@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import ValidationInfo, field_validator
 
 from api.config.fields import HOUR_S, Number, Section, Whole, files_together, setting
+from eplb.shares.switches import BatchSwitches, CountExchange, SharedExpert
 from rebalance.build.config import NetworkConfig
 from rebalance.network.tls import Certificate, TlsFiles
 
@@ -47,6 +48,46 @@ class ModelSettings(Section):
         "bfloat16",
         "of the expert weights; fp8 has block scales; layout transformers: as in the checkpoint",
     )
+
+
+class Batch(Section):
+    """What acts on each batch beside the placement; alike on every rank.
+
+    The engine takes the parts from `BuiltRank.batch_parts`. [planning.md](planning.md) says what to
+    choose where.
+    """
+
+    split: bool = setting(False, "choose replicas by the batch's own counts")
+    shared_expert: SharedExpert = setting(
+        "home", "where the shared expert of a token runs: on its own rank, or on a light one"
+    )
+    pulls: Whole = setting(
+        0,
+        "spare slots of each rank for just-in-time replicas; 0: none are pulled",
+        unit="slots",
+        ge=0,
+        le=64,
+    )
+    pull_rows: Whole = setting(
+        0,
+        "rows whose product takes as long as the pull of a record; 0: a pull counts as free",
+        unit="rows",
+        ge=0,
+        le=1_000_000,
+    )
+    exchange: CountExchange = setting(
+        "group",
+        "how ranks exchange the counts of a batch: over their process group, or through GPU memory "
+        "that all of them map",
+    )
+
+    def switches(self) -> BatchSwitches:
+        """Give them as ranks take them.
+
+        Raises:
+            ConfigError: a switch needs another one, or excludes it.
+        """
+        return BatchSwitches(**self.model_dump())
 
 
 class TopologySettings(Section):

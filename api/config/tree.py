@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from pydantic.fields import FieldInfo
 
-from api.config.deployment import ModelSettings, NetworkSettings, TopologySettings
+from api.config.deployment import Batch, ModelSettings, NetworkSettings, TopologySettings
 from api.config.fields import Section, about
 from api.config.migration import Agent, HostCache, HostLink, Staging, Transport
 from api.config.planning import Controller, Planner
@@ -41,6 +41,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     topology: TopologySettings = TopologySettings()
     network: NetworkSettings = NetworkSettings()
+    batch: Batch = Batch()
     planner: Planner = Planner()
     controller: Controller = Controller()
     agent: Agent = Agent()

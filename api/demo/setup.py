@@ -17,6 +17,7 @@ from api.config.components import (
     pace_of,
     reporting,
 )
+from api.config.deployment import Batch
 from api.config.fields import values_of
 from api.config.live import overriding, static_layer
 from api.config.tree import Settings
@@ -57,6 +58,7 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
         CheckpointError: weights on disk that are damaged or of another model.
     """
     policy_named(settings.planner.policy)
+    _check_batch(settings)
     _check_shape(settings)
     model, trace = _model(settings, state)
     slots_per_rank = settings.demo.slots // settings.demo.ranks + settings.demo.spare_slots
@@ -202,6 +204,15 @@ def _rank_links(settings: Settings) -> RankLinkSettings | None:
         for rank in range(settings.demo.ranks)
     )
     return RankLinkSettings(addresses, secrets.token_bytes(32), **values_of(settings.transport))
+
+
+def _check_batch(settings: Settings) -> None:
+    """Refuse parts that the demo's ranks do not make."""
+    if settings.batch != Batch():
+        raise ConfigError(
+            f"batch: found {settings.batch}, expected its defaults: the demo's ranks balance by "
+            "plans alone"
+        )
 
 
 def _check_shape(settings: Settings) -> None:

@@ -211,6 +211,7 @@ class Deployment:
             plan_deadline_s=agent.plan_deadline_s,
             scrub_every_steps=agent.scrub_every_steps,
             network=network,
+            batch=given.batch.switches(),
             rank_links=self.rank_links,
             reporting=reporting(given, self.state_dir.resolve()),
             journal_dir=self.state_dir.resolve() / JOURNAL_FOLDER,

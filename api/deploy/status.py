@@ -42,6 +42,7 @@ class Status:
     migration: MigrationProgress | None
     pace: PaceView  # of the next migration
     expert_curve: str  # where the curve is from by which plans measure time
+    batch: str  # what acts on each batch beside the placement
     movement: bool
     observe: bool
     versions: Mapping[str, str]  # of what serves, by component
@@ -111,6 +112,7 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
         migration=seen.migration,
         pace=seen.pace,
         expert_curve=seen.expert_curve,
+        batch=seen.batch,
         movement=seen.movement,
         observe=seen.observe,
         versions=_versions(store, now),
@@ -147,6 +149,7 @@ def render(status: Status) -> str:
         else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
         "pace": f"{status.pace.part:g} of the deployment's own; {status.pace.reason}",
         "curve": status.expert_curve,
+        "batches": status.batch,
         "switches": f"movement {_on(status.movement)}, observe {_on(status.observe)}",
     }
     # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.

@@ -250,6 +250,7 @@ class State(Answer):
     migration: Progress | None
     pace: PaceAnswer
     expert_curve: str = Field(description="where plans have the time of experts by tokens from")
+    batch: str = Field(description="what acts on each batch beside the placement, or off")
     bytes_by_source: dict[str, int]
     experts_moved: int
     swap_pauses_ms: list[float] = Field(description="the latest of every rank")

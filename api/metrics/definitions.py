@@ -23,6 +23,7 @@ from api.monitor.verdict import Grade, Verdict, verdict
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
+from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
 from telemetry.drift.detector import Drift
 from telemetry.windows.folder import Window
 
@@ -79,6 +80,7 @@ def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
     yield from _plans(seen)
     yield from _rebalances(scrape)
     yield from _bytes_and_experts(seen)
+    yield from _batch_faults(seen)
     yield from _telemetry(scrape)
     yield from _event_streams(scrape)
     if level != "default":
@@ -252,6 +254,15 @@ def _bytes_and_experts(seen: Snapshot) -> Iterator[Metric]:
         for result, count in seen.scrubbed_slots.items()
     }
     yield _counter("scrubbed_slots", scrubbed_help, scrubbed, "result")
+
+
+def _batch_faults(seen: Snapshot) -> Iterator[Metric]:
+    faults_help = (
+        "Faults counted on devices in this run; late_counts: exchanges of a batch's counts that "
+        "missed their deadline; different_pulls: decisions on pulls that differed between ranks."
+    )
+    faults = dict.fromkeys((LATE_COUNTS, DIFFERENT_PULLS), 0) | dict(seen.batch_faults)
+    yield _counter("batch_faults", faults_help, faults, "kind")
 
 
 def _telemetry(scrape: Scrape) -> Iterator[Metric]:

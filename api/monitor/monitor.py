@@ -34,6 +34,8 @@ from api.monitor.snapshot import (
     RebalanceMark,
     Snapshot,
     WindowScore,
+    batch_faults,
+    batch_parts,
     bytes_by_source,
     decision_of,
     detail_sum,
@@ -322,6 +324,8 @@ class Monitor:
                     self._live.effective.step_time_budget or 0.0, self._paced, self._states
                 ),
                 expert_curve=expert_curve(self._live.effective.curve or "", self._states),
+                batch=batch_parts(self._states),
+                batch_faults=batch_faults(self._states),
                 scrubbed_slots=scrubbed_slots(self._states),
                 digest_failures=sum(state.digest_failures for state in self._states),
                 mover_failures=sum(state.mover_failures for state in self._states),

@@ -19,7 +19,7 @@ from eplb.decision.pace import PaceChange, pace_now
 from eplb.fitting.cordons import Cordon
 from eplb.migration.build import Migration
 from rebalance.controller.plans.planner_request import curve_of
-from telemetry.store import LEAST_SILENCE_S, STEP_TIMES, Event, RankState
+from telemetry.store import BATCH, BATCH_FAULTS, LEAST_SILENCE_S, STEP_TIMES, Event, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
 # In the order in which they are tried. The last two fill the host cache, not a slot.
@@ -188,6 +188,8 @@ class Snapshot:
     death: Death | None = None  # the latest
     pace: PaceView = field(default_factory=PaceView)
     expert_curve: str = ""  # where the curve is from by which plans measure time
+    batch: str = ""  # what acts on each batch beside the placement
+    batch_faults: Mapping[str, int] = field(default_factory=dict)  # of this run, by kind
     pace_changes: Mapping[str, int] = field(default_factory=dict)  # judgements, by result
     earlier: Carried = field(default_factory=Carried)  # counters of the runs before this one
     supervision: SupervisionView = field(default_factory=SupervisionView)
@@ -302,6 +304,19 @@ def expert_curve(asked: str, states: Iterable[RankState]) -> str:
     """
     measured = [one.expert_times for one in states]
     return chosen_curve(curve_of(asked), [one for one in measured if one is not None]).source
+
+
+def batch_parts(states: Iterable[RankState]) -> str:
+    """Return what acts on batches, by the ranks' reports; alike on all unless an engine is not."""
+    return "; ".join(sorted({str(one.detail.get(BATCH, "off")) for one in states})) or "off"
+
+
+def batch_faults(states: Iterable[RankState]) -> Mapping[str, int]:
+    """Return the faults that ranks counted in batches, by kind."""
+    total: Counter[str] = Counter()
+    for state in states:
+        total.update(state.detail.get(BATCH_FAULTS, {}))
+    return total
 
 
 def pace_view(

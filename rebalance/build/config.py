@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eplb.core.load import Phase
 from eplb.errors import ConfigError
+from eplb.shares.switches import BatchSwitches
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from telemetry.records.sample_codec import SAMPLE_VERSION
@@ -75,20 +76,15 @@ class RankConfig:
     stage: StageSettings | None = None  # None: the device's, see ``stage_on``
     network: NetworkConfig = field(default_factory=NetworkConfig)
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
-    splits_batches: bool = False  # the routing table holds what ``BatchSplit`` needs
-    extra_slots: int = 0  # of each rank after the placement's, such as one for ``SharedSpread``
+    batch: BatchSwitches = field(default_factory=BatchSwitches)  # see ``BuiltRank.batch_parts``
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     journal_dir: Path | None = None  # None: no journal is kept
 
     def __post_init__(self) -> None:
         check_positive(self, "sample_steps", "vote_every", "vote_deadline_s", "plan_deadline_s")
-        for name in ("staging_experts", "scrub_every_steps", "extra_slots"):
+        for name in ("staging_experts", "scrub_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
-        if self.extra_slots and not self.splits_batches:
-            raise ConfigError(
-                f"extra_slots is {self.extra_slots} without splits_batches, expected both"
-            )
 
     def stage_on(self, device_type: str) -> StageSettings:
         """How much staging may take on "cuda" or "cpu"."""

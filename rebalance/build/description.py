@@ -28,7 +28,7 @@ from telemetry import open_store
 from telemetry.store import LoadStore
 
 RANK_FILE_VARIABLE = "EPLB_RANK_FILE"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class DeploymentDescription:
             "model": f"{model.num_layers} layers x {model.num_experts} experts, top {model.top_k}",
             "window_steps": str(self.window_steps),
             "device": self.device,
+            "batch": str(self.config.batch),
             "record": ", ".join(
                 f"{spec.name} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
                 for spec in self.schema.tensors

@@ -35,6 +35,7 @@ from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
+from runtime.batch_parts import BatchParts, BatchRank, BatchRules, make_batch_parts
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import Experts
@@ -42,7 +43,7 @@ from runtime.model.expert_times import measure_experts
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.reporter.reporter import Reporter
-from telemetry.store import LoadStore, RunInfo
+from telemetry.store import BATCH, LoadStore, RunInfo
 
 FLUSH_DEADLINE_S = 20.0
 
@@ -60,7 +61,9 @@ class BuiltRank:
     store: LoadStore
     reporter: Reporter
     journal: Journal | None
-    hidden: int  # of the model
+    config: RankConfig
+    place: RankPlace
+    model: ModelShape
 
     def measure_experts(
         self, experts: Experts, *, fp8_rows: bool = False, budget_s: float = BUDGET_S
@@ -75,11 +78,42 @@ class BuiltRank:
             budget_s: for all points.
         """
         found = measure_experts(
-            experts, self.bank, self.hidden, fp8_rows=fp8_rows, budget_s=budget_s
+            experts, self.bank, self.model.hidden, fp8_rows=fp8_rows, budget_s=budget_s
         )
         self.agent.expert_times = found
         points = dict(zip(found.rows, found.us, strict=True))
         log.info("us of a slot by rows, in %.2f s, of %s: %s", found.seconds, found.of, points)
+
+    def batch_parts(self, max_tokens: int, rules: BatchRules | None = None) -> BatchParts:
+        """Make what ``config.batch`` switches on; collective, once, before the agent starts.
+
+        The same code serves with all switches off. Faults that the device counts in these parts are
+        read with the load samples: see ``RankAgent.step``.
+
+        Args:
+            max_tokens: of a batch of this rank, in one layer.
+            rules: figures by which the parts decide, alike on all ranks; None: the default ones.
+
+        Raises:
+            ConfigError: a switch does not fit the model, the device or the ranks' memory.
+            RankError: ranks have different switches or rules.
+        """
+        place, config = self.place, self.config
+        rank = BatchRank(
+            place.rank,
+            place.topology,
+            place.groups.tokens,
+            place.groups.votes,
+            self.bank,
+            self.table,
+            self.counter,
+            config.vote_deadline_s,
+        )
+        made = make_batch_parts(config.batch, rank, self.model, max_tokens=max_tokens, rules=rules)
+        self.agent.watch_faults(made.faults)
+        self.agent.notes[BATCH] = str(config.batch)
+        log.info("rank %d: batches: %s", place.rank, config.batch)
+        return made
 
     def close(self, flush_deadline_s: float = FLUSH_DEADLINE_S) -> None:
         """End the agent, and write what it still has to report. The store stays open."""
@@ -143,6 +177,8 @@ def build_rank(
         passes,
     )
     tempo = reporting.tempo
+    if config.batch.split:
+        wired.agent.notes[BATCH] = f"{config.batch}: configured, and not made by this engine"
     wired.agent.report_every_s = POLL_S + tempo.write_s + tempo.state_s
     return BuiltRank(
         wired.agent,
@@ -152,7 +188,9 @@ def build_rank(
         opened,
         reporter,
         journal,
-        model.hidden,
+        config,
+        place,
+        model,
     )
 
 
@@ -197,8 +235,8 @@ def agent_settings(
         stage=config.stage_on(device_type),
         membership=membership,
         rank_links=config.rank_links,
-        splits_batches=config.splits_batches,
-        extra_slots=config.extra_slots,
+        splits_batches=config.batch.split,
+        extra_slots=config.batch.extra_slots,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rebalance.rank.core import RankCore
 from rebalance.stage.figures import StageFigures
-from telemetry.store import STEP_TIMES, RankState
+from telemetry.store import BATCH_FAULTS, STEP_TIMES, RankState
 
 REPORTED_PAUSES = 256  # of the latest swaps
 
@@ -46,6 +46,7 @@ def _measured(core: RankCore, stage: StageFigures) -> dict[str, Any]:
     swapper, scrubber = core.swapper, core.scrubber
     return {
         "bytes_by_source": dict(stage.bytes_by_source),
+        BATCH_FAULTS: dict(core.sampler.faults.counts),
         "experts_moved": swapper.figures.experts_moved,
         "rebalances": swapper.figures.rebalances,
         "staged": stage.num_staged,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError
+from rebalance.rank.batch_faults import BatchFaults
 from rebalance.rank.watcher import SampleSink
 from runtime.counters import Cut, SlotCounter
 from runtime.streams import Completion
@@ -43,7 +45,8 @@ class Sampler:
         self._counter, self._sink, self._clock = counter, sink, clock
         self._strays, self._last_strays = strays, Cut(strays, np.zeros(1, dtype=np.int64))
         self._first_unsampled = 0
-        self._on_the_way: deque[tuple[LoadSample, Cut, Cut]] = deque()
+        self.faults = BatchFaults(label.rank)
+        self._on_the_way: deque[tuple[LoadSample, Cut, Mapping[str, Cut], Cut]] = deque()
         self._phase: Phase | None = None  # of the passes since the last cut
         self.num_cut = 0
 
@@ -70,10 +73,10 @@ class Sampler:
             slot_to_expert=held,
             tokens=np.zeros(held.shape, dtype=np.int64),
         )
-        cut = self._counter.cut()
+        cut, faults = self._counter.cut(), self.faults.cut()
         # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
-        self._on_the_way.append((sample, cut, self._last_strays))
+        self._on_the_way.append((sample, cut, faults, self._last_strays))
         self._first_unsampled, self._phase = step, None
         self.num_cut += 1
 
@@ -87,11 +90,12 @@ class Sampler:
 
         Raises:
             RankError: a router gave ids that no expert has. Their tokens were dropped, so answers
-                since the previous sample are wrong.
+                since the previous sample are wrong. Or ranks decided different pulls.
         """
-        while self._on_the_way and (wait or self._on_the_way[0][2].is_ready()):
-            sample, cut, strays = self._on_the_way.popleft()
+        while self._on_the_way and (wait or self._on_the_way[0][-1].is_ready()):
+            sample, cut, faults, strays = self._on_the_way.popleft()
             self._refuse_strays(int(strays.tokens()[0]), sample)
+            self.faults.read(faults)
             self._sink.offer(replace(sample, tokens=cut.tokens()))
 
     def _refuse_strays(self, found: int, sample: LoadSample) -> None:

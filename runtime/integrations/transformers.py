@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from eplb.errors import CheckpointError, ConfigError
+from runtime.batch_split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.description import GATE_UP
 from runtime.checkpoints.layouts import transformers_schema
@@ -144,20 +145,35 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def serve_experts(
-    model: nn.Module, bank: ExpertBank, table: RoutingTable, dispatcher: Dispatcher, *, rank: int
+    model: nn.Module,
+    bank: ExpertBank,
+    table: RoutingTable,
+    dispatcher: Dispatcher,
+    *,
+    rank: int,
+    split: BatchSplit | None = None,
 ) -> PassCounter:
     """Replace the experts of a model by layers that dispatch to all ranks.
 
     From then on a forward pass of one rank needs a forward pass of every rank: one without requests
     runs a dummy batch. The parameters of the experts are released with their modules.
 
+    Args:
+        split: ``runtime.batch_parts.BatchParts.split``: the only part that a library's model takes,
+            because its own code computes the shared expert and knows no spare slots.
+
     Returns:
         The count of the model's forward passes, for engines that do not number them.
 
     Raises:
-        ConfigError: the model has no experts that can be served.
+        ConfigError: the model has no experts that can be served, or the table has extra slots.
     """
     found = find_experts(model)
+    if table.extra_slots:
+        raise ConfigError(
+            f"the routing table has {table.extra_slots} extra slots, expected none: a model of the "
+            "transformers library takes batch.split alone"
+        )
     experts = LibraryExperts.over_slots(
         found, [bank.weights(number) for number in range(bank.num_layers)]
     )
@@ -166,7 +182,7 @@ def serve_experts(
     for number, one in enumerate(found):
         parent, _, leaf = one.path.rpartition(".")
         top_k = 0  # the model's router has chosen already
-        layer = MoELayer(number, top_k, experts, table, dispatcher)
+        layer = MoELayer(number, top_k, experts, table, dispatcher, split=split)
         setattr(model.get_submodule(parent), leaf, ServedExperts(layer, passes, rank))
     return passes
 

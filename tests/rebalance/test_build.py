@@ -26,6 +26,7 @@ from eplb.core.topology import Topology
 from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.shares.switches import BatchSwitches
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.build.controller import build_controller
 from rebalance.build.experts import RankPlace, torch_failures
@@ -183,13 +184,13 @@ def test_rank_config_of_strings_is_filled_as_from_an_environment() -> None:
 
 def test_agents_settings_are_those_of_the_config_and_the_device() -> None:
     topology = Topology.uniform(1, 2, slots_per_rank=5)
-    config = config_of(vote_every=4, load_phase="decode", splits_batches=True, extra_slots=1)
+    config = config_of(vote_every=4, load_phase="decode", batch=BatchSwitches(split=True, pulls=2))
 
     on_cpu = agent_settings(config, "run", topology, "cpu", membership=3)
     on_gpu = agent_settings(config, "run", topology, "cuda", membership=3)
 
     assert (on_cpu.vote_every, on_cpu.load_phase, on_cpu.membership) == (4, "decode", 3)
-    assert (on_cpu.splits_batches, on_cpu.extra_slots) == (True, 1)
+    assert (on_cpu.splits_batches, on_cpu.extra_slots) == (True, 2)
     assert (on_cpu.stage, on_gpu.stage) == (StageSettings(), StageSettings.while_serving())
 
 
@@ -199,7 +200,6 @@ def test_agents_settings_are_those_of_the_config_and_the_device() -> None:
         ({"vote_every": 0}, "vote_every is 0, expected more than 0"),
         ({"plan_deadline_s": -1.0}, "plan_deadline_s is -1.0, expected more than 0"),
         ({"scrub_every_steps": -1}, "scrub_every_steps is -1, expected 0 or more"),
-        ({"extra_slots": 1}, "extra_slots is 1 without splits_batches, expected both"),
     ],
 )
 def test_rank_config_out_of_range_is_refused(given: dict[str, Any], words: str) -> None:

@@ -244,7 +244,7 @@ def test_description_shows_no_secret_and_its_summary_names_what_differs() -> Non
     [
         ("{", "cannot be read"),
         ('{"store": 7}', "TypeError in the values of a DeploymentDescription"),
-        (described().to_json().replace('"version": 2', '"version": 3'), "version 3, expected 2"),
+        (described().to_json().replace('"version": 3', '"version": 4'), "version 4, expected 3"),
     ],
 )
 def test_damaged_description_is_refused(tmp_path: Path, text: str, expected: str) -> None:

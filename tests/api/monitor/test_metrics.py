@@ -67,6 +67,7 @@ TYPES = {
     "eplb_mover_failures": "counter",
     "eplb_anomalies": "counter",
     "eplb_store_errors": "counter",
+    "eplb_batch_faults": "counter",
     "eplb_telemetry_dropped": "counter",
     "eplb_rebalances": "counter",
     "eplb_plans": "counter",

@@ -1,0 +1,260 @@
+"""The parts of a rank that act on each batch, made as the deployment's switches say.
+
+    parts = make_batch_parts(switches, rank, model, max_tokens=...)
+    dispatcher over parts.topology, with parts.top_k columns
+    experts = parts.experts(LoopExperts)
+    MoELayer(..., experts, split=parts.split, spread=parts.spread, pulls=parts.pulls)
+
+With all switches off the same code gives a layer without them.
+
+Shapes:  L MoE layers, E experts, R ranks, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError, EplbError, RankError
+from eplb.shares.batch import SplitRule
+from eplb.shares.pulls import PullRule
+from eplb.shares.shared_expert import LEAST
+from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS, BatchSwitches
+from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank, PeerBank, PlainArena, bank_bytes
+from runtime.group.agreement import first_refusal, gathered
+from runtime.memory.symmetric import SymmetricArena
+from runtime.model.compute import BankExperts, Experts
+from runtime.peer_counts import PeerCounts
+from runtime.pulls.device import DevicePulls
+from runtime.pulls.host import HostPulls
+from runtime.pulls.layer import PulledExperts
+from runtime.pulls.readers import HostReader, Peer
+from runtime.routing import RoutingTable
+from runtime.shared_spread import SharedSpread
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """Figures by which the parts decide; alike on all ranks."""
+
+    split: SplitRule = field(default_factory=SplitRule)
+    # ``spare_slots`` and ``pull_rows`` are those of the switches.
+    pull: PullRule = field(default_factory=PullRule)
+    least_shared: int = LEAST  # tokens of the shared expert that a rank gives away, or none
+    # Width of the shared experts together, over that of a routed one; 0: their number.
+    shared_weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class BatchRank:
+    """The rank that the parts are made for."""
+
+    rank: int  # a source of tokens and a rank of the topology
+    topology: Topology  # of the placement
+    tokens: dist.ProcessGroup  # all ranks; gathers the counts
+    control: dist.ProcessGroup  # all ranks; what they agree on before they serve
+    bank: ExpertBank
+    table: RoutingTable  # with the switches' extra slots
+    counter: SlotCounter  # with the switches' extra slots
+    deadline_s: float  # for a pull between processes of a host
+
+
+@dataclass(frozen=True)
+class BatchParts:
+    """What a rank's layers, dispatcher and experts need of the switches."""
+
+    switches: BatchSwitches
+    topology: Topology  # for the dispatcher: extra slots included
+    top_k: int  # columns of the dispatch: K, or one more for the shared expert
+    bank: ExpertBank
+    split: BatchSplit | None = None
+    spread: SharedSpread | None = None
+    pulls: HostPulls | DevicePulls | None = None
+    spare: ExpertBank | None = None  # one layer: records of the spare slots
+    # Faults that the device counts without stopping, each [1] int32, by LATE_COUNTS (exchanges that
+    # missed their deadline) and DIFFERENT_PULLS (ranks decided differently: outputs are wrong).
+    faults: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def experts(self, make: Callable[[ExpertBank], BankExperts]) -> Experts:
+        """Experts of the rank's slots, spare ones included.
+
+        Args:
+            make: gives the experts of a bank, such as the class ``LoopExperts``. Where the shared
+                expert is on light ranks they have its weights (``shared``).
+        """
+        resident = make(self.bank)
+        if self.pulls is None or self.spare is None:
+            return resident
+        return PulledExperts(resident, make(self.spare), self.bank.num_slots, self.pulls)
+
+
+def make_batch_parts(
+    switches: BatchSwitches,
+    rank: BatchRank,
+    model: ModelShape,
+    *,
+    max_tokens: int,
+    rules: BatchRules | None = None,
+) -> BatchParts:
+    """Make the parts that are on; collective, before the rank serves.
+
+    Args:
+        switches: alike on all ranks.
+        rank: this one.
+        model: the MoE layers and their experts.
+        max_tokens: of a batch of this rank, in one layer.
+        rules: alike on all ranks; None: the default ones.
+
+    Raises:
+        ConfigError: a switch does not fit the model, the device or the ranks' memory; on every rank
+            if on one.
+        RankError: ranks have different switches or rules.
+    """
+    rules = rules or BatchRules()
+    top_k = model.top_k + switches.spreads
+    off = BatchParts(switches, rank.topology.widened(switches.extra_slots), top_k, rank.bank)
+    _agree(switches, rules, rank.control)
+    wrong = first_refusal(_misfit(switches, rank, model), rank.control)
+    if wrong:
+        raise ConfigError(wrong)
+    if not switches.split:
+        return off
+    faults: dict[str, torch.Tensor] = {}
+    exchange: PeerCounts | None = None
+    if switches.exchange == "peer_memory":
+        exchange = PeerCounts.join(model.num_experts, rank.tokens, rank.bank.device)
+        faults[LATE_COUNTS] = exchange.tensors.late
+    split = BatchSplit(
+        rank.table,
+        exchange or all_gather_counts(rank.tokens),
+        source=rank.rank,
+        num_sources=rank.topology.num_ranks,
+        max_pairs=max_tokens * model.top_k,
+        rule=rules.split,
+    )
+    on = replace(off, split=split, faults=faults)
+    if switches.spreads:
+        weight = rules.shared_weight or float(model.num_shared_experts)
+        least = rules.least_shared
+        spread = SharedSpread(rank.table, split, top_k=model.top_k, weight=weight, least=least)
+        return replace(on, spread=spread)
+    return _with_pulls(on, split, rank, rules) if switches.pulls else on
+
+
+def _agree(switches: BatchSwitches, rules: BatchRules, control: dist.ProcessGroup) -> None:
+    """Refuse ranks with other switches or rules: each would send tokens by decisions of its own."""
+    texts = gathered([repr(switches), repr(rules)], control)
+    for other, found in enumerate(texts):
+        for name, one, first in zip(("switches", "rules"), found, texts[0], strict=True):
+            if one != first:
+                raise RankError(
+                    f"the batch {name} of the ranks differ: found {one} on rank {other}, "
+                    f"expected {first} as on rank 0"
+                )
+
+
+def _misfit(switches: BatchSwitches, rank: BatchRank, model: ModelShape) -> str:
+    """What of this rank does not fit the switches, in words; "": all does."""
+    if rank.table.extra_slots != switches.extra_slots:
+        return (
+            f"the routing table has {rank.table.extra_slots} extra slots, expected "
+            f"{switches.extra_slots}, those of the batch switches ({switches})"
+        )
+    if switches.spreads and not model.num_shared_experts:
+        return (
+            'batch.shared_expert is "light_ranks" and the model has no shared expert, '
+            'expected "home"'
+        )
+    is_cuda = rank.bank.device.type == "cuda"
+    if switches.exchange == "peer_memory" and not is_cuda:
+        return 'batch.exchange is "peer_memory" on a CPU, expected "group"'
+    if switches.pulls and is_cuda and not isinstance(rank.bank.arena, SymmetricArena):
+        return (
+            f"batch.pulls is {switches.pulls}, and peers cannot map the memory of this rank's "
+            f"experts, which is a {type(rank.bank.arena).__name__}, expected a SymmetricArena, "
+            "or pulls = 0"
+        )
+    if switches.pulls and not is_cuda and not rank.bank.handle:
+        return (
+            f"batch.pulls is {switches.pulls}, and processes of this host cannot map the memory of "
+            "this rank's experts, expected shared memory, or pulls = 0"
+        )
+    return ""
+
+
+def _with_pulls(
+    parts: BatchParts, split: BatchSplit, rank: BatchRank, rules: BatchRules
+) -> BatchParts:
+    switches, device = parts.switches, rank.bank.device
+    rule = replace(rules.pull, spare_slots=switches.pulls, pull_rows=switches.pull_rows)
+    arena = PlainArena(bank_bytes(rank.bank.schema, 1, rule.spare_slots, 0), device)
+    spare = ExpertBank(rank.bank.schema, 1, rule.spare_slots, num_staging=0, arena=arena)
+    if device.type == "cuda":
+        on_device = _device_pulls(split, rank, rule, spare)
+        faults = {**parts.faults, DIFFERENT_PULLS: on_device.differences}
+        return replace(parts, pulls=on_device, spare=spare, faults=faults)
+    peers = _peers_of_host(rank)
+    reader = HostReader(peers, spare, deadline_s=rank.deadline_s)
+    pulls = HostPulls(
+        split,
+        rank.topology,
+        rank.rank,
+        rank.topology.host_of_rank.astype(np.int64),
+        rule,
+        reader,
+        all_gather_counts(rank.tokens),
+        rank.counter,
+    )
+    return replace(parts, pulls=pulls, spare=spare)
+
+
+def _device_pulls(
+    split: BatchSplit, rank: BatchRank, rule: PullRule, spare: ExpertBank
+) -> DevicePulls:
+    """Pulls over the ranks of one symmetric allocation, each of which has mapped all others."""
+    arena, num_ranks = rank.bank.arena, rank.topology.num_ranks
+    assert isinstance(arena, SymmetricArena), "refused before"
+    # Closing exchanges run on a side stream: over a group of the tokens they would wait for it.
+    members = dist.get_process_group_ranks(rank.tokens)
+    closing = dist.new_group(members, backend="nccl", use_local_synchronization=True)
+    assert isinstance(closing, dist.ProcessGroup), "this rank is a member"
+    return DevicePulls(
+        split,
+        rank.topology,
+        rank.rank,
+        np.zeros(num_ranks, dtype=np.int64),
+        rule,
+        [arena.peer(other).data_ptr() for other in range(num_ranks)],
+        spare,
+        all_gather_counts(closing),
+        rank.counter,
+    )
+
+
+def _peers_of_host(rank: BatchRank) -> dict[int, Peer]:
+    """Live slots of the other ranks of this host; collective.
+
+    Raises:
+        ConfigError: a rank cannot attach those of another one.
+    """
+    hosts, slots = rank.topology.host_of_rank, rank.topology.slots_of_rank
+    found: dict[int, Peer] = {}
+    wrong = ""
+    for other, handle in enumerate(gathered(rank.bank.handle, rank.control)):
+        if other == rank.rank or hosts[other] != hosts[rank.rank]:
+            continue
+        try:
+            found[other] = PeerBank(str(handle), rank.bank, int(slots[other]))
+        except EplbError as exc:
+            wrong = f"batch.pulls: the slots of rank {other} cannot be attached: {exc}"
+    if refusal := first_refusal(wrong, rank.control):
+        raise ConfigError(refusal)
+    return found

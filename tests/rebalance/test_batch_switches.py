@@ -1,0 +1,150 @@
+"""Ranks that a configuration file switches on: right outputs, and the parts at work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from batching_rank import ALWAYS, BatchingSetup, Served, serve_switches
+
+from api.config.loader import load_settings
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from eplb.shares.switches import BatchSwitches
+from rebalance.build.config import NetworkConfig, RankConfig
+from rebalance.build.host_cache import build_host_cache
+from rebalance.preload.cache.cache_settings import HostCacheSettings
+from rebalance.preload.cache.local_socket import HostCacheAddress
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.experts import ExpertSchema
+from runtime.group.launch import launch
+from telemetry import open_store
+
+DEADLINE_S = 90.0
+# Experts 0 and 1 are on both ranks, 2, 3 and 4 on rank 0 alone, 5, 6 and 7 on rank 1.
+START = Placement(np.tile([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], (2, 1)), num_experts=8)
+TOPOLOGY = Topology.uniform(1, 2, slots_per_rank=5)
+PAIRS = 24 * 2  # tokens of a rank times top-k
+FILES = {
+    "off": "",
+    "split": "split = true",
+    "spread": 'split = true\nshared_expert = "light_ranks"',
+    "pulls": "split = true\npulls = 1\npull_rows = 2",
+}
+
+
+def switches_of(text: str, folder: Path) -> BatchSwitches:
+    path = folder / "eplb.toml"
+    path.write_text(f"[batch]\n{text}\n")
+    return load_settings({}, config=path, environ={}).batch.switches()
+
+
+def config_of(switches: BatchSwitches) -> RankConfig:
+    network = NetworkConfig(interface="lo")
+    return RankConfig("test", sample_steps=4, staging_experts=4, network=network, batch=switches)
+
+
+@pytest.fixture
+def setup(
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+    small_checkpoint: Checkpoint,
+    tmp_path: Path,
+) -> Iterator[BatchingSetup]:
+    url = f"sqlite:{tmp_path / 'store.sqlite'}"
+    address = HostCacheAddress(f"batch-{os.getpid()}", os.urandom(16))
+    weights = small_checkpoint.path
+    with closing(open_store(url, "test")) as store:
+        store.commit(START, expected=None, reason="start")
+    cache = build_host_cache(HostCacheSettings(), address, small_model, small_schema, weights)
+    with closing(cache):
+        yield BatchingSetup(
+            (), TOPOLOGY, address, small_model, small_schema, weights, url, ((0, 2), (2, 3))
+        )
+
+
+def served(
+    setup: BatchingSetup, files: Mapping[str, str], folder: Path
+) -> list[list[list[Served]]]:
+    """By configuration, batch and rank."""
+    configs = tuple(config_of(switches_of(text, folder)) for text in files.values())
+    by_rank = launch(serve_switches, 2, replace(setup, configs=configs), deadline_s=DEADLINE_S)
+    return [
+        [list(of_batch) for of_batch in zip(*of_config, strict=True)]
+        for of_config in zip(*by_rank, strict=True)
+    ]
+
+
+def test_every_switch_of_a_file_gives_the_outputs_of_the_reference(
+    setup: BatchingSetup, tmp_path: Path
+) -> None:
+    found = dict(zip(FILES, served(setup, FILES, tmp_path), strict=True))
+
+    errors = {name: max(one.max_error for b in of for one in b) for name, of in found.items()}
+    assert max(errors.values()) <= 1e-5, errors
+    # Experts 0 and 2: planned shares halve 0 beside all of 2; the batch's split makes ranks even.
+    rows = {name: [one.routed for one in of[0]] for name, of in found.items()}
+    assert rows["off"] == [72, 24]
+    assert rows["split"] == [PAIRS, PAIRS]
+    # Experts 2 and 3, which rank 1 does not have: all of the shared expert's 48 tokens go there,
+    # or half of the routed tokens to the record that it pulls.
+    assert [one.extra for one in found["spread"][1]] == [0, 48]
+    home, pulled = [one.extra for one in found["pulls"][1]]
+    assert home == 0
+    assert PAIRS - 2 <= pulled <= PAIRS  # a pull aims at one of 16 levels
+    assert [of[0][0].reported for of in found.values()] == [
+        "off",
+        "split",
+        "split, shared expert on light ranks",
+        "split, pulls into 1 spare slots",
+    ]
+    assert found["split"][0][0].before == "split: configured, and not made by this engine"
+
+
+def test_what_does_not_fit_the_device_or_the_model_is_refused_on_all_ranks(
+    setup: BatchingSetup, tmp_path: Path
+) -> None:
+    plain = replace(setup, model=replace(setup.model, num_shared_experts=0))
+    files = {"peers": 'split = true\nexchange = "peer_memory"', "spread": FILES["spread"]}
+
+    (peers,), (spread,) = served(plain, files, tmp_path)
+
+    assert [one.refusal for one in peers] == [
+        'ConfigError: rank 0: batch.exchange is "peer_memory" on a CPU, expected "group"'
+    ] * 2
+    assert [one.refusal for one in spread] == [
+        'ConfigError: rank 0: batch.shared_expert is "light_ranks" and the model has no shared '
+        'expert, expected "home"'
+    ] * 2
+
+
+def test_ranks_with_other_rules_are_refused(setup: BatchingSetup, tmp_path: Path) -> None:
+    other = replace(ALWAYS, least_shared=2)
+
+    ((found,),) = served(replace(setup, rules=(ALWAYS, other)), {"split": FILES["split"]}, tmp_path)
+
+    assert all("RankError: the batch rules of the ranks differ" in one.refusal for one in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('shared_expert = "light_ranks"', "and batch.split is false, expected true"),
+        ("pulls = 2", "batch.pulls is 2 and batch.split is false, expected true"),
+        ('exchange = "peer_memory"', '"peer_memory" and batch.split is false, expected true'),
+        (f"{FILES['spread']}\npulls = 1", "batch.pulls is 1, expected one of both"),
+        ("split = true\npull_rows = 5", "pull_rows is 5 and batch.pulls is 0, expected spare"),
+    ],
+)
+def test_switches_that_do_not_go_together_are_refused_in_words(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        switches_of(text, tmp_path)
