@@ -49,7 +49,7 @@ NOT_RUN = {
     "docs/quick-start.md": 2,
     "docs/deployment.md": 17,
     "docs/deployment-profiles.md": 4,
-    "docs/embedding.md": 1,
+    "docs/embedding.md": 2,
     "docs/engines.md": 4,
     "docs/engines-vllm.md": 2,
     "docs/metrics.md": 1,
