@@ -146,7 +146,15 @@ def workers_of(pid: int) -> list[int]:
     """The children of a process that are pool workers, by their command line."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     pids = [int(word) for file in children for word in file.read_text().split()]
-    return [one for one in pids if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [one for one in pids if b"spawn_main" in command_line(one)]
+
+
+def command_line(pid: int) -> bytes:
+    """b"" for a process that has ended since it was listed."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def until(holds: Callable[[], bool]) -> None:
