@@ -16,37 +16,31 @@ travels, so only what the interleaving costs is seen. Other dispatchers transfer
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from itertools import product
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.migration.decode import VOCABULARY, dense_weights
-from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing, read
+from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing
 from benchmarks.serve_ranks import (
     HIDDEN,
     INTERMEDIATE,
     SEED,
     SMALL_HIDDEN,
     SMALL_INTERMEDIATE,
-    STEPS,
     Arm,
     Batch,
     Group,
     Layers,
-    Step,
+    arguments,
     join,
-    show,
+    measure,
 )
 from eplb.core.model import ModelShape
 from runtime.batch_split import BatchSplit
-from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.model.moe import MoEStack
 
-DECODE, PREFILL = (64, 128), (2048,)  # tokens of a rank, of both halves
+SIZES = {"decode": (64, 128), "prefill": (2048,)}  # tokens of a rank, of both halves
 SEQUENCES = 2  # of a half
 
 
@@ -111,36 +105,15 @@ def arms_of(
 
 def main() -> None:
     """Measure every trace at every size."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--file", type=Path, required=True, help="of benchmarks.routing_file")
-    parser.add_argument("--precision", choices=("fp8", "bf16"), default="fp8")
-    parser.add_argument("--modes", nargs="+", choices=("decode", "prefill"), default=list(STEPS))
-    parser.add_argument("--steps", type=int, help="of each line, instead of the usual")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--dispatcher", choices=("auto", "deepep", "all_to_all", "local"), default="auto"
-    )
-    asked = parser.parse_args()
+    asked = arguments(__doc__).parse_args()
     group = join(asked.device)
-    traces = read(asked.file, group.size)
     model, weights = dense(group)
-    if not group.rank:
-        print(f"{group.size} ranks, {asked.precision}, dispatcher {asked.dispatcher}")
-        print(f"{'mode':9}{'tokens':>7} {'trace':9}{'arm':24}{'us':>9}{'p99':>9}", end="")
-        print(f"{'speed':>8}{'rows':>7}", flush=True)
-    for mode in asked.modes:
-        sizes = DECODE if mode == "decode" else PREFILL
-        layers = Layers(group, asked.precision, mode, sizes, asked.dispatcher)
-        has_sizes_on_host = isinstance(layers.dispatcher, AllToAllDispatcher)
-        in_graph = group.is_cuda and mode == "decode" and not has_sizes_on_host
-        for tokens, routing in product(sizes, traces):
-            step = Step(layers, tokens, in_graph=in_graph)
-            arms = arms_of(layers, tokens, routing, model, weights)
-            show(step, mode, routing, arms, asked.steps or STEPS[mode])
-        del layers, step, arms
-    dist.destroy_process_group()
+    measure(
+        asked,
+        group,
+        SIZES,
+        lambda layers, tokens, routing: arms_of(layers, tokens, routing, model, weights),
+    )
 
 
 if __name__ == "__main__":

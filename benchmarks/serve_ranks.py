@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -54,7 +54,7 @@ from runtime.routing import RoutingTable, TableLayers
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 SMALL_HIDDEN, SMALL_INTERMEDIATE = 64, 32  # on a CPU
-DECODE, PREFILL = (32, 64, 128), (1024, 4096)  # tokens of a rank
+SIZES = {"decode": (32, 64, 128), "prefill": (1024, 4096)}  # tokens of a rank
 STEPS = {"decode": 100, "prefill": 20}
 WARM_UP, COUNTED_BATCHES, SEED = 3, 4, 3
 LEAD_CYCLES = 300_000  # of the device, 0.15 ms
@@ -345,10 +345,10 @@ def show(step: Step, mode: str, routing: Routing, arms: dict[str, Arm], steps: i
         )
 
 
-def main() -> None:
-    """Measure every trace at every size."""
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What a program that measures layers over the ranks at hand is asked."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--file", type=Path, required=True, help="of benchmarks.routing_file")
     parser.add_argument("--precision", choices=("fp8", "bf16"), default="fp8")
@@ -359,26 +359,53 @@ def main() -> None:
     parser.add_argument(
         "--dispatcher", choices=("auto", "deepep", "all_to_all", "local"), default="auto"
     )
-    asked = parser.parse_args()
-    group = join(asked.device)
+    return parser
+
+
+def measure(
+    asked: argparse.Namespace,
+    group: Group,
+    sizes: Mapping[str, Sequence[int]],
+    arms_of: Callable[[Layers, int, Routing], dict[str, Arm]],
+) -> None:
+    """Measure every trace at every size, and leave the group.
+
+    Args:
+        asked: by ``arguments``.
+        group: of all ranks.
+        sizes: usual tokens of a rank, by mode.
+        arms_of: what is compared; the last arm is what the others are compared with.
+    """
     traces = read(asked.file, group.size)
     if not group.rank:
         where = torch.cuda.get_device_name() if group.is_cuda else "CPU"
-        print(f"{group.size} x {where}, torch {torch.__version__}, {asked.precision}")
+        print(f"{group.size} x {where}, torch {torch.__version__}, {asked.precision}", end="")
+        print(f", dispatcher {asked.dispatcher}")
         print(f"{'mode':9}{'tokens':>7} {'trace':9}{'arm':24}{'us':>9}{'p99':>9}", end="")
         print(f"{'speed':>8}{'rows':>7}", flush=True)
     for mode in asked.modes:
-        sizes = asked.tokens or (DECODE if mode == "decode" else PREFILL)
-        layers = Layers(group, asked.precision, mode, sizes, asked.dispatcher)
+        tokens_of_rank = asked.tokens or sizes[mode]
+        layers = Layers(group, asked.precision, mode, tokens_of_rank, asked.dispatcher)
         # The sizes of the all-to-all are on the host, which no graph can hold.
         has_sizes_on_host = isinstance(layers.dispatcher, AllToAllDispatcher)
         in_graph = group.is_cuda and mode == "decode" and not has_sizes_on_host
-        for tokens, routing in product(sizes, traces):
+        for tokens, routing in product(tokens_of_rank, traces):
             step = Step(layers, tokens, in_graph=in_graph)
-            arms = layers.arms(tokens, routing.placements)
+            arms = arms_of(layers, tokens, routing)
             show(step, mode, routing, arms, asked.steps or STEPS[mode])
         del layers, step, arms
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure every trace at every size."""
+    asked = arguments(__doc__).parse_args()
+    measure(
+        asked,
+        join(asked.device),
+        SIZES,
+        lambda layers, tokens, routing: layers.arms(tokens, routing.placements),
+    )
 
 
 if __name__ == "__main__":
