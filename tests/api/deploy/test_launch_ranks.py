@@ -61,8 +61,9 @@ def test_engine_that_formed_its_group_itself_keeps_it(
 ) -> None:
     host = OneHost(stack, tmp_path, small_checkpoint.path)
     host.start_cache()
-    engine = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
-    (tmp_path / "own_group.py").write_text(engine + (tmp_path / "engine.py").read_text())
+    joined = "import torch.distributed as dist\ndist.init_process_group('gloo')\n\nimport torch\n"
+    engine = (tmp_path / "engine.py").read_text().replace("import torch\n", joined, 1)
+    (tmp_path / "own_group.py").write_text(engine)
 
     program = (sys.executable, "own_group.py")
     launch = host.start("eplb", "launch", "--", *program, GLOO_SOCKET_IFNAME="lo")
