@@ -235,8 +235,8 @@ def resolve(
         ConfigError: settings that do not fit together, or a secret that cannot be used.
         CheckpointError: the checkpoint's folder cannot be read.
     """
-    # Refused here where one of their files is not set.
-    _ = settings.network.tls, settings.http.certificate
+    # Refused here where one of their files is not set, or switches exclude each other.
+    _ = settings.network.tls, settings.http.certificate, settings.batch.switches()
     hosts = tuple(settings.topology.hosts) or (LOOPBACK,)
     is_remote = any(not is_loopback(host) for host in hosts)
     if is_remote and len(hosts) > 1 and (path := file_of(settings.deployment.store)) is not None:

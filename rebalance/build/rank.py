@@ -78,7 +78,12 @@ class BuiltRank:
             budget_s: for all points.
         """
         found = measure_experts(
-            experts, self.bank, self.model.hidden, fp8_rows=fp8_rows, budget_s=budget_s
+            experts,
+            self.bank,
+            self.model.hidden,
+            fp8_rows=fp8_rows,
+            extra_slots=self.config.batch.extra_slots,
+            budget_s=budget_s,
         )
         self.agent.expert_times = found
         points = dict(zip(found.rows, found.us, strict=True))

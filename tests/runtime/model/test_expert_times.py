@@ -47,6 +47,17 @@ def test_all_slots_have_the_rows_of_a_point_as_far_as_memory_goes() -> None:
         assert counts == [rows] * busy + [0] * (SLOTS - busy)
 
 
+def test_slots_after_the_banks_get_no_rows() -> None:
+    held = bank()
+    shared = {name: tensor[:1].clone() for name, tensor in held.weights(0).items()}
+    noted = NotedExperts(LoopExperts(held, shared=[shared] * LAYERS))
+
+    found = measure_experts(noted, held, HIDDEN, extra_slots=1)
+
+    assert found.rows == sorted(POINTS)
+    assert {(len(counts), counts[-1]) for counts in noted.counts.values()} == {(SLOTS + 1, 0)}
+
+
 def test_layers_take_turns() -> None:
     held = bank()
     noted = NotedExperts(LoopExperts(held))
