@@ -162,7 +162,7 @@ def _agree(switches: BatchSwitches, rules: BatchRules, control: dist.ProcessGrou
 
 
 def _misfit(switches: BatchSwitches, rank: BatchRank, model: ModelShape) -> str:
-    """What of this rank does not fit the switches, in words; "": all does."""
+    """Refusal of switches that do not fit this rank; "" if they fit."""
     if rank.table.extra_slots != switches.extra_slots:
         return (
             f"the routing table has {rank.table.extra_slots} extra slots, expected "

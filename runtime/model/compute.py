@@ -9,6 +9,7 @@ Shapes:  C slots of this rank, n rows, M places of a slot, H hidden, I intermedi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -52,7 +53,7 @@ class _Slots:
     results: torch.Tensor  # [n, H], to be filled
 
 
-class BankExperts:
+class BankExperts(ABC):
     """Experts of a bank's slots, and of shared experts' slots after those.
 
     Args:
@@ -115,8 +116,9 @@ class BankExperts:
             weights, shared = shared, {}
         yield weights, shared
 
+    @abstractmethod
     def _run(self, slots: _Slots) -> None:
-        raise NotImplementedError
+        """Write the results of some slots, whose weights have one shape."""
 
 
 class LoopExperts(BankExperts):
