@@ -9,29 +9,36 @@ ENGINES := vllm sglang
 # Tests start hundreds of processes: each would compile the project's modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-engines check bench clean
+.PHONY: demo test test-all test-slow test-gpu test-engines check bench clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
 
-# Four at once, which wait as long as they compute; file by file: a file's tests share what they start.
-# The order of files is that of tests/conftest.py.
-test: $(VENV)/.dev
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+# As many workers as there are cores, file by file: a file's tests share what they start.
+PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
+# Every decision, every contract, and one whole journey, on what pip brings.
+test: $(VENV)/.dev
+	$(PYTEST) $(ARGS)
+
+# Everything that needs neither a GPU nor an engine's wheel: browsers, clusters, deaths, documents.
+test-all: $(VENV)/.dev
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+# Soaks: a hang is found after an hour.
 test-slow: $(VENV)/.dev
-	$(BIN)/pytest -m slow --timeout 3600 $(ARGS)
+	$(BIN)/pytest -m slow -o faulthandler_timeout=3600 $(ARGS)
 
 # With the GPU host's own Python and torch, and the deep_ep that is installed there: no environment
 # is made, and neither web nor solver libraries are needed.
 test-gpu:
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support:$(CURDIR)/tests/support/models:$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
 		-W "ignore::pytest.PytestUnknownMarkWarning" -ra -q tests/gpu $(ARGS)
 
 # The real wheels of serving engines, on a CPU: each in an environment of its own.
 test-engines: $(ENGINES:%=.venv-%/packages.txt)
 	for engine in $(ENGINES); do \
-		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" --timeout 3600 tests/engines/$$engine $(ARGS) || exit 1; \
+		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/$$engine $(ARGS) || exit 1; \
 	done
 
 .venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh

@@ -17,8 +17,15 @@ from typing import Any
 
 import pytest
 import yaml
-from document_facts import anchors, is_known, is_ready, metric_names, run_to_end, shell_lines
-from documents import (
+
+from api.config.loader import load, profile_names
+from api.http.app import create_app
+from rebalance.engines import gauge
+from rebalance.engines.vllm.tools.replay import STRATEGY
+from telemetry import open_store
+from telemetry.formats.engines.vllm import STATS
+from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.documents import (
     GENERATED,
     PACKAGES,
     Block,
@@ -29,15 +36,15 @@ from documents import (
     pages,
     text_of,
 )
-from repository import ROOT
-
-from api.config.loader import load, profile_names
-from api.http.app import create_app
-from rebalance.engines import gauge
-from rebalance.engines.vllm.tools.replay import STRATEGY
-from telemetry import open_store
-from telemetry.formats.engines.vllm import STATS
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.pages.document_facts import (
+    anchors,
+    is_known,
+    is_ready,
+    metric_names,
+    run_to_end,
+    shell_lines,
+)
+from tests.support.repository import ROOT
 
 SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
 ADDRESS = re.compile(r"^(http://)?[\d.]+:8765")
@@ -112,7 +119,6 @@ SLOW_PAGES = {
 }
 
 
-@pytest.mark.timeout(PAGE_DEADLINE_S + 60)
 @pytest.mark.parametrize(
     "page",
     [

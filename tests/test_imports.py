@@ -12,10 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
-DEADLINE_S = 60.0
-MOST_MODULES = 12  # of a folder
+from tests.support.repository import ROOT
 
 
 @dataclass(frozen=True)
@@ -214,20 +212,6 @@ def late_lines(source: Path) -> set[int]:
     return late
 
 
-@pytest.mark.parametrize("top", [*sorted(OURS), "benchmarks", "tests"])
-def test_folder_can_be_read_at_a_glance(top: str) -> None:
-    folders = {file.parent for file in sources(top)}
-
-    crowded = {
-        str(folder.relative_to(ROOT)): count
-        for folder in folders
-        if (count := sum(not file.name.startswith("__") for file in folder.glob("*.py")))
-        > MOST_MODULES
-    }
-
-    assert crowded == {}
-
-
 def test_planner_draws_from_seeded_generators_only() -> None:
     seeded = ("default_rng", "Generator", "SeedSequence", "RandomState", "MT19937")
     drawing = [
@@ -269,9 +253,7 @@ def lines_for_types(source: Path) -> set[int]:
 def test_package_does_not_import_torch(package: str) -> None:
     code = f"import sys, {package}; print(sorted({{'torch', 'redis', 'ray'}} & sys.modules.keys()))"
 
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
     assert (ended.stdout.strip(), ended.stderr) == ("[]", "")
 
@@ -300,7 +282,7 @@ def test_import_of_the_planner_loads_no_compiler_and_no_solver() -> None:
     code = "import sys, eplb; eplb.Topology.uniform(1, 2, 3); print(sorted(sys.modules))"
 
     loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     ).stdout
 
     assert "'eplb.core.topology'" in loaded

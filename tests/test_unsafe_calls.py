@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from repository import ROOT
+
+from tests.support.repository import ROOT
 
 PACKAGES = ("eplb", "runtime", "telemetry", "rebalance", "api", "simulations")
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

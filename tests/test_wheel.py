@@ -7,12 +7,13 @@ import sys
 import zipfile
 
 import pytest
-from repository import ROOT
+
+from tests.support.repository import ROOT
 
 PACKAGES = {"eplb", "runtime", "telemetry", "rebalance", "api", "simulations"}
 DEADLINE_S = 300.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE_S)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

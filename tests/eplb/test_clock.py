@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from simulated_time import Clock
-
 from eplb.clock import Deadline
+from tests.support.simulated_time import Clock
 
 
 def test_deadline_passes_at_its_moment_and_not_before() -> None:

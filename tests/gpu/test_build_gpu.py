@@ -12,8 +12,6 @@ import torch
 
 pytest.importorskip("zstandard", reason="the store packs samples with it")
 
-from engine_rank import EngineSetup, serve
-
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -25,6 +23,7 @@ from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from runtime.group.launch import launch
 from telemetry import open_store
+from tests.support.models.engine_rank import EngineSetup, serve
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,8 +26,6 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 pytest.importorskip("zstandard", reason="the store packs samples with it")
 
-from agent_group import QuickStore, Sink
-
 from benchmarks.migration.agent import emulated_migration, wire_emulated
 from benchmarks.migration.big_rank import NoHostCache
 from benchmarks.simulator.local_dispatch import LocalDispatcher
@@ -60,6 +58,7 @@ from tests.gpu.parts import (
     tokens_of,
     weights_of,
 )
+from tests.support.agent_group import QuickStore, Sink
 
 pytestmark = pytest.mark.gpu
 RANKS = 4  # that the one GPU stands for

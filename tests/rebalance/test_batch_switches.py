@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from batching_rank import ALWAYS, BatchingSetup, Served, serve_switches
 
 from api.config.loader import load_settings
 from eplb.core.model import ModelShape
@@ -26,6 +25,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.group.launch import launch
 from telemetry import open_store
+from tests.support.models.batching_rank import ALWAYS, BatchingSetup, Served, serve_switches
 
 DEADLINE_S = 90.0
 # Experts 0 and 1 are on both ranks, 2, 3 and 4 on rank 0 alone, 5, 6 and 7 on rank 1.

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engine_rank import EngineSetup, serve
 from pydantic import TypeAdapter
 
 from eplb.core.model import ModelShape
@@ -48,6 +47,7 @@ from telemetry import open_store
 from telemetry.reporter.drain import Tempo
 from telemetry.store import RunInfo
 from telemetry.stores.memory import MemoryStore
+from tests.support.models.engine_rank import EngineSetup, serve
 
 DEADLINE_S = 90.0
 SECRET = bytes(range(16))

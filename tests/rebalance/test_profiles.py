@@ -7,13 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controlled_deployment import SETTINGS, SKEWED, Clock, Deployment, decisions, events
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
 from rebalance.controller.loop import Controller
 from telemetry.store import Control, LoadStore
+from tests.support.controlled_deployment import (
+    SETTINGS,
+    SKEWED,
+    Clock,
+    Deployment,
+    decisions,
+    events,
+)
 
 # Prefill: 4 experts on 2 ranks of 3 slots. Decode: the same experts on 4 ranks of 2 slots.
 PREFILL = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

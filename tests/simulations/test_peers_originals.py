@@ -73,7 +73,6 @@ def stand_in(name: str, **attributes: Any) -> ModuleType:
 
 # The originals give torch tensors to numpy in a way that numpy 2 warns of.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("peer", CLASSES)
 def test_peer_plans_as_its_original_does(originals: dict[str, Any], peer: str) -> None:
     import torch

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import ROOT
 
 from eplb import CostModel, Topology, imbalance
 from eplb.core.load import LoadHistory
@@ -19,6 +18,7 @@ from simulations import Scenario, Workload, generate, load_trace, replay, replay
 from simulations.pages.comparison import comparison_page
 from simulations.report import conclusions, summary, write_json
 from telemetry.formats.npz import read_arrays
+from tests.support.repository import ROOT
 
 DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 from click.testing import Result
-from dying_work import HANGING, die_in_seed_0, hang_in_policy
 from typer.testing import CliRunner
 
 from api.cli.main import app
@@ -34,6 +33,7 @@ from simulations.sweep.results import SCHEMA_KEY, Results, Row, read_rows
 from simulations.sweep.run import Executor, Failure, Sweep, Work, on_this_host, sweep
 from simulations.sweep.task import run_task
 from simulations.windows import Windows
+from tests.support.dying_work import HANGING, die_in_seed_0, hang_in_policy
 
 DEADLINE_S = 60.0
 LOAD = Generated("generated:gamma:windows=4,layers=2,experts=16")

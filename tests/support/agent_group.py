@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from simulated_time import SkippingClock
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
@@ -33,6 +32,7 @@ from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
 from telemetry.store import RankState
 from telemetry.stores.memory import MemoryStore
+from tests.support.simulated_time import SkippingClock
 
 DEADLINE_S = 20.0
 AGENT_THREADS = frozenset({"eplb-watcher", MOVER, "eplb-commit-writer"})

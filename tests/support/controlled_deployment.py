@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from rank_reports import rank_report
 
 from eplb.core.load import LoadSample, Phase
 from eplb.core.model import ModelShape
@@ -19,6 +18,7 @@ from eplb.migration.build import Migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry.store import Control, Event, LoadStore, RunInfo, Task
+from tests.support.rank_reports import rank_report
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

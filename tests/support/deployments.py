@@ -14,10 +14,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from repository import ROOT
-
 from api.config.loader import load_settings
 from api.deploy.deployment import Deployment, resolve
+from tests.support.repository import ROOT
 
 EPLB = Path(sys.executable).with_name("eplb")
 TOY_ENGINE = Path(__file__).parent / "models" / "toy_engine.py"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controlled_deployment import START, Deployment, planned_by_request
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
@@ -20,6 +19,7 @@ from api.http.app import create_app
 from api.http.server import HttpService
 from telemetry import open_store
 from telemetry.store import Control
+from tests.support.controlled_deployment import START, Deployment, planned_by_request
 
 
 @pytest.fixture

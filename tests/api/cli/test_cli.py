@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_reports import rank_report
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
@@ -20,6 +19,7 @@ from eplb.errors import StoreError
 from telemetry import open_store
 from telemetry.store import Control, LoadStore, RunInfo
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.rank_reports import rank_report
 
 EPLB = Path(sys.executable).with_name("eplb")
 DEADLINE_S = 60.0

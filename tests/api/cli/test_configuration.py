@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from click.testing import Result
-from repository import ROOT
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
@@ -39,6 +38,7 @@ from telemetry.live import Control, LiveSettings
 from telemetry.reporter.drain import Tempo
 from telemetry.retention.pruning import Retention
 from telemetry.store import LoadStore, RunInfo
+from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
 SMALL = {

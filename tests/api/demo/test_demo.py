@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from repository import ROOT
 
 from eplb.core.placement import EMPTY
 from telemetry import open_store
 from telemetry.store import CommittedPlacement, Control, Event, LoadStore
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "eplb"))
 EPLB = Path(sys.executable).with_name("eplb")

@@ -15,7 +15,7 @@ from eplb.core.placement import EMPTY
 from telemetry import open_store
 from telemetry.store import LoadStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a demo with its ranks
+pytestmark = pytest.mark.slow  # a demo with its ranks
 SLOTS, RANK = 4, 3  # of each rank; the drained one
 
 

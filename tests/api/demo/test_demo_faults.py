@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from repository import ROOT
 from typer.testing import CliRunner
 
 from api.cli.main import app
 from telemetry import open_store
 from telemetry.store import LoadStore
 from telemetry.stores.sqlite.schema import SCHEMA_VERSION
+from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 SMALL = ["--ranks", "4", "--layers", "2", "--experts", "8", "--top-k", "2", "--port", "0", *TEXT]
@@ -354,7 +354,6 @@ def kill_a_rank(demo: Any, number: int, title: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # three starts, on a busy machine
 def test_ranks_restart_after_an_exit_until_the_budget_is_used_up(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:

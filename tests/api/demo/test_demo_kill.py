@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from telemetry import open_store
 from telemetry.store import LoadStore
+from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 KILLS = 10
@@ -109,7 +109,6 @@ def test_killed_demo_is_resumed_and_then_outlives_its_controller(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_controller_may_be_killed_at_ten_random_moments(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
@@ -117,7 +116,6 @@ def test_controller_may_be_killed_at_ten_random_moments(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_demo_survives_kills_at_ten_random_moments(tmp_path: Path, start_demo: StartDemo) -> None:
     moment = random.Random(2)
     before = shared_memory()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from telemetry.store import LoadStore
+from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 
@@ -95,7 +95,6 @@ def halts_right(demo: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_hung_controller_is_not_ready_and_is_restarted_within_the_deadline(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
@@ -131,7 +130,6 @@ def errors_and_plans(demo: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("title", "name"),
     [
@@ -155,7 +153,6 @@ def test_hung_process_that_does_not_serve_is_restarted(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_killed_host_cache_restarts_and_migrations_resume(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
@@ -188,7 +185,6 @@ def from_host(demo: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_killed_checker_is_restarted_and_checks_continue(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
@@ -204,7 +200,6 @@ def test_killed_checker_is_restarted_and_checks_continue(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_without_a_controller_serving_continues_and_readyz_fails(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:

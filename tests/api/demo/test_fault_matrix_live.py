@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from rebalance.protocol.journal import JOURNAL_FOLDER
 from telemetry import open_store
 from telemetry.store import Control, LoadStore
+from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 STATES = ("idle", "preload", "stage", "swap", "aborted")
@@ -297,7 +297,6 @@ def test_outputs_stay_right_with_a_bad_host_a_slow_rank_and_no_controller(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_controller_killed_in_any_state_is_replaced(
     serve: Callable[..., Target],
 ) -> None:
@@ -317,7 +316,6 @@ def test_controller_killed_in_any_state_is_replaced(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("host", [0, 1])
 def test_rank_of_any_host_killed_in_any_state_is_survived(
     serve: Callable[..., Target], host: int
@@ -341,7 +339,6 @@ def test_rank_of_any_host_killed_in_any_state_is_survived(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_host_cache_killed_in_any_state_is_survived_by_the_next_start(
     serve: Callable[..., Target],
 ) -> None:

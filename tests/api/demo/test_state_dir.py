@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import ROOT
 
 from api.demo.state_dir import StateDir
 from eplb.errors import ConfigError
+from tests.support.repository import ROOT
 
 HOLDER = """
 import sys

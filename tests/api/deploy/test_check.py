@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import Authority
-from deployments import SMALL, deployment_in, free_ports
 from typer.testing import CliRunner
 
 from api.cli.main import app
@@ -32,6 +30,8 @@ from rebalance.network.tls import TlsFiles
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.certificates import Authority
+from tests.support.deployments import SMALL, deployment_in, free_ports
 
 GIB = 2**30
 

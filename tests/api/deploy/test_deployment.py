@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import deployment_in
-from repository import ROOT
 
 from api.config.deployment import ModelSettings
 from api.deploy.deployment import Deployment
@@ -22,6 +20,8 @@ from api.deploy.model import model_shape
 from eplb.errors import CheckpointError, ConfigError
 from telemetry.store import Control, LoadStore
 from telemetry.stores.memory import MemoryStore
+from tests.support.deployments import deployment_in
+from tests.support.repository import ROOT
 
 SECRET = {"EPLB_SECRET": "0123456789abcdef"}
 TWO_HOSTS = {"topology__nodes": 2, "topology__hosts": ["10.0.0.1", "10.0.0.2"]}

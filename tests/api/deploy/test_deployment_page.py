@@ -18,12 +18,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from deployments import EPLB, CommandProcess, clean_environ
-from documents import blocks, files_of, text_of
-from repository import ROOT
-from two_hosts import ADDRESSES, TwoHosts, folders
 
 from telemetry.stores.redis.connection.local_server import find_redis_server
+from tests.support.deployments import EPLB, CommandProcess, clean_environ
+from tests.support.documents import blocks, files_of, text_of
+from tests.support.repository import ROOT
+from tests.support.two_hosts import ADDRESSES, TwoHosts, folders
 
 PAGE = "docs/deployment.md"
 BLOCKS = list(blocks(PAGE))
@@ -153,7 +153,6 @@ def test_every_output_of_the_page_follows_a_command_that_is_run() -> None:
 
 
 @pytest.mark.slow  # a minute: two ranks that import the library
-@pytest.mark.timeout(500)
 def test_first_part_of_the_page_runs_as_printed_on_one_host(one_host: Hosts) -> None:
     redis_line = next(line for line in commands_of(second_part=False) if "redis-server" in line)
     launch_line = "eplb launch -- python engine.py"
@@ -183,7 +182,6 @@ def test_first_part_of_the_page_runs_as_printed_on_one_host(one_host: Hosts) -> 
 
 
 @pytest.mark.slow  # a minute of two hosts
-@pytest.mark.timeout(500)
 def test_second_part_of_the_page_runs_as_printed_on_two_hosts(hosts: Hosts) -> None:
     outputs, launch_line = outputs_of(second_part=True), "eplb launch -- python engine.py"
     for host in range(2):
@@ -234,7 +232,6 @@ def ranks_of(launch: CommandProcess) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_ranks_of_both_hosts_serve_again_after_one_was_killed(hosts: Hosts) -> None:
     caches = [hosts.start(host, "eplb host-cache") for host in range(2)]
     for cache in caches:

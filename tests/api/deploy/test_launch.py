@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import EPLB, SMALL, CommandProcess, clean_environ, deployment_in, free_ports
 
 from api.config.sections import Supervision
 from api.deploy.launch import Launch, check_start, prepare_store, run_ranks
@@ -25,6 +24,14 @@ from eplb.errors import ConfigError, RankError
 from rebalance.build import places
 from rebalance.build.description import DeploymentDescription
 from rebalance.build.places import claim_place
+from tests.support.deployments import (
+    EPLB,
+    SMALL,
+    CommandProcess,
+    clean_environ,
+    deployment_in,
+    free_ports,
+)
 
 SECRET = "0123456789abcdef0123456789abcdef"
 PRINT_ENVIRON = (

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from deployments import OneHost
-from documents import files_of
 
 from rebalance.build.places import holder_of
 from runtime.checkpoints.checkpoint import Checkpoint
+from tests.support.deployments import OneHost
+from tests.support.documents import files_of
 
 
 @pytest.fixture
@@ -28,7 +28,6 @@ ENGINE = ("--", sys.executable, "engine.py")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_ranks_serve_again_after_one_was_killed(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:
@@ -55,7 +54,6 @@ def test_ranks_serve_again_after_one_was_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_engine_that_formed_its_group_itself_keeps_it(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:
@@ -74,7 +72,6 @@ def test_engine_that_formed_its_group_itself_keeps_it(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_engine_that_loads_its_own_weights_fills_the_slots(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:
@@ -96,7 +93,6 @@ def test_engine_that_loads_its_own_weights_fills_the_slots(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_torchrun_starts_ranks_of_the_same_deployment(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:
@@ -132,7 +128,6 @@ def test_torchrun_with_another_number_of_ranks_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_host_cache_with_another_secret_is_refused_by_the_ranks(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:

@@ -11,12 +11,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import library_models
 import pytest
-from deployments import OneHost
-from documents import files_of
-from folders import write_shards
-from library_models import CASES, transformers
 from safetensors.torch import load_file
 
 from api.config.loader import load_settings
@@ -29,6 +24,11 @@ from rebalance.build.environment import build_rank_from_env
 from rebalance.build.host_cache import build_host_cache
 from runtime.integrations.transformers import prove_experts
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.deployments import OneHost
+from tests.support.documents import files_of
+from tests.support.folders import write_shards
+from tests.support.models import library_models
+from tests.support.models.library_models import CASES, transformers
 
 MODELS = ("DeepSeek-V3, R1", "Qwen3-MoE", "gpt-oss")
 PAGE = "docs/deployment.md"
@@ -145,7 +145,6 @@ def test_layout_of_the_library_without_a_checkpoint_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.slow  # a minute for each: two ranks that import the library
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_of_the_library_is_served_by_the_commands(name: str, tmp_path: Path) -> None:
     save(name, tmp_path / MODEL_FOLDER)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deployments import EPLB, TOY_MODEL, CommandProcess, clean_environ, free_ports
-from documents import blocks
 from typer.testing import CliRunner, Result
 
 from api.cli.main import app
@@ -26,6 +24,8 @@ from rebalance.engines.plugin_settings import PluginSettings, settings_of
 from telemetry import open_store
 from telemetry.store import RunInfo
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.deployments import EPLB, TOY_MODEL, CommandProcess, clean_environ, free_ports
+from tests.support.documents import blocks
 
 PAGE = "docs/deployment-profiles.md"
 BLOCKS = list(blocks(PAGE))

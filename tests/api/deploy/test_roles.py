@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import LINE_DEADLINE_S, OneHost, deployment_in
 
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
@@ -27,6 +26,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry import open_store
 from telemetry.store import Event, LoadStore, RunInfo
+from tests.support.deployments import LINE_DEADLINE_S, OneHost, deployment_in
 
 SECRET = "0123456789abcdef0123456789abcdef"
 MODEL = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8)
@@ -88,7 +88,6 @@ def begin_run(store: LoadStore) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_controller_of_serve_is_started_again_after_it_was_killed(
     host: OneHost, store: LoadStore
 ) -> None:
@@ -114,7 +113,6 @@ def test_controller_of_serve_is_started_again_after_it_was_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_second_host_cache_and_another_secret_are_refused(host: OneHost) -> None:
     host.start_cache()
     serve = host.start("eplb", "serve")

@@ -15,11 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from certificates import Authority
-from deployments import TOY_ENGINE, TOY_MODEL, CommandProcess, clean_environ, free_ports
-from repository import ROOT
 
 from runtime.checkpoints.checkpoint import Checkpoint
+from tests.support.certificates import Authority
+from tests.support.deployments import (
+    TOY_ENGINE,
+    TOY_MODEL,
+    CommandProcess,
+    clean_environ,
+    free_ports,
+)
+from tests.support.repository import ROOT
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -93,7 +99,6 @@ def two(tmp_path: Path, small_checkpoint: Checkpoint) -> Iterator[TwoAddresses]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_deployment_serves_over_tls_and_https(two: TwoAddresses) -> None:
     check = two.start("ranks-0.toml", "check", "--host", "0")
     assert check.ends() == 0, check.lines
@@ -125,7 +130,6 @@ def test_deployment_serves_over_tls_and_https(two: TwoAddresses) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_host_with_a_stranger_s_certificate_gets_no_records(two: TwoAddresses) -> None:
     stranger = Authority(two.folder / "stranger", "stranger").issue(HOSTS[1])
     ours = two.links.issue(HOSTS[1])

@@ -13,16 +13,22 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from deployments import CommandProcess, OneHost
-from releases import RELEASE_0_1, Release, installed, other_release, source_of
-from repository import ROOT
 
 from eplb.versions import PROTOCOL
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry import file_of, open_store
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.deployments import CommandProcess, OneHost
+from tests.support.installed.releases import (
+    RELEASE_0_1,
+    Release,
+    installed,
+    other_release,
+    source_of,
+)
+from tests.support.repository import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # wheels and kernels included
+pytestmark = pytest.mark.slow  # wheels and kernels included
 # Two replicas for eight experts: nearly every drift of one hot expert needs a rebalance.
 ONE_HOT_EXPERT = (
     "(torch.randint(2, (TOKENS,), generator=random) + hot) % model.num_experts",

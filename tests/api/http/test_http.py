@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from certificates import Authority
-from rank_reports import rank_report
 
 from api.config.addresses import loopback_address
 from api.config.live import live_settings
@@ -28,6 +26,8 @@ from telemetry.live import LiveSettings, LiveState
 from telemetry.refusals import Refusal
 from telemetry.store import Control, RunInfo, TaskResult
 from telemetry.stores.memory import MemoryStore
+from tests.support.certificates import Authority
+from tests.support.rank_reports import rank_report
 
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_reports import rank_report
 
 from api.http.app import create_app
 from api.http.limits import DEFAULT_LIMITS
@@ -20,6 +19,7 @@ from eplb import ModelShape, Placement, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import open_store
 from telemetry.store import LoadStore, RunInfo, TaskResult
+from tests.support.rank_reports import rank_report
 
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -61,7 +61,6 @@ def controller(store: LoadStore) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.usefixtures("controller")
 def test_schemathesis_finds_no_answer_that_the_document_does_not_name(
     store: LoadStore, tmp_path: Path

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from repository import ROOT
 
 from api.access.audit import AUDIT_FILE
 from api.http.app import create_app
@@ -21,6 +20,7 @@ from eplb import Placement
 from telemetry import open_store
 from telemetry.store import Control, LoadStore
 from telemetry.stores.memory import MemoryStore
+from tests.support.repository import ROOT
 
 FIRST = Placement(np.array([[0, 1]]), num_experts=2, generation=1)
 JSON = {"content-type": "application/json"}

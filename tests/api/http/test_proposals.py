@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from controlled_deployment import EVEN, START, Deployment, planned_by_request
 
 from api.http.app import create_app
 from api.http.server import HttpService
 from eplb.core.placement import Placement
 from telemetry import open_store
 from telemetry.store import Control, LoadStore
+from tests.support.controlled_deployment import EVEN, START, Deployment, planned_by_request
 
 DEADLINE_S = 60.0
 OTHER = Placement(START.slot_to_expert, 4, generation=1)

@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from repository import ROOT
 
 from api.monitor.anomalies import OF_EVENT, Anomaly, AnomalyLog
 from api.monitor.monitor import Monitor
@@ -27,6 +26,7 @@ from api.monitor.verdict import (
 )
 from telemetry.store import Event
 from telemetry.stores.memory import MemoryStore
+from tests.support.repository import ROOT
 
 NOW = 10_000.0
 EMPTY = Monitor(MemoryStore("d"), clock=lambda: NOW).snapshot()

@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from rank_reports import rank_report
 
 from api.http.service import AdminService, Refused
 from api.metrics.exposition import metrics_text
@@ -16,6 +15,7 @@ from eplb import ModelShape, Placement, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.store import RunInfo
 from telemetry.stores.memory import MemoryStore
+from tests.support.rank_reports import rank_report
 
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
-from rank_reports import rank_report
 
 from api.http.app import create_app
 from api.http.server import HttpService
@@ -30,6 +29,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import open_store
 from telemetry.store import Control, LoadStore, RunInfo
 from telemetry.stores.memory import MemoryStore
+from tests.support.rank_reports import rank_report
 
 DEADLINE_S = 10.0
 NUM_SERIES = 120  # of any deployment, unless more are asked for

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deployments import OneHost, deployment_in
-from documents import files_of
 
 from api.access.keys import AccessKeys
 from api.http.app import create_app, create_metrics_app
@@ -22,6 +20,8 @@ from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 from eplb.errors import ConfigError
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.stores.memory import MemoryStore
+from tests.support.deployments import OneHost, deployment_in
+from tests.support.documents import files_of
 
 ADMIN, SCRAPE = "token-of-the-admin", "token-of-a-scrape"
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -138,7 +138,6 @@ def test_configuration_of_the_page_is_one_of_prometheus(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_command_serves_metrics_on_their_own_address(
     tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:

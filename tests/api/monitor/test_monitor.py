@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_reports import rank_report
 from rich.console import Console
 
 from api.monitor.monitor import Monitor
@@ -21,6 +20,7 @@ from eplb.decision.pace import PaceChange, StepTimes
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.store import Control, RankState, RunInfo
 from telemetry.stores.memory import MemoryStore
+from tests.support.rank_reports import rank_report
 
 # Two ranks of two slots, one layer of three experts, windows of two steps.
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from api.processes.children import FAILED, ORPHANED, Child, Message, Parent, refusal, title_of
 from eplb.errors import EplbError, PlacementError, RankError
+from tests.support.repository import ROOT
 
 DEADLINE_S = 30.0
 
@@ -181,7 +181,7 @@ if __name__ == "__main__":
 def test_child_exits_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environ
     ) as parent:

@@ -15,7 +15,8 @@ if find_spec("sglang") is None:
         "run `make test-engines`: it has sglang 0.5.23 in .venv-sglang", allow_module_level=True
     )
 
-from sglang_ranks import (
+from telemetry import open_store
+from tests.support.engines.sglang_ranks import (
     DENSE,
     NUM_EXPERTS,
     NUM_LAYERS,
@@ -26,9 +27,7 @@ from sglang_ranks import (
     popularity_of,
 )
 
-from telemetry import open_store
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 PLAN_DEADLINE_S = 600.0  # on a busy machine the first plan compiles kernels for minutes
 
 

@@ -19,11 +19,18 @@ if find_spec("sglang") is None:
 
 import torch
 import torch.distributed as dist
-from sglang_ranks import INTERVAL, WINDOW, config_text, make_rank, on_ranks, popularity_of
 
 from telemetry import open_store
+from tests.support.engines.sglang_ranks import (
+    INTERVAL,
+    WINDOW,
+    config_text,
+    make_rank,
+    on_ranks,
+    popularity_of,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 DEADLINE_S = 600.0
 
 

@@ -21,13 +21,20 @@ if find_spec("sglang") is None:
 import numpy as np
 import torch
 import torch.distributed as dist
-from sglang_ranks import INTERVAL, WINDOW, config_text, make_rank, on_ranks, popularity_of
 
 from rebalance.engines.gauge import value_of
 from rebalance.engines.sglang import engine, store_link
 from rebalance.engines.sglang.planner import link
+from tests.support.engines.sglang_ranks import (
+    INTERVAL,
+    WINDOW,
+    config_text,
+    make_rank,
+    on_ranks,
+    popularity_of,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 OUTAGES, DEADLINE_S = 50, 300.0
 
 

@@ -20,7 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from sglang.srt.eplb import expert_location_dispatch
-from sglang_ranks import (
+
+from rebalance.engines.fsck import check
+from rebalance.engines.gauge import value_of
+from telemetry import open_store
+from tests.support.engines.sglang_ranks import (
     DENSE,
     INTERVAL,
     NUM_EXPERTS,
@@ -33,11 +37,7 @@ from sglang_ranks import (
     popularity_of,
 )
 
-from rebalance.engines.fsck import check
-from rebalance.engines.gauge import value_of
-from telemetry import open_store
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 DEADLINE_S = 600.0
 EACH = NUM_SLOTS // NUM_RANKS
 MOE = [layer for layer in range(NUM_LAYERS) if layer not in DENSE]
@@ -182,7 +182,7 @@ def shared(rank: int, config: Path, is_fixed: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
     experts = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:2] for _ in range(64)])
     part = torch.rand((64, 2), generator=generator, dtype=torch.float64)
-    from sglang_ranks import weights_of
+    from tests.support.engines.sglang_ranks import weights_of
 
     for place, layer in enumerate(MOE):
         means = torch.stack([weights_of(layer, one)[0].mean() for one in range(NUM_EXPERTS)])

@@ -17,7 +17,17 @@ if find_spec("sglang") is None:
 
 import torch
 import torch.distributed as dist
-from sglang_ranks import (
+
+from eplb import DispatchRule, Placement, Topology, effective_shares
+from eplb.errors import ConfigError
+from rebalance.engines.gauge import value_of
+from rebalance.engines.sglang import engine, guards
+from rebalance.engines.sglang.planner.replica_weights import (
+    list_weights,
+    replica_lists,
+    source_table,
+)
+from tests.support.engines.sglang_ranks import (
     NUM_EXPERTS,
     NUM_LAYERS,
     NUM_RANKS,
@@ -29,17 +39,7 @@ from sglang_ranks import (
     rounds_of,
 )
 
-from eplb import DispatchRule, Placement, Topology, effective_shares
-from eplb.errors import ConfigError
-from rebalance.engines.gauge import value_of
-from rebalance.engines.sglang import engine, guards
-from rebalance.engines.sglang.planner.replica_weights import (
-    list_weights,
-    replica_lists,
-    source_table,
-)
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -10,7 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm_ranks import (
+from rebalance.engines.fsck import check
+from telemetry import open_store
+from telemetry.windows.cuts import CutBySteps
+from telemetry.windows.folder import WindowFolder
+from tests.support.engines.vllm_ranks import (
     NUM_EXPERTS,
     NUM_LAYERS,
     NUM_SLOTS,
@@ -22,13 +26,8 @@ from vllm_ranks import (
     settings_for,
 )
 
-from rebalance.engines.fsck import check
-from telemetry import open_store
-from telemetry.windows.cuts import CutBySteps
-from telemetry.windows.folder import WindowFolder
-
 INTERVAL = 8
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def rebalances(rank: int, meet: Path, is_async: bool, times: int, store: str) -> dict[str, Any]:

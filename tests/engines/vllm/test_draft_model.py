@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm_ranks import (
+from rebalance.engines.fsck import check
+from telemetry import open_store
+from tests.support.engines.vllm_ranks import (
     NUM_EXPERTS,
     NUM_LAYERS,
     NUM_RANKS,
@@ -23,11 +25,8 @@ from vllm_ranks import (
     settings_for,
 )
 
-from rebalance.engines.fsck import check
-from telemetry import open_store
-
 INTERVAL, STEPS = 8, 64
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def with_draft(rank: int, meet: Path, store: str, is_async: bool) -> dict[str, Any]:

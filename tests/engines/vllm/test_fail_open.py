@@ -15,12 +15,18 @@ import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm_ranks import make_rank, on_ranks, popularity_of, replace, settings_for, watched
-
 from rebalance.engines.gauge import value_of
+from tests.support.engines.vllm_ranks import (
+    make_rank,
+    on_ranks,
+    popularity_of,
+    replace,
+    settings_for,
+    watched,
+)
 
 INTERVAL, OUTAGES, DEADLINE_S = 8, 50, 30.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def wait_until(what: str, holds: Any) -> None:

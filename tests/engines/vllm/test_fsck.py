@@ -12,7 +12,11 @@ import torch
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm_ranks import (
+from rebalance.engines.fsck import check
+from rebalance.engines.fsck.report import Report, report_of
+from rebalance.engines.gauge import value_of
+from telemetry import open_store
+from tests.support.engines.vllm_ranks import (
     NUM_EXPERTS,
     NUM_LAYERS,
     NUM_RANKS,
@@ -24,12 +28,7 @@ from vllm_ranks import (
     weights_of,
 )
 
-from rebalance.engines.fsck import check
-from rebalance.engines.fsck.report import Report, report_of
-from rebalance.engines.gauge import value_of
-from telemetry import open_store
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 INTERVAL, EACH = 8, NUM_SLOTS // NUM_RANKS
 FIRST = np.arange(NUM_SLOTS) % NUM_EXPERTS  # the map of the start, on all layers
 LAYER, SLOT, RANK = 2, 10, 1  # of the wrong slot, the slot by the numbers of all ranks

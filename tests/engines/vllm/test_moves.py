@@ -10,14 +10,21 @@ import pytest
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
 import torch.distributed as dist
-from vllm_ranks import NUM_LAYERS, NUM_RANKS, make_rank, on_ranks, popularity_of, settings_for
 
 from rebalance.engines.gauge import value_of
 from rebalance.engines.vllm.moves import mover as mover_module
+from tests.support.engines.vllm_ranks import (
+    NUM_LAYERS,
+    NUM_RANKS,
+    make_rank,
+    on_ranks,
+    popularity_of,
+    settings_for,
+)
 
 INTERVAL, LOST_RANK, LOST_LAYER = 8, 1, 2
 GB = 0.001  # of a rank: more than its records, which have a page each
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def started(rank: int, meet: Path, folder: Path, **engine: Any) -> Any:

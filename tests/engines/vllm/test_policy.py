@@ -16,11 +16,11 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 import torch
 from vllm.distributed.eplb import eplb_state
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
-from vllm_ranks import settings_for
 
 from rebalance.engines.vllm import guards
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
+from tests.support.engines.vllm_ranks import settings_for
 
 SEED, LAYERS, EXPERTS, SLOTS, RANKS = 20261122, 4, 32, 40, 8
 DEADLINE_S = 500.0  # an import of vLLM takes half a minute on an idle core

@@ -13,12 +13,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm_ranks import make_rank, on_ranks, popularity_of, settings_for
-
 from telemetry import open_store
+from tests.support.engines.vllm_ranks import make_rank, on_ranks, popularity_of, settings_for
 
 INTERVAL, DEADLINE_S = 8, 60.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def switched(rank: int, meet: Path, url: str) -> dict[str, int]:

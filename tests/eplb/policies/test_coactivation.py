@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from repository import DATA
 
 from eplb import Placement, Problem, Topology, imbalance, plan
 from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError
 from eplb.policies.coactivation import coactivation, colocate_coactivated, nodes_per_token
+from tests.support.repository import DATA
 
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 # Tokens choose experts 0 and 2, or 1 and 3; as many of either.

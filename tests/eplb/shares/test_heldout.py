@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from repository import DATA
 
 from eplb import Topology, imbalance, plan, resplit
+from tests.support.repository import DATA
 
 RANKS = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=5)
 NUM_EXPERTS, WINDOW, HISTORY = 32, 4096, 16

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from controlled_deployment import START, Clock, Deployment
 
 from telemetry.stores.memory import MemoryStore
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.controlled_deployment import START, Clock, Deployment
 
 
 @pytest.fixture

@@ -9,17 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controlled_deployment import (
-    EVEN,
-    SETTINGS,
-    SKEWED,
-    START,
-    TOPOLOGY,
-    Clock,
-    Deployment,
-    events,
-    worked_off,
-)
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -32,6 +21,17 @@ from rebalance.controller.loop import Controller
 from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry.proposals import Approval
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
+    EVEN,
+    SETTINGS,
+    SKEWED,
+    START,
+    TOPOLOGY,
+    Clock,
+    Deployment,
+    events,
+    worked_off,
+)
 
 HOUR_S, WINDOW_S = 3600.0, 60.0
 TURNS_AFTER = 3  # windows, in which the forecast learns the load

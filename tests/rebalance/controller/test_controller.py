@@ -9,20 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controlled_deployment import (
-    EVEN,
-    SETTINGS,
-    SKEWED,
-    START,
-    TOPOLOGY,
-    WINDOW_STEPS,
-    Clock,
-    Deployment,
-    decisions,
-    events,
-    worked_off,
-)
-from rank_reports import rank_report
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY, Placement
@@ -36,6 +22,20 @@ from rebalance.controller.loop import Controller
 from telemetry.live import LIVE_NAMES, SWITCHES, LiveSettings
 from telemetry.store import Control
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
+    EVEN,
+    SETTINGS,
+    SKEWED,
+    START,
+    TOPOLOGY,
+    WINDOW_STEPS,
+    Clock,
+    Deployment,
+    decisions,
+    events,
+    worked_off,
+)
+from tests.support.rank_reports import rank_report
 
 
 @pytest.fixture

@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controlled_deployment import Clock
-from controller_processes import control_until_killed, wait_for
-from rank_reports import rank_report
 
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
@@ -33,6 +30,9 @@ from telemetry.store import Lease, LeaseOf, LoadStore, RunInfo
 from telemetry.stores.memory import MemoryStore
 from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.sqlite.store import SqliteStore
+from tests.support.controlled_deployment import Clock
+from tests.support.controller_processes import control_until_killed, wait_for
+from tests.support.rank_reports import rank_report
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

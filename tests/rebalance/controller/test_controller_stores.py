@@ -7,12 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controlled_deployment import SETTINGS, SKEWED, START, TOPOLOGY, Deployment, events
 
 from eplb.decision.promises import ENOUGH
 from eplb.measure.balance import imbalance
 from rebalance.controller.loop import Controller
 from telemetry.store import LoadStore
+from tests.support.controlled_deployment import (
+    SETTINGS,
+    SKEWED,
+    START,
+    TOPOLOGY,
+    Deployment,
+    events,
+)
 
 # Even where each expert is on its first rank; 1.5 once expert 0 has a replica on rank 1.
 AGAINST_REPLICAS = [50_000, 0, 25_000, 25_000]

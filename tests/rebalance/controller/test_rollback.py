@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controlled_deployment import (
+
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
+from eplb.decision.promises import ENOUGH
+from eplb.measure.balance import imbalance
+from eplb.migration.build import Pace
+from rebalance.controller.failures import back_off
+from rebalance.controller.loop import PAUSE_WINDOWS, Controller
+from telemetry.store import Control
+from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
     EVEN,
     SETTINGS,
     SKEWED,
@@ -18,16 +28,6 @@ from controlled_deployment import (
     events,
     worked_off,
 )
-
-from eplb.core.placement import EMPTY, Placement
-from eplb.core.topology import Topology
-from eplb.decision.promises import ENOUGH
-from eplb.measure.balance import imbalance
-from eplb.migration.build import Pace
-from rebalance.controller.failures import back_off
-from rebalance.controller.loop import PAUSE_WINDOWS, Controller
-from telemetry.store import Control
-from telemetry.stores.memory import MemoryStore
 
 # Even where each expert is on its first rank; 1.5 once expert 0 has a replica on rank 1.
 AGAINST_REPLICAS = [50_000, 0, 25_000, 25_000]

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controlled_deployment import SETTINGS, Clock, Deployment, events
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
@@ -17,6 +16,7 @@ from eplb.decision.rollout import Stage
 from rebalance.controller.loop import Controller
 from telemetry.live import LiveState, Value
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import SETTINGS, Clock, Deployment, events
 
 MODEL = ModelShape((0, 1, 2), 4, 2, hidden=16, intermediate=8)
 START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 3), num_experts=4)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_group import AgentGroup, QuickStore, digests_of, record_of
 
 from api.monitor.monitor import Monitor
 from eplb.core.model import ModelShape
@@ -25,6 +24,7 @@ from telemetry.live import LiveSettings, LiveState
 from telemetry.store import Control, LoadStore, RunInfo
 from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.redis.store import RedisStore
+from tests.support.agent_group import AgentGroup, QuickStore, digests_of, record_of
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 MODEL = ModelShape((0,), 4, 2, hidden=8, intermediate=4)

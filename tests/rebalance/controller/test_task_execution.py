@@ -7,11 +7,10 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from controlled_deployment import SKEWED, START, Deployment, events
-from controller_processes import control_until_killed, wait_for
-
 from telemetry import open_store
 from telemetry.store import LoadStore, Task
+from tests.support.controlled_deployment import SKEWED, START, Deployment, events
+from tests.support.controller_processes import control_until_killed, wait_for
 
 NUM_TASKS = 12
 

@@ -6,14 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from controlled_deployment import SETTINGS, SKEWED, START, Clock, Deployment, events, worked_off
-from rank_reports import rank_report
 
 from eplb.decision.pace import StepTimes
 from rebalance.controller.loop import Controller
 from telemetry.refusals import Refusal
 from telemetry.store import Control
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
+    SETTINGS,
+    SKEWED,
+    START,
+    Clock,
+    Deployment,
+    events,
+    worked_off,
+)
+from tests.support.rank_reports import rank_report
 
 
 @pytest.fixture

@@ -7,14 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controlled_deployment import (
-    SETTINGS,
-    SKEWED,
-    START,
-    Clock,
-    Deployment,
-    events,
-)
 
 from eplb.core.load import Phase
 from eplb.core.placement import EMPTY, Placement
@@ -23,6 +15,14 @@ from eplb.decision.triggers import TriggerRules
 from rebalance.controller.loop import Controller
 from rebalance.controller.settings import OF_BUDGET, OF_COST
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
+    SETTINGS,
+    SKEWED,
+    START,
+    Clock,
+    Deployment,
+    events,
+)
 
 RARELY_S = 1e6
 REVERSED = SKEWED[::-1]

@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from documents import files_of
 
 from eplb.errors import ConfigError
 from rebalance.engines.plugin_settings import settings_of
 from rebalance.engines.vllm.plugin import load
+from tests.support.documents import files_of
 
 
 def named(text: str, folder: Path) -> dict[str, str]:

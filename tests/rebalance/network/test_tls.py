@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from certificates import Authority
 
 from eplb.errors import ConfigError, MigrationError
 from rebalance.network.frames import Wire, connect
@@ -27,6 +26,7 @@ from rebalance.transport.ranks.messages import GroupName, Part
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.transport.ranks.server import RankLinkServer, Served
 from runtime.experts import ExpertBank, ExpertSchema
+from tests.support.certificates import Authority
 
 DEADLINE_S = 30.0
 SECRET = b"known to the ranks of one deployment"

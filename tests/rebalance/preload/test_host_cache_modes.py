@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from repository import ROOT
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
@@ -39,6 +38,7 @@ from rebalance.preload.first_fill import fill_bank
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import SharedArena, digest
+from tests.support.repository import ROOT
 
 DEADLINE_S = 30.0
 FORK = multiprocessing.get_context("fork")

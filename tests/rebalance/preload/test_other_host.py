@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_group import StepClock
-from certificates import Authority
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -56,6 +54,8 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import COMPILED_FROM_BYTES, digest
 from telemetry.store import RankState
 from telemetry.stores.memory import MemoryStore
+from tests.support.agent_group import StepClock
+from tests.support.certificates import Authority
 
 DEADLINE_S = 30.0
 SHORT_S = 0.6  # of silence, where it is silence that is tested: a busy machine is slow to answer

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -33,6 +32,7 @@ from rebalance.protocol.journal import (
     read_journals,
 )
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
+from tests.support.repository import ROOT
 
 DEADLINE_S = 30.0
 PLAN = PlanRef(7, 70, base_generation=4, num_transactions=2, transactions_per_commit=1)

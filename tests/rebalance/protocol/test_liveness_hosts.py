@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
-from repository import ROOT
 from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.liveness import LivenessConnections, address_towards, is_loopback
 from rebalance.types import Outcome
+from tests.support.repository import ROOT
 
 FORK = get_context("fork")
 DEADLINE_S = 30.0

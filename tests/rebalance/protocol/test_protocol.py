@@ -733,7 +733,6 @@ def test_ranks_agree_in_every_step_and_every_story_can_end(scenario: Scenario) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("scenario", MANY_STATES, ids=name_of)
 def test_ranks_agree_in_longer_stories_too(scenario: Scenario) -> None:
     holds(scenario)

@@ -40,7 +40,6 @@ def test_no_event_order_gives_wrong_bytes_two_placements_or_a_hang() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_no_order_of_events_does_so_in_many_schedules_either() -> None:
     total_of(range(1_000_000, 1_020_000))
 
@@ -74,7 +73,6 @@ def test_broken_rank_is_found(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", RARE)
 def test_rank_that_is_seldom_wrong_is_found_too(name: str) -> None:
     seed_that_finds(name)

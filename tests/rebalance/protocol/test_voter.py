@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from simulated_time import Clock
 
 from eplb.errors import BrokenGroup
 from rebalance.protocol import phases
@@ -15,6 +14,7 @@ from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import VOTE_POLL_S, Voter
 from rebalance.types import Outcome, PendingVote
 from runtime.streams import Completion
+from tests.support.simulated_time import Clock
 
 DEADLINE_S = 30.0
 NOTHING_PREPARED = phases.ballot(RankPhase(generation=0), step=0, membership=0, halt=False)

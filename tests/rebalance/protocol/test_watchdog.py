@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from agent_group import AGENT_THREADS
-from simulated_time import Clock
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -22,6 +20,8 @@ from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from telemetry.store import Control, Details, LoadStore, RankState
 from telemetry.stores.memory import MemoryStore
+from tests.support.agent_group import AGENT_THREADS
+from tests.support.simulated_time import Clock
 
 DEADLINE_S = 10.0
 PULLING = "pulling layer 3 expert 17 from rank 2"

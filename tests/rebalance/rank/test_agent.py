@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_group import AGENT_THREADS, DEADLINE_S, AgentGroup, digests_of, record_of
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -26,6 +25,7 @@ from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import Control
+from tests.support.agent_group import AGENT_THREADS, DEADLINE_S, AgentGroup, digests_of, record_of
 
 NUM_LAYERS, NUM_EXPERTS = 3, 4
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

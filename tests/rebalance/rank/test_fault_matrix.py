@@ -27,8 +27,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from agent_group import DEADLINE_S, AgentGroup, Notes
-from repository import ROOT
 
 from api.http.app import create_app
 from api.http.server import HttpService
@@ -63,6 +61,8 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import RunInfo
+from tests.support.agent_group import DEADLINE_S, AgentGroup, Notes
+from tests.support.repository import ROOT
 
 NEVER = 10**9  # questions to a vote before it answers
 MOST_STEPS_ALONE = 4

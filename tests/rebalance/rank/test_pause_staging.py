@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -17,6 +16,7 @@ from rebalance.agent import RankAgent
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
+from tests.support.agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

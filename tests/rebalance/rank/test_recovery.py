@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -34,6 +33,7 @@ from rebalance.recovery.survivors import (
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from telemetry.stores.memory import MemoryStore
+from tests.support.agent_group import DEADLINE_S, AgentGroup, digests_of, record_of
 
 # -- the decision
 

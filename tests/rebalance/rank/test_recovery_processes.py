@@ -351,7 +351,6 @@ def test_survivors_of_a_kill_agree_and_a_start_serves_what_they_held(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_survivors_of_forty_kills_agree(tmp_path: Path) -> None:
     records = [live_and_die(tmp_path, seed) for seed in range(100, 140)]
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_group import AgentGroup, Sink, digests_of, record_of
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -17,6 +16,7 @@ from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
+from tests.support.agent_group import AgentGroup, Sink, digests_of, record_of
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

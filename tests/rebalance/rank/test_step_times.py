@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from simulated_time import Clock
-
 from eplb.core.load import Phase as LoadPhase
 from eplb.decision.pace import StepTimes
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.rank.step_times import KEPT, StepTimer
+from tests.support.simulated_time import Clock
 
 IDLE = RankPhase(generation=0)
 

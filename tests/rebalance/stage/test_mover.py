@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from simulated_time import Clock, Landing
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -36,6 +35,7 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
 from runtime.streams import Completion
+from tests.support.simulated_time import Clock, Landing
 
 DEADLINE_S = 20.0
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

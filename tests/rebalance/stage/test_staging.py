@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated_time import Clock, Landing
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -28,6 +27,7 @@ from rebalance.transport.interface import HOST, Place
 from rebalance.types import Record
 from runtime.memory.shared import digest
 from runtime.streams import Completion
+from tests.support.simulated_time import Clock, Landing
 
 SIZE, CHUNK = 80, 20  # bytes of a record, and of a chunk: four chunks each
 # One host of four ranks, two slots each. Expert 0 is on ranks 0, 1 and 2; expert 1 on rank 3.

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from agent_group import AgentGroup, digests_of, record_of
 
 from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
@@ -19,6 +18,7 @@ from rebalance.types import Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import Control
+from tests.support.agent_group import AgentGroup, digests_of, record_of
 
 NUM_LAYERS, NUM_EXPERTS = 2, 6
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_group import DEADLINE_S, AgentGroup, Notes, digests_of, record_of
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -26,6 +25,7 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 from telemetry.store import Event, RankState
+from tests.support.agent_group import DEADLINE_S, AgentGroup, Notes, digests_of, record_of
 
 NUM_LAYERS, NUM_EXPERTS = 2, 3
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from agent_group import StepClock
 from numpy.typing import NDArray
 
 from api.config.migration import HostCache
@@ -60,6 +59,7 @@ from runtime.model.compute import swiglu
 from runtime.routing import RoutingTable
 from telemetry.store import RankState
 from telemetry.stores.memory import MemoryStore
+from tests.support.agent_group import StepClock
 
 DEADLINE_S = 30.0
 SHORT_S = 0.6  # of silence, where it is silence that is tested: a busy machine is slow to answer

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import write_shards
+
+from tests.support.folders import write_shards
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 4, 64, 32
 

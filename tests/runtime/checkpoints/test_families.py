@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import library_models
 import pytest
 import torch
-from library_models import CASES, HIDDEN, INTERMEDIATE, NUM_EXPERTS, Case
 from safetensors import safe_open
 
 from eplb.errors import CheckpointError
 from runtime import Checkpoint, ExpertSchema
 from runtime.checkpoints.families.table import FAMILIES
 from runtime.checkpoints.layouts import transformers_schema
+from tests.support.models import library_models
+from tests.support.models.library_models import CASES, HIDDEN, INTERMEDIATE, NUM_EXPERTS, Case
 
 LEAST_FAMILIES = 16
 

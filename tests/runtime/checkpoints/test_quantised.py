@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import change_config, write_shards
 
 from eplb.errors import CheckpointError
 from runtime import Checkpoint, ExpertSchema
 from runtime.checkpoints.own_model import quantise_blocks
+from tests.support.folders import change_config, write_shards
 
 Tensors = dict[str, torch.Tensor]
 Quantise = Callable[[torch.Tensor], Tensors]  # a matrix -> what is stored, by suffix

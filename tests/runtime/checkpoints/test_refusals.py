@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import change_config, rewrite_header, shard_of, write_shards
 
 from api.config.deployment import ModelSettings
 from api.deploy.model import check_checkpoint, model_shape
@@ -17,6 +16,7 @@ from rebalance.build.host_cache import build_host_cache
 from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime import Checkpoint, ExpertSchema
+from tests.support.folders import change_config, rewrite_header, shard_of, write_shards
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import library_models
 import pytest
 import torch
-from library_models import CASES, HIDDEN, NUM_EXPERTS
 
 from runtime import Checkpoint
 from runtime.model.routers import Router, Scoring
+from tests.support.models import library_models
+from tests.support.models.library_models import CASES, HIDDEN, NUM_EXPERTS
 
 NUM_TOKENS = 1000
 ROUNDING = 1e-6

@@ -11,11 +11,11 @@ from random import Random
 
 import pytest
 import torch
-from folders import INDEX, rewrite_header, shard_of, write_shards
 
 from eplb.errors import CheckpointError
 from runtime import Checkpoint, ExpertSchema
 from runtime.checkpoints.identity import Identity
+from tests.support.folders import INDEX, rewrite_header, shard_of, write_shards
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"

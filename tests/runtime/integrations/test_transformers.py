@@ -11,12 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import library_models
 import numpy as np
 import pytest
 import torch
-from library_models import CASES, Case, transformers
-from transformers_rank import ModelSetup, serve_models
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -35,6 +32,9 @@ from runtime.integrations.transformers import (
     prove_experts,
 )
 from telemetry import open_store
+from tests.support.models import library_models
+from tests.support.models.library_models import CASES, Case, transformers
+from tests.support.models.transformers_rank import ModelSetup, serve_models
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 MODELS = ("DeepSeek-V3, R1", "Qwen3-MoE", "gpt-oss")

@@ -11,17 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from pulling_ranks import (
-    EAGER,
-    ONE_DOMAIN,
-    OTHER,
-    START,
-    TOPOLOGY,
-    PullingRank,
-    Weights,
-    build,
-    spare_bank,
-)
 
 from eplb.core.model import ModelShape
 from eplb.errors import BrokenGroup, ConfigError, RankError
@@ -33,6 +22,17 @@ from runtime.experts import ExpertSchema
 from runtime.pulls.host import HostPulls
 from runtime.pulls.readers import HostReader, Peer
 from runtime.routing import RoutingTable
+from tests.support.models.pulling_ranks import (
+    EAGER,
+    ONE_DOMAIN,
+    OTHER,
+    START,
+    TOPOLOGY,
+    PullingRank,
+    Weights,
+    build,
+    spare_bank,
+)
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 LAYERS, TOKENS, TOP_K, HOT = 2, 40, 2, 6

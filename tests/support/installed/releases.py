@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments import EPLB
-from repository import ROOT
+from tests.support.deployments import EPLB
+from tests.support.repository import ROOT
 
 DEADLINE_S = 600.0
 RELEASE_0_1 = "cf33bc1"  # commit of 0.1.0: protocol 1, SQLite schema 7

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from folders import INDEX, change_config, write_shards
 from safetensors.torch import load_file
+
+from tests.support.folders import INDEX, change_config, write_shards
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import
 import transformers

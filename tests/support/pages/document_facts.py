@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from repository import ROOT
-
 from api.config.tree import known_settings
+from tests.support.repository import ROOT
 
 METRICS = ROOT / "api" / "metrics" / "definitions.py"
 DEADLINE_S = 100.0  # of a block

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import ROOT
 
 from benchmarks.publishing import Publisher
 from benchmarks.ranks.soak_readings import MIB, Level, Progress, Reservoir, progress_line
@@ -26,6 +25,7 @@ from eplb.errors import EplbError
 from eplb.migration.build import Migration, build_migration
 from telemetry import open_store
 from telemetry.store import LoadStore
+from tests.support.repository import ROOT
 
 DEADLINE_S = 90.0
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

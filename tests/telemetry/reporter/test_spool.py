@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from repository import ROOT
 
 from eplb.core.load import LoadSample
 from eplb.errors import ConfigError, StoreError
@@ -24,6 +23,7 @@ from telemetry.reporter.segment import HEADER, frame_bytes
 from telemetry.reporter.spool import Spool
 from telemetry.reporter.spool_folder import MIN_BYTES
 from telemetry.stores.sqlite.store import SqliteStore
+from tests.support.repository import ROOT
 
 TIMEOUT_S = 30.0
 

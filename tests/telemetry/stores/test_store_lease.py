@@ -15,7 +15,8 @@ from eplb.migration.build import Migration, build_migration
 from telemetry.store import Lease, LoadStore, TaskResult
 from telemetry.stores.commit_rules import first_token
 from telemetry.stores.holder import is_dead, new_holder
-from tests.conftest import ForkedProcess, StoreClock
+from tests.support.processes import ForkedProcess
+from tests.support.stores import StoreClock
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 LONG_S, SHORT_S = 30.0, 0.2

@@ -11,7 +11,7 @@ import pytest
 from eplb.errors import ConfigError, StaleRevision
 from telemetry.live import Control, LiveChange, LiveSettings, LiveState
 from telemetry.store import LoadStore
-from tests.conftest import StoreClock
+from tests.support.stores import StoreClock
 
 OpenStore = Callable[[str], LoadStore]
 STATIC = LiveSettings(movement=True, observe=False, pay_back_s=60.0, plan_windows=16)

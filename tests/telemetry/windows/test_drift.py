@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from repository import DATA
 
 from eplb.core.load import LoadHistory
 from eplb.core.topology import Topology
@@ -21,6 +20,7 @@ from telemetry.drift.detector import (
     planning_history,
     shares_of,
 )
+from tests.support.repository import DATA
 
 ONE_HOT, OTHER_HOT = [[80, 10, 10, 0]], [[0, 10, 10, 80]]  # one layer of four experts
 

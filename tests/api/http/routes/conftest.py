@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from controlled_deployment import Deployment, planned_by_request
 
 from api.http.app import create_app
 from api.http.server import HttpService
 from telemetry import open_store
+from tests.support.controlled_deployment import Deployment, planned_by_request
 
 DEADLINE_S = 60.0
 

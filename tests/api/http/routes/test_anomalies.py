@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from controlled_deployment import Deployment
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from tests.support.controlled_deployment import Deployment
 
 PATH = "/api/v1/anomalies"
 

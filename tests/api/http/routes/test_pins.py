@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from controlled_deployment import TOPOLOGY, Deployment
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
@@ -19,6 +18,7 @@ from api.http.problems import ProblemType
 from api.http.server import HttpService
 from telemetry.store import Control
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import TOPOLOGY, Deployment
 
 PATH = "/api/v1/pins"
 WHY = {"reason": "its users are near rank 1"}

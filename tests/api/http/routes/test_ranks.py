@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from controlled_deployment import Deployment
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
@@ -17,6 +16,7 @@ from api.http.problems import ProblemType
 from api.http.server import HttpService
 from telemetry.store import Control
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import Deployment
 
 PATH = "/api/v1/ranks"
 WHY = {"reason": "change 4711"}

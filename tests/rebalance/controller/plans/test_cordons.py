@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controlled_deployment import SETTINGS, Clock, Deployment, decisions, events, worked_off
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
@@ -23,6 +22,14 @@ from rebalance.controller.plans.planner_request import (
 )
 from telemetry.refusals import Refusal
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
+    SETTINGS,
+    Clock,
+    Deployment,
+    decisions,
+    events,
+    worked_off,
+)
 
 # One layer of four experts over three ranks of three slots.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=3)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from controlled_deployment import SETTINGS, SKEWED, START, Deployment, events
-from rank_reports import rank_report
 
 from eplb.decision.expert_times import ExpertTimes
 from eplb.errors import ConfigError, StoreError
@@ -17,6 +15,8 @@ from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry import open_store
 from telemetry.store import LoadStore
+from tests.support.controlled_deployment import SETTINGS, SKEWED, START, Deployment, events
+from tests.support.rank_reports import rank_report
 
 # Thousands of rows a slot in a step are few where reading an expert takes as long as 14,900.
 SLOW_READS = ExpertTimes([1, 16384], [5e5, 5.5e5], "a slow GPU, some kernel", 0.4)

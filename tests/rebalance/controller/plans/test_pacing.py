@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controlled_deployment import EVEN, SETTINGS, Clock, Deployment, events
-from rank_reports import rank_report
 
 from eplb.core.placement import Placement
 from eplb.decision.pace import StepTimes
@@ -19,6 +17,8 @@ from eplb.migration.build import Migration, Pace
 from rebalance.controller.loop import Controller
 from telemetry import open_store
 from telemetry.store import LoadStore
+from tests.support.controlled_deployment import EVEN, SETTINGS, Clock, Deployment, events
+from tests.support.rank_reports import rank_report
 
 OWN = Pace(staging_experts=8, transactions_per_commit=4)
 HALF = replace(OWN, transactions_per_commit=2, experts_per_transaction=2, link_part=0.5)

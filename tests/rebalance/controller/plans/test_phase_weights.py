@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controlled_deployment import SETTINGS, WINDOW_STEPS, Clock, Deployment, events
 
 from eplb.core.load import Phase
 from eplb.core.placement import Placement
@@ -18,6 +17,7 @@ from eplb.measure.balance import imbalance
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import SETTINGS, WINDOW_STEPS, Clock, Deployment, events
 
 # 4 experts in 4 slots of 2 ranks: which two share a rank is all that a plan decides.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from controlled_deployment import EVEN, SETTINGS, SKEWED, START, Clock, Deployment, events
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -11,6 +10,15 @@ from eplb.errors import ConfigError
 from rebalance.controller.loop import Controller
 from rebalance.controller.plans.planner_request import PlannerRequest, read_pins, written_pins
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
+    EVEN,
+    SETTINGS,
+    SKEWED,
+    START,
+    Clock,
+    Deployment,
+    events,
+)
 
 RANK_OF_SLOT = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3).rank_of_slot
 

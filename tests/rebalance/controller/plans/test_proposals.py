@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controlled_deployment import EVEN, SETTINGS, SKEWED, START, Clock, Deployment, events
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.migration.build import Pace
@@ -14,6 +13,15 @@ from rebalance.controller.loop import Controller
 from telemetry.proposals import LASTS_S
 from telemetry.store import Control, Task
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import (
+    EVEN,
+    SETTINGS,
+    SKEWED,
+    START,
+    Clock,
+    Deployment,
+    events,
+)
 
 OTHER = Placement(np.array([[0, 1, 2, 2, 3, EMPTY]]), num_experts=4, generation=1)
 

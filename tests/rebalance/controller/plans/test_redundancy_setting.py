@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from controlled_deployment import SETTINGS, SKEWED, Clock, Deployment, events
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
@@ -17,6 +16,7 @@ from eplb.migration.build import Pace
 from rebalance.controller.loop import Controller
 from rebalance.controller.plans.planner_request import PlannerRequest, redundancy_of
 from telemetry.stores.memory import MemoryStore
+from tests.support.controlled_deployment import SETTINGS, SKEWED, Clock, Deployment, events
 
 TWO_LAYERS = ModelShape((3, 4), 4, 2, hidden=16, intermediate=8)
 START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 2), num_experts=4)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import ROOT
 
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry.stores.redis.connection.address import Limits
 from telemetry.stores.redis.connection.local_server import RedisClusterProcesses, RedisProcess
 from telemetry.stores.redis.store import RedisStore
+from tests.support.repository import ROOT
 
 TIMEOUT_S = 30.0
 PATIENT = Limits(deadline_s=TIMEOUT_S, breaker_failures=1_000_000)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import ROOT
 
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
@@ -33,6 +32,7 @@ from telemetry.stores.redis.connection.local_server import (
 )
 from telemetry.stores.redis.keys import SCHEMA_VERSION
 from telemetry.stores.redis.store import RedisStore
+from tests.support.repository import ROOT
 
 TIMEOUT_S = 20.0
 PATIENT = Limits(deadline_s=10.0, breaker_failures=1000)

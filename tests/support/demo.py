@@ -1,0 +1,195 @@
+"""``eplb demo`` as a process: what it prints, what it stores, and all processes that it starts."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telemetry import open_store
+from telemetry.store import LoadStore
+
+C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one here
+
+# The smallest demo that still has everything: two hosts, replicas, and a plan every few steps.
+SMALL_DEMO = {
+    "ranks": 4,
+    "nodes": 2,
+    "layers": 2,
+    "experts": 8,
+    "top_k": 2,
+    "hidden": 32,
+    "intermediate": 32,
+    "tokens_per_rank": 64,
+    "window_tokens": 1024,
+    "seconds": 2,
+    "pay_back_s": 1e9,
+    "lease_ttl_s": 2,  # whoever follows a demo that was killed waits for so long
+    "port": 0,
+    "view": "plain",
+}
+
+
+class DemoProcess:
+    """``eplb demo`` in a session of its own: what it says, what it keeps, all its processes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        flags: tuple[str, ...],
+        settings: Mapping[str, Any],
+        before_exec: Callable[[], object] | None,
+    ) -> None:
+        self.state_dir, self._json = folder / "state", folder / "summary.json"
+        self._errors = folder / "errors.txt"
+        given = {"state_dir": self.state_dir, "json_path": self._json} | SMALL_DEMO | settings
+        command = [str(Path(sys.executable).with_name("eplb")), "demo", *flags]
+        command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
+        environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
+
+        def prepare() -> None:
+            # A shell's background job ignores Ctrl-C, and all that it starts would too.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            # A test run that is killed leaves no demo behind, which would slow all later ones.
+            C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if before_exec is not None:
+                before_exec()
+
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        self._lines: list[str] = []
+        self._is_silent = False  # it has closed its output
+        self._said = threading.Condition()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None, "it was asked for"
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._said:
+                    self._lines.append(line)
+                    self._said.notify_all()
+        with self._said:
+            self._is_silent = True
+            self._said.notify_all()
+
+    def wait_for_line(self, words: str) -> str:
+        """Wait for a line with these words, and return it."""
+
+        def found() -> list[str]:
+            return [line for line in self._lines if words in line]
+
+        with self._said:
+            self._said.wait_for(lambda: found() or self._is_silent)
+        assert found(), f"no {words!r} before its end; {self.output_text()}"
+        return found()[0]
+
+    def sees(self, what: str, look: Callable[[LoadStore], Any]) -> Any:
+        """Wait until it serves and ``look`` finds something in the store; return that."""
+        self.wait_for_line(" ranks, ")
+        version = -1
+        with closing(open_store(self.state_dir / "store.sqlite", "demo")) as store:
+            while True:
+                has_ended = self.process.poll() is not None  # first: what it wrote last counts
+                if found := look(store):
+                    break
+                assert not has_ended, f"ended before {what}; {self.output_text()}"
+                version = store.wait(version, 0.2)
+            return found
+
+    def ends(self) -> int:
+        """Wait for its end, and return the exit status. Nothing that it started outlives it."""
+        status = self.process.wait()
+        self.leaves_nothing()
+        return status
+
+    def leaves_nothing(self) -> None:
+        """Wait until every process of the session is gone, and its words are all read."""
+        while running := self.processes():
+            with ExitStack() as stack:
+                poll = select.poll()
+                try:
+                    handle = os.pidfd_open(next(iter(running)))
+                except ProcessLookupError:
+                    continue
+                stack.callback(os.close, handle)
+                poll.register(handle, select.POLLIN)
+                poll.poll()
+        self._listener.join()
+
+    def processes(self) -> dict[int, str]:
+        """Title of each living process of the session, by id."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                title, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            state, _, _, session = rest.split()[:4]
+            if int(session) == self.process.pid and state not in "ZX":
+                found[int(stat.parent.name)] = title
+        return found
+
+    def kill(self, title: str, how: signal.Signals = signal.SIGKILL) -> int:
+        """Signal one process of a demo that serves, by its title; return its id."""
+        pid = next(pid for pid, found in sorted(self.processes().items()) if found == title)
+        os.kill(pid, how)
+        return pid
+
+    @property
+    def errors(self) -> str:
+        """What it said on the standard error stream."""
+        return self._errors.read_text()
+
+    def output_text(self) -> str:
+        """All that it said, for a test that fails."""
+        return f"output:\n{''.join(self._lines)}errors:\n{self.errors}"
+
+    def summary(self) -> dict[str, Any]:
+        """Read the summary that it wrote."""
+        summary: dict[str, Any] = json.loads(self._json.read_text())
+        return summary
+
+
+StartDemo = Callable[..., DemoProcess]
+
+
+@pytest.fixture(scope="session")
+def start_demo() -> Iterator[StartDemo]:
+    """Start demos: ``start_demo(folder, *flags, before_exec=None, **settings)``."""
+    started: list[DemoProcess] = []
+
+    def start(
+        folder: Path, *flags: str, before_exec: Callable[[], object] | None = None, **settings: Any
+    ) -> DemoProcess:
+        started.append(DemoProcess(folder, flags, settings, before_exec))
+        return started[-1]
+
+    yield start
+    for demo in started:
+        for pid in demo.processes():
+            os.kill(pid, signal.SIGKILL)
+        demo.process.wait()
+        demo.leaves_nothing()
