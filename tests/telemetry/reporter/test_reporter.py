@@ -16,8 +16,7 @@ from telemetry.reporter.reporter import Reporter
 from telemetry.store import RankState
 from telemetry.stores.memory import MemoryStore
 from telemetry.stores.sqlite.store import SqliteStore
-
-TIMEOUT_S = 20.0
+from tests.support.limits import NEVER_S
 
 
 class GatedStore(MemoryStore):
@@ -33,7 +32,7 @@ class GatedStore(MemoryStore):
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         self.arrived.set()
-        assert self.gate.wait(TIMEOUT_S), "the test forgot to open the gate"
+        assert self.gate.wait(), "the test forgot to open the gate"
         if self.failing:
             self.failures.release()
             raise StoreError("the disk is gone")
@@ -66,7 +65,7 @@ def reporting(store: MemoryStore | SqliteStore, capacity: int = 256) -> Iterator
     try:
         yield reporter
     finally:
-        reporter.close(TIMEOUT_S)
+        reporter.close(NEVER_S)
 
 
 def stored_sequences(store: MemoryStore | SqliteStore) -> list[int]:
@@ -78,7 +77,7 @@ def test_every_sample_is_stored_in_order_once_flushed() -> None:
     with reporting(store) as reporter:
         for sequence in range(100):
             assert reporter.offer(make_sample(sequence))
-        reporter.flush(TIMEOUT_S)
+        reporter.flush(NEVER_S)
 
         assert stored_sequences(store) == list(range(100))
         assert reporter.stats().stored == 100
@@ -90,13 +89,13 @@ def test_offering_does_not_wait_for_a_store_that_hangs() -> None:
     with reporting(store) as reporter:
         store.gate.clear()
         reporter.offer(make_sample(0))
-        assert store.arrived.wait(TIMEOUT_S)
+        assert store.arrived.wait()
         for sequence in range(1, 10):
             reporter.offer(make_sample(sequence))
 
         assert reporter.stats().waiting == 10
         store.gate.set()
-        reporter.flush(TIMEOUT_S)
+        reporter.flush(NEVER_S)
         assert stored_sequences(store) == list(range(10))
 
 
@@ -105,17 +104,17 @@ def test_full_queue_drops_the_oldest_samples_and_shows_the_gap() -> None:
     reporter = Reporter(store, capacity=3)
     store.gate.clear()
     reporter.offer(make_sample(0))
-    assert store.arrived.wait(TIMEOUT_S)
+    assert store.arrived.wait()
 
     fitted = [reporter.offer(make_sample(sequence)) for sequence in range(1, 6)]
     store.gate.set()
 
     assert fitted == [True, True, True, False, False]
     with pytest.raises(RankError, match="2 dropped or refused, expected all 6 stored"):
-        reporter.flush(TIMEOUT_S)
+        reporter.flush(NEVER_S)
     assert stored_sequences(store) == [0, 3, 4, 5]
     assert reporter.stats().dropped == 2
-    reporter.close(TIMEOUT_S)
+    reporter.close(NEVER_S)
 
 
 def test_samples_survive_a_store_that_fails_for_a_while() -> None:
@@ -124,10 +123,10 @@ def test_samples_survive_a_store_that_fails_for_a_while() -> None:
     with reporting(store) as reporter:
         reporter.offer(make_sample(0))
         for _ in range(2):
-            assert store.failures.acquire(timeout=TIMEOUT_S)
+            assert store.failures.acquire()
         reporter.offer(make_sample(1))
         store.failing = False
-        reporter.flush(TIMEOUT_S)
+        reporter.flush(NEVER_S)
 
         assert stored_sequences(store) == [0, 1]
         assert reporter.stats().errors >= 2
@@ -153,7 +152,7 @@ def test_only_the_newest_state_is_written() -> None:
     with reporting(store) as reporter:
         for step in range(50):
             reporter.state(make_state(step))
-        reporter.flush(TIMEOUT_S)
+        reporter.flush(NEVER_S)
 
         assert [state.step for state in store.rank_states("run-1")] == [49]
 
@@ -169,7 +168,7 @@ def test_state_without_samples_is_written_on_its_own() -> None:
     with reporting(Watched("demo")) as reporter:
         reporter.state(make_state(7))
 
-        assert written.wait(TIMEOUT_S)
+        assert written.wait()
 
 
 def test_sample_of_another_deployment_is_counted_off_the_step_path() -> None:
@@ -178,14 +177,14 @@ def test_sample_of_another_deployment_is_counted_off_the_step_path() -> None:
     reporter.offer(make_sample(0, deployment="other"))
 
     with pytest.raises(RankError, match="is of deployment 'other', expected 'demo'"):
-        reporter.close(TIMEOUT_S)
+        reporter.close(NEVER_S)
     assert not reporter.offer(make_sample(1))
 
 
 def test_sample_offered_after_close_counts_as_dropped() -> None:
     reporter = Reporter(MemoryStore("demo"))
-    reporter.close(TIMEOUT_S)
-    reporter.close(TIMEOUT_S)
+    reporter.close(NEVER_S)
+    reporter.close(NEVER_S)
 
     assert not reporter.offer(make_sample(0))
     assert reporter.stats().dropped == 1
@@ -210,7 +209,7 @@ def test_reporters_of_several_ranks_share_one_file(tmp_path: Path, num_reporters
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join()
 
     assert store.sample_counts("run-1") == dict.fromkeys(range(num_reporters), 30)
     store.close()

@@ -18,10 +18,12 @@ from eplb.errors import StoreError
 from telemetry.stores.redis.connection.address import Limits
 from telemetry.stores.redis.connection.local_server import RedisClusterProcesses, RedisProcess
 from telemetry.stores.redis.store import RedisStore
+from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT
 
-TIMEOUT_S = 30.0
-PATIENT = Limits(deadline_s=TIMEOUT_S, breaker_failures=1_000_000)
+pytestmark = pytest.mark.system
+
+PATIENT = Limits(deadline_s=NEVER_S, breaker_failures=1_000_000)
 HASTY = Limits(timeout_s=0.2, deadline_s=0.5)
 
 
@@ -75,12 +77,12 @@ class Writer:
     def wait_for_more(self, number: int = 20) -> None:
         with self._changed:
             most = len(self.events) + number
-            self._changed.wait_for(lambda: len(self.events) >= most or self._broken, TIMEOUT_S)
+            self._changed.wait_for(lambda: len(self.events) >= most or self._broken, NEVER_S)
             assert len(self.events) >= most, f"the writer stands still: {self._broken}"
 
     def stop(self) -> None:
         self._is_stopping = True
-        self._thread.join(TIMEOUT_S)
+        self._thread.join()
 
     def check(self) -> None:
         """Everything written is there, once."""
@@ -174,7 +176,7 @@ def test_cluster_with_a_missing_node_is_reported_and_used_after_recovery(
         other = next(node for node in cluster.nodes if node is not owner(cluster, "demo"))
         other.kill()
         told = ""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + NEVER_S
         while "is down as a cluster" not in told:
             assert time.monotonic() < deadline, f"never down, told {told!r}"
             try:
@@ -234,7 +236,7 @@ def knows_a_replica(node: RedisProcess) -> bool:
 
 
 def wait_until(what: str, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + NEVER_S
     while not is_so():
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         threading.Event().wait(0.05)

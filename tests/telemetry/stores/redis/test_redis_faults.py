@@ -32,9 +32,9 @@ from telemetry.stores.redis.connection.local_server import (
 )
 from telemetry.stores.redis.keys import SCHEMA_VERSION
 from telemetry.stores.redis.store import RedisStore
+from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT
 
-TIMEOUT_S = 20.0
 PATIENT = Limits(deadline_s=10.0, breaker_failures=1000)
 HASTY = Limits(timeout_s=0.1, deadline_s=0.3, breaker_failures=3, cool_down_s=0.2)
 
@@ -116,7 +116,7 @@ def answering(info: str) -> Iterator[int]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield door.getsockname()[1]
-        thread.join(TIMEOUT_S)
+        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def test_user_without_subscribe_polls_instead(
         opened(server.address) as other,
     ):
         before = store.version()
-        waiting = threading.Thread(target=store.wait, args=(before, TIMEOUT_S))
+        waiting = threading.Thread(target=store.wait, args=(before, NEVER_S))
         waiting.start()
         other.add_event("note", {})
-        waiting.join(TIMEOUT_S)
+        waiting.join()
 
         assert not waiting.is_alive()
         assert "secret" not in caplog.text
@@ -256,7 +256,7 @@ def test_server_that_is_loading_is_waited_for(server: RedisProcess) -> None:
                 told = str(exc)
 
         assert store.sample_counts("run-1") == {0: 1200}
-        starting.join(TIMEOUT_S)
+        starting.join()
 
 
 def test_stopped_server_opens_the_breaker_until_it_responds(server: RedisProcess) -> None:
@@ -279,7 +279,7 @@ def test_stopped_server_opens_the_breaker_until_it_responds(server: RedisProcess
 
 def answers_again(store: RedisStore) -> int:
     """Wait until the store answers, and return its version."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + NEVER_S
     while True:
         try:
             return store.version()
@@ -313,7 +313,7 @@ def test_call_outlasts_a_short_absence_of_the_server(server: RedisProcess) -> No
         calling = threading.Thread(target=store.add_event, args=("note", {}))
         calling.start()
         server.start()
-        calling.join(TIMEOUT_S)
+        calling.join()
 
         assert [event.kind for event in store.events()] == ["note"]
 
@@ -322,11 +322,11 @@ def test_wait_survives_the_loss_of_its_connection(server: RedisProcess) -> None:
     with opened(server.address) as store, opened(server.address) as other:
         version = store.version()
         found: list[int] = []
-        waiting = threading.Thread(target=lambda: found.append(store.wait(version, TIMEOUT_S)))
+        waiting = threading.Thread(target=lambda: found.append(store.wait(version, NEVER_S)))
         waiting.start()
         server.ask("CLIENT KILL", "TYPE", "pubsub")
         other.add_event("note", {})
-        waiting.join(TIMEOUT_S)
+        waiting.join()
 
         assert found == [other.version()]
 
@@ -344,7 +344,7 @@ def test_close_at_any_moment_of_a_wait_is_the_error_of_a_closed_store(
 
     def wait(store: RedisStore) -> None:
         try:
-            store.wait(store.version(), TIMEOUT_S)
+            store.wait(store.version(), NEVER_S)
         except Exception as exc:
             found[f"{type(exc).__name__}: {exc}"] += 1
 
@@ -356,7 +356,7 @@ def test_close_at_any_moment_of_a_wait_is_the_error_of_a_closed_store(
             thread.start()
             threading.Event().wait(random_moment.uniform(0.0, 0.003))
             store.close()
-            thread.join(TIMEOUT_S)
+            thread.join()
     finally:
         sys.setswitchinterval(before_s)
 
