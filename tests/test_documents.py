@@ -6,10 +6,8 @@ import itertools
 import json
 import os
 import re
-import signal
 import sys
 import tomllib
-from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from api.cli.main import app
 from api.config.loader import load, profile_names
 from api.http.app import create_app
 from rebalance.engines import gauge
@@ -39,7 +39,6 @@ from tests.support.documents import (
 from tests.support.pages.document_facts import (
     anchors,
     is_known,
-    is_ready,
     metric_names,
     run_to_end,
     shell_lines,
@@ -64,7 +63,7 @@ NOT_RUN = {
 }
 PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun", "pip", "redis-server"}
 PROGRAMS |= {"vllm", "python3", ".", "export"}  # that make and enter an environment
-PAGE_DEADLINE_S = 330.0  # longer than examples give themselves, so that they report what is wrong
+QUICK_PAGES = {"README.md", "docs/quick-start.md"}  # those that `make test` runs
 ALERTS = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
@@ -119,12 +118,15 @@ SLOW_PAGES = {
 }
 
 
+def tier_of(page: str, *, is_slow: bool) -> list[Any]:
+    if page in QUICK_PAGES:
+        return []
+    return [pytest.mark.slow if is_slow else pytest.mark.system]
+
+
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] if page in SLOW_PAGES else [])
-        for page in PYTHON_PAGES
-    ],
+    [pytest.param(page, marks=tier_of(page, is_slow=page in SLOW_PAGES)) for page in PYTHON_PAGES],
 )
 def test_python_of_a_page_runs_and_prints_its_output_block(page: str, tmp_path: Path) -> None:
     fenced = list(blocks(page))
@@ -140,7 +142,6 @@ def test_python_of_a_page_runs_and_prints_its_output_block(page: str, tmp_path: 
         tmp_path,
         os.environ | {"PYTHONPATH": str(ROOT)},
         json.dumps([[block.line, block.code] for block in run]),
-        PAGE_DEADLINE_S,
     )
 
     assert status == 0, errors
@@ -187,16 +188,24 @@ def test_every_command_of_a_page_exists(block: Block) -> None:
             ).exists(), f"{block.name}: {words[2]}"
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory, start_demo: Any) -> Iterator[Any]:
-    """A demo that serves, and moves nothing: no migration is open when a block asks for a plan."""
-    folder = tmp_path_factory.mktemp("documents")
-    demo = start_demo(folder, serve=True, pay_back_s=0)
-    (folder / ".eplb").symlink_to(demo.state_dir)
-    demo.sees("a plan", lambda store: [e for e in store.events(limit=100_000) if e.kind == "plan"])
-    yield demo
-    demo.process.send_signal(signal.SIGINT)
-    demo.ends()
+SHELL_RUN = [block for block in SHELL if not block.not_run]
+SIMULATIONS = [  # of any folder, and of `eplb` alone: without a process they take a second
+    block
+    for block in SHELL_RUN
+    if block.page in QUICK_PAGES and block.code.startswith("eplb simulate")
+]
+
+
+@pytest.mark.parametrize("block", SIMULATIONS, ids=named)
+def test_simulation_of_a_page_runs(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    for words in shell_lines(block.code):
+        done = CliRunner().invoke(app, words[1:])
+
+        assert done.exit_code == 0, done.output
 
 
 def is_slow(block: Block) -> bool:
@@ -214,19 +223,17 @@ def is_slow(block: Block) -> bool:
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(block, marks=[pytest.mark.slow] if is_slow(block) else [], id=named(block))
-        for block in SHELL
-        if not block.not_run
+        pytest.param(block, marks=tier_of("", is_slow=is_slow(block)), id=named(block))
+        for block in SHELL_RUN
+        if block not in SIMULATIONS
     ],
 )
-def test_shell_of_a_page_runs(block: Block, live: Any) -> None:
-    address = live.wait_for_line("eplb demo: http://").split("//")[1].strip()
-    live.sees("that all ranks report", lambda _: is_ready(address))
+def test_shell_of_a_page_runs(block: Block, watched_demo: Any) -> None:
     environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
 
     status, output, errors = run_to_end(
-        ["bash", "-euc", block.code.replace(SERVICE, address)],
-        live.state_dir.parent,
+        ["bash", "-euc", block.code.replace(SERVICE, watched_demo.url.removeprefix("http://"))],
+        watched_demo.state_dir.parent,
         environ | {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"},
     )
 

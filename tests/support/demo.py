@@ -15,10 +15,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from telemetry import open_store
 from telemetry.store import LoadStore
+from tests.support.limits import NEVER_S
 
 C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one here
@@ -36,9 +38,17 @@ SMALL_DEMO = {
     "window_tokens": 1024,
     "seconds": 2,
     "pay_back_s": 1e9,
-    "lease_ttl_s": 2,  # whoever follows a demo that was killed waits for so long
     "port": 0,
     "view": "plain",
+    # None of these may fire because the machine is busy; tests of one of them set it.
+    "hung_after_s": NEVER_S,
+    "start_deadline_s": NEVER_S,
+    "vote_deadline_s": NEVER_S,
+    "plan_deadline_s": NEVER_S,
+    "migration_deadline_s": NEVER_S,
+    "lease_ttl_s": NEVER_S,  # of a holder on this host, its end is seen at once
+    "transport.silence_s": NEVER_S,
+    "host_link.silence_s": NEVER_S,
 }
 
 
@@ -159,6 +169,19 @@ class DemoProcess:
         return pid
 
     @property
+    def url(self) -> str:
+        """Of its HTTP service, once that has begun."""
+        return self.wait_for_line("eplb demo: http").split()[-1]
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask its HTTP service."""
+        return httpx.get(f"{self.url}{path}", timeout=None, trust_env=False)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        """Ask its HTTP service for a change."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=None, trust_env=False)
+
+    @property
     def errors(self) -> str:
         """What it said on the standard error stream."""
         return self._errors.read_text()
@@ -193,3 +216,24 @@ def start_demo() -> Iterator[StartDemo]:
             os.kill(pid, signal.SIGKILL)
         demo.process.wait()
         demo.leaves_nothing()
+
+
+@pytest.fixture(scope="session")
+def watched_demo(
+    tmp_path_factory: pytest.TempPathFactory, start_demo: StartDemo
+) -> Iterator[DemoProcess]:
+    """A demo that serves, for every test that only watches; its folder has ``.eplb``, its state.
+
+    It logs in JSON, and moves nothing by itself: no migration is open when a test asks for a plan.
+    A test leaves the switches as they were.
+    """
+    folder = tmp_path_factory.mktemp("watched")
+    demo = start_demo(
+        folder, serve=True, pay_back_s=0, **{"log.format": "json", "log.level": "info"}
+    )
+    (folder / ".eplb").symlink_to(demo.state_dir)
+    demo.sees("a plan", lambda store: [e for e in store.events(limit=100_000) if e.kind == "plan"])
+    demo.sees("that all ranks report", lambda _: demo.get("/readyz").is_success)
+    yield demo
+    demo.process.send_signal(signal.SIGINT)
+    demo.ends()

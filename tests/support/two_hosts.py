@@ -9,11 +9,10 @@ from types import TracebackType
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 NEEDED = ("unshare", "nsenter", "ip", "bash")
-READY_S = 20.0
 SCRIPT = """
 set -e
 coproc unshare --net sh -c 'echo is there; exec cat'
-read -t 10 -u ${COPROC[0]} _
+read -u ${COPROC[0]} _
 other="nsenter --net --target $COPROC_PID"
 ip link add end0 type veth peer name end1 netns $COPROC_PID
 ip address add 10.0.0.1/24 dev end0
@@ -44,7 +43,7 @@ class TwoHosts:
         assert self._keeper.stdout is not None, "it was asked for"
         pids = self._keeper.stdout.readline().split()
         if len(pids) != 2:
-            _, errors = self._keeper.communicate(timeout=READY_S)
+            _, errors = self._keeper.communicate()
             raise OSError(f"no namespaces on this machine: {errors.strip()}")
         self._pids = pids
         return self
@@ -53,7 +52,7 @@ class TwoHosts:
         self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None
     ) -> None:
         self._keeper.kill()
-        self._keeper.communicate(timeout=READY_S)
+        self._keeper.communicate()
 
     def on(self, host: int, words: list[str]) -> list[str]:
         """Give the words that run a command on a host; signals reach the command itself."""

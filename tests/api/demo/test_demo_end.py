@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from telemetry.stores.redis.connection.local_server import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
-DEADLINE_S = 60.0
 
 StartDemo = Callable[..., Any]
 
@@ -46,19 +44,18 @@ def test_interrupt_during_the_imports_ends_in_one_line(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         maps = Path(f"/proc/{process.pid}/maps")
-        deadline = time.monotonic() + DEADLINE_S
         # Without a shared libpython the first moment that can be seen is that of the handler.
         mark = library if library != "libpython" else "_heapq"
         while mark not in maps.read_text():
-            assert time.monotonic() < deadline, f"{mark} was not loaded in time"
             assert process.poll() is None, "it ended by itself"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        _, errors = process.communicate(timeout=DEADLINE_S)
+        _, errors = process.communicate()
 
     assert (process.returncode, errors) == (130, "eplb: interrupted\n")
     assert list(temporary.glob("pymp-*")) == []
 
 
+@pytest.mark.system
 def test_demo_with_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 80)
     folder.mkdir()
@@ -69,7 +66,6 @@ def test_demo_with_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path: 
         env=os.environ | {"TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
     )
 
     assert ended.returncode == 2
@@ -119,7 +115,7 @@ def test_demo_that_is_killed_leaves_no_temporary_folder(
     assert list(temporary.glob("pymp-*"))
 
     demo.process.kill()
-    demo.process.wait(DEADLINE_S)
+    demo.process.wait()
     demo.leaves_nothing()
 
     assert list(temporary.glob("pymp-*")) == []

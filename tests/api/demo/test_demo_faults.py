@@ -259,7 +259,7 @@ def test_folder_that_cannot_be_written_is_refused() -> None:
         state.mkdir(mode=0o555)
         state.parent.chmod(0o755)
         command = [sys.executable, "-c", AS_NOBODY, "demo", "--state-dir", str(state), *SMALL]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
         sentence = f"eplb: state folder {state} cannot be used: Permission denied\n"
         assert (done.returncode, done.stderr) == (2, sentence)

@@ -27,7 +27,6 @@ from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 STATES = ("idle", "preload", "stage", "swap", "aborted")
-DEADLINE_S = 60.0
 HEARD_S = 0.5  # by then every rank has heard of a switch, and has reported so
 # Larger experts than the smallest demo's, so that staging takes long enough to be met in it.
 LARGER = {"hidden": 64, "intermediate": 1024, "restart_after_death": 20}
@@ -79,12 +78,10 @@ class Target:
         self._ranks = {rank: Whereabouts(folder / f"rank-000{rank}.jsonl") for rank in ranks}
 
     def wait_for(self, what: str, look: Callable[[], Any], *, pause_s: float = 0.05) -> Any:
-        deadline = time.monotonic() + DEADLINE_S
         while (found := look()) is None or found is False:
             assert self.demo.process.poll() is None, (
                 f"ended before {what}; {self.demo.output_text()}"
             )
-            assert time.monotonic() < deadline, f"no {what} in time; {self.demo.output_text()}"
             time.sleep(pause_s)  # a file that grows, or a process's end: no event of the store
         return found
 

@@ -277,8 +277,6 @@ def test_host_of_ranks_needs_no_http_library() -> None:
         "import api.deploy.checks.host"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -252,9 +252,7 @@ def test_ranks_of_both_hosts_serve_again_after_one_was_killed(hosts: Hosts) -> N
 
 def assert_no_secret_is_shown(hosts: Hosts, processes: list[CommandProcess]) -> None:
     secret = (hosts.folders[0] / "secret").read_text().strip()
-    shown = subprocess.run(
-        ["ps", "axeww"], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    shown = subprocess.run(["ps", "axeww"], capture_output=True, text=True, check=True).stdout
     printed = "\n".join(line for process in processes for line in process.lines)
 
     assert "engine.py" in shown

@@ -353,7 +353,7 @@ def test_one_service_shows_both_profiles_of_a_store_and_ends_by_a_signal(
             ]
             assert paused.exit_code == 0, paused.output
             assert not store.control().movement
-            state = httpx.get(f"{url}/api/v1/state", timeout=60.0).json()
+            state = httpx.get(f"{url}/api/v1/state", timeout=None).json()
             assert (state["deployment"], state["movement"]) == ("r1-prefill", True)
             assert serve.ends(signal.SIGTERM) == 0
         finally:

@@ -9,8 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +17,6 @@ from api.config.tree import known_settings
 from tests.support.repository import ROOT
 
 METRICS = ROOT / "api" / "metrics" / "definitions.py"
-DEADLINE_S = 100.0  # of a block
 ENDING_OF = {"_gauge": "", "_histogram": "", "_counter": "_total"}
 
 
@@ -71,21 +68,8 @@ def metric_names() -> set[str]:
     return found
 
 
-def is_ready(address: str) -> bool:
-    """Whether every rank of a deployment serves, by its HTTP service."""
-    try:
-        with urllib.request.urlopen(f"http://{address}/readyz") as answer:
-            return bool(answer.status == 200)
-    except urllib.error.HTTPError:
-        return False
-
-
 def run_to_end(
-    command: list[str],
-    folder: Path,
-    environ: dict[str, str],
-    given: str = "",
-    deadline_s: float = DEADLINE_S,
+    command: list[str], folder: Path, environ: dict[str, str], given: str = ""
 ) -> tuple[int, str, str]:
     """Status, output and errors of a program. No process that it started outlives it."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -93,7 +77,7 @@ def run_to_end(
         command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes
     )
     try:
-        output, errors = program.communicate(given, deadline_s)
+        output, errors = program.communicate(given)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)
