@@ -11,7 +11,6 @@ import pytest
 from tests.support.repository import ROOT
 
 PACKAGES = {"eplb", "runtime", "telemetry", "rebalance", "api", "simulations"}
-DEADLINE_S = 300.0
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +20,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Names of the files in a wheel built as an installer builds it."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", folder, ROOT]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("eplb-*.whl")
     with zipfile.ZipFile(wheel) as archive:

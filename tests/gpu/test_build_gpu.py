@@ -23,6 +23,7 @@ from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from runtime.group.launch import launch
 from telemetry import open_store
+from tests.support.limits import NEVER_S
 from tests.support.models.engine_rank import EngineSetup, serve
 
 pytestmark = [
@@ -58,7 +59,7 @@ def test_two_gpu_ranks_that_the_builder_made_swap_experts(tmp_path: Path) -> Non
         closing(build_host_cache(HostCacheSettings(), address, MODEL, SCHEMA, weights)),
     ):
         store.commit(START, expected=None, reason="start")
-        found = launch(serve, 2, setup, deadline_s=180.0)
+        found = launch(serve, 2, setup, deadline_s=NEVER_S)
 
     assert [(one.generation, one.num_wrong, one.num_moved) for one in found] == [(1, 0, 2)] * 2
     assert [one.bytes_by_source["peer"] for one in found] == [2 * SCHEMA.record_bytes] * 2

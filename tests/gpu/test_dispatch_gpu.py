@@ -19,6 +19,7 @@ from runtime.dispatch.selftest import Trial, check_dispatcher
 from runtime.dispatch.table import choose_dispatcher
 from runtime.group.launch import launch
 from tests.gpu.parts import needs_deep_ep, needs_two_gpus
+from tests.support.limits import NEVER_S
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +59,7 @@ def run_one(rank: int, num_ranks: int, name: str, num_tokens: int) -> str:
     ],
 )
 def test_dispatcher_gives_right_sums_and_right_counts(name: str, num_tokens: int) -> None:
-    assert launch(run_one, NUM_RANKS, name, num_tokens, deadline_s=120) == [""] * NUM_RANKS
+    assert launch(run_one, NUM_RANKS, name, num_tokens, deadline_s=NEVER_S) == [""] * NUM_RANKS
 
 
 def run_prefill(rank: int, num_ranks: int) -> str:
@@ -70,7 +71,7 @@ def run_prefill(rank: int, num_ranks: int) -> str:
 
 @needs_deep_ep
 def test_normal_mode_takes_prefill_sized_batches() -> None:
-    assert launch(run_prefill, NUM_RANKS, deadline_s=120) == [""] * NUM_RANKS
+    assert launch(run_prefill, NUM_RANKS, deadline_s=NEVER_S) == [""] * NUM_RANKS
 
 
 class OfPhase:
@@ -97,7 +98,7 @@ def run_alternating(rank: int, num_ranks: int, use_fp8: bool) -> list[str]:
 @needs_deep_ep
 @pytest.mark.parametrize("use_fp8", [False, True], ids=["bf16", "fp8"])
 def test_prefill_and_decode_alternate_behind_one_dispatcher(use_fp8: bool) -> None:
-    found = launch(run_alternating, NUM_RANKS, use_fp8, deadline_s=120)
+    found = launch(run_alternating, NUM_RANKS, use_fp8, deadline_s=NEVER_S)
 
     assert found == [[""] * 6] * NUM_RANKS
 
@@ -119,7 +120,7 @@ def run_two_at_once(rank: int, num_ranks: int) -> tuple[str, str]:
 
 @needs_deep_ep
 def test_low_latency_transfer_before_the_last_was_finished_is_refused() -> None:
-    for told, wrong in launch(run_two_at_once, NUM_RANKS, deadline_s=120):
+    for told, wrong in launch(run_two_at_once, NUM_RANKS, deadline_s=NEVER_S):
         assert told.startswith("the dispatch of layer 1 begins while the dispatch of layer 0 is")
         assert wrong == ""
 
@@ -140,7 +141,7 @@ def run_disagreeing(rank: int, num_ranks: int) -> str:
 
 @needs_deep_ep
 def test_disagreement_on_a_shape_is_reported_on_every_rank() -> None:
-    for told in launch(run_disagreeing, NUM_RANKS, deadline_s=120):
+    for told in launch(run_disagreeing, NUM_RANKS, deadline_s=NEVER_S):
         assert told.startswith("ranks disagree on (slots, hidden, top_k, max_tokens)")
         assert f"[{18 * NUM_RANKS}, {2 * HIDDEN}, {TOP_K}, {MAX_TOKENS}]" in told
 
@@ -158,7 +159,7 @@ def run_overfull(rank: int, num_ranks: int) -> tuple[str, str]:
 
 @needs_deep_ep
 def test_tokens_beyond_the_buffers_are_refused_and_the_next_step_is_right() -> None:
-    for told, wrong in launch(run_overfull, NUM_RANKS, deadline_s=120):
+    for told, wrong in launch(run_overfull, NUM_RANKS, deadline_s=NEVER_S):
         assert told.startswith("layer 0: 129 tokens in one step, expected at most 128")
         assert wrong == ""
 
@@ -177,7 +178,7 @@ def run_without_nvshmem(rank: int, num_ranks: int) -> tuple[str, str]:
     reason="needs a deep_ep built without NVSHMEM; EPLB_TEST_DEEPEP_WITHOUT_NVSHMEM=1 says so",
 )
 def test_deep_ep_without_nvshmem_serves_only_normal_mode() -> None:
-    for told, why in launch(run_without_nvshmem, NUM_RANKS, deadline_s=120):
+    for told, why in launch(run_without_nvshmem, NUM_RANKS, deadline_s=NEVER_S):
         assert told.startswith("deep_ep cannot serve low-latency mode here")
         assert "a build with NVSHMEM" in told
         assert why.startswith("deepep_normal gives right results")
@@ -196,6 +197,6 @@ def run_uneven(rank: int, num_ranks: int) -> str:
 
 @needs_deep_ep
 def test_uneven_ranks_use_all_to_all_with_a_reason() -> None:
-    for why in launch(run_uneven, NUM_RANKS, deadline_s=120):
+    for why in launch(run_uneven, NUM_RANKS, deadline_s=NEVER_S):
         assert why.startswith("all_to_all gives right results")
         assert "ranks have [4, 5] slots, DeepEP expects the same number" in why

@@ -22,9 +22,9 @@ from runtime.group.agreement import (
     gathered_large,
 )
 from runtime.group.rendezvous import Rendezvous, reach
+from tests.support.limits import NEVER_S
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
-DEADLINE_S = 20.0
 
 
 class Payload:
@@ -88,16 +88,16 @@ def test_hostile_bytes_of_a_peer_are_rejected_and_never_run(
 def test_rendezvous_keeps_values_as_bytes_and_runs_none(tmp_path: Path) -> None:
     canary, rendezvous = tmp_path / "code-ran", Rendezvous()
     payload = pickle.dumps(Payload(canary))
-    reach(rendezvous.handle, DEADLINE_S).set("key", payload)
+    reach(rendezvous.handle, NEVER_S).set("key", payload)
 
-    assert reach(rendezvous.handle, DEADLINE_S).get("key") == payload
+    assert reach(rendezvous.handle, NEVER_S).get("key") == payload
     assert not canary.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 def test_rendezvous_is_closed_to_another_user() -> None:
     rendezvous, nobody = Rendezvous(), 65534
-    reach(rendezvous.handle, DEADLINE_S).set("key", b"secret")
+    reach(rendezvous.handle, NEVER_S).set("key", b"secret")
     child = os.fork()
     if child == 0:
         os.setgid(nobody)

@@ -22,7 +22,6 @@ from runtime.checkpoints.identity import SINGLE_FILE
 from runtime.checkpoints.own_model import expert_name, write_random_checkpoint
 from runtime.experts import ExpertSchema
 
-DEADLINE_S = 60.0
 NOBODY = 65534
 SECOND_SHARD = "model-00002-of-00003.safetensors"  # layer 0
 
@@ -61,7 +60,6 @@ def what_a_child_is_told(function: Callable[[], None]) -> str:
     process.start()
     theirs.close()
     try:
-        assert ours.poll(DEADLINE_S), f"the child said nothing in {DEADLINE_S:.0f} s"
         told: str = ours.recv()
     finally:
         process.kill()

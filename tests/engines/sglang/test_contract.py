@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,21 +27,18 @@ from tests.support.engines.sglang_ranks import (
 )
 
 pytestmark = pytest.mark.slow
-PLAN_DEADLINE_S = 600.0  # on a busy machine the first plan compiles kernels for minutes
 
 
 def rebalances(rank: int, config: Path, times: int, flags: dict[str, Any]) -> dict[str, Any]:
     """Step until so many maps were installed; the weights match the map after each pass."""
     made = make_rank(rank, config=config, **flags)
     first = made.rounds.generation
-    deadline = time.monotonic() + PLAN_DEADLINE_S
     longest = 0
     while made.rounds.generation - first < times:
         made.forward(popularity_of(made.rounds.generation - first))
         made.check_weights()
         longest = max(longest, int(made.map.logical_to_all_physical_map_num_valid.max()))
         assert not made.rounds.stopped, made.rounds.stopped
-        assert time.monotonic() < deadline, f"{made.rounds.generation - first} maps"
     found = {
         "map": made.map.physical_to_logical_map.tolist(),
         # The engine's initial lists differ by rank; without routed experts they are not replaced.

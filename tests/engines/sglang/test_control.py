@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -31,7 +30,6 @@ from tests.support.engines.sglang_ranks import (
 )
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 600.0
 
 
 def on_all(word: bool) -> bool:
@@ -49,10 +47,8 @@ def steps(made: Any, count: int) -> None:
 
 def until(what: str, made: Any, holds: Any) -> None:
     """Step until rank 0 sees something."""
-    deadline = time.monotonic() + DEADLINE_S
     while not on_all(made.rank == 0 and holds()):
         steps(made, WINDOW)
-        assert time.monotonic() < deadline, what
 
 
 def controlled(rank: int, config: Path, url: str) -> dict[str, list[int]]:
@@ -168,11 +164,9 @@ def solved(rank: int, config: Path) -> tuple[int, int]:
     )
     rounds, first = made.rounds, made.rounds.generation
     made.choose = lambda layer, popularity: routed(made)
-    deadline = time.monotonic() + DEADLINE_S
     while rounds.generation == first:
         made.forward(popularity_of(0))
         made.check_weights()
-        assert time.monotonic() < deadline, "the first map"
     rounds.close()
     return len(inits), int(torch.equal(inits[-1], made.map.physical_to_logical_map))
 

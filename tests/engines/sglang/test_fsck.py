@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,8 @@ if find_spec("sglang") is None:
         "run `make test-engines`: it has sglang 0.5.23 in .venv-sglang", allow_module_level=True
     )
 
-import cpu_torchvision  # noqa: F401  first: the engine imports torchvision
+# First: the engine imports torchvision.
+import tests.support.engines.cpu_torchvision  # noqa: F401  # isort: skip
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from tests.support.engines.sglang_ranks import (
 )
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 600.0
 EACH = NUM_SLOTS // NUM_RANKS
 MOE = [layer for layer in range(NUM_LAYERS) if layer not in DENSE]
 
@@ -52,12 +51,10 @@ def config(tmp_path: Path) -> Path:
 
 def until_maps(made: Any, times: int) -> None:
     """Step until so many maps were installed and checked."""
-    deadline = time.monotonic() + DEADLINE_S
     last = made.rounds.generation + times
     while made.rounds.generation < last or made.rounds._checked < last:
         made.forward(popularity_of(made.passes // INTERVAL))
         assert not made.rounds.stopped, made.rounds.stopped
-        assert time.monotonic() < deadline, f"{times} maps"
 
 
 def result(made: Any) -> dict[str, Any]:

@@ -66,9 +66,7 @@ def rebalances(rank: int, meet: Path, is_async: bool, times: int, store: str) ->
 def test_weights_match_maps_on_every_rank_over_100_rebalances(
     is_async: bool, tmp_path: Path
 ) -> None:
-    found = on_ranks(
-        rebalances, is_async, 100, f"sqlite:{tmp_path / 'store.sqlite'}", deadline_s=280.0
-    )
+    found = on_ranks(rebalances, is_async, 100, f"sqlite:{tmp_path / 'store.sqlite'}")
 
     print(found[0] | {"map": "..."})
     assert all(one["map"] == found[0]["map"] for one in found)

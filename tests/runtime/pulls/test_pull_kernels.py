@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 INTERPRETED = Path(__file__).with_name("interpreted_pulls.py")
-DEADLINE_S = 110.0
 
 
+@pytest.mark.system
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_pull_kernels_agree_with_the_decision_and_the_redirect() -> None:
     # In a process of its own: triton decides at import whether its interpreter runs the kernels.
@@ -23,7 +23,6 @@ def test_pull_kernels_agree_with_the_decision_and_the_redirect() -> None:
         cwd=INTERPRETED.parents[2],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
     )
 
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

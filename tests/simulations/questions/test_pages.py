@@ -78,21 +78,6 @@ def test_pictures_are_the_figures_of_the_page(tmp_path: Path) -> None:
         assert drawn.std() > 0.05  # not an empty canvas
 
 
-def test_page_of_a_sweep_names_the_best_and_the_last_configuration(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    pytest.importorskip("pyarrow")
-    out = tmp_path / "out.html"
-    grid = ("--ranks", "4", "--redundant", "1", "--every", "2", "--policy", "none,auto")
-    load = "generated:gamma:windows=4,layers=2,experts=16"
-
-    ran = command("sweep", load, "--out", str(tmp_path / "sweep"), *grid, "--html", str(out))
-
-    assert ran.exit_code == 0, ran.stderr
-    found = Read(out).text["li"]
-    assert found[0].startswith("best: auto on 4 ranks, 20 slots")
-    assert found[1].startswith("last: none on 4 ranks")
-
-
 def test_long_table_comes_after_the_figures(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     rows = [(str(number),) for number in range(40)]

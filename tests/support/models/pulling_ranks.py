@@ -28,6 +28,7 @@ from runtime.pulls.host import HostPulls
 from runtime.pulls.layer import PulledExperts
 from runtime.pulls.readers import HostReader, Peer
 from runtime.routing import RoutingTable
+from tests.support.limits import NEVER_S
 
 # Eight experts on ranks of four, three and four slots: 0 has a replica, a slot is empty.
 TOPOLOGY = Topology(node_of_rank=np.zeros(3, int), slots_of_rank=np.array([4, 3, 4]))
@@ -91,7 +92,7 @@ def build(
     *,
     exchange: Exchange | None = None,
     peers: Callable[[Mapping[int, Peer]], Mapping[int, Peer]] = lambda found: found,
-    deadline_s: float = 20.0,
+    deadline_s: float = NEVER_S,
 ) -> PullingRank:
     group = dist.group.WORLD
     assert group is not None
