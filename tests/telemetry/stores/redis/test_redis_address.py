@@ -7,38 +7,34 @@ import pytest
 from eplb.errors import ConfigError
 from telemetry import open_store
 from telemetry.stores.redis.connection.address import Tls, parse_address, without_password
-from telemetry.stores.redis.keys import Keys
+from telemetry.stores.redis.keys import Keys, deployment_of, pattern_of_all
 
 
-def test_url_names_host_port_database_and_user() -> None:
+def test_url_names_host_port_database_user_and_options_but_shows_no_password() -> None:
     address = parse_address("redis://rank:s%40cret@redis.local:7000/3?timeout_s=0.5&prefix=staging")
 
     assert address.hosts == (("redis.local", 7000),)
     assert (address.database, address.username, address.password) == (3, "rank", "s@cret")
     assert (address.limits.timeout_s, address.limits.deadline_s) == (0.5, 3.0)
     assert (address.prefix, address.tls, address.is_cluster) == ("staging", None, False)
+    assert str(address) == "redis://rank@redis.local:7000/3"
+    assert "s@cret" not in repr(address)
 
 
-def test_password_is_not_shown() -> None:
-    address = parse_address("rediss://rank:secret@redis.local")
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("rediss://rank:secret@redis.local", "rediss://rank@redis.local:6379/0"),
+        ("redis+cluster://:secret@a:1,[::1]:2,c", "redis+cluster://a:1,[::1]:2,c:6379"),
+        ("unix://rank:secret@/run/redis.sock?db=2", "unix://rank@/run/redis.sock?db=2"),
+    ],
+)
+def test_address_is_shown_with_its_defaults_and_without_the_password(url: str, shown: str) -> None:
+    address = parse_address(url)
 
-    assert str(address) == "rediss://rank@redis.local:6379/0"
-    assert "secret" not in repr(address)
-
-
-def test_cluster_has_several_hosts() -> None:
-    address = parse_address("redis+cluster://:secret@a:1,[::1]:2,c")
-
-    assert address.is_cluster
-    assert address.hosts == (("a", 1), ("::1", 2), ("c", 6379))
-    assert str(address) == "redis+cluster://a:1,[::1]:2,c:6379"
-
-
-def test_socket_file_is_named_by_its_path() -> None:
-    address = parse_address("unix://rank:secret@/run/redis.sock?db=2")
-
-    assert (address.socket_path, address.database) == ("/run/redis.sock", 2)
-    assert str(address) == "unix://rank@/run/redis.sock?db=2"
+    assert (str(address), address.password) == (shown, "secret")
+    assert address.is_cluster == ("cluster" in url)
+    assert address.socket_path == ("/run/redis.sock" if "unix" in url else "")
 
 
 def test_tls_takes_the_names_of_files() -> None:
@@ -50,22 +46,22 @@ def test_tls_takes_the_names_of_files() -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://secret@host", "starts with 'http', expected one of: redis, rediss"),
-        ("redis://u:secret@", "a place '' without a host"),
-        ("redis://u:secret@a,b", "2 hosts, expected one"),
-        ("redis://u:secret@a:x", "port 'x', expected a number"),
+        ("http://secret@host", "'http'"),
+        ("redis://u:secret@", "''"),
+        ("redis://u:secret@a,b", "2 hosts"),
+        ("redis://u:secret@a:x", "port 'x'"),
         ("redis://u:secret@a:70000", r"port 70000, expected 1\.\.65535"),
-        ("redis://u:secret@a/x", "database 'x', expected a number"),
-        ("redis+cluster://u:secret@a/1", "names database '1', expected none"),
-        ("redis://u:sec/ret@a", "expected the password percent-encoded"),
-        ("redis://u:secret@a?timeout=1", "unknown option 'timeout', expected one of: prefix, co"),
-        ("redis://u:secret@a?ca_certs=x", "unknown option 'ca_certs'"),
-        ("redis://u:secret@a?timeout_s=0", "timeout_s is '0', expected a number greater than 0"),
+        ("redis://u:secret@a/x", "database 'x'"),
+        ("redis+cluster://u:secret@a/1", "database '1'"),
+        ("redis://u:sec/ret@a", "%2F"),
+        ("redis://u:secret@a?timeout=1", "'timeout'"),
+        ("redis://u:secret@a?ca_certs=x", "'ca_certs'"),
+        ("redis://u:secret@a?timeout_s=0", "timeout_s is '0'"),
         ("redis://u:secret@a?max_samples=many", "max_samples is 'many'"),
-        ("rediss://u:secret@a?check_hostname=1", "check_hostname is '1', expected true or false"),
-        ("redis://u:secret@a?prefix=a{b", "expected a name without braces"),
-        ("redis://u:secret@a?timeout_s", "no name=value"),
-        ("unix://u:secret@", "names no socket file"),
+        ("rediss://u:secret@a?check_hostname=1", "check_hostname is '1'"),
+        ("redis://u:secret@a?prefix=a{b", "prefix"),
+        ("redis://u:secret@a?timeout_s", "name=value"),
+        ("unix://u:secret@", "socket file"),
     ],
 )
 def test_unusable_url_is_an_error_without_the_password(url: str, words: str) -> None:
@@ -76,7 +72,7 @@ def test_unusable_url_is_an_error_without_the_password(url: str, words: str) -> 
 
 
 def test_unknown_scheme_is_an_error_without_the_password() -> None:
-    with pytest.raises(ConfigError, match=r"unknown store 'mysql://u@host/x'") as caught:
+    with pytest.raises(ConfigError, match="mysql://u@host/x") as caught:
         open_store("mysql://u:secret@host/x?y=secret", "demo")
 
     assert "secret" not in str(caught.value)
@@ -85,5 +81,14 @@ def test_unknown_scheme_is_an_error_without_the_password() -> None:
 
 @pytest.mark.parametrize("deployment", ["", "a{b", "a}b"])
 def test_deployment_that_would_not_lie_in_one_slot_is_refused(deployment: str) -> None:
-    with pytest.raises(ConfigError, match="expected a name without braces"):
+    with pytest.raises(ConfigError):
         Keys("eplb", deployment)
+
+
+@pytest.mark.parametrize("prefix", ["eplb", "a*b?[c]"])
+def test_keys_name_their_deployment(prefix: str) -> None:
+    assert deployment_of(f"{prefix}:{{r1-decode}}:placements", prefix) == "r1-decode"
+    assert deployment_of(f"{prefix}:{{r1-decode}}:run_order", prefix) == "r1-decode"
+    assert deployment_of(f"{prefix}:{{r1-decode}}:state", prefix) is None
+    assert deployment_of("other:{r1-decode}:placements", prefix) is None
+    assert pattern_of_all("a*b?[c]") == r"a\*b\?\[c\]:{*}:*"

@@ -7,24 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from telemetry.stores.redis.connection.breaker import Breaker
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.stores import StoreClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def breaker(clock: Clock) -> Breaker:
-    return Breaker(3, cool_down_s=10.0, clock=clock)
+def breaker(store_clock: StoreClock) -> Breaker:
+    return Breaker(3, cool_down_s=10.0, clock=store_clock)
 
 
 def fail(breaker: Breaker, times: int) -> None:
@@ -34,28 +22,13 @@ def fail(breaker: Breaker, times: int) -> None:
 
 def test_failures_in_a_row_open_it(breaker: Breaker) -> None:
     fail(breaker, 2)
-    assert breaker.is_probe() is False
+    breaker.succeed()
+    fail(breaker, 2)
+    assert (breaker.state, breaker.is_probe()) == ("closed", False)
 
     breaker.fail()
 
-    assert breaker.state == "open"
-    assert breaker.is_probe() is None
-
-
-def test_success_between_failures_resets_the_count(breaker: Breaker) -> None:
-    fail(breaker, 2)
-    breaker.succeed()
-    fail(breaker, 2)
-
-    assert breaker.state == "closed"
-
-
-def test_after_the_cool_down_one_call_is_the_probe(breaker: Breaker, clock: Clock) -> None:
-    fail(breaker, 3)
-    clock.now = 10.0
-
-    assert breaker.state == "half open"
-    assert [breaker.is_probe() for _ in range(3)] == [True, None, None]
+    assert (breaker.state, breaker.is_probe()) == ("open", None)
 
 
 @pytest.mark.parametrize(
@@ -66,18 +39,18 @@ def test_after_the_cool_down_one_call_is_the_probe(breaker: Breaker, clock: Cloc
         (Breaker.abandon, "half open", True),
     ],
 )
-def test_probe_decides(
+def test_one_probe_after_the_cool_down_decides(
     breaker: Breaker,
-    clock: Clock,
+    store_clock: StoreClock,
     outcome: Callable[[Breaker], None],
     state: str,
     next_call: bool | None,
 ) -> None:
     fail(breaker, 3)
-    clock.now = 10.0
-    breaker.is_probe()
+    store_clock.now += 10.0
+    assert breaker.state == "half open"
+    assert [breaker.is_probe() for _ in range(3)] == [True, None, None]
 
     outcome(breaker)
 
-    assert breaker.state == state
-    assert breaker.is_probe() is next_call
+    assert (breaker.state, breaker.is_probe()) == (state, next_call)
