@@ -11,15 +11,6 @@ from numpy.typing import NDArray
 SKEW = 0.8  # of the logarithm of popularity
 
 
-def popularity(
-    random: np.random.Generator, num_layers: int, num_experts: int
-) -> NDArray[np.float64]:
-    """[L, E] shares that add up to 1."""
-    weight = np.exp(SKEW * random.standard_normal((num_layers, num_experts)))
-    shares: NDArray[np.float64] = weight / weight.sum(axis=1, keepdims=True)
-    return shares
-
-
 def drawn(
     random: np.random.Generator, shares: NDArray[np.float64], tokens: int
 ) -> NDArray[np.int64]:
@@ -56,13 +47,3 @@ def drifting(
         windows.append(drawn(random, weight / weight.sum(axis=1, keepdims=True), tokens))
         log_weight = kept * log_weight + np.sqrt(1 - kept**2) * random.standard_normal(shape)
     return np.stack(windows)
-
-
-def alternating(
-    seed: int, num_windows: int, num_layers: int, num_experts: int, *, tokens: int, period: int
-) -> NDArray[np.int64]:
-    """[T, L, E] windows of two loads in turn, each for ``period`` windows."""
-    random = np.random.default_rng(seed)
-    both = [popularity(random, num_layers, num_experts) for _ in range(2)]
-    order = [both[window // period % 2] for window in range(num_windows)]
-    return np.stack([drawn(random, shares, tokens) for shares in order])

@@ -39,7 +39,6 @@ from telemetry.stores.redis.connection.local_server import RedisProcess
 
 LAYERS, EXPERTS, RANKS, TOP_K, WINDOW_STEPS = 58, 256, 320, 8, 16
 MODEL = ModelShape(tuple(range(3, 3 + LAYERS)), EXPERTS, TOP_K, 7168, 2048)
-TARGET_S = 0.2
 TICKS = os.sysconf("SC_CLK_TCK")
 
 

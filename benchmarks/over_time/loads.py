@@ -9,8 +9,10 @@ Shapes:  T windows, L MoE layers, E experts, K experts of a token.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb import Topology
+
+# -- Processes of a benchmark that has a limit of time.
+
+
+def kill(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool at once."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in multiprocessing.active_children():
+        process.kill()
+
 
 DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TUNED_ON = ("gpqa_main", "mmlu_dev")  # the benchmarks of gpt-oss; the others are judged on

@@ -37,9 +37,9 @@ from benchmarks.over_time.loads import (
     Case,
     Tokens,
     cases,
+    kill,
     stream,
 )
-from benchmarks.over_time.pools import kill
 from benchmarks.over_time.replay import Replayed, replay_controller, start_of
 from eplb import Placement, Topology, plan
 from eplb.core.load import LoadHistory

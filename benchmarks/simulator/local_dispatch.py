@@ -50,14 +50,3 @@ class LocalDispatcher:
         place, weights = received.ticket
         pairs = results[place].view(*weights.shape, results.shape[1])
         return torch.bmm(weights.to(results.dtype)[:, None, :], pairs).squeeze(1)
-
-
-class NoExperts:
-    """Results that are there already, to time what is around the experts."""
-
-    def __init__(self, results: torch.Tensor) -> None:
-        self._results = results
-
-    def run(self, layer: int, received: Received) -> torch.Tensor:
-        """The same for all rows."""
-        return self._results[: len(received.rows)]
