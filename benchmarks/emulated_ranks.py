@@ -3,7 +3,7 @@
     python -m benchmarks.emulated_ranks --file rows.json
 
 A step lasts as long as its slowest rank: ``benchmarks.serve_gpu`` runs its rows on one GPU. One
-layer of 256 experts on 32, 64 or 144 ranks (``ranks.batch_split`` has the traces, how 256 experts
+layer of 256 experts on 32, 64 or 144 ranks (``batch_split`` has the traces, how 256 experts
 are made of them, and the windows). Placements are planned on earlier windows than those that are
 timed.
 
@@ -32,9 +32,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ranks.batch_split.balance import optimal_parts
-from benchmarks.ranks.batch_split.recorded import NUM_HISTORY, Case, Ints, expert_ids, windows
-from benchmarks.ranks.batch_split.rows import rows_of_slots
+from benchmarks.batch_split import (
+    NUM_HISTORY,
+    Case,
+    Ints,
+    expert_ids,
+    optimal_parts,
+    rows_of_slots,
+    windows,
+)
 from eplb import Placement, plan
 from eplb.core.placement import EMPTY
 from eplb.decision.gate import GROUPED_GEMM_H200

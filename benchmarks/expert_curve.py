@@ -62,6 +62,8 @@ LEAST_WEIGHT_BYTES = 400_000_000  # in turn: eight times the L2 cache of an H200
 LEAST_LAUNCHES, LONG_ROWS = 8, 1024  # of a graph; with more rows of a slot two are enough
 POINT_SECONDS = 0.15  # of measurement
 START_LAYERS, START_RUNS = 8, 3
+LAUNCHES, REPLAYS = 4, 9  # of each arm, by turns
+PROCESSES = 12  # that compile at once
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,26 @@ def show(path: Path) -> None:
             ]
             us = statistics.mean(point["us"] for point in here)
             print(f"{skew:8}{mean:6}{us:10.1f}" + "".join(f"{ratio:15.3f}" for ratio in ratios))
+
+
+def compiled(task: tuple[Shape, int, Tiling]) -> None:
+    """Compile what a case launches, into the cache on disk."""
+    shape, num_slots, tiling = task
+    torch.set_default_device("cuda")
+    layer(Weights(shape, num_slots), torch.ones(num_slots, dtype=torch.int32), tiling)(0)
+    torch.cuda.synchronize()
+
+
+def in_turns(runs: dict[str, Launch]) -> dict[str, float]:
+    """Microseconds of a launch: median over replays of each arm's graph, arms by turns."""
+    graphs = [
+        captured(lambda run=run: [run(number) for number in range(LAUNCHES)])
+        for run in runs.values()
+    ]
+    turns = [[times_us(graph.replay, 1)[0] for graph in graphs] for _ in range(REPLAYS + 1)]
+    of_arms = zip(*turns[1:], strict=True)  # the first turn warms up
+    times = [statistics.median(found) / LAUNCHES for found in of_arms]
+    return dict(zip(runs, times, strict=True))
 
 
 def main() -> None:

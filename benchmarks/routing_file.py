@@ -6,7 +6,7 @@ Placements are planned on the first half of each trace; serving runs the second 
 needed here, and neither traces nor a planner there. Traces:
 
     gpt-oss, V2-Lite  recorded routing, widened: eight layers of 32 experts, or four of 64, make one
-                      of 256 (``ranks.batch_split``). A recorded token is four tokens, or three,
+                      of 256 (``batch_split``). A recorded token is four tokens, or three,
                       which take one choice of every layer each, or two. Experts are numbered
                       anew at random: in order, each layer would be one rank of eight, and every
                       rank would get the same. Blocks of 32 recorded tokens are mixed, as in a
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ranks.batch_split.recorded import Case, expert_ids
+from benchmarks.batch_split import Case, expert_ids
 from eplb import Placement, Topology, plan
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS, REDUNDANT = 256, 8, 3, 32

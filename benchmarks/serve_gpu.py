@@ -23,10 +23,18 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.batch_split import Case
 from benchmarks.emulated_ranks import SEED, Sample, read_rows
-from benchmarks.expert_curve import SHAPES, Shape, Weights, layer, tiling_for
-from benchmarks.experts_uneven import PROCESSES, compiled, in_turns
-from benchmarks.ranks.batch_split.recorded import Case
+from benchmarks.expert_curve import (
+    PROCESSES,
+    SHAPES,
+    Shape,
+    Weights,
+    compiled,
+    in_turns,
+    layer,
+    tiling_for,
+)
 
 
 def show(shape: Shape, every: list[tuple[Case, str, int, list[Sample]]]) -> Iterator[object]:

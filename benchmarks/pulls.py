@@ -1,27 +1,180 @@
-"""One schedule: streams of three ranks, one turn at a time, in an order of its seed."""
+"""Random interleavings of the just-in-time replicas of ``runtime.pulls``, by rule.
+
+    python -m benchmarks.pulls --first 0 --count 100000
+    python -m benchmarks.pulls --mutant "not closed"
+
+A schedule is a seed. Three ranks run some steps of some layers; each has a compute stream and a
+side stream, and any stream that may go on can be the next one. A record is two halves, copied one
+after the other, so that a read beside a write is seen. Decisions are the real ones
+(``eplb.shares.pulls``) for random batches. Between steps ranks swap to another placement, flip, or
+load new weights, each as soon as its own stream gets there: nothing but the protocol keeps a rank
+off what another one reads. Faults: a pull that is late, counts that one rank received otherwise,
+the death of a rank.
+
+Exchanges of counts and the closing exchange end when all ranks have begun them. A dispatch or a
+combine waits only for ranks that rows come from, which is the least that a dispatcher promises.
+
+The vote that decides swaps is taken as right: ``benchmarks.schedules`` explores it. Modelled, and
+not run, are the streams; ``tests/runtime/pulls`` runs the real ones.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
-from benchmarks.pulls.batches import (
-    NUM_DEPLOYMENTS,
-    NUM_EXPERTS,
-    NUM_LAYERS,
-    NUM_RANKS,
-    NUM_SLOTS,
-    Decision,
-    Rows,
-    decide,
-    deployment,
-    random_batch,
-)
+import numpy as np
+from numpy.typing import NDArray
+
 from eplb.core.placement import EMPTY
+from eplb.shares.pulls import (
+    NO_SLOT,
+    Ints,
+    PullRule,
+    SlotTokens,
+    moved_by_slot,
+    plan_pulls,
+    pulls_digest,
+)
 from runtime.pulls.readers import Read
+
+# -- Deployments and batches of the schedules, and what the real decision makes of them.
+
+NUM_RANKS, NUM_SLOTS, NUM_LAYERS, NUM_EXPERTS = 3, 3, 2, 6
+NUM_DEPLOYMENTS, NUM_BATCHES = 16, 24
+DOMAIN = np.zeros(NUM_RANKS, np.int64)
+
+
+class Rows(NamedTuple):
+    """Rows that a source sends to a slot; slots from ``NUM_SLOTS`` on are spare."""
+
+    source: int
+    expert: int
+    rank: int
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a rank decides by the counts that it gathered."""
+
+    rows: tuple[Rows, ...]  # of all sources
+    reads: tuple[tuple[Read, ...], ...]  # of each rank
+    moved: Ints  # [R, C]
+    digest: int
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Two placements that a migration leads between, and a rule."""
+
+    held: tuple[NDArray[np.int32], NDArray[np.int32]]  # [L, R, C] each
+    rule: PullRule
+
+
+@cache
+def deployment(number: int) -> Deployment:
+    """Every expert somewhere, never twice on a rank."""
+    rng = np.random.default_rng(number)
+    rule = PullRule(1 + number % 2, least_rows=1, least_gain=1, most_readers=1 + number % 3)
+    first, second = (_held(rng) for _ in range(2))
+    return Deployment((first, second), rule)
+
+
+def _held(rng: np.random.Generator) -> NDArray[np.int32]:
+    held = np.full((NUM_LAYERS, NUM_RANKS, NUM_SLOTS), EMPTY, np.int32)
+    for layer in held:
+        layer[:, :2] = rng.permutation(NUM_EXPERTS).reshape(NUM_RANKS, 2)
+        for rank in layer:
+            if rng.random() < 0.6:
+                rank[2] = rng.choice(np.setdiff1d(np.arange(NUM_EXPERTS), rank))
+    return held
+
+
+@cache
+def decide(number: int, which: int, layer: int, batch: int, is_altered: bool) -> Decision:
+    """Of a batch under a placement; altered: as a rank with other counts decides."""
+    made = deployment(number)
+    held = made.held[which][layer]
+    counts = _counts(number, layer, batch)
+    seen = np.roll(counts, 1, axis=1) if is_altered else counts
+    served = _served(held, seen.sum(axis=0))
+    pulls = plan_pulls(served, DOMAIN, made.rule)
+    reads = tuple(
+        tuple(
+            Read(*divmod(int(source), NUM_SLOTS), spare)
+            for spare, source in enumerate(of_rank)
+            if source != NO_SLOT
+        )
+        for of_rank in pulls.source
+    )
+    # (expert, rank, slot, first, end): runs of the slots, cut where spare slots take their end.
+    runs: list[tuple[int, int, int, int, int]] = []
+    moved = moved_by_slot(pulls, NUM_SLOTS)
+    for rank, slot in np.argwhere(served.tokens > 0):
+        first = int(served.first[rank, slot])
+        end = first + int(served.tokens[rank, slot] - moved[rank, slot])
+        runs.append((int(held[rank, slot]), int(rank), int(slot), first, end))
+    for rank, spare in np.argwhere(pulls.source != NO_SLOT):
+        expert = int(held.reshape(-1)[pulls.source[rank, spare]])
+        first, end = int(pulls.first[rank, spare]), int(pulls.end[rank, spare])
+        runs.append((expert, int(rank), NUM_SLOTS + int(spare), first, end))
+    return Decision(_rows(runs, counts, held), reads, moved, pulls_digest(pulls, served))
+
+
+def _counts(number: int, layer: int, batch: int) -> Ints:
+    rng = np.random.default_rng((number, layer, batch))
+    hot = rng.permutation(NUM_EXPERTS)
+    share = np.full(NUM_EXPERTS, 0.02)
+    share[hot[: 1 + batch % 3]] = 1.0
+    tokens = rng.choice([0, 0, 20, 40], size=NUM_RANKS)
+    return np.stack([rng.multinomial(n, share / share.sum()) for n in tokens]).astype(np.int64)
+
+
+def _served(held: NDArray[np.int32], totals: Ints) -> SlotTokens:
+    first, tokens = np.zeros(held.shape, np.int64), np.zeros(held.shape, np.int64)
+    for expert, total in enumerate(totals.tolist()):
+        places = np.argwhere(held == expert)
+        ends = [total * (n + 1) // len(places) for n in range(len(places))]
+        for (rank, slot), begin, end in zip(places, [0, *ends], ends, strict=False):
+            first[rank, slot], tokens[rank, slot] = begin, end - begin
+    return SlotTokens(held.astype(np.int64), first, tokens, tokens > 0)
+
+
+def _rows(
+    runs: list[tuple[int, int, int, int, int]], counts: Ints, held: NDArray[np.int32]
+) -> tuple[Rows, ...]:
+    """Each source's part of the runs. No position is past an expert's last replica."""
+    found = []
+    starts = np.cumsum(counts, axis=0) - counts
+    left = counts.copy()
+    for expert, rank, slot, first, end in runs:
+        for source in range(NUM_RANKS):
+            begin = int(starts[source, expert])
+            tokens = min(end, begin + int(counts[source, expert])) - max(first, begin)
+            if tokens > 0:
+                found.append(Rows(source, expert, rank, slot, tokens))
+                left[source, expert] -= tokens
+    for source, expert in np.argwhere(left > 0).tolist():
+        rank, slot = np.argwhere(held == expert)[-1].tolist()
+        found.append(Rows(source, expert, rank, slot, int(left[source, expert])))
+    return tuple(found)
+
+
+def random_batch(rng: random.Random) -> int:
+    """The number of a batch."""
+    return rng.randrange(NUM_BATCHES)
+
+
+# -- One schedule: streams of three ranks, one turn at a time, in an order of its seed.
 
 Word = tuple[int, int]  # expert, version of the weights
 Record = list[Word]  # two halves
@@ -383,3 +536,68 @@ def _ended() -> bool:
 
 def _at_once() -> bool:
     return True
+
+
+MUTANTS = {
+    "pulled before the exchange": Rules(pull_after_exchange=False),
+    "not closed": Rules(combine_after_close=False),
+    "closed when ordered": Rules(close_after_pull=False),
+    "served early": Rules(serve_after_pull=False, combine_after_close=False),
+    "digests not compared": Rules(compare_digests=False),
+    "late pull not reported": Rules(report_late=False),
+    "swap beside the step": Rules(swap_before_exchange=False),
+    "source of another table": Rules(source_is_live=False, compare_digests=False),
+    "counted nowhere": Rules(count_at_home=False),
+}
+ROWS = (
+    "schedules",
+    "pulls",
+    "served by spare slots",
+    "writes",
+    "refused: late",
+    "refused: digests differ",
+    "deaths",
+    "stopped",
+    "turns",
+    "violations",
+)
+
+
+def run_one(seed: int, rules: Rules, total: Counter[str], *, is_traced: bool = False) -> str:
+    """Run a seed's schedule. Returns what was violated, or ""."""
+    schedule, wrong = Schedule(seed, rules), ""
+    try:
+        schedule.run()
+    except Violation as exc:
+        wrong = str(exc)
+    total.update(schedule.counts)
+    total.update(schedules=1, violations=bool(wrong))
+    if is_traced:
+        print("\n".join(f"{n:>5} {what}" for n, what in enumerate(schedule.trace)))
+    return wrong
+
+
+def main() -> int:
+    """Run the schedules of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=1000, help="how many seeds")
+    parser.add_argument("--trace", action="store_true", help="print every turn")
+    parser.add_argument("--mutant", choices=MUTANTS, help="leave a rule out; ends when it is found")
+    args = parser.parse_args()
+    rules = MUTANTS[args.mutant] if args.mutant else Rules()
+    total, started = Counter[str](), time.monotonic()
+    for seed in range(args.first, args.first + args.count):
+        wrong = run_one(seed, rules, total, is_traced=args.trace)
+        if wrong:
+            print(f"seed {seed}: {wrong}")
+            if args.mutant:
+                break
+    for name in ROWS:
+        print(f"{name:<24} {total[name]:>12,}")
+    print(f"{'ms a schedule':<24} {1e3 * (time.monotonic() - started) / total['schedules']:>12.2f}")
+    return 1 if total["violations"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""The split of each batch, measured: its balance and its time."""
