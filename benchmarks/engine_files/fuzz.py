@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.engine_files.seeds import seeds
-from benchmarks.engine_files.speed import peak_kb
 from eplb.errors import EplbError
 from telemetry.formats import own
 from telemetry.formats.table import read
@@ -177,6 +176,14 @@ def run_child(reader: str, inputs: int, seed: int, folder: Path) -> Figures:
         slowest * 1000,
         time.process_time() - began,
     )
+
+
+def peak_kb(*, restart: bool = False) -> int:
+    """Largest resident size so far; the resource module's includes that of the parent process."""
+    if restart:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
 def try_read(reads: Callable[[], Any], refusal: type[Exception]) -> tuple[str, str]:
