@@ -16,11 +16,13 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from threading import Event
@@ -28,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.deployment.soak import EPLB, START_DEADLINE_S, Command
 from benchmarks.migration.preload import drop_cache, read_with_dd
 from benchmarks.result_table import Row, show
 from rebalance.preload.disk.expert_loader import make_all
@@ -37,6 +38,9 @@ from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
 from telemetry.stores.redis.connection.local_server import free_port
 
+ROOT = Path(__file__).parents[2]
+EPLB = Path(sys.executable).with_name("eplb")
+START_DEADLINE_S, END_DEADLINE_S = 1800.0, 90.0
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, NUM_RANKS = 128, 8, 2048, 768, 2
 CONFIG = """
 [deployment]
@@ -99,6 +103,35 @@ def write_checkpoint(folder: Path, layers: int, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
 
 
+class Command:
+    """One command in a session of its own, with its output in a file."""
+
+    def __init__(self, role: str, words: Sequence[str], folder: Path) -> None:
+        self.role, self.output = role, folder / f"{role}.log"
+        with self.output.open("wb") as printed:
+            self.process = subprocess.Popen(
+                words,
+                cwd=folder,
+                env=os.environ | {"EPLB_CONFIG": "eplb.toml", "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def end(self) -> int:
+        """Ask it to end; returns the exit status."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(END_DEADLINE_S)
+
+    def kill(self) -> None:
+        """End all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(END_DEADLINE_S)
+
+
 class Starts:
     """Whole starts on one checkpoint."""
 
@@ -133,7 +166,7 @@ class Starts:
             words = [str(EPLB), "launch", "--", *engine, str(self.folder)]
             launch = Command("launch", words, self.folder)
             stack.callback(launch.kill)
-            deadline = time.monotonic() + 3 * START_DEADLINE_S
+            deadline = time.monotonic() + START_DEADLINE_S
             while launch.process.poll() is None:
                 if time.monotonic() > deadline:
                     raise SystemExit("the ranks have not ended in time")
