@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 import benchmarks.attack
-from benchmarks.attack.attack import Attack, Outcome
+from benchmarks.attack import Attack, Outcome
 
 
 def known_attacks() -> list[Attack]:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.attack.attack import Attack, Outcome
+from benchmarks.attack import Attack, Outcome
 
 BIN = Path(sys.executable).parent
 START_S, END_S, SERVE_AGAIN_S = 60.0, 60.0, 60.0

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from benchmarks.attack.attack import Attack, Outcome
+from benchmarks.attack import Attack, Outcome
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError
 from eplb.migration.recovery import Recovery

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.attack.attack import Attack, Outcome
+from benchmarks.attack import Attack, Outcome
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry import open_store

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attack.attack import Attack, Outcome
+from benchmarks.attack import Attack, Outcome
 from benchmarks.faults.demo_process import FaultyDemo, TooLate
 
 DEADLINE_S = 40.0

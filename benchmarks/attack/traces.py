@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.attack.attack import Attack, Outcome
+from benchmarks.attack import Attack, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 80

@@ -24,22 +24,142 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
 
 from benchmarks.migration import preload
-from benchmarks.migration.agent import begin_store
-from benchmarks.migration.big_rank import Shapes, v3
+from benchmarks.migration.agent import Clockwork, agent_of, begin_store, publisher_of
+from benchmarks.migration.big_rank import BigRank, Shapes, build, seconds, v3, wait_for
 from benchmarks.migration.decode import measure_decode
-from benchmarks.migration.flip import measure_flip
 from benchmarks.migration.stage import LAUNCH_DEADLINE_S, measure_stage, stage_from_host_cache
-from benchmarks.migration.whole import measure_whole
+from benchmarks.publishing import Publisher
 from benchmarks.result_table import Row, keep, show
 from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
 from eplb.migration.build import Source
+from rebalance.agent import RankAgent
 from rebalance.stage.stage_settings import SERVING_BYTES_PER_SECOND
 from runtime.group.launch import launch
+from runtime.routing import RoutingTable
+
+# -- The flip, measured: routing tables of all layers, prepared before, made to serve at once.
+
+NUM_FLIPS = 220
+WARM_UP = 20
+HOST_AHEAD_CYCLES = 200_000  # of the GPU's clock, about 0.1 ms
+
+
+def measure_flip(rank: int, num_ranks: int, device: str) -> list[Row]:
+    """A table of 58 layers x 256 experts x 32 replicas, all layers prepared."""
+    held = np.concatenate([np.arange(256), np.arange(32)])[None].repeat(58, 0)
+    placement = Placement(held, 256)
+    table = RoutingTable(placement, max_replicas=32, device=device)
+    prepared = table.prepare(placement, range(58))
+    time_one = on_device if device == "cuda" else on_host
+    times = [time_one(lambda: table.swap(prepared)) for _ in range(NUM_FLIPS)]
+    times = sorted(times[WARM_UP:])
+    found = f"{median(times):.1f} / {times[int(len(times) * 0.99) - 1]:.1f} us"
+    return [("flip of 58 prepared layers, p50 / p99", found, "<= 20 us")]
+
+
+def on_device(run: Callable[[], Any]) -> float:
+    """Microseconds on the compute stream, without what the host needs to order it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    # The host enqueues meanwhile, so that only the device is timed.
+    torch.cuda._sleep(HOST_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def on_host(run: Callable[[], Any]) -> float:
+    """Microseconds of the call."""
+    return seconds(run, torch.device("cpu")) * 1e6
+
+
+# -- A whole rebalance, timed: from the moment it is published until every layer serves.
+
+FIRST_STEPS = 4  # before it begins, so that all threads and votes run
+
+
+def measure_whole(
+    rank: int, num_ranks: int, shapes: Shapes, path: Path, step_s: float
+) -> list[Row]:
+    """From published to committed, four experts a rank in every layer, steps of ``step_s``."""
+    big = build(rank, num_ranks, shapes)
+    wired, clock = agent_of(big, path, big.transport())
+    agent = wired.agent
+    publisher = publisher_of(big, path, "copy") if rank == 0 else None
+    agent.start()
+    for _ in range(FIRST_STEPS):
+        agent.step()
+        clock.steps += 1
+    dist.barrier()
+    took_s = step_until_committed(agent, clock, publisher, step_s)
+    wait_for(big.bank.mark())
+    wrong = sum(
+        big.bank.digest(layer, slot) != tuple(big.digests[layer, expert].tolist())
+        for layer, slot, expert in agent.held()
+    )
+    moved = agent.figures.experts_moved
+    if publisher is not None:
+        publisher.close()
+    agent.close()
+    amounts = (clock.steps - FIRST_STEPS, moved, wrong)
+    return whole_rows(big, took_s, step_s, amounts)
+
+
+def step_until_committed(
+    agent: RankAgent, clock: Clockwork, publisher: Publisher | None, step_s: float
+) -> float:
+    """Publish one migration, step until it is committed, and return the seconds that took."""
+    started, begun_at = time.monotonic(), clock.steps
+    if publisher is not None:
+        publisher.want(True)
+    while agent.figures.rebalances == 0:
+        assert agent.step(), "nobody asked for an end"
+        if publisher is not None:
+            publisher.check()
+            if publisher.num_published:
+                publisher.want(False)
+        next_at = started + (clock.steps - begun_at + 1) * step_s
+        # In place of a forward pass, which this measurement does not need.
+        time.sleep(max(0.0, next_at - time.monotonic()))
+        clock.steps += 1
+    return time.monotonic() - started
+
+
+def whole_rows(
+    big: BigRank, took_s: float, step_s: float, amounts: tuple[int, int, int]
+) -> list[Row]:
+    """Rows of (steps, experts moved into this rank, wrong slots)."""
+    (steps, moved, wrong), shapes = amounts, big.shapes
+    size = shapes.schema.record_bytes
+    what = f"whole rebalance, {shapes.model.num_layers} layers x 4 experts a rank of "
+    return [
+        (
+            f"{what}{size / 1e6:.2g} MB, steps of {step_s * 1e3:.0f} ms",
+            f"{took_s:.2f} s, {steps} steps, {moved * size / 1e9:.1f} GB into rank 0",
+            "<= 3 s",
+        ),
+        ("  slots with wrong bytes afterwards", str(wrong), "0"),
+        (
+            "  staging memory of a rank",
+            f"{shapes.staging_experts} experts, {shapes.staging_experts * size / 1e6:.0f} MB",
+            "16 experts",
+        ),
+    ]
+
 
 DECODE_DEADLINE_S = 200.0
 STEP_S = 0.03  # of a whole rebalance

@@ -28,7 +28,7 @@ from api.demo.workers.build import build_demo_rank
 from api.demo.workers.host_cache import run_host_cache
 from api.demo.workers.plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
 from api.processes.children import Child, Parent, preload_modules
-from benchmarks.ranks.workers import VOCABULARY, begin_run, plan_of, received_message
+from benchmarks.ranks.serving import VOCABULARY, begin_run, plan_of, received_message
 from eplb.core.topology import Topology
 from eplb.errors import RankError
 from runtime.checkpoints.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.schedules.ballots import Violation
+from benchmarks.schedules.simulated import Violation
 from benchmarks.schedules.world import Hang, Schedule
 
 

@@ -8,15 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.schedules.ballots import Member, Violation, Votes
-from benchmarks.schedules.claims import Claims
-from benchmarks.schedules.control import Control
-from benchmarks.schedules.deployments import NUM_DEPLOYMENTS, NUM_RANKS, deployment
-from benchmarks.schedules.device import Bank, Copy, Step, Stream
-from benchmarks.schedules.played import World
-from benchmarks.schedules.program import random_program
-from benchmarks.schedules.rank import Life, Rank
-from benchmarks.schedules.simulated_links import Faults, Store, Transport
+from benchmarks.schedules.control import Claims, Control, random_program
+from benchmarks.schedules.rank import Life, Rank, World
+from benchmarks.schedules.simulated import (
+    NUM_DEPLOYMENTS,
+    NUM_RANKS,
+    Bank,
+    Copy,
+    Faults,
+    Member,
+    Step,
+    Store,
+    Stream,
+    Transport,
+    Violation,
+    Votes,
+    deployment,
+)
 from eplb.errors import RankError
 
 MOST_TURNS = 30_000  # beyond any schedule that gets on

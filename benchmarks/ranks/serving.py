@@ -7,23 +7,204 @@ their bytes those of the experts that the placement names? Between two steps nob
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from api.demo.workers.build import Rank, build_demo_rank
-from api.demo.workers.plan import WorkerPlan
-from api.processes.children import Parent
+from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
+from api.processes.children import Child, Parent
 from benchmarks.publishing import Publisher
-from benchmarks.ranks.plans import publisher_of
 from benchmarks.ranks.soak_readings import Level, Progress, Reservoir
-from benchmarks.ranks.workers import VOCABULARY
+from eplb.core.model import ModelShape
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.topology import Topology
 from eplb.errors import RankError
+from eplb.migration.build import Migration, Pace, build_migration
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.build.description import schema_of
+from rebalance.controller.loop import ControllerSettings
+from rebalance.preload.cache.local_socket import HostCacheAddress
+from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.streams import Completion
+from telemetry import open_store
+from telemetry.store import LoadStore, RunInfo
+
+# -- What the benchmarks of live ranks share: a small model, its plan, its start, its messages.
+
+SPARE_SLOTS = 2  # of a rank, for replicas
+VOCABULARY = 4096
+GPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=2048, intermediate=768)
+CPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=64, intermediate=128)
+
+
+def plan_of(
+    folder: Path,
+    num_ranks: int,
+    rendezvous: str,
+    *,
+    device: str = "cuda",
+    precision: str = "bfloat16",
+    model: ModelShape | None = None,
+) -> WorkerPlan:
+    """Write seeded weights of a small model, and lay out what every process is given."""
+    model = model or (GPU_MODEL if device == "cuda" else CPU_MODEL)
+    slots_per_rank = -(-model.num_experts // num_ranks) + SPARE_SLOTS
+    schema = schema_of(model.hidden, model.intermediate, precision)
+    model = replace(model, expert_bytes=schema.record_bytes)
+    weights = folder / "weights"
+    if not weights.exists():
+        write_random_checkpoint(weights, model, schema, vocabulary=VOCABULARY, seed=3)
+    run = f"bench-{secrets.token_hex(3)}"
+    return WorkerPlan(
+        run=run,
+        store=folder / "store.sqlite",
+        weights=weights,
+        text=None,
+        trace=None,
+        model=model,
+        topology=Topology.uniform(1, num_ranks, slots_per_rank),
+        host_caches=(HostCacheAddress(run, secrets.token_bytes(16)),),
+        rendezvous=rendezvous,
+        tokens_per_rank=128,
+        window_steps=64,
+        sample_steps=16,
+        check_every=8,
+        drift_period_s=60.0,
+        seed=3,
+        staging_experts=8,
+        device=device,
+        precision=precision,
+        dispatcher="deepep_low_latency",
+        controller=ControllerSettings(),
+    )
+
+
+def begin_run(plan: WorkerPlan) -> LoadStore:
+    """Open the store with a random first placement and this run in it."""
+    store = open_store(plan.store, DEPLOYMENT)
+    start = random_placement(plan, np.random.default_rng(0))
+    store.commit(start, expected=None, reason="start")
+    model, topology = model_to_dict(plan.model), topology_to_dict(plan.topology)
+    store.begin_run(RunInfo(plan.run, time.time(), model, topology, plan.window_steps))
+    return store
+
+
+def random_placement(plan: WorkerPlan, rng: np.random.Generator) -> Placement:
+    """Every expert somewhere, other slots filled at random, never twice on a rank."""
+    num_ranks, num_experts = plan.topology.num_ranks, plan.model.num_experts
+    slots_per_rank = plan.topology.num_slots // num_ranks
+    held = np.full((plan.model.num_layers, num_ranks, slots_per_rank), EMPTY)
+    for layer in held:
+        for number, expert in enumerate(rng.permutation(num_experts)):
+            layer[number % num_ranks, number // num_ranks] = expert
+        for slots in layer:
+            spare = np.flatnonzero(slots == EMPTY)
+            absent = np.setdiff1d(np.arange(num_experts), slots)
+            slots[spare] = rng.choice(absent, size=len(spare), replace=False)
+    return Placement(held.reshape(plan.model.num_layers, -1), num_experts)
+
+
+def received_message(child: Child, kind: str, deadline_s: float) -> Any:
+    """Wait for one message of a child."""
+    until = time.monotonic() + deadline_s
+    message: tuple[str, Any] | None = ("progress", None)
+    while message is not None and message[0] == "progress":
+        if not child.messages.poll(max(0.0, until - time.monotonic())):
+            raise SystemExit(f"{child.name} sent no {kind} in {deadline_s:.0f} s")
+        message = child.receive()
+    if message is None or message[0] != kind:
+        child.process.join(2)
+        raise SystemExit(f"{child.name} sent {message}: {child.exit_text()}")
+    return message[1]
+
+
+# -- Random migrations of a few experts, one after the other, for ranks that serve meanwhile.
+
+MOVES_PER_LAYER = 4  # into one rank
+LAYERS_PER_MIGRATION = 2
+POLL_S = 0.01
+
+
+def publisher_of(plan: WorkerPlan, steps: Callable[[], int], swap_every: int) -> Publisher:
+    """Publish random migrations, each once ``steps`` says that it is due."""
+    store = open_store(plan.store, DEPLOYMENT)
+    return Publisher(store, RandomPlans(store, plan, steps, swap_every).next, poll_s=POLL_S)
+
+
+class RandomPlans:
+    """Makes migrations of two swaps, seeded; one is due ``swap_every`` steps a swap after another.
+
+    Args:
+        store: numbers the plans.
+        steps: how many were served so far.
+    """
+
+    def __init__(
+        self, store: LoadStore, plan: WorkerPlan, steps: Callable[[], int], swap_every: int
+    ) -> None:
+        self._store, self._plan, self._steps = store, plan, steps
+        self._swap_every, self._due = swap_every, swap_every
+        self._random = np.random.default_rng(plan.seed)
+
+    def next(self, base: Placement) -> Migration | None:
+        """Lead from ``base``, which is committed, to a random placement near it, when it is due."""
+        if self._steps() < self._due:
+            return None
+        plan, topology = self._plan, self._plan.topology
+        fresh = in_place(base, random_placement(plan, self._random), topology)
+        # Two layers at a time, and in place where an expert stays: a few moves, as a plan has.
+        layers = self._random.choice(
+            plan.model.num_layers, size=LAYERS_PER_MIGRATION, replace=False
+        )
+        target = base.with_layers(fresh, layers.tolist())
+        # As much as one layer needs: each layer is a transaction, and a swap, of its own.
+        pace = Pace(max(1, most_moves(base, target, topology)))
+        plan_id = self._store.next_plan_id()
+        made = build_migration(base, target, topology, plan_id=plan_id, pace=pace)
+        self._due = self._steps() + LAYERS_PER_MIGRATION * self._swap_every
+        return made
+
+
+def most_moves(base: Placement, target: Placement, topology: Topology) -> int:
+    """Experts that one layer brings into one rank, at most."""
+    is_new = base.slot_to_expert != target.slot_to_expert
+    per_rank = [
+        is_new[:, topology.slots_on(rank)].sum(axis=1) for rank in range(topology.num_ranks)
+    ]
+    return int(np.max(per_rank))
+
+
+def in_place(base: Placement, fresh: Placement, topology: Topology) -> Placement:
+    """``MOVES_PER_LAYER`` changed experts a rank at most; the others stay where they are."""
+    held = base.slot_to_expert.copy()
+    for layer, wanted in zip(held, fresh.slot_to_expert, strict=True):
+        for rank in range(topology.num_ranks):
+            span = topology.slots_on(rank)
+            new = np.setdiff1d(wanted[span], layer[span])[:MOVES_PER_LAYER]
+            for expert in new.tolist():
+                slot = replaceable(layer, span, base.num_experts)
+                if slot is not None:
+                    layer[slot] = expert
+    return Placement(held, base.num_experts, base.generation)
+
+
+def replaceable(layer: NDArray[np.int32], span: slice, num_experts: int) -> int | None:
+    """The first slot in ``span`` that is EMPTY, or whose expert another slot holds too."""
+    count = np.bincount(layer[layer != EMPTY], minlength=num_experts)
+    for slot in range(span.start, span.stop):
+        if layer[slot] == EMPTY or count[layer[slot]] > 1:
+            return slot
+    return None
+
 
 BEGIN_DEADLINE_S = 120.0
 TELL_EVERY_S = 1.0
