@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -24,23 +25,18 @@ from api.access.keys import AccessKeys, Role
 from api.cli.main import app as commands
 from api.http.app import create_app
 from api.http.limits import HttpLimits
-from api.http.server import HttpService
+from api.http.problems import ProblemType
 from eplb.errors import ConfigError
 from telemetry.stores.memory import MemoryStore
+from tests.support.http import client_of, problem_of
 
-DEADLINE_S = 20.0
 PAUSE = {"reason": "maintenance"}
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[httpx.Client]:
-    store = MemoryStore("d")
-    started = HttpService(create_app(store, state_dir=tmp_path, plan_wait_s=0.0))
-    started.start()
-    with httpx.Client(base_url=started.url, timeout=DEADLINE_S) as client:
+    with client_of(create_app(MemoryStore("d"), state_dir=tmp_path, plan_wait_s=0.0)) as client:
         yield client
-    started.stop()
-    store.close()
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -115,8 +111,8 @@ def test_keys_that_others_can_read_close_the_service(service: httpx.Client, tmp_
 
     answer = service.get("/api/v1/state", headers=key)
 
-    assert answer.status_code == 503
-    assert "has mode 644, expected 600" in answer.json()["detail"]
+    kind, detail = problem_of(answer)
+    assert (kind, "mode 644, expected 600" in detail) == (ProblemType.KEYS_UNAVAILABLE, True)
 
 
 @pytest.mark.parametrize(("name", "role"), [("A", "admin"), ("", "admin"), ("a", "root")])
@@ -186,17 +182,16 @@ def test_change_that_cannot_be_audited_is_not_done(
 
     answer = service.post("/api/v1/pause", json=PAUSE)
 
-    assert answer.status_code == 503
-    assert answer.json()["detail"].startswith("nothing was changed: the audit ")
+    assert problem_of(answer)[0] is ProblemType.AUDIT_UNAVAILABLE
     assert service.get("/api/v1/state").json()["movement"] is True
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b'{"reason": "\\ud800"}', "half of a surrogate pair, expected Unicode text"),
-        (b"[" * 20_000, "nested too deep, expected a few levels"),
-        (b'{"reason": NaN}', "the body has NaN, expected JSON, which lacks it"),
+        (b'{"reason": "\\ud800"}', "surrogate"),
+        (b"[" * 20_000, "too deep"),
+        (b'{"reason": NaN}', "NaN"),
     ],
 )
 def test_body_that_no_answer_could_repeat_changes_nothing(
@@ -206,8 +201,8 @@ def test_body_that_no_answer_could_repeat_changes_nothing(
 
     answer = service.post("/api/v1/pause", content=body, headers=json_type)
 
-    assert (answer.status_code, answer.json()["type"]) == (422, "/api/v1/problems/invalid-request")
-    assert expected in answer.json()["detail"]
+    kind, detail = problem_of(answer)
+    assert (kind, expected in detail) == (ProblemType.INVALID_REQUEST, True)
     assert service.get("/api/v1/state").json()["movement"] is True
     assert lines(tmp_path) == []
 
@@ -216,47 +211,49 @@ def entry(number: int) -> AuditEntry:
     return AuditEntry(float(number), "d", "a", "admin", "local", "", "pause", f"r{number}", "asked")
 
 
-@pytest.mark.parametrize("before", [None, 1, 2, 3, 17, 40, 41, 99])
-@pytest.mark.parametrize("limit", [1, 7, 100])
-def test_page_of_the_audit_is_what_all_of_it_gives(
-    tmp_path: Path, before: int | None, limit: int
-) -> None:
-    audit = Audit(tmp_path)
-    assert audit.page(before, limit) == []
-    for number in range(1, 41):
-        audit.append(replace(entry(number), reason="r" * (number * 7 % 40)))
+FORGED = json.dumps(vars(entry(9).sealed(2, "0" * 64)))
 
-    older = [one for one in audit.entries() if before is None or one.number < before]
 
-    assert audit.page(before, limit) == older[::-1][:limit]
+def audit_of(folder: Path, number: int) -> Audit:
+    """An audit of so many lines, of differing length."""
+    audit = Audit(folder)
+    for line in range(1, number + 1):
+        audit.append(replace(entry(line), reason="r" * (line * 7 % number)))
+    return audit
+
+
+def test_page_of_the_audit_is_what_all_of_it_gives(tmp_path: Path) -> None:
+    assert Audit(tmp_path).page(None, 7) == []
+    audit = audit_of(tmp_path, 40)
+
+    for before, limit in itertools.product((None, 1, 2, 3, 17, 40, 41, 99), (1, 7, 100)):
+        older = [one for one in audit.entries() if before is None or one.number < before]
+        assert audit.page(before, limit) == older[::-1][:limit], (before, limit)
 
 
 def test_latest_page_does_not_read_the_lines_before_it(tmp_path: Path) -> None:
-    audit = Audit(tmp_path)
-    for number in range(1, 5):
-        audit.append(entry(number))
+    audit = audit_of(tmp_path, 4)
     text = audit.path.read_bytes()
     audit.path.write_bytes(b"#" * text.index(b"\n") + text[text.index(b"\n") :])
 
     assert [one.number for one in audit.page(None, 2)] == [4, 3]
-    with pytest.raises(AuditError, match="line at byte 0 of the audit is no entry"):
+    with pytest.raises(AuditError, match="byte 0"):
         audit.page(None, 4)
 
 
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (lambda kept: [*kept[:1], kept[1].replace("r2", "r9"), *kept[2:]], "line 2 was changed"),
-        (lambda kept: [kept[0], *kept[2:]], "line 2 has number 3, expected 2"),
-        (lambda kept: [kept[0], kept[2], kept[1], *kept[3:]], "line 2 has number 3, expected 2"),
-        (lambda kept: [*kept[:3], "{}"], "line 4 of the audit is no entry"),
+        (lambda kept: [*kept[:1], kept[1].replace('"rr"', '"r9"'), *kept[2:]], "line 2"),
+        (lambda kept: [kept[0], *kept[2:]], r"line 2.* 3, expected 2"),
+        (lambda kept: [kept[0], kept[2], kept[1], *kept[3:]], r"line 2.* 3, expected 2"),
+        (lambda kept: [*kept[:3], "{}"], "line 4"),
+        (lambda kept: [kept[0], FORGED, *kept[2:]], "line 2 follows 0000"),
     ],
-    ids=["changed", "removed", "swapped", "malformed"],
+    ids=["changed", "removed", "swapped", "malformed", "forged with its own hash"],
 )
 def test_audit_that_was_changed_is_found(tmp_path: Path, damage: object, found: str) -> None:
-    audit = Audit(tmp_path)
-    for number in range(1, 5):
-        audit.append(entry(number))
+    audit = audit_of(tmp_path, 4)
     last = audit.verify()
     assert last is not None
     assert last.number == 4
@@ -268,19 +265,6 @@ def test_audit_that_was_changed_is_found(tmp_path: Path, damage: object, found: 
         audit.verify()
 
 
-def test_line_with_its_own_hash_after_another_one_breaks_the_chain(tmp_path: Path) -> None:
-    audit = Audit(tmp_path)
-    for number in range(1, 4):
-        audit.append(entry(number))
-    kept = audit.path.read_text().splitlines()
-    forged = entry(9).sealed(2, "0" * 64)
-    kept[1] = json.dumps(vars(forged))
-    audit.path.write_text("\n".join(kept) + "\n")
-
-    with pytest.raises(AuditError, match="line 2 follows 0000"):
-        audit.verify()
-
-
 def test_processes_that_append_at_once_make_one_chain(tmp_path: Path) -> None:
     writers = [
         threading.Thread(target=lambda: [Audit(tmp_path).append(entry(n)) for n in range(20)])
@@ -289,7 +273,7 @@ def test_processes_that_append_at_once_make_one_chain(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(DEADLINE_S)
+        writer.join()
     last = Audit(tmp_path).verify()
 
     assert last is not None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
@@ -20,74 +18,64 @@ from api.access.audit import Audit
 from api.access.keys import AccessKeys
 from api.cli.main import app as commands
 from api.http.app import create_app
+from api.http.deployments import served
 from api.http.deployments.served import Others
-from api.http.server import HttpService
-from eplb import ModelShape, Placement, Topology
+from api.http.problems import ProblemType
 from eplb.errors import StoreError
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry import deployments_of, open_store
-from telemetry.store import LoadStore, RunInfo
+from telemetry.store import LoadStore
+from telemetry.stores.memory import MemoryStore
+from tests.support.http import IN_PROCESS, client_of, client_on, problem_of, serving
+from tests.support.two_ranks import FIRST, begin_run
 
-MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
-TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 PAUSE = {"reason": "hot rack"}
-DEADLINE_S = 30.0
 OWN, OTHER = "r1 prefill", "r1/decode"
 AT_OTHER = "/deployments/r1%2Fdecode"
 
 
-def begin(store: LoadStore) -> None:
-    """Have a deployment in a store: a run and its placement."""
-    run = RunInfo("a", time.time(), model_to_dict(MODEL), topology_to_dict(TOPOLOGY), 1)
-    store.begin_run(run)
-    first = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
-    store.commit(first, expected=None, reason="start")
-
-
 class Shown:
-    """A service on the store of two deployments, which it both shows."""
+    """Two deployments, and a service that shows both."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        url = str(folder / "store.sqlite")
-        self.folder = folder
-        self.open: Callable[[str], LoadStore] = partial(open_store, url)
-        self.stores = {name: stack.enter_context(closing(self.open(name))) for name in (OWN, OTHER)}
-        for store in self.stores.values():
-            begin(store)
-        app = create_app(
+    def __init__(self, folder: Path, **others: Any) -> None:
+        self.folder, self.stores = folder, dict[str, MemoryStore]()
+        for name in (OWN, OTHER):
+            self.begin(name)
+        self.app = create_app(
             self.stores[OWN],
             plan_wait_s=0.0,
             state_dir=folder,
-            is_watching=True,
-            others=Others(lambda: deployments_of(url), self.open),
+            others=Others(lambda: list(self.stores), self.stores.__getitem__),
+            **others,
         )
-        self.service = HttpService(app)
-        self.service.start()
-        stack.callback(self.service.stop)
-        self.client = stack.enter_context(
-            httpx.Client(base_url=self.service.url, timeout=DEADLINE_S)
-        )
+
+    def begin(self, name: str) -> None:
+        """Have a deployment in the store: a run and its placement."""
+        store = MemoryStore(name)
+        begin_run(store)
+        store.commit(FIRST, expected=None, reason="start")
+        self.stores[name] = store
+
+    @contextmanager
+    def opened(self) -> Iterator[Shown]:
+        with client_of(self.app) as self.client:
+            yield self
 
 
 @pytest.fixture
 def shown(tmp_path: Path) -> Iterator[Shown]:
-    with ExitStack() as stack:
-        yield Shown(stack, tmp_path)
+    with Shown(tmp_path).opened() as opened:
+        yield opened
 
 
-def problem_of(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["type"].rpartition("/")[2]
+def kind_of(answer: httpx.Response) -> ProblemType:
+    return problem_of(answer)[0]
 
 
 def test_list_has_every_deployment_with_its_verdict_and_path(shown: Shown) -> None:
     own, other = shown.client.get("/api/v1/deployments").json()["deployments"]
 
-    assert (own["name"], own["path"], own["is_default"]) == (
-        OWN,
-        "/deployments/r1%20prefill/",
-        True,
-    )
-    assert (other["name"], other["path"], other["is_default"]) == (OTHER, f"{AT_OTHER}/", False)
+    found = [(one["name"], one["path"], one["is_default"]) for one in (own, other)]
+    assert found[0] == (OWN, "/deployments/r1%20prefill/", True)
+    assert found[1] == (OTHER, f"{AT_OTHER}/", False)
     for line in (own, other):
         state = shown.client.get(f"{line['path']}api/v1/state").json()
         assert (state["deployment"], state["run"]) == (line["name"], "a")
@@ -97,9 +85,15 @@ def test_list_has_every_deployment_with_its_verdict_and_path(shown: Shown) -> No
 def test_change_is_of_the_deployment_of_its_path_and_in_the_audit_under_its_name(
     shown: Shown,
 ) -> None:
-    key = {"idempotency-key": "one"}
-    for path in (f"{AT_OTHER}/api/v1/pause", "/api/v1/resume"):
-        assert shown.client.post(path, json=PAUSE, headers=key).status_code == 200
+    key = {"idempotency-key": "one"}  # of one deployment: unused in another
+    for path, is_replayed in (
+        (f"{AT_OTHER}/api/v1/pause", False),
+        ("/api/v1/resume", False),
+        (f"{AT_OTHER}/api/v1/pause", True),
+    ):
+        answer = shown.client.post(path, json=PAUSE, headers=key)
+        assert answer.status_code == 200
+        assert ("idempotency-replayed" in answer.headers) == is_replayed, path
 
     assert not shown.stores[OTHER].control().movement
     assert shown.stores[OWN].control().movement
@@ -112,20 +106,12 @@ def test_change_is_of_the_deployment_of_its_path_and_in_the_audit_under_its_name
     ]
 
 
-def test_idempotency_key_of_one_deployment_is_unused_in_another(shown: Shown) -> None:
-    key = {"idempotency-key": "one"}
-    for base, is_replayed in (("", False), (AT_OTHER, False), (AT_OTHER, True)):
-        answer = shown.client.post(f"{base}/api/v1/pause", json=PAUSE, headers=key)
-        assert ("idempotency-replayed" in answer.headers) == is_replayed, base
-    assert not shown.stores[OTHER].control().movement
-
-
 def test_location_of_a_task_is_of_the_deployment_of_the_path(shown: Shown) -> None:
     asked = shown.client.post(f"{AT_OTHER}/api/v1/rebalances", json=PAUSE)
 
     assert (asked.status_code, asked.headers["location"]) == (202, f"{AT_OTHER}/api/v1/tasks/1")
     assert shown.client.get(asked.headers["location"]).json()["id"] == 1
-    assert problem_of(shown.client.get("/api/v1/tasks/1")) == (404, "no-such-task")
+    assert kind_of(shown.client.get("/api/v1/tasks/1")) is ProblemType.NO_SUCH_TASK
 
 
 def test_page_is_served_below_each_deployment_and_its_files_too(shown: Shown) -> None:
@@ -142,44 +128,38 @@ def test_unknown_deployment_has_its_problem_on_every_route_and_leaves_no_trace(
 ) -> None:
     for path in ("/", "/readyz", "/metrics", "/static/app.js", "/api/v1/state", "/nothing"):
         answer = shown.client.get(f"/deployments/nobody{path}")
-        assert problem_of(answer) == (404, "no-such-deployment"), path
+        assert kind_of(answer) is ProblemType.NO_SUCH_DEPLOYMENT, path
     changed = shown.client.post("/deployments/nobody/api/v1/pause", json=PAUSE)
-    assert problem_of(changed) == (404, "no-such-deployment")
+    assert kind_of(changed) is ProblemType.NO_SUCH_DEPLOYMENT
     assert list(Audit(shown.folder).entries()) == []
 
 
+TRICKS = ("../app.py", "%2e%2e/app.py", "..%2fapp.py", "%2fetc%2fpasswd", "..%5capp.py", "%00")
+
+
 @pytest.mark.parametrize(
-    "path",
+    ("method", "path"),
     [
-        f"{AT_OTHER}{AT_OTHER}/api/v1/pause",
-        f"{AT_OTHER}/../api/v1/pause",
-        f"{AT_OTHER}//api/v1/pause",
-        f"{AT_OTHER}/api/v1/pause/",
-        "/deployments//api/v1/pause",
-        "//deployments/x/api/v1/pause",
-        "/deployments/r1/decode/api/v1/pause",
-        "/api/v1/pause/",
+        ("POST", f"{AT_OTHER}{AT_OTHER}/api/v1/pause"),
+        ("POST", f"{AT_OTHER}/../api/v1/pause"),
+        ("POST", f"{AT_OTHER}//api/v1/pause"),
+        ("POST", f"{AT_OTHER}/api/v1/pause/"),
+        ("POST", "/deployments//api/v1/pause"),
+        ("POST", "//deployments/x/api/v1/pause"),
+        ("POST", "/deployments/r1/decode/api/v1/pause"),
+        ("POST", "/api/v1/pause/"),
+        *(("GET", f"{base}/static/{trick}") for base in ("", AT_OTHER) for trick in TRICKS),
     ],
 )
-def test_path_trick_around_the_prefix_changes_no_deployment(shown: Shown, path: str) -> None:
+def test_path_trick_changes_no_deployment_and_reads_no_other_file(
+    shown: Shown, method: str, path: str
+) -> None:
     # As it is written: a client would take the dots out.
-    target = httpx.URL(shown.service.url).copy_with(raw_path=path.encode())
-    answer = shown.client.post(target, json=PAUSE)
+    target = httpx.URL(IN_PROCESS).copy_with(raw_path=path.encode())
+    answer = shown.client.request(method, target, json=PAUSE if method == "POST" else None)
 
     assert answer.status_code == 404
     assert all(store.control().movement for store in shown.stores.values())
-
-
-@pytest.mark.parametrize("base", ["", AT_OTHER])
-@pytest.mark.parametrize(
-    "trick", ["../app.py", "%2e%2e/app.py", "..%2fapp.py", "%2fetc%2fpasswd", "..%5capp.py", "%00"]
-)
-def test_path_trick_reads_no_file_beside_those_of_the_page(
-    shown: Shown, base: str, trick: str
-) -> None:
-    target = httpx.URL(shown.service.url).copy_with(raw_path=f"{base}/static/{trick}".encode())
-
-    assert problem_of(shown.client.get(target)) == (404, "not-found")
 
 
 def test_lists_of_events_and_tasks_are_read_page_by_page(shown: Shown) -> None:
@@ -196,9 +176,6 @@ def test_lists_of_events_and_tasks_are_read_page_by_page(shown: Shown) -> None:
         assert found == expected, name
         whole = {"limit": len(expected)}
         assert shown.client.get(f"{AT_OTHER}/api/v1/{name}", params=whole).json()["next"] is None
-    place = ["--service", shown.service.url, "--deployment", OTHER, "--after", str(tasks[1])]
-    listed = CliRunner().invoke(commands, ["tasks", "--json", *place])
-    assert [one["id"] for one in json.loads(listed.output)["tasks"]] == tasks[2:]
 
 
 def test_keys_and_roles_hold_below_the_prefix(shown: Shown) -> None:
@@ -208,18 +185,20 @@ def test_keys_and_roles_hold_below_the_prefix(shown: Shown) -> None:
     settings = {"reason": "r", "plan_windows": 8}
 
     nobody = shown.client.get("/deployments/nobody/api/v1/state")
-    assert problem_of(nobody) == (401, "not-authenticated")
+    assert kind_of(nobody) is ProblemType.NOT_AUTHENTICATED
     assert shown.client.get(f"{AT_OTHER}/api/v1/state").status_code == 401
     assert shown.client.get(f"{AT_OTHER}/api/v1/state", headers=given["viewer"]).status_code == 200
-    for path, least in (("pause", 1), ("settings", 2)):
-        method, body = ("POST", PAUSE) if path == "pause" else ("PATCH", settings)
-        for level, role in enumerate(roles):
-            headers = given[role] | {"if-match": "*"}
-            answer = shown.client.request(
-                method, f"{AT_OTHER}/api/v1/{path}", json=body, headers=headers
-            )
-            expected = 200 if level >= least else 403
-            assert answer.status_code == expected, (path, role)
+    for method, path, body, expected in (
+        ("POST", "pause", PAUSE, [403, 200, 200]),
+        ("PATCH", "settings", settings, [403, 403, 200]),
+    ):
+        found = [
+            shown.client.request(
+                method, f"{AT_OTHER}/api/v1/{path}", json=body, headers=key | {"if-match": "*"}
+            ).status_code
+            for key in given.values()
+        ]
+        assert found == expected, path
 
 
 def test_metrics_have_each_deployment_once_and_below_a_prefix_one(shown: Shown) -> None:
@@ -236,56 +215,64 @@ def test_metrics_have_each_deployment_once_and_below_a_prefix_one(shown: Shown) 
     assert names(f"{AT_OTHER}/metrics") == {OTHER}
 
 
-def test_deployment_that_begins_later_is_shown_without_a_restart(shown: Shown) -> None:
-    with closing(shown.open("later")) as store:
-        begin(store)
-        until = time.monotonic() + DEADLINE_S
+def test_deployment_that_begins_later_is_shown_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "LOOK_S", 0.01)
+    with Shown(tmp_path).opened() as shown:
+        shown.begin("later")
         while shown.client.get("/deployments/later/api/v1/state").status_code != 200:
-            assert time.monotonic() < until, "the new deployment is not shown"
-            threading.Event().wait(0.1)
+            pass
 
 
-def test_end_of_the_service_ends_streams_and_readers_of_every_deployment(shown: Shown) -> None:
-    threads = {one.name for one in threading.enumerate()}
-    assert {"eplb-reader", "eplb-deployments"} <= threads
-    with shown.client.stream("GET", f"{AT_OTHER}/api/v1/events/stream") as stream:
+def test_end_of_the_service_ends_streams_and_readers_of_every_deployment(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, is_watching=True)
+    with (
+        serving(shown.app) as service,
+        client_on(service) as client,
+        client.stream("GET", f"{AT_OTHER}/api/v1/events/stream") as stream,
+    ):
+        ours = ("eplb-reader", "eplb-deployments", "eplb-events")
+        threads = [one for one in threading.enumerate() if one.name in ours]
+        assert {"eplb-reader", "eplb-deployments"} <= {one.name for one in threads}
         lines = stream.iter_lines()
         assert next(lines).startswith("retry")
-        shown.service.stop()
+        service.stop()
         assert all(not line.startswith("data") for line in lines)
 
-    ours = ("eplb-reader", "eplb-deployments", "eplb-events")
-    until = time.monotonic() + DEADLINE_S
-    while any(one.name in ours for one in threading.enumerate()):
-        assert time.monotonic() < until, "a thread is left"
-        threading.Event().wait(0.05)
+    for thread in threads:
+        thread.join()
     assert shown.stores[OWN].version() >= 0  # the caller's own store is still open
 
 
-def test_deployment_whose_store_cannot_be_opened_is_listed_with_the_reason(tmp_path: Path) -> None:
+def test_deployment_whose_store_cannot_be_opened_is_listed_with_the_reason() -> None:
     def broken(name: str) -> LoadStore:
         raise StoreError(f"no store of {name}")
 
-    with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(tmp_path / "store.sqlite", OWN)))
-        service = HttpService(create_app(store, others=Others(lambda: ["lost"], broken)))
-        service.start()
-        stack.callback(service.stop)
-        client = stack.enter_context(httpx.Client(base_url=service.url, timeout=DEADLINE_S))
+    app = create_app(MemoryStore(OWN), others=Others(lambda: ["lost"], broken))
+    with client_of(app) as client:
         _, lost = client.get("/api/v1/deployments").json()["deployments"]
 
         assert (lost["verdict"], lost["reason"]) == ("blind", "no store of lost")
         answer = client.get(f"{lost['path']}api/v1/state")
-        assert problem_of(answer) == (503, "store-unavailable")
+        assert kind_of(answer) is ProblemType.STORE_UNAVAILABLE
 
 
-def test_command_asks_the_deployment_that_it_names(shown: Shown) -> None:
-    place = ["--service", shown.service.url, "--deployment", OTHER]
+def test_command_asks_the_deployment_that_it_names(tmp_path: Path) -> None:
+    shown = Shown(tmp_path)
+    with ExitStack() as stack:
+        service = stack.enter_context(serving(shown.app))
 
-    done = CliRunner().invoke(commands, ["pause", "--reason", "r", *place])
-    assert done.exit_code == 0, done.output
-    assert not shown.stores[OTHER].control().movement
-    assert shown.stores[OWN].control().movement
-    unknown = CliRunner().invoke(commands, ["tasks", *place[:-1], "nobody"])
-    assert unknown.exit_code == 1
-    assert "shows no deployment 'nobody'" in unknown.output
+        def run(deployment: str, *words: str) -> tuple[int, str]:
+            place = ["--service", service.url, "--deployment", deployment]
+            done = CliRunner().invoke(commands, [*words, *place])
+            return done.exit_code, done.output
+
+        assert run(OTHER, "pause", "--reason", "r")[0] == 0
+        assert not shown.stores[OTHER].control().movement
+        assert shown.stores[OWN].control().movement
+        ids = [shown.stores[OTHER].submit("rebalance", PAUSE).id for _ in range(3)]
+        listed = json.loads(run(OTHER, "tasks", "--json", "--after", str(ids[0]))[1])["tasks"]
+        assert [one["id"] for one in listed] == ids[1:]
+        status, text = run("nobody", "tasks")
+        assert (status, "'nobody'" in text) == (1, True)

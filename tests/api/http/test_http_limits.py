@@ -1,26 +1,42 @@
-"""Limits of the HTTP service over a real port: bodies, connections, time, threads, probes."""
+"""The HTTP service on a real port: bodies, connections, time, threads, probes, TLS, its address."""
+
+from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
+from api.config.addresses import loopback_address
 from api.http.app import create_app
+from api.http.connections import BoundedConnection
 from api.http.latest import LatestAnswer
-from api.http.limits import HttpLimits
-from api.http.problems import Refused
+from api.http.limits import DEFAULT_LIMITS, HttpLimits
+from api.http.problems import ProblemType, Refused
 from api.http.schemas import Health
 from api.http.server import HttpService
+from eplb.errors import ConfigError
 from telemetry.stores.memory import MemoryStore
+from tests.support.certificates import Authority
+from tests.support.http import client_on, problem_of, serving
+from tests.support.limits import NEVER_S
 
 MAX_BODY_BYTES, MAX_REQUESTS = HttpLimits.max_body_bytes, HttpLimits.max_requests
-DEADLINE_S = 20.0
+# No limit of time that a busy machine could reach.
+LIMITS = replace(DEFAULT_LIMITS, request_deadline_s=NEVER_S, unread_deadline_s=NEVER_S)
 HALF_A_REQUEST = b"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Le"
+PROBE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class SlowStore(MemoryStore):
@@ -34,7 +50,7 @@ class SlowStore(MemoryStore):
 
     def version(self) -> int:
         self.asked.release()
-        assert self.released.wait(DEADLINE_S), "the test must release the store"
+        self.released.wait()
         return super().version()
 
     def current_run(self) -> None:
@@ -43,31 +59,30 @@ class SlowStore(MemoryStore):
 
 @pytest.fixture
 def store() -> Iterator[SlowStore]:
-    opened = SlowStore("d")
-    yield opened
-    opened.released.set()
-    opened.close()
+    with closing(SlowStore("d")) as opened:
+        yield opened
 
 
 @pytest.fixture
 def service(store: SlowStore, request: pytest.FixtureRequest) -> Iterator[HttpService]:
-    limits = getattr(request, "param", HttpLimits())
-    started = HttpService(create_app(store, limits=limits), limits=limits)
-    started.start()
-    yield started
-    store.released.set()
-    started.stop()
+    limits = getattr(request, "param", LIMITS)
+    with serving(create_app(store, limits=limits), limits=limits) as started:
+        yield started
+        store.released.set()
 
 
 @pytest.fixture
 def client(service: HttpService) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as opened:
+    with client_on(service) as opened:
         yield opened
 
 
+def port_of(service: HttpService) -> int:
+    return int(service.url.rpartition(":")[2])
+
+
 def connect(service: HttpService, sent: bytes = b"") -> socket.socket:
-    port = int(service.url.rpartition(":")[2])
-    opened = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    opened = socket.create_connection(("127.0.0.1", port_of(service)))
     opened.sendall(sent)
     return opened
 
@@ -80,88 +95,47 @@ def is_closed(opened: socket.socket) -> bool:
         return True
 
 
-def test_body_whose_length_is_too_large_is_refused_before_it_is_sent(
-    service: HttpService,
+def test_body_that_is_too_large_is_refused_before_it_has_arrived(
+    service: HttpService, client: httpx.Client
 ) -> None:
-    head = f"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY_BYTES + 1}"
-
-    with connect(service, head.encode() + b"\r\n\r\n") as opened:
-        answer = opened.makefile("rb").read(300).decode()
-
-    assert answer.startswith("HTTP/1.1 413 ")
-    assert f"a body of {MAX_BODY_BYTES + 1} bytes, expected at most {MAX_BODY_BYTES}" in answer
-
-
-def test_chunked_body_is_refused_once_it_is_too_large(client: httpx.Client) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(2 * MAX_BODY_BYTES // 1024):
             yield b"x" * 1024
 
-    json = {"Content-Type": "application/json"}
-    answer = client.post("/api/v1/pause", content=chunks(), headers=json)
+    json = {"content-type": "application/json"}
+    largest = b'{"reason": "x"}'.ljust(MAX_BODY_BYTES)
+    chunked = client.post("/api/v1/pause", content=chunks(), headers=json)
+    whole = client.post("/api/v1/pause", content=largest, headers=json)
+    length = f"Connection: close\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+    head = b"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\n" + length.encode()
+    with connect(service, head) as opened:
+        answer = opened.makefile("rb").read().decode()
 
-    assert answer.status_code == 413
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert client.get("/livez").status_code == 200
-
-
-def test_body_of_the_largest_size_is_read(client: httpx.Client, store: SlowStore) -> None:
-    body = b'{"reason": "x"}'.ljust(MAX_BODY_BYTES)
-
-    answer = client.post(
-        "/api/v1/pause", content=body, headers={"Content-Type": "application/json"}
-    )
-
-    assert answer.status_code == 200
+    assert problem_of(chunked)[0] is ProblemType.BODY_TOO_LARGE
+    assert whole.status_code == 200
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert f"{MAX_BODY_BYTES + 1} bytes, expected at most {MAX_BODY_BYTES}" in answer
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        HALF_A_REQUEST,
-        b"POST /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{",
-        b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /li",
-    ],
-    ids=["nothing", "half a header", "half a body", "half a second request"],
-)
-@pytest.mark.parametrize("service", [HttpLimits(request_deadline_s=0.2)], indirect=True)
-def test_request_that_does_not_arrive_in_time_is_answered_and_closed(
-    service: HttpService, sent: bytes
-) -> None:
-    with connect(service, sent) as opened:
-        answers = b""
-        while part := opened.recv(65_536):
-            answers += part
+def test_body_of_a_request_without_the_token_is_not_awaited(store: SlowStore) -> None:
+    head = b"POST /api/v1/pause HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n"
+    app = create_app(store, token="t" * 64, limits=LIMITS)
 
-    whole = sent.count(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert answers.count(b"HTTP/1.1 200") == whole
-    assert answers.count(b"HTTP/1.1 408") == bool(sent)
-    assert answers.count(b"/api/v1/problems/request-too-slow") == bool(sent)
-
-
-@pytest.mark.parametrize("service", [HttpLimits(request_deadline_s=0.2)], indirect=True)
-def test_slow_client_is_closed_at_the_deadline(service: HttpService) -> None:
-    with connect(service, HALF_A_REQUEST) as opened:
-        opened.settimeout(0.02)
-        for _ in range(int(DEADLINE_S / 0.02)):
-            try:
-                if is_closed(opened):
-                    return
-            except TimeoutError:
-                with contextlib.suppress(ConnectionError):
-                    opened.sendall(b"n")
-    raise AssertionError(f"still open after {DEADLINE_S:g} s")
+    with (
+        serving(app, limits=LIMITS, is_authenticated=True) as service,
+        connect(service, head) as opened,
+    ):
+        assert opened.recv(64).startswith(b"HTTP/1.1 401")
 
 
 # 4 of an address.
-@pytest.mark.parametrize("service", [HttpLimits(max_connections=8)], indirect=True)
+@pytest.mark.parametrize("service", [replace(LIMITS, max_connections=8)], indirect=True)
 def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
     service: HttpService,
 ) -> None:
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(service, HALF_A_REQUEST)) for _ in range(4)]
-        with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as fifth:
+        with client_on(service) as fifth:
             assert fifth.get("/livez").status_code == 200
 
             assert is_closed(idle[0])
@@ -171,12 +145,12 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest_idle_one(
 
 
 # 1 of an address.
-@pytest.mark.parametrize("service", [HttpLimits(max_connections=2)], indirect=True)
+@pytest.mark.parametrize("service", [replace(LIMITS, max_connections=2)], indirect=True)
 def test_request_that_is_answered_keeps_its_place(service: HttpService, store: SlowStore) -> None:
     store.released.clear()
 
-    with connect(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") as first:
-        assert store.asked.acquire(timeout=DEADLINE_S)
+    with connect(service, PROBE.replace(b"livez", b"healthz")) as first:
+        store.asked.acquire()
         with connect(service) as second:
             assert is_closed(second)
         store.released.set()
@@ -185,54 +159,195 @@ def test_request_that_is_answered_keeps_its_place(service: HttpService, store: S
 
 
 def test_requests_too_many_are_refused_and_probes_are_answered(
-    service: HttpService, store: SlowStore
+    service: HttpService, store: SlowStore, client: httpx.Client
 ) -> None:
     store.released.clear()
-    request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     with ExitStack() as stack:
         for _ in range(MAX_REQUESTS):
-            stack.enter_context(connect(service, request))
+            stack.enter_context(connect(service, PROBE.replace(b"livez", b"healthz")))
         for _ in range(MAX_REQUESTS):
-            assert store.asked.acquire(timeout=DEADLINE_S)
+            store.asked.acquire()
 
-        client = stack.enter_context(httpx.Client(base_url=service.url, timeout=DEADLINE_S))
-        refused = client.get("/api/v1/state")
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert f"{MAX_REQUESTS} requests are in progress" in refused.json()["detail"]
+        refused, ready = client.get("/api/v1/state"), client.get("/readyz")
+        kind, detail = problem_of(refused)
+        assert (kind, f"{MAX_REQUESTS} requests" in detail) == (ProblemType.TOO_BUSY, True)
+        assert refused.headers["retry-after"] == "1"
         assert client.get("/livez").status_code == 200
-        ready = client.get("/readyz")
-        assert (ready.status_code, ready.json()["detail"]) == (
-            503,
-            "the store has not answered yet",
-        )
+        assert problem_of(ready)[0] is ProblemType.STORE_UNAVAILABLE
         store.released.set()
-    assert httpx.get(f"{service.url}/healthz", timeout=DEADLINE_S).status_code == 200
+    while client.get("/healthz").status_code != 200:
+        pass  # until those are answered
 
 
-def test_probe_reports_for_how_long_the_store_has_not_answered(store: SlowStore) -> None:
-    now = [100.0]
-    released = threading.Event()
+# -- time
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time a test can have pass."""
+
+    passed = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.passed
+
+
+class Connection(BoundedConnection):
+    """Tells when it has received so many bytes."""
+
+    received = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.received += len(data)
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Any, Any]]:
+    """A stream to a service in this event loop, and a function that has it receive bytes."""
+    config = uvicorn.Config(create_app(MemoryStore("d")), lifespan="off", log_config=None)
+    config.load()
+    made: list[Connection] = []
+
+    def make() -> Connection:
+        made.append(Connection(config, ServerState(), {}, limits=HttpLimits()))
+        return made[-1]
+
+    loop = asyncio.get_running_loop()
+    listening = await loop.create_server(make, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+
+    async def receive(sent: bytes) -> None:
+        writer.write(sent)
+        while not made:
+            await asyncio.sleep(0)
+        until = made[0].received + len(sent)
+        while made[0].received < until:
+            await asyncio.sleep(0)
+
+    yield reader, receive
+    writer.close()
+    listening.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "later"),
+    [
+        (b"", b""),
+        (HALF_A_REQUEST, b""),
+        (HALF_A_REQUEST, b"ngth"),  # a deadline of the whole, not of each part
+        (PROBE.replace(b"\r\n\r\n", b"\r\nContent-Length: 2\r\n\r\n{"), b""),
+        (PROBE, b"GET /li"),
+    ],
+    ids=["nothing", "half a header", "a slow header", "half a body", "half a second request"],
+)
+def test_request_that_does_not_arrive_in_time_is_answered_and_closed(
+    sent: bytes, later: bytes
+) -> None:
+    loop, whole = JumpingLoop(), sent.count(PROBE)
+
+    async def run() -> bytes:
+        async with connected() as (reader, receive):
+            await receive(sent)
+            answers = await reader.readuntil(b"}") if whole else b""
+            loop.passed += HttpLimits.request_deadline_s * (0.0 if whole else 0.75)
+            await receive(later)
+            loop.passed += HttpLimits.request_deadline_s * (1.5 if whole else 0.75)
+            return bytes(answers + await reader.read())
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        answers = runner.run(run())
+
+    assert answers.count(b"HTTP/1.1 200") == whole
+    assert answers.count(b"HTTP/1.1 408") == bool(sent)
+    assert answers.count(ProblemType.REQUEST_TOO_SLOW.uri.encode()) == bool(sent)
+
+
+def test_probe_reports_for_how_long_the_store_has_not_answered() -> None:
+    now, released = [100.0], threading.Event()
 
     def ask() -> Health:
-        assert released.wait(DEADLINE_S)
+        released.wait()
         return Health(detail="fine")
 
     async def probe() -> None:
         latest = LatestAnswer(ask, wait_s=0.01, stale_after_s=10.0, clock=lambda: now[0])
-        with pytest.raises(Refused, match="has not answered yet"):
-            await latest.get()
-        now[0] += 12.0
-        with pytest.raises(Refused, match=r"the store has not answered for 12\.0 s"):
-            await latest.get()
+        for waited_s, named in ((0.0, "not answered"), (12.0, r"12\.0 s")):
+            now[0] += waited_s
+            with pytest.raises(Refused, match=named):
+                await latest.get()
         released.set()
-        patient = asyncio.get_running_loop().time() + DEADLINE_S
-        while asyncio.get_running_loop().time() < patient:
+        while True:
             try:
                 assert (await latest.get()).detail == "fine"
                 return
             except Refused:
                 await asyncio.sleep(0)
-        raise AssertionError("no answer in time")
 
     asyncio.run(probe())
+
+
+# -- the address, and its certificate
+
+
+def test_port_in_use_is_refused_and_one_of_a_service_that_ended_is_free(store: SlowStore) -> None:
+    with serving(create_app(store)) as service:
+        port = port_of(service)
+        with pytest.raises(ConfigError, match=rf"port {port} of 127\.0\.0\.1.*http\.port"):
+            HttpService(create_app(store), port=port).start()
+
+    with serving(create_app(store), port=port) as again, client_on(again) as client:
+        assert client.get("/livez").status_code == 200
+
+
+def test_service_with_a_certificate_answers_https_alone(store: SlowStore, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    trust = partial(ssl.create_default_context, cafile=authority.file)
+    certificate = authority.issue("127.0.0.1").certificate
+    pause: Any = {"url": "/api/v1/pause", "json": {}}
+
+    with serving(create_app(store), certificate=certificate) as service:
+        assert service.url.startswith("https://127.0.0.1:")
+        with client_on(service, verify=trust()) as client:
+            assert client.get("/livez").status_code == 200
+            own = client.post(**pause, headers={"Origin": service.url})
+            other = client.post(**pause, headers={"Origin": "http://127.0.0.1"})
+        assert problem_of(own)[0] is ProblemType.INVALID_REQUEST
+        assert problem_of(other)[0] is ProblemType.FOREIGN_ORIGIN
+        with pytest.raises(httpx.TransportError):
+            httpx.get(service.url.replace("https", "http") + "/livez", timeout=None)
+
+
+def test_connection_that_begins_no_tls_handshake_is_closed(
+    store: SlowStore, tmp_path: Path
+) -> None:
+    certificate = Authority(tmp_path).issue("127.0.0.1").certificate
+    limits = replace(LIMITS, request_deadline_s=0.1)
+
+    with (
+        serving(create_app(store), certificate=certificate, limits=limits) as service,
+        connect(service) as silent,
+    ):
+        assert is_closed(silent)  # asyncio alone would wait for 60 s
+
+
+def test_expired_certificate_is_refused_before_the_port_is_bound(
+    store: SlowStore, tmp_path: Path
+) -> None:
+    certificate = Authority(tmp_path).issue("127.0.0.1", expired=True).certificate
+
+    with pytest.raises(ConfigError, match="expired"):
+        HttpService(create_app(store), certificate=certificate)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com"])
+def test_only_loopback_is_served_without_authentication(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{host}'.*loopback"):
+        loopback_address(host)
+    with pytest.raises(ConfigError, match=f"'{host}'.*loopback"):
+        HttpService(create_app(MemoryStore("d")), host)
+
+
+def test_name_is_no_address_of_a_service_with_authentication() -> None:
+    with pytest.raises(ConfigError, match=r"'gpu7'.*numeric"):
+        HttpService(create_app(MemoryStore("d")), "gpu7", is_authenticated=True)

@@ -9,35 +9,26 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from api.http.app import create_app
 from api.http.limits import DEFAULT_LIMITS
-from api.http.server import HttpService
-from eplb import ModelShape, Placement, Topology
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import open_store
-from telemetry.store import LoadStore, RunInfo, TaskResult
+from telemetry.store import LoadStore, TaskResult
+from tests.support.http import serving
+from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
-
-MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
-TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
-A_DAY_S = 86_400.0
-DEADLINE_S = 600.0
+from tests.support.two_ranks import FIRST, begin_run
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LoadStore]:
     """Two ranks that serve for as long as the test lasts."""
     with closing(open_store(tmp_path / "store.sqlite", "d")) as opened:
-        shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
-        opened.begin_run(RunInfo("a", 0.0, *shapes, window_steps=1))
+        begin_run(opened)
         opened.commit(FIRST, expected=None, reason="start")
         for rank in range(2):
-            reported = time.time() + A_DAY_S
-            opened.report(rank_report("a", rank, time=reported, step=7))
+            opened.report(rank_report("a", rank, time=time.time() + NEVER_S, step=7))
         yield opened
 
 
@@ -57,19 +48,16 @@ def controller(store: LoadStore) -> Iterator[None]:
     thread.start()
     yield
     is_stopping.set()
-    thread.join(DEADLINE_S)
+    thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.usefixtures("controller")
 def test_schemathesis_finds_no_answer_that_the_document_does_not_name(
     store: LoadStore, tmp_path: Path
 ) -> None:
     # A stream has no end of its own that a reader of its document could wait for.
-    service = HttpService(create_app(store, limits=replace(DEFAULT_LIMITS, stream_s=0.1)))
-    service.start()
-    command = [str(Path(sys.executable).with_name("schemathesis")), "run"]
-    command += [f"{service.url}/api/v1/openapi.json", "--checks", "all", "--continue-on-failure"]
+    app = create_app(store, limits=replace(DEFAULT_LIMITS, stream_s=0.1))
     # 412: a request of the right form, at a revision that is not the latest.
     accepted = '["2xx", "401", "403", "404", "409", "412", "5xx"]'
     # 422: no pattern can state that a list of ranks, layers or pins names each once.
@@ -84,16 +72,15 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_name(
         '[[operations]]\ninclude-name = "POST /api/v1/simulations"\n'
         'checks.not_a_server_error.expected-statuses = ["2xx", "4xx", "503"]\n'
     )
+    command = [str(Path(sys.executable).with_name("schemathesis")), "run"]
+    command += ["--checks", "all", "--continue-on-failure", "--generation-database", "none"]
     command += ["--max-examples", "10", "--max-time", "60", "--seed", "1", "--no-color"]
-    try:
+    with serving(app) as service:
         done = subprocess.run(
-            [*command, "--generation-database", "none"],
+            [*command, f"{service.url}/api/v1/openapi.json"],
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
         )
-    finally:
-        service.stop()
 
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +13,17 @@ import numpy as np
 import pytest
 
 from api.http.app import create_app
+from api.http.problems import ProblemType
 from api.http.routes import load_matrix
-from api.http.server import HttpService
-from eplb import LoadSample, ModelShape, Topology
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb import ModelShape, Placement
+from telemetry.retention.load_range import load_rows
 from telemetry.retention.rollup import Rollup
-from telemetry.store import RunInfo
 from telemetry.stores.memory import MemoryStore
+from tests.support.http import client_of, problem_of
+from tests.support.two_ranks import begin_run, serve
 
 MODEL = ModelShape((0, 1), num_experts=3, top_k=1, hidden=2, intermediate=2)
-TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-HELD = np.array([[0, 1, 2, 0]] * 2)
+HELD = Placement(np.array([[0, 1, 2, 0]] * 2), num_experts=3, generation=1)
 START = 720_000.0
 PATH = "/api/v1/load/matrix"
 
@@ -31,24 +32,16 @@ PATH = "/api/v1/load/matrix"
 def client() -> Iterator[httpx.Client]:
     """A roll-up of a minute, and four windows of two ranks in the minute after it."""
     store = MemoryStore("d")
-    shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
-    store.begin_run(RunInfo("a", START, *shapes, window_steps=10))
+    begin_run(store, at=START, model=MODEL, window_steps=10)
     tokens, received = np.array([[7, 8, 9]] * 2), np.array([[15, 9]] * 2)
     ranks, served = frozenset({0, 1}), frozenset({1})
     rolled = Rollup("a", "decode", 60, START, 0, 99, 20, served, ranks, tokens, received)
     store.add_rollups([rolled])
-    for window in range(4):
-        for rank in (0, 1):
-            held = HELD[:, TOPOLOGY.slots_on(rank)]
-            at = START + 60 + 5 * window
-            steps = 100 + 10 * window, 109 + 10 * window
-            load = np.array([[window, 10 + rank]] * 2)
-            store.append([LoadSample("d", "a", rank, window, at, *steps, "decode", 1, held, load)])
-    service = HttpService(create_app(store))
-    service.start()
-    with httpx.Client(base_url=service.url, timeout=60.0) as opened:
+    for window in range(10, 14):
+        load, at = [[[window - 10, 10 + rank]] * 2 for rank in (0, 1)], START + 10 + 5 * window
+        serve(store, window, load, placement=HELD, at=at, steps=10, phase="decode")
+    with client_of(create_app(store)) as opened:
         yield opened
-    service.stop()
 
 
 def asked(client: httpx.Client, accept: str = "*/*", **params: Any) -> httpx.Response:
@@ -129,12 +122,31 @@ def test_matrix_past_the_limit_of_bytes_is_refused(
 
     refused = asked(client, format="npy")
 
-    assert refused.status_code == 422
-    assert "take more than 100 bytes" in refused.json()["detail"]
+    kind, detail = problem_of(refused)
+    assert (kind, "100 bytes" in detail) == (ProblemType.TOO_MUCH_LOAD, True)
 
 
-def test_more_matrices_at_once_than_allowed_are_refused(client: httpx.Client) -> None:
-    with load_matrix._making, load_matrix._making:
-        refused = asked(client)
+def test_more_matrices_at_once_than_allowed_are_refused(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released = threading.Semaphore(0), threading.Event()
 
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    def slow_rows(*args: Any) -> Any:
+        begun.release()
+        released.wait()
+        return load_rows(*args)
+
+    monkeypatch.setattr(load_matrix, "load_rows", slow_rows)
+    askers = [threading.Thread(target=asked, args=(client,)) for _ in range(load_matrix.AT_ONCE)]
+    for asker in askers:
+        asker.start()
+    for _ in askers:
+        begun.acquire()
+    refused = asked(client)
+    released.set()
+    for asker in askers:
+        asker.join()
+
+    assert problem_of(refused)[0] is ProblemType.TOO_BUSY
+    assert refused.headers["retry-after"] == "1"
+    assert asked(client).status_code == 200

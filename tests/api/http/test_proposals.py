@@ -1,4 +1,4 @@
-"""Proposals and If-Match over a real port, with a real controller on a SQLite store."""
+"""Proposals and If-Match, with a real controller on a SQLite store."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import httpx
 import pytest
 
 from api.http.app import create_app
-from api.http.server import HttpService
+from api.http.problems import ProblemType
 from eplb.core.placement import Placement
 from telemetry import open_store
 from telemetry.store import Control, LoadStore
 from tests.support.controlled_deployment import EVEN, START, Deployment, planned_by_request
+from tests.support.http import client_of, problem_of
+from tests.support.limits import NEVER_S
 
-DEADLINE_S = 60.0
 OTHER = Placement(START.slot_to_expert, 4, generation=1)
 WHY = {"reason": "hot expert"}
 Open = Callable[[], httpx.Client]
@@ -36,21 +37,20 @@ def deployment(store: LoadStore) -> Iterator[Deployment]:
 
 @pytest.fixture
 def open_service(store: LoadStore) -> Iterator[Open]:
-    """Start a service on the store; each call another, as after a restart."""
+    """Open a service on the store; each call another, as after a restart."""
     with ExitStack() as stack:
 
         def start() -> httpx.Client:
-            service = HttpService(create_app(store, plan_wait_s=DEADLINE_S))
-            service.start()
-            stack.callback(service.stop)
-            return stack.enter_context(httpx.Client(base_url=f"{service.url}/api/v1", timeout=90))
+            app = create_app(store, plan_wait_s=NEVER_S)
+            return stack.enter_context(client_of(app, "/api/v1"))
 
         yield start
 
 
-def detail(response: httpx.Response, status: int) -> str:
-    assert response.status_code == status, response.text
-    return str(response.json()["detail"])
+def refusal(response: httpx.Response, kind: ProblemType, *named: str) -> None:
+    found, detail = problem_of(response)
+    assert found is kind
+    assert all(one in detail for one in named), detail
 
 
 def test_proposal_is_made_read_and_carried_out_after_a_restart(
@@ -70,11 +70,11 @@ def test_proposal_is_made_read_and_carried_out_after_a_restart(
     assert proposal["imbalance_before"] == pytest.approx(1.6)
     assert len(proposal["move_list"]) == proposal["moves"] > 0
     assert proposal["explanation"][0]["sentences"]
-    assert "movement is off" in detail(client.post(f"{path}/approve", json=WHY), 409)
+    refusal(client.post(f"{path}/approve", json=WHY), ProblemType.MOVEMENT_OFF)
     deployment.store.set_control(Control(), reason="go on")
     deployment.serve(EVEN)
     stale = client.post(f"{path}/approve", json=WHY, headers={"If-Match": '"7"'})
-    assert detail(stale, 412) == 'the generation that serves is "0", expected "7"'
+    refusal(stale, ProblemType.GENERATION_MOVED_ON, '"0", expected "7"')
 
     tag = client.get("/placement").headers["ETag"]
     approved = client.post(f"{path}/approve", json=WHY, headers={"If-Match": tag})
@@ -87,7 +87,7 @@ def test_proposal_is_made_read_and_carried_out_after_a_restart(
     assert (ended["state"], ended["plan_id"]) == ("approved", migration.plan_id)
     assert ended["plan_end"]["outcome"] == "committed"
     again = client.post(f"{path}/approve", json=WHY)
-    assert "is approved (hot expert), expected it open" in detail(again, 409)
+    refusal(again, ProblemType.PROPOSAL_ENDED, "approved (hot expert)")
 
 
 def test_proposal_that_is_not_open_is_refused(
@@ -105,12 +105,12 @@ def test_proposal_that_is_not_open_is_refused(
 
     assert rejected.json()["state"] == "rejected"
     for act in ("approve", "reject"):
-        why_not = detail(client.post(f"/proposals/{first}/{act}", json=WHY), 409)
-        assert why_not == f"proposal {first} is rejected (not tonight), expected it open"
-        why_not = detail(client.post(f"/proposals/{second}/{act}", json=WHY), 409)
-        assert "base moved on: found generation 1 committed, expected generation 0" in why_not
+        closed = client.post(f"/proposals/{first}/{act}", json=WHY)
+        refusal(closed, ProblemType.PROPOSAL_ENDED, f"{first} is rejected (not tonight)")
+        stale = client.post(f"/proposals/{second}/{act}", json=WHY)
+        refusal(stale, ProblemType.BASE_MOVED_ON, "generation 1", "expected generation 0")
         missing = client.post(f"/proposals/99/{act}", json=WHY)
-        assert detail(missing, 404) == "there is no proposal 99"
+        refusal(missing, ProblemType.NO_SUCH_PROPOSAL, "99")
     assert store.published() is None
 
 
@@ -124,5 +124,5 @@ def test_change_with_a_stale_tag_is_refused_before_it_is_a_task(
 
     refused = open_service().post(f"/{path}", json=body, headers={"If-Match": '"3"'})
 
-    assert detail(refused, 412) == 'the generation that serves is "0", expected "3"'
+    refusal(refused, ProblemType.GENERATION_MOVED_ON, '"0", expected "3"')
     assert store.tasks("queued") == []

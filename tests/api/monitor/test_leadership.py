@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.http.service import AdminService, Refused
 from api.metrics.exposition import metrics_text
 from api.monitor.health import leadership
-from eplb import ModelShape, Placement, Topology
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import RunInfo
 from telemetry.stores.memory import MemoryStore
 from tests.support.rank_reports import rank_report
+from tests.support.two_ranks import FIRST, begin_run
 
-MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
-TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
 TTL_S = 9.0
 
 
@@ -42,8 +36,7 @@ def clock() -> Clock:
 def store(clock: Clock) -> MemoryStore:
     """Two ranks that serve."""
     opened = MemoryStore("d", clock=clock)
-    shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
-    opened.begin_run(RunInfo("a", 0.0, *shapes, window_steps=1))
+    begin_run(opened)
     opened.commit(FIRST, expected=None, reason="start")
     for rank in range(2):
         opened.report(rank_report("a", rank, time=time.time(), step=7, generation=1))

@@ -1,6 +1,7 @@
 """The one reader behind every view: scores, marks, progress and words, by hand-sized numbers."""
 
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,38 +18,21 @@ from api.terminal.live import LiveView, PlainLines, window_line
 from api.terminal.picture import in_time, in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import Control, RankState, RunInfo
+from telemetry.store import Control, RankState
 from telemetry.stores.memory import MemoryStore
+from tests.support import two_ranks
 from tests.support.rank_reports import rank_report
+from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run
 
-# Two ranks of two slots, one layer of three experts, windows of two steps.
-MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
-TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
-SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
 NOW = 1000.0
 
 
 def a_run(store: MemoryStore, name: str = "a") -> None:
-    model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
-    store.begin_run(RunInfo(name, NOW, model, topology, window_steps=2))
+    begin_run(store, name, NOW, window_steps=2)
 
 
 def sample(rank: int, window: int, tokens: list[int], placement: Placement = FIRST) -> LoadSample:
-    return LoadSample(
-        deployment="d",
-        run="a",
-        rank=rank,
-        sequence=window,
-        time=NOW,
-        first_step=2 * window,
-        last_step=2 * window + 1,
-        phase="mixed",
-        generation=placement.generation,
-        slot_to_expert=placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)],
-        tokens=np.array([tokens]),
-    )
+    return two_ranks.sample(rank, window, tokens, placement, at=NOW, steps=2)
 
 
 def state(rank: int, *, plan_id: int = 0, phase: str = "idle", **more: Any) -> RankState:
@@ -79,15 +63,23 @@ def seen_by(store: MemoryStore, now: float = NOW) -> Any:
     return monitor.snapshot()
 
 
-def test_window_is_scored_as_measured_and_as_if_experts_lay_in_order(store: MemoryStore) -> None:
-    first, second = seen_by(store).series
+def test_windows_are_scored_as_measured_and_as_if_experts_lay_in_order(store: MemoryStore) -> None:
+    seen = seen_by(store)
 
+    first, second = seen.series
     assert (first.measured, first.contiguous) == (1.6, 1.6)  # 80 of 100 on one rank: 80 / 50
     assert (second.measured, second.contiguous) == (1.0, 1.6)
+    assert [score.is_migrating for score in seen.series] == [False, False]
+    assert seen.heatmap.tolist() == [[1.0, 1.0]]  # load over mean, of the latest window
+    assert seen.expert_heat[0].tolist() == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
 
 
-def test_window_that_a_migration_had_no_part_in_is_its_placement_s(store: MemoryStore) -> None:
-    assert [score.is_migrating for score in seen_by(store).series] == [False, False]
+def test_decision_and_commit_are_kept_with_reason_and_first_step(store: MemoryStore) -> None:
+    seen = seen_by(store)
+
+    (decision,), (mark,) = seen.decisions, seen.marks
+    assert (decision.decision, decision.reason, decision.moves) == ("MOVE", "worth it", 2)
+    assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
 
 
 def test_window_in_which_a_commit_falls_is_migrating(store: MemoryStore) -> None:
@@ -123,36 +115,12 @@ def test_experts_that_ranks_do_not_divide_leave_one_more_on_the_first() -> None:
     assert contiguous_load(np.array([[5, 3, 2]]), without_first).tolist() == [[0, 10]]
 
 
-def test_heatmaps_are_load_over_mean_of_the_latest_window(store: MemoryStore) -> None:
-    seen = seen_by(store)
-
-    assert seen.heatmap.tolist() == [[1.0, 1.0]]
-    assert seen.expert_heat[0].tolist() == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
-
-
-def test_commit_is_marked_at_the_first_step_that_it_served(store: MemoryStore) -> None:
-    (mark,) = seen_by(store).marks
-
-    assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
-
-
-def test_decision_is_kept_with_its_reason(store: MemoryStore) -> None:
-    (decision,) = seen_by(store).decisions
-
-    assert (decision.decision, decision.reason, decision.moves) == ("MOVE", "worth it", 2)
-
-
-def test_window_that_still_fills_is_not_scored(store: MemoryStore) -> None:
+def test_window_is_scored_once_it_is_complete_or_stays_incomplete(store: MemoryStore) -> None:
     store.append([sample(0, 2, [1, 1], SECOND)])
-
     assert [score.index for score in seen_by(store).series] == [0, 1]
 
-
-def test_window_that_stays_incomplete_is_scored_as_such(store: MemoryStore) -> None:
-    store.append([sample(0, index, [1, 1], SECOND) for index in (2, 3, 4)])
-
+    store.append([sample(0, index, [1, 1], SECOND) for index in (3, 4)])
     seen = seen_by(store)
-
     assert [score.is_complete for score in seen.series] == [True, True, False]
     assert seen.last_score.index == 1
 
@@ -170,8 +138,7 @@ def test_samples_that_do_not_fit_end_no_refresh(store: MemoryStore) -> None:
 
 def test_windows_of_seconds_are_scored_like_those_of_steps() -> None:
     store = MemoryStore("d", clock=lambda: NOW)
-    model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
-    store.begin_run(RunInfo("a", NOW, model, topology, window_steps=2, window_seconds=10.0))
+    begin_run(store, "a", NOW, window_steps=2, window_seconds=10.0)
     for window in range(3):
         both = [sample(0, window, [60, 20]), sample(1, window, [20, 0])]
         store.append([replace(one, time=NOW - 25 + 10 * window) for one in both])
@@ -225,25 +192,20 @@ def open_migration(store: MemoryStore) -> int:
     return plan_id
 
 
-def test_progress_is_that_of_the_rank_furthest_behind(store: MemoryStore) -> None:
+def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_are_counted(
+    store: MemoryStore,
+) -> None:
     plan_id = open_migration(store)
     store.report(state(0, plan_id=plan_id, phase="swap", prepared=1))
     store.report(state(1, plan_id=plan_id, phase="stage", prepared=0))
-
     seen = seen_by(store)
-
     assert seen.phase == "stage"
     assert (seen.migration.num_transactions, seen.migration.num_moves) == (1, 4)
     assert (seen.migration.staged_part, seen.migration.fraction) == (0.0, 0.0)
 
-
-def test_experts_staged_are_progress_where_ranks_count_them(store: MemoryStore) -> None:
-    plan_id = open_migration(store)
-    store.report(state(0, plan_id=plan_id, phase="stage", staged=2, to_stage=2))
-    store.report(state(1, plan_id=plan_id, phase="stage", staged=1, to_stage=2))
-
+    for rank, staged in ((0, 2), (1, 1)):
+        store.report(state(rank, plan_id=plan_id, phase="stage", staged=staged, to_stage=2))
     progress = seen_by(store).migration
-
     assert (progress.staged_part, progress.fraction) == (0.75, 0.375)
 
 
@@ -259,6 +221,7 @@ def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: Memory
 
     seen = seen_by(store)
 
+    assert f"pace  0.625 of its own; {JUDGED.reason}" in printed(seen, 100, 30)
     assert (first.part, first.reason, first.latest) == (1.0, "no migration was judged yet", None)
     assert (seen.pace.part, seen.pace.reason, seen.pace.changed) == (0.625, JUDGED.reason, NOW)
     assert (seen.pace.latest.plan_id, seen.pace.latest.part_before) == (2, 0.5)
@@ -283,42 +246,32 @@ def test_pace_of_ranks_that_report_no_times_is_fixed(store: MemoryStore) -> None
 @pytest.mark.parametrize(
     ("now", "details", "why"),
     [
-        (NOW, [{}], "silent ranks: 1, expected a report from all 2 within 10 s"),
-        (NOW + 11, [{}, {}], "silent ranks: 0, 1, expected a report"),
-        (
-            NOW + 5,
-            [{}, {"progress_age_s": 27.5}],
-            "no progress for 32.5 s, expected at most 30 s: rank 1, the step",
-        ),
+        (NOW, [{}], "silent ranks: 1, .* 2 within 10 s"),
+        (NOW + 11, [{}, {}], "silent ranks: 0, 1, "),
+        (NOW + 5, [{}, {"progress_age_s": 27.5}], "32.5 s, .* 30 s: rank 1, the step"),
         (
             NOW,
             [{}, {"progress_age_s": 31, "progress_of": "mover: pulling layer 3 expert 17"}],
-            "no progress for 31.0 s, expected at most 30 s: rank 1, mover: pulling layer 3 exp",
+            "31.0 s, .* 30 s: rank 1, mover: pulling layer 3 exp",
         ),
-        (NOW, [{}, {"frozen": "torn copy"}], "rank 1 has migrations disabled: torn"),
+        (NOW, [{}, {"frozen": "torn copy"}], "rank 1 .*torn"),
+        (NOW + 1, [{}, {"progress_age_s": 1.0}], "None"),
     ],
 )
-def test_readiness_problem_gives_the_reason(
+def test_readiness_is_judged_by_what_ranks_report(
     store: MemoryStore, now: float, details: list[dict[str, Any]], why: str
 ) -> None:
     for rank, detail in enumerate(details):
         store.report(state(rank, **detail))
 
-    assert str(unready(seen_by(store, now), 30.0)).startswith(why)
-
-
-def test_ranks_that_report_and_step_are_ready(store: MemoryStore) -> None:
-    store.report(state(0))
-    store.report(state(1, progress_age_s=1.0))
-
-    assert unready(seen_by(store, NOW + 1), 30.0) is None
+    assert re.search(why, str(unready(seen_by(store, now), 30.0)))
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
     seen = seen_by(MemoryStore("d"))
 
     assert (seen.run, seen.generation, seen.ranks) == (None, None, ())
-    assert unready(seen, 30.0) == "no run has begun, expected one"
+    assert unready(seen, 30.0) is not None
     assert "No run has begun" in printed(seen, 80, 24)
 
 
@@ -342,15 +295,6 @@ def test_picture_fits_and_shows_load_marks_and_reasons(
         assert shown in text
 
 
-def test_picture_shows_the_pace_and_its_reason(store: MemoryStore) -> None:
-    assert "pace  1 of its own; fixed: step_time_budget is 0" in printed(seen_by(store), 100, 30)
-    store.change_live({"step_time_budget": 0.05}, reason="a test")
-    store.report(state(0, step_times=vars(StepTimes(1, 40, 1.0, 1.0, 9, 1.2, 1.2))))
-    store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "steps took 20 % longer")))
-
-    assert "pace  0.5 of its own; steps took 20 % longer" in printed(seen_by(store), 100, 30)
-
-
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
 def test_picture_shows_the_latest_anomalies_that_are_not_in_its_first_line(
     store: MemoryStore, width: int, height: int
@@ -369,20 +313,20 @@ def test_picture_shows_the_latest_anomalies_that_are_not_in_its_first_line(
     assert len(found) == 2
 
 
-def test_time_is_written_with_the_largest_unit_that_fits() -> None:
+def test_times_and_bytes_are_written_with_the_largest_unit_that_fits() -> None:
     found = [in_time(s) for s in (-1, 0, 59, 60, 3599, 7200, 3 * 86_400)]
     assert found == ["0 s", "0 s", "59 s", "1 min", "60 min", "2 h", "3 d"]
+    assert [in_units(n) for n in (0, 999, 1000, 2_500_000)] == ["0 B", "999 B", "1.0 kB", "2.5 MB"]
 
 
 def test_many_layers_and_ranks_are_cut_to_the_height() -> None:
     model = ModelShape(tuple(range(58)), num_experts=64, top_k=1, hidden=2, intermediate=2)
     topology = Topology.uniform(num_nodes=4, ranks_per_node=8, slots_per_rank=2)
     store = MemoryStore("d", clock=lambda: NOW)
-    store.begin_run(RunInfo("a", NOW, model_to_dict(model), topology_to_dict(topology), 1))
-    held = np.tile(np.arange(64), (58, 1)).reshape(58, 32, 2)
-    for rank in range(32):
-        tokens = np.ones((58, 2), dtype=np.int64)
-        store.append([LoadSample("d", "a", rank, 0, NOW, 0, 0, "mixed", 1, held[:, rank], tokens)])
+    begin_run(store, "a", NOW, model=model, topology=topology)
+    held = Placement(np.tile(np.arange(64), (58, 1)), num_experts=64, generation=1)
+    ones = [np.ones((58, 2), dtype=np.int64)] * 32
+    two_ranks.serve(store, 0, ones, placement=held, topology=topology, at=NOW)
 
     lines = printed(seen_by(store), 80, 24).splitlines()
 
@@ -428,7 +372,3 @@ def test_live_view_draws_and_gives_the_terminal_back(store: MemoryStore) -> None
 
     assert "worth it" in out.getvalue()
     assert "\x1b[?1049l" in out.getvalue()  # leaves the alternate screen
-
-
-def test_bytes_are_written_with_the_largest_unit_that_fits() -> None:
-    assert [in_units(n) for n in (0, 999, 1000, 2_500_000)] == ["0 B", "999 B", "1.0 kB", "2.5 MB"]

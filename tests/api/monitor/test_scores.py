@@ -12,11 +12,11 @@ from api.metrics.exposition import Exposition
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.scores import minute_scores
-from eplb import LoadSample, ModelShape, Placement, Topology
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb import ModelShape, Placement, Topology
 from telemetry.retention.pruning import Keeper, Retention
-from telemetry.store import LoadStore, RunInfo
+from telemetry.store import LoadStore
 from telemetry.stores.memory import MemoryStore
+from tests.support.two_ranks import begin_run, serve
 
 NOW = 1200.0
 MODEL = ModelShape((0,), num_experts=2, top_k=1, hidden=2, intermediate=2)
@@ -26,20 +26,14 @@ DRAINED = Placement(np.array([[0, 1, -1]]), num_experts=2, generation=2)
 
 
 def report(store: LoadStore, window: int, serving: Placement, tokens: Sequence[int]) -> None:
-    for rank, count in enumerate(tokens):
-        held = serving.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
-        load, step = np.array([[count]]), window
-        when, of = NOW + window, serving.generation
-        store.append(
-            [LoadSample("d", "a", rank, window, when, step, step, "mixed", of, held, load)]
-        )
+    received = [[count] for count in tokens]
+    serve(store, window, received, placement=serving, topology=TOPOLOGY, at=NOW + window)
 
 
 @pytest.fixture
 def store() -> Iterator[LoadStore]:
     with closing(MemoryStore("d", clock=lambda: NOW)) as opened:
-        model, topology = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
-        opened.begin_run(RunInfo("a", NOW, model, topology, window_steps=1))
+        begin_run(opened, "a", NOW, model=MODEL, topology=TOPOLOGY)
         opened.commit(WIDE, expected=None, reason="start")
         opened.commit(DRAINED, expected=1, reason="drain 2")
         yield opened

@@ -10,11 +10,10 @@ import httpx
 import pytest
 
 from api.http.app import create_app
-from api.http.server import HttpService
 from telemetry import open_store
 from tests.support.controlled_deployment import Deployment, planned_by_request
-
-DEADLINE_S = 60.0
+from tests.support.http import client_of
+from tests.support.limits import NEVER_S
 
 
 @pytest.fixture
@@ -28,8 +27,6 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 def client(deployment: Deployment, tmp_path: Path) -> Iterator[httpx.Client]:
-    service = HttpService(create_app(deployment.store, plan_wait_s=DEADLINE_S, state_dir=tmp_path))
-    service.start()
-    with httpx.Client(base_url=service.url, timeout=DEADLINE_S) as opened:
+    app = create_app(deployment.store, plan_wait_s=NEVER_S, state_dir=tmp_path)
+    with client_of(app) as opened:
         yield opened
-    service.stop()
