@@ -89,7 +89,9 @@ def _in_memory(_: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
 
 def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
     path = request.getfixturevalue("tmp_path") / "store.sqlite"
-    return lambda deployment: SqliteStore(path, deployment, clock=clock, monotonic=clock.monotonic)
+    return lambda deployment: SqliteStore(
+        path, deployment, busy_timeout_s=NEVER_S, clock=clock, monotonic=clock.monotonic
+    )
 
 
 _prefixes = (f"test-{number}" for number in itertools.count())

@@ -17,35 +17,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from eplb.migration.recovery import Recovery
 from telemetry.live import Control, LiveSettings
 from telemetry.retention.rollup import MINUTE
 from telemetry.store import RankState
+from telemetry.stores.sqlite.errors import translated
 from telemetry.stores.sqlite.schema import SCHEMA_VERSION
 from telemetry.stores.sqlite.store import SqliteStore
+from tests.support.stores import make_sample, sequences
 
 Fork = Callable[..., Any]
-
-
-def make_sample(sequence: int) -> LoadSample:
-    return LoadSample(
-        "demo",
-        "run-1",
-        0,
-        sequence,
-        0.0,
-        sequence,
-        sequence,
-        "decode",
-        1,
-        np.array([[0, 1]]),
-        np.array([[1, 2]]),
-    )
 
 
 @pytest.fixture
@@ -56,15 +40,14 @@ def path(tmp_path: Path) -> Path:
 # -- files that are no store, or not ours
 
 
-def test_store_of_another_version_is_refused_and_left_as_it_is(path: Path) -> None:
+@pytest.mark.parametrize("version", [1, SCHEMA_VERSION + 1])
+def test_store_of_another_version_is_refused_and_left_as_it_is(path: Path, version: int) -> None:
     SqliteStore(path, "demo").close()
     with closing(sqlite3.connect(path)) as raw:
-        raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+        raw.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
 
-    with pytest.raises(
-        StoreError, match=rf"store\.sqlite has schema version {SCHEMA_VERSION + 1}, "
-    ):
+    with pytest.raises(StoreError, match=f"version {version}, expected {SCHEMA_VERSION}"):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == before
@@ -122,7 +105,7 @@ def as_version(wanted: int, path: Path) -> None:
 @pytest.mark.parametrize("version", [2, 3, 4, 5, 6, 7])
 def test_file_of_an_older_version_is_migrated_without_loss(path: Path, version: int) -> None:
     with closing(SqliteStore(path, "demo")) as store:
-        store.append([make_sample(n) for n in range(3)])
+        store.append([make_sample(0, n) for n in range(3)])
         store.add_event("note", {"n": 1})
     as_version(version, path)
 
@@ -141,34 +124,23 @@ def test_file_of_an_older_version_is_migrated_without_loss(path: Path, version: 
         assert raw.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-def test_rank_report_of_version_7_keeps_its_weights_version_and_reason(path: Path) -> None:
+def test_rank_report_and_kill_switch_of_version_7_are_kept(path: Path) -> None:
     SqliteStore(path, "demo").close()
     as_version(7, path)
     details = {"weights_version": 3, "frozen": "torn", "prepared": 2, "experts_moved": 5}
     row = ("demo", "run-1", 1, 9.5, 6, 4, "swap", 7, 1, 30, json.dumps(details))
-    with closing(sqlite3.connect(path)) as raw:
+    with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute(f"INSERT INTO rank_state VALUES ({', '.join('?' * len(row))})", row)
-        raw.commit()
+        switches = '{"movement": false, "observe": false}'
+        raw.execute("INSERT INTO control VALUES ('demo', ?)", (switches,))
 
     with closing(SqliteStore(path, "demo")) as store:
         (state,) = store.rank_states("run-1")
+        store.set_static(LiveSettings(movement=True), reason="start")
+        assert store.control() == Control(movement=False)
 
     expected = RankState("run-1", 1, 9.5, 6, 4, "swap", 7, 1, 30, 3, 2, "torn")
     assert state == replace(expected, detail={"experts_moved": 5})
-
-
-def test_kill_switch_of_version_7_stays_off(path: Path) -> None:
-    SqliteStore(path, "demo").close()
-    as_version(7, path)
-    with closing(sqlite3.connect(path)) as raw:
-        switches = '{"movement": false, "observe": false}'
-        raw.execute("INSERT INTO control VALUES ('demo', ?)", (switches,))
-        raw.commit()
-
-    with closing(SqliteStore(path, "demo")) as store:
-        store.set_static(LiveSettings(movement=True), reason="start")
-
-        assert store.control() == Control(movement=False)
 
 
 def test_rank_of_version_7_reports_and_reads_switches_after_an_upgrade(path: Path) -> None:
@@ -191,7 +163,7 @@ def test_rank_of_version_7_reports_and_reads_switches_after_an_upgrade(path: Pat
 
             (state,) = store.rank_states("run-1")
             ((found,),) = older.execute(switches, ("demo",)).fetchall()
-            with pytest.raises(sqlite3.IntegrityError, match="the store was upgraded; set swit"):
+            with pytest.raises(sqlite3.IntegrityError, match="upgraded"):
                 older.execute("INSERT OR REPLACE INTO control VALUES ('demo', '{}')")
 
         (again,) = older.execute("SELECT step, detail FROM rank_state").fetchall()
@@ -212,21 +184,12 @@ def test_file_of_version_2_is_brought_up_to_date_by_one_of_many_at_once(path: Pa
         store.close()
 
 
-def test_file_older_than_version_2_is_refused(path: Path) -> None:
-    SqliteStore(path, "demo").close()
-    with closing(sqlite3.connect(path)) as raw:
-        raw.execute("PRAGMA user_version = 1")
-
-    with pytest.raises(StoreError, match=rf"schema version 1, expected {SCHEMA_VERSION}"):
-        SqliteStore(path, "demo")
-
-
 def test_another_program_s_database_is_refused_and_left_as_it_is(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw:
         raw.execute("CREATE TABLE recipe (name TEXT)")
     before = path.read_bytes()
 
-    with pytest.raises(StoreError, match="found application id 0x0 and 1 tables"):
+    with pytest.raises(StoreError, match="0x0 and 1 tables"):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == before
@@ -237,7 +200,7 @@ def test_another_program_s_database_is_refused_and_left_as_it_is(path: Path) -> 
 def test_file_that_is_no_database_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
-    with pytest.raises(StoreError, match=f"found {len(content):,} bytes .*expected a whole SQLite"):
+    with pytest.raises(StoreError, match=f"{len(content):,} bytes"):
         SqliteStore(path, "demo")
 
     assert path.read_bytes() == content
@@ -246,17 +209,17 @@ def test_file_that_is_no_database_is_refused(path: Path, content: bytes) -> None
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9])
 def test_truncated_store_is_refused(path: Path, kept: float) -> None:
     with closing(SqliteStore(path, "demo")) as store:
-        store.append([make_sample(n) for n in range(200)])
+        store.append([make_sample(0, n) for n in range(200)])
     os.truncate(path, int(path.stat().st_size * kept))
 
-    with pytest.raises(StoreError, match=r"corrupted or not a SQLite file: found [\d,]+ bytes"):
+    with pytest.raises(StoreError, match=r"[\d,]+ bytes"):
         SqliteStore(path, "demo")
 
 
 def test_missing_folder_and_path_of_a_folder_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"found no folder .*/nowhere, expected it to exist"):
+    with pytest.raises(StoreError, match=r"no folder .*nowhere"):
         SqliteStore(tmp_path / "nowhere" / "store.sqlite", "demo")
-    with pytest.raises(StoreError, match="found a folder, expected a file or nothing"):
+    with pytest.raises(StoreError, match="a folder"):
         SqliteStore(tmp_path, "demo")
 
 
@@ -264,8 +227,8 @@ def test_store_that_was_removed_while_open_is_not_written_on(path: Path) -> None
     with closing(SqliteStore(path, "demo")) as store:
         path.unlink()
 
-        with pytest.raises(StoreError, match="was removed or replaced since it was opened"):
-            store.append([make_sample(0)])
+        with pytest.raises(StoreError, match="removed or replaced"):
+            store.append([make_sample(0, 0)])
 
 
 def test_file_of_a_process_killed_before_the_tables_is_completed(path: Path) -> None:
@@ -306,14 +269,14 @@ def test_read_only_file_is_refused(path: Path, fork: Fork) -> None:
     path.chmod(0o444)
 
     words = fork(open_as_nobody, path).receive()
-    assert f"store {path} is read-only: expected the file and its folder" in words
+    assert f"{path} is read-only" in words
 
 
 def test_read_only_folder_is_refused(path: Path, fork: Fork) -> None:
     open_to_others(path.parent)
     path.parent.chmod(0o555)
 
-    assert "cannot be opened: found no permission" in fork(open_as_nobody, path).receive()
+    assert "no permission" in fork(open_as_nobody, path).receive()
     path.parent.chmod(0o755)
     assert list(path.parent.iterdir()) == []
 
@@ -329,7 +292,7 @@ def fill_up(pipe: Connection, path: Path) -> None:
     acknowledged = 0
     try:
         while True:
-            store.append([make_sample(acknowledged)])
+            store.append([make_sample(0, acknowledged)])
             acknowledged += 1
     except StoreError as exc:
         assert store.sample_counts("run-1") == {0: acknowledged}
@@ -339,10 +302,12 @@ def fill_up(pipe: Connection, path: Path) -> None:
 def test_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path, fork: Fork) -> None:
     acknowledged, words = fork(fill_up, path).receive()
 
-    assert re.search("could not be read or written: found disk I/O error .* bytes free", words)
+    assert re.search("disk I/O error .* bytes free", words)
     with closing(SqliteStore(path, "demo")) as store:
         assert store.sample_counts("run-1") == {0: acknowledged}
-        store.append([make_sample(acknowledged)])
+        assert sequences(store) == list(range(acknowledged))
+        assert store.append([make_sample(0, acknowledged)]) == 1
+        assert store.prune(1e9) == acknowledged + 1
 
 
 def open_on_a_full_disk(pipe: Connection, path: Path) -> None:
@@ -360,19 +325,9 @@ def test_disk_that_is_full_at_the_start_leaves_nothing_half_made(path: Path, for
         assert store.events() == []
 
 
-def test_full_store_is_an_error_until_there_is_room(path: Path) -> None:
-    with closing(SqliteStore(path, "demo")) as store:
-        store.append([make_sample(n) for n in range(50)])
-        # SQLite's own limit stands in for a disk: the error that it raises is the same.
-        writer = store._file._writer
-        num_pages = writer.execute("PRAGMA page_count").fetchone()[0]
-        writer.execute(f"PRAGMA max_page_count = {num_pages}")
-
-        with pytest.raises(StoreError, match=r"is full: found [\d,]+ bytes free, expected room"):
-            store.append([make_sample(n) for n in range(50, 500)])
-
-        assert store.sample_counts("run-1") == {0: 50}
-        assert [sample.sequence for _, sample in store.samples("run-1")] == list(range(50))
-        assert store.prune(1.0) == 50
-        assert store.append([make_sample(n) for n in range(50, 60)]) == 10
-        assert store.sample_counts("run-1") == {0: 60}
+def test_full_database_is_told_as_full(path: Path) -> None:
+    # SQLite's own limit stands in for a disk: the error that it raises is the same.
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("PRAGMA max_page_count = 1")
+        with pytest.raises(StoreError, match=r"is full: .* bytes free"), translated(path, 1.0):
+            raw.execute("CREATE TABLE recipe AS SELECT zeroblob(100000)")

@@ -5,19 +5,14 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eplb.core.load import LoadSample
 from telemetry.records.sample_codec import sample_from_bytes
 from telemetry.retention.rollup import MINUTE, Rollup
 from telemetry.stores.sqlite.store import SqliteStore
-
-
-def make_sample(sequence: int) -> LoadSample:
-    steps = (sequence, sequence)
-    held, tokens = [[0, 1]], [[0, sequence]]
-    return LoadSample("demo", "run-1", 0, sequence, 0.0, *steps, "decode", 1, held, tokens)  # type: ignore[arg-type]
+from tests.support.stores import make_sample, sequences
 
 
 @pytest.fixture
@@ -28,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def six_samples(path: Path) -> Path:
     with closing(SqliteStore(path, "demo")) as store:
-        store.append([make_sample(n) for n in range(6)])
+        store.append([make_sample(0, n) for n in range(6)])
     return path
 
 
@@ -42,39 +37,24 @@ def damage(path: Path, *sequences: int, table: str = "sample") -> None:
             raw.execute(f"UPDATE {table} SET record = ? WHERE {key} = ?", (changed, sequence))
 
 
-def sequences(found: list[tuple[int, LoadSample]]) -> list[int]:
-    return [sample.sequence for _, sample in found]
-
-
-def test_damaged_sample_is_passed_over_and_counted_once(six_samples: Path) -> None:
-    damage(six_samples, 2, 5)
+def test_damaged_samples_are_passed_over_and_counted_once(six_samples: Path) -> None:
+    damage(six_samples, 0, 1, 4, 5)
     with closing(SqliteStore(six_samples, "demo")) as store:
         for _ in range(3):
-            assert sequences(store.samples("run-1")) == [0, 1, 3, 4]
-            assert sequences(store.samples_before(1.0)) == [0, 1, 3, 4]
+            assert sequences(store) == [2, 3]
+            assert [sample.sequence for _, sample in store.samples_before(9.0)] == [2, 3]
+        # Neither a page that is damaged all through nor a damaged end stops a reader.
+        ((cursor, sample),) = store.samples("run-1", limit=1)
+        assert sample.sequence == 2
+        rest = store.samples("run-1", after=cursor)
+        assert store.samples("run-1", after=rest[-1][0]) == []
 
-        assert store.refused() == {"damaged": 2}
-        assert store.sample_counts("run-1") == {0: 6}
-        assert store.prune(1.0) == 6
+        store.append([make_sample(0, 6)])
 
-
-def test_reader_does_not_stop_at_a_page_that_is_damaged_all_through(six_samples: Path) -> None:
-    damage(six_samples, 0, 1, 2, 3)
-    with closing(SqliteStore(six_samples, "demo")) as store:
-        assert sequences(store.samples("run-1", limit=2)) == [4, 5]
-
-
-def test_reader_after_a_corrupted_end_reads_later_records(six_samples: Path) -> None:
-    damage(six_samples, 4, 5)
-    with closing(SqliteStore(six_samples, "demo")) as store:
-        cursor, _ = store.samples("run-1")[-1]
-        assert store.samples("run-1", after=cursor) == []
-
-        store.append([make_sample(6)])
-
-        assert sequences(store.samples("run-1", after=cursor)) == [6]
-        assert sequences(store.samples("run-1")) == [0, 1, 2, 3, 6]
-        assert store.refused() == {"damaged": 2}
+        assert [sample.sequence for _, sample in store.samples("run-1", after=rest[-1][0])] == [6]
+        assert store.refused() == {"damaged": 4}
+        assert store.sample_counts("run-1") == {0: 7}
+        assert store.prune(9.0) == 7
 
 
 def test_record_of_a_later_version_is_passed_over_and_counted_apart(six_samples: Path) -> None:
@@ -85,7 +65,7 @@ def test_record_of_a_later_version_is_passed_over_and_counted_apart(six_samples:
         raw.execute("UPDATE sample SET record = ? WHERE sequence = 3", (later,))
 
     with closing(SqliteStore(six_samples, "demo")) as store:
-        assert sequences(store.samples("run-1")) == [0, 2, 4, 5]
+        assert sequences(store) == [0, 2, 4, 5]
         assert store.refused() == {"damaged": 1, "version": 1}
 
 
@@ -94,11 +74,11 @@ def test_samples_of_two_versions_are_read_together(path: Path) -> None:
         closing(SqliteStore(path, "demo", sample_version=1)) as old,
         closing(SqliteStore(path, "demo")) as new,
     ):
-        old.append([make_sample(0)])
-        new.append([make_sample(1)])
+        old.append([make_sample(0, 0)])
+        new.append([make_sample(0, 1)])
 
         for store in (old, new):
-            assert sequences(store.samples("run-1")) == [0, 1]
+            assert sequences(store) == [0, 1]
             assert store.refused() == {}
     with closing(sqlite3.connect(path)) as raw:
         records = [record for (record,) in raw.execute("SELECT record FROM sample")]
@@ -108,20 +88,10 @@ def test_samples_of_two_versions_are_read_together(path: Path) -> None:
 
 def test_damaged_roll_up_is_passed_over_and_counted(path: Path) -> None:
     with closing(SqliteStore(path, "demo")) as store:
+        counts: Any = [[1]]
+        span, members = (0, 9, 1), (frozenset({1}), frozenset({0}))
         rollups = [
-            Rollup(
-                "run-1",
-                "decode",
-                MINUTE,
-                60.0 * n,
-                0,
-                9,
-                1,
-                frozenset({1}),
-                frozenset({0}),
-                [[n]],  # type: ignore[arg-type]
-                [[n]],  # type: ignore[arg-type]
-            )
+            Rollup("run-1", "decode", MINUTE, 60.0 * n, *span, *members, counts, counts)
             for n in range(3)
         ]
         store.add_rollups(rollups)

@@ -16,34 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb.core.load import LoadSample
-from eplb.core.placement import Placement
 from eplb.errors import StoreError
 from telemetry.stores.sqlite.store import SqliteStore
 from tests.support.limits import NEVER_S
+from tests.support.stores import kinds, make_placement, make_sample
 
 Fork = Callable[..., Any]
-
-
-def make_sample(sequence: int, rank: int = 0) -> LoadSample:
-    return LoadSample(
-        "demo",
-        "run-1",
-        rank,
-        sequence,
-        0.0,
-        sequence,
-        sequence,
-        "decode",
-        1,
-        np.array([[0, 1]]),
-        np.array([[1, 2]]),
-    )
-
-
-def first_commit(store: SqliteStore) -> None:
-    placement = Placement(np.array([[0, 1]]), num_experts=2, generation=1)
-    store.commit(placement, expected=None, reason="first")
 
 
 @pytest.fixture
@@ -53,13 +31,13 @@ def path(tmp_path: Path) -> Path:
 
 def open_new_files(pipe: Connection, folder: Path) -> None:
     while name := pipe.recv():
-        SqliteStore(folder / name, "demo").add_event("note", {})
+        SqliteStore(folder / name, "demo", busy_timeout_s=NEVER_S).add_event("note", {})
         pipe.send("done")
 
 
 def test_processes_that_open_a_new_file_at_once_all_succeed(tmp_path: Path, fork: Fork) -> None:
     openers = [fork(open_new_files, tmp_path) for _ in range(4)]
-    for attempt in range(20):
+    for attempt in range(8):
         for process in openers:
             process.send(f"store-{attempt}")
 
@@ -67,11 +45,11 @@ def test_processes_that_open_a_new_file_at_once_all_succeed(tmp_path: Path, fork
 
 
 def write_at_once(pipe: Connection, path: Path, rank: int) -> None:
-    store = SqliteStore(path, "demo")
+    store = SqliteStore(path, "demo", busy_timeout_s=NEVER_S)
     pipe.send("ready")
     pipe.recv()
-    for sequence in range(50):
-        store.append([make_sample(sequence, rank)])
+    for sequence in range(20):
+        store.append([make_sample(rank, sequence)])
         store.add_event("note", {"rank": rank})
     pipe.send([store.next_plan_id() for _ in range(10)])
 
@@ -84,16 +62,16 @@ def test_processes_that_write_at_once_lose_nothing(path: Path, fork: Fork) -> No
     plan_ids = [plan_id for process in writers for plan_id in process.receive()]
 
     with closing(SqliteStore(path, "demo")) as store:
-        assert store.sample_counts("run-1") == {0: 50, 1: 50, 2: 50}
-        assert len(store.events()) == 150
-        assert store.version() == 150
+        assert store.sample_counts("run-1") == {0: 20, 1: 20, 2: 20}
+        assert len(store.events()) == 60
+        assert store.version() == 60
         assert sorted(plan_ids) == list(range(1, 31))
 
 
 def write_for_ever(pipe: Connection, path: Path, rank: int) -> None:
-    store = SqliteStore(path, "demo")
+    store = SqliteStore(path, "demo", busy_timeout_s=NEVER_S)
     for sequence in range(1_000_000):
-        store.append([make_sample(sequence, rank)])
+        store.append([make_sample(rank, sequence)])
         store.add_event("note", {"rank": rank})
         pipe.send(sequence)
 
@@ -101,7 +79,7 @@ def write_for_ever(pipe: Connection, path: Path, rank: int) -> None:
 def test_acknowledged_writes_survive_sigkill_of_the_writer(path: Path, fork: Fork) -> None:
     for rank in range(3):
         process = fork(write_for_ever, path, rank)
-        for _ in range(40 + 17 * rank):
+        for _ in range(10 + 17 * rank):
             acknowledged = process.receive()
         process.kill()
         acknowledged = max([acknowledged, *process.remaining()])
@@ -116,8 +94,8 @@ def test_kill_9_at_a_hundred_random_moments_loses_nothing(path: Path, fork: Fork
     acknowledged = {}
     for rank in range(100):
         process = fork(write_for_ever, path, rank)
-        process.receive()
-        threading.Event().wait(rng.uniform(0, 0.03))
+        for _ in range(rng.integers(1, 20)):
+            process.receive()
         process.kill()
         acknowledged[rank] = max([0, *process.remaining()])
 
@@ -136,39 +114,8 @@ def test_kill_9_at_a_hundred_random_moments_loses_nothing(path: Path, fork: Fork
         assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def add_an_event(pipe: Connection, path: Path) -> None:
-    pipe.recv()
-    SqliteStore(path, "demo").add_event("note", {})
-
-
-def test_wait_ends_with_another_process_s_change(path: Path, fork: Fork) -> None:
-    process = fork(add_an_event, path)
-    with closing(SqliteStore(path, "demo")) as store:
-        before = store.version()
-        process.send("go")
-
-        assert store.wait(before, NEVER_S) == before + 1
-        assert process.ends() == 0
-
-
-def test_two_deployments_in_one_file_are_kept_apart(path: Path) -> None:
-    with closing(SqliteStore(path, "demo")) as one, closing(SqliteStore(path, "other")) as other:
-        one.append([make_sample(0)])
-        first_commit(one)
-        one.submit("rebalance", {})
-        one.next_plan_id()
-
-        assert other.samples("run-1") == []
-        assert other.committed() is None
-        assert other.events() == []
-        assert other.claim() is None
-        assert other.task(1) is None
-        assert other.version() == 0
-        assert other.next_plan_id() == 1
-
-
 def carry_over(pipe: Connection, path: Path) -> None:
-    store = SqliteStore(path, "demo")
+    store = SqliteStore(path, "demo", busy_timeout_s=NEVER_S)
     if os.fork() == 0:
         try:
             store.version()
@@ -182,30 +129,15 @@ def carry_over(pipe: Connection, path: Path) -> None:
 def test_store_carried_over_a_fork_is_refused(path: Path, fork: Fork) -> None:
     process = fork(carry_over, path)
 
-    expected = r"opened in process \d+ and is used in process \d+, expected each"
-    assert re.search(expected, process.receive())
+    assert re.search(r"in process \d+ and is used in process \d+", process.receive())
     assert process.ends() == 0
     with closing(SqliteStore(path, "demo")) as store:
         assert len(store.events()) == 1
 
 
-def test_locked_store_is_an_error_for_writers_and_readers_continue(path: Path) -> None:
+def test_locked_store_is_an_error_or_a_wait_for_writers_and_readers_continue(path: Path) -> None:
     with (
-        closing(SqliteStore(path, "demo", busy_timeout_s=0.1)) as store,
-        closing(sqlite3.connect(path, isolation_level=None)) as other,
-    ):
-        other.execute("BEGIN IMMEDIATE")
-
-        with pytest.raises(StoreError, match=r"is locked: found another writer .* all of 0\.1 s"):
-            store.add_event("note", {})
-        assert store.events() == []
-
-        other.execute("ROLLBACK")
-        store.add_event("note", {})
-
-
-def test_thread_that_waits_to_write_does_not_hold_up_readers(path: Path) -> None:
-    with (
+        closing(SqliteStore(path, "demo", busy_timeout_s=0.01)) as hasty,
         closing(SqliteStore(path, "demo", busy_timeout_s=NEVER_S)) as store,
         closing(sqlite3.connect(path, isolation_level=None)) as other,
     ):
@@ -213,10 +145,13 @@ def test_thread_that_waits_to_write_does_not_hold_up_readers(path: Path) -> None
         writer = threading.Thread(target=store.add_event, args=("note", {}))
         writer.start()
 
-        assert store.events() == []
+        with pytest.raises(StoreError, match="is locked"):
+            hasty.add_event("lost", {})
+        assert store.events() == hasty.events() == []
+
         other.execute("ROLLBACK")
         writer.join()
-        assert len(store.events()) == 1
+        assert kinds(store) == ["note"]
 
 
 # -- reading for people
@@ -224,7 +159,7 @@ def test_thread_that_waits_to_write_does_not_hold_up_readers(path: Path) -> None
 
 def test_events_are_readable_with_sql(path: Path) -> None:
     with closing(SqliteStore(path, "demo", clock=lambda: 12.5)) as store:
-        first_commit(store)
+        store.commit(make_placement(1), expected=None, reason="first")
     with closing(sqlite3.connect(path)) as raw:
         (row,) = raw.execute("SELECT * FROM event").fetchall()
 
