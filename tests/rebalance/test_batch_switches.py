@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +25,16 @@ from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.group.launch import launch
 from telemetry import open_store
+from tests.support.limits import NEVER_S
 from tests.support.models.batching_rank import ALWAYS, BatchingSetup, Served, serve_switches
+from tests.support.processes import ForkedProcess
 
-DEADLINE_S = 90.0
 # Experts 0 and 1 are on both ranks, 2, 3 and 4 on rank 0 alone, 5, 6 and 7 on rank 1.
 START = Placement(np.tile([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], (2, 1)), num_experts=8)
 TOPOLOGY = Topology.uniform(1, 2, slots_per_rank=5)
+Started = tuple[BatchingSetup, str]  # a start of ranks, and their file
+Ranks = Callable[[list[Started]], list[list[list[Served]]]]
 PAIRS = 24 * 2  # tokens of a rank times top-k
 FILES = {
     "off": "",
@@ -47,8 +51,21 @@ def switches_of(text: str, folder: Path) -> BatchSwitches:
 
 
 def config_of(switches: BatchSwitches) -> RankConfig:
-    network = NetworkConfig(interface="lo")
-    return RankConfig("test", sample_steps=4, staging_experts=4, network=network, batch=switches)
+    return RankConfig(
+        "test",
+        sample_steps=4,
+        staging_experts=4,
+        network=NetworkConfig(interface="lo", join_deadline_s=NEVER_S),
+        batch=switches,
+        vote_deadline_s=NEVER_S,
+        plan_deadline_s=NEVER_S,
+    )
+
+
+def keep_records(pipe: Connection, address: HostCacheAddress, weights: Path, *experts: Any) -> None:
+    with closing(build_host_cache(HostCacheSettings(), address, *experts, weights)):
+        pipe.send("ready")
+        pipe.recv()
 
 
 @pytest.fixture
@@ -57,35 +74,45 @@ def setup(
     small_schema: ExpertSchema,
     small_checkpoint: Checkpoint,
     tmp_path: Path,
-) -> Iterator[BatchingSetup]:
+    fork: Callable[..., ForkedProcess],
+) -> BatchingSetup:
     url = f"sqlite:{tmp_path / 'store.sqlite'}"
     address = HostCacheAddress(f"batch-{os.getpid()}", os.urandom(16))
     weights = small_checkpoint.path
     with closing(open_store(url, "test")) as store:
         store.commit(START, expected=None, reason="start")
-    cache = build_host_cache(HostCacheSettings(), address, small_model, small_schema, weights)
-    with closing(cache):
-        yield BatchingSetup(
-            (), TOPOLOGY, address, small_model, small_schema, weights, url, ((0, 2), (2, 3))
-        )
+    # A process of its own: ranks are forked from this one, which has no other thread.
+    assert fork(keep_records, address, weights, small_model, small_schema).receive() == "ready"
+    return BatchingSetup(
+        (), TOPOLOGY, address, small_model, small_schema, weights, url, ((0, 2), (2, 3))
+    )
 
 
-def served(
-    setup: BatchingSetup, files: Mapping[str, str], folder: Path
-) -> list[list[list[Served]]]:
-    """By configuration, batch and rank."""
-    configs = tuple(config_of(switches_of(text, folder)) for text in files.values())
-    by_rank = launch(serve_switches, 2, replace(setup, configs=configs), deadline_s=DEADLINE_S)
-    return [
-        [list(of_batch) for of_batch in zip(*of_config, strict=True)]
-        for of_config in zip(*by_rank, strict=True)
-    ]
+@pytest.fixture
+def served(run_ranks: Callable[..., Any], tmp_path: Path) -> Ranks:
+    """What two ranks find, by start, batch and rank."""
+
+    def serve(starts: list[Started]) -> list[list[list[Served]]]:
+        setups = [
+            replace(setup, configs=(config_of(switches_of(text, tmp_path)),))
+            for setup, text in starts
+        ]
+
+        def rank_of(rank: int) -> list[list[Served]]:
+            return [found for setup in setups for found in serve_switches(rank, 2, setup)]
+
+        return [
+            list(zip(*start, strict=True)) for start in zip(*run_ranks(2, rank_of), strict=True)
+        ]
+
+    return serve
 
 
 def test_every_switch_of_a_file_gives_the_outputs_of_the_reference(
-    setup: BatchingSetup, tmp_path: Path
+    setup: BatchingSetup, served: Ranks
 ) -> None:
-    found = dict(zip(FILES, served(setup, FILES, tmp_path), strict=True))
+    starts = [(setup, text) for text in FILES.values()]
+    found = dict(zip(FILES, served(starts), strict=True))
 
     errors = {name: max(one.max_error for b in of for one in b) for name, of in found.items()}
     assert max(errors.values()) <= 1e-5, errors
@@ -108,29 +135,22 @@ def test_every_switch_of_a_file_gives_the_outputs_of_the_reference(
     assert found["split"][0][0].before == "split: configured, and not made by this engine"
 
 
-def test_what_does_not_fit_the_device_or_the_model_is_refused_on_all_ranks(
-    setup: BatchingSetup, tmp_path: Path
+def test_what_does_not_fit_the_device_the_model_or_other_ranks_is_refused_on_all_ranks(
+    setup: BatchingSetup, served: Ranks
 ) -> None:
     plain = replace(setup, model=replace(setup.model, num_shared_experts=0))
-    files = {"peers": 'split = true\nexchange = "peer_memory"', "spread": FILES["spread"]}
+    differ = replace(setup, rules=(ALWAYS, replace(ALWAYS, least_shared=2)))
+    wrong = {
+        ('batch.exchange is "peer_memory" on a CPU', 'expected "group"'): (
+            setup,
+            'split = true\nexchange = "peer_memory"',
+        ),
+        ('batch.shared_expert is "light_ranks"', 'expected "home"'): (plain, FILES["spread"]),
+        ("rules of the ranks differ", "rank 1"): (differ, FILES["split"]),
+    }
 
-    (peers,), (spread,) = served(plain, files, tmp_path)
-
-    assert [one.refusal for one in peers] == [
-        'ConfigError: rank 0: batch.exchange is "peer_memory" on a CPU, expected "group"'
-    ] * 2
-    assert [one.refusal for one in spread] == [
-        'ConfigError: rank 0: batch.shared_expert is "light_ranks" and the model has no shared '
-        'expert, expected "home"'
-    ] * 2
-
-
-def test_ranks_with_other_rules_are_refused(setup: BatchingSetup, tmp_path: Path) -> None:
-    other = replace(ALWAYS, least_shared=2)
-
-    ((found,),) = served(replace(setup, rules=(ALWAYS, other)), {"split": FILES["split"]}, tmp_path)
-
-    assert all("RankError: the batch rules of the ranks differ" in one.refusal for one in found)
+    for words, (ranks,) in zip(wrong, served(list(wrong.values())), strict=True):
+        assert all(word in one.refusal for word in words for one in ranks), ranks
 
 
 @pytest.mark.parametrize(

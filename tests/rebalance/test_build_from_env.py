@@ -8,20 +8,25 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import Store, TCPStore
 
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, EplbError, RankError
+from eplb.errors import ConfigError, RankError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.build import meeting
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.build.description import DeploymentDescription
 from rebalance.build.environment import build_rank_from_env
@@ -32,8 +37,8 @@ from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
+from tests.support.limits import NEVER_S
 
-DEADLINE_S = 20.0
 HERE = "127.0.0.1"
 SUMMARY = {"deployment": "west", "ranks": "3"}
 Fork = Callable[..., Any]
@@ -45,35 +50,7 @@ def free_port() -> int:
 
 
 def at(port: int) -> dict[str, str]:
-    return {"MASTER_ADDR": HERE, "MASTER_PORT": str(port)}
-
-
-def attend(pipe: Connection, mine: Attendance, port: int, deadline_s: float = DEADLINE_S) -> None:
-    try:
-        store = meet(mine, at(port), deadline_s)
-        store.add("left", 1)
-        pipe.send("met")
-        pipe.recv()  # the listener's process stays until the test has heard all
-    except EplbError as exc:
-        pipe.send(str(exc))
-        pipe.recv()
-
-
-def attend_and_end(pipe: Connection, mine: Attendance, port: int, deadline_s: float) -> None:
-    """As an engine does: a refused process ends with all that it listens at."""
-    try:
-        meet(mine, at(port), deadline_s)
-    except EplbError as exc:
-        pipe.send(str(exc))
-
-
-def answers(fork: Fork, attending: list[Attendance], deadline_s: float = DEADLINE_S) -> list[str]:
-    port = free_port()
-    processes = [fork(attend, one, port, deadline_s) for one in attending]
-    found = [process.receive() for process in processes]
-    for process in processes:
-        process.send("end")
-    return found
+    return dict(os.environ) | {"MASTER_ADDR": HERE, "MASTER_PORT": str(port)}
 
 
 def three(**changes: Any) -> list[Attendance]:
@@ -82,64 +59,88 @@ def three(**changes: Any) -> list[Attendance]:
     return [usual, replace(usual, rank=1), replace(usual, **last)]
 
 
-def test_ranks_of_one_deployment_meet(fork: Fork) -> None:
-    assert answers(fork, three()) == ["met"] * 3
+def met(attending: list[Attendance], port: int) -> list[Any]:
+    """What ranks find that come to a meeting at once: its store, or why there is none."""
+
+    def come(mine: Attendance) -> Any:
+        try:
+            return meet(mine, at(port), NEVER_S / 2)
+        except RankError as exc:
+            return str(exc)
+
+    with ThreadPoolExecutor(len(attending)) as pool:
+        return list(pool.map(come, attending))
 
 
-def test_nine_ranks_named_and_eight_started_name_the_missing_one(fork: Fork) -> None:
-    usual = Attendance(0, 9, HERE, b"key", SUMMARY)
-
-    found = answers(fork, [replace(usual, rank=rank) for rank in range(8)], deadline_s=3.0)
-
-    assert found[0] == (
-        "rank 0: 8 of 9 ranks met in time, missing: 8; expected all that the configuration names"
-    )
-    assert all("missing: 8;" in one or "ended" in one for one in found)
-
-
-def test_second_process_with_a_rank_s_place_is_refused(fork: Fork) -> None:
+def test_ranks_meet_and_a_second_process_with_a_place_of_theirs_is_refused() -> None:
     port = free_port()
-    usual = Attendance(0, 2, HERE, b"key", SUMMARY)
-    first = [fork(attend, replace(usual, rank=rank), port) for rank in range(2)]
-    assert [process.receive() for process in first] == ["met", "met"]
+    first = met(three(), port)
+    assert [isinstance(one, Store) for one in first] == [True] * 3
 
-    second = fork(attend, replace(usual, rank=1), port)
-    found = second.receive()
+    (second,) = met(three()[1:2], port)
 
-    assert found.startswith("rank 1: its place is taken by process ")
-    assert found.endswith("expected one of them")
-    for process in [*first, second]:
-        process.send("end")
+    assert second.startswith(f"rank 1: its place is taken by process {os.getpid()} on {HERE}")
 
 
-def test_rank_with_another_secret_is_named_by_the_others(fork: Fork) -> None:
-    found = answers(fork, three(key=b"another key", host="127.0.0.2"))
+def test_rank_that_is_not_there_in_time_is_named_to_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time passes once the two ranks that are there have said so."""
+    listening = TCPStore(HERE, 0, None, True, timedelta(seconds=NEVER_S), wait_for_workers=False)
+    hellos = [f"eplb/0/{meeting.HELLO}/{rank}" for rank in (0, 1)]
+    clock = SimpleNamespace(monotonic=lambda: NEVER_S * listening.check(hellos))
+    monkeypatch.setattr(meeting, "time", clock)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 
-    words = "authentication failed: the secret of rank 2 on 127.0.0.2 differs"
-    assert words in found[0]
-    assert words in found[1]
-    assert "the secret of rank 0 on 127.0.0.1, rank 1 on 127.0.0.1 differs" in found[2]
+    found = met(three()[:2], listening.port)
+
+    assert all("2 of 3 ranks met in time, missing: 2;" in one for one in found), found
 
 
 @pytest.mark.parametrize(
-    ("changes", "deadline_s", "why"),
+    ("changes", "words"),
     [
-        ({"key": b"another"}, DEADLINE_S, "authentication failed: the secret of rank"),
-        ({"summary": SUMMARY | {"deployment": "east"}}, DEADLINE_S, "deployment is "),
-        (None, 2.0, "2 of 3 ranks met in time, missing: 2"),
+        ({"key": b"another", "host": "127.0.0.2"}, ["authentication", "rank 2 on 127.0.0.2"]),
+        ({"summary": SUMMARY | {"ranks": "4"}}, ["ranks is 4 for rank 2", "expected 3"]),
     ],
-    ids=["another secret", "another configuration", "a rank is missing"],
+    ids=["secret", "configuration"],
+)
+def test_rank_of_another_deployment_is_named_with_what_differs(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    found = met(three(**changes), free_port())
+
+    assert all(word in found[0] for word in words)
+    assert all(isinstance(one, str) for one in found), "every rank refuses the meeting"
+
+
+def attend_and_end(pipe: Connection, mine: Attendance, port: int) -> None:
+    """As an engine does: a refused process ends with all that it listens at."""
+    try:
+        meet(mine, at(port), NEVER_S)
+    except RankError as exc:
+        pipe.send(str(exc))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"key": b"another"}, "authentication failed: the secret of rank"),
+        ({"summary": SUMMARY | {"deployment": "east"}}, "deployment is "),
+    ],
+    ids=["another secret", "another configuration"],
 )
 def test_each_rank_says_why_although_the_listener_ends_at_once(
     fork: Fork,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    changes: dict[str, Any] | None,
-    deadline_s: float,
+    changes: dict[str, Any],
     why: str,
 ) -> None:
-    attending = three(**changes or {})[: 2 if changes is None else 3]
+    monkeypatch.setattr(meeting, "LEAVE_DEADLINE_S", NEVER_S)
     port = free_port()
-    processes = [fork(attend_and_end, one, port, deadline_s) for one in attending]
+    processes = [fork(attend_and_end, one, port) for one in three(**changes)]
 
     found = [process.receive() for process in processes]
 
@@ -147,20 +148,11 @@ def test_each_rank_says_why_although_the_listener_ends_at_once(
     assert capfd.readouterr().err == ""  # torch logs a lost connection with a stack trace
 
 
-def test_rank_with_another_configuration_is_named_with_both_values(fork: Fork) -> None:
-    found = answers(fork, three(summary=SUMMARY | {"ranks": "4"}))
-
-    assert found[0] == (
-        "rank 0 on 127.0.0.1: the configurations of the hosts differ: ranks is 4 for rank 2 on "
-        "127.0.0.1, expected 3 as here"
-    )
-
-
-def test_meeting_port_in_use_is_refused_and_nobody_is_waited_for_without_end(fork: Fork) -> None:
+def test_meeting_port_in_use_is_refused_and_nobody_is_waited_for_without_end() -> None:
     with closing(socket.create_server((HERE, 0))) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RankError, match=f"rank 0 cannot listen at {HERE}:{port}"):
-            meet(Attendance(0, 2, HERE, b"", {}), at(port), DEADLINE_S)
+            meet(Attendance(0, 2, HERE, b"", {}), at(port), NEVER_S)
     with pytest.raises(RankError, match=f"rank 1: no answer at {HERE}:{port} in time"):
         meet(Attendance(1, 2, HERE, b"", {}), at(port), 0.3)
 

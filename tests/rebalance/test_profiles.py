@@ -11,8 +11,8 @@ import pytest
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from rebalance.controller.loop import Controller
 from telemetry.store import Control, LoadStore
+from telemetry.stores.memory import MemoryStore
 from tests.support.controlled_deployment import (
     SETTINGS,
     SKEWED,
@@ -42,12 +42,16 @@ class Profile:
         topology, start = STARTS[name]
         self.store = store
         store.commit(start, expected=None, reason="start")
-        self.deployment = Deployment(store, run=f"run-{name}", topology=topology)
-        self.controller = Controller(store, SETTINGS, holder=f"{name}-1", clock=clock)
+        self.deployment = Deployment(store, f"run-{name}", topology=topology, clock=clock)
+        self.controller = self.deployment.controller(holder=f"{name}-1")
 
 
 @pytest.fixture
-def profiles(open_stores: OpenStore) -> tuple[Profile, Profile]:
+def profiles() -> tuple[Profile, Profile]:
+    return profiles_in(lambda deployment: MemoryStore(deployment, clock=Clock()))
+
+
+def profiles_in(open_stores: OpenStore) -> tuple[Profile, Profile]:
     clock = Clock()
     return (
         Profile("prefill", open_stores("r1-prefill"), clock),
@@ -56,9 +60,9 @@ def profiles(open_stores: OpenStore) -> tuple[Profile, Profile]:
 
 
 def test_each_profile_plans_on_its_own_load_and_commits_its_own_placement(
-    profiles: tuple[Profile, Profile],
+    open_stores: OpenStore,
 ) -> None:
-    prefill, decode = profiles
+    profiles = prefill, decode = profiles_in(open_stores)
     prefill.deployment.serve(SKEWED)
     decode.deployment.serve(HOT_IN_DECODE)
     prefill.controller.turn()
@@ -109,15 +113,12 @@ def test_task_is_seen_by_the_controller_of_its_profile_alone(
         one.store.set_control(Control(movement=False), reason="requests alone")
         one.deployment.serve(SKEWED)
     task = prefill.store.submit("explain", {"layer": 0, "expert": 0})
-    prefill.controller = Controller(prefill.store, SETTINGS, clock=lambda: task.time)
 
     decode.controller.turn()
-    waiting = prefill.store.task(task.id)
+    waiting = prefill.deployment.task(task.id)
     prefill.controller.turn()
-    done = prefill.store.task(task.id)
+    done = prefill.deployment.task(task.id)
 
-    assert waiting is not None
-    assert done is not None
     assert (waiting.state, done.state) == ("queued", "done")
     assert decode.store.task(task.id) is None
     assert decode.store.tasks("done") == []
@@ -147,8 +148,8 @@ def test_profile_that_cannot_plan_leaves_the_other_at_work(
 ) -> None:
     prefill, decode = profiles
     # Fewer spare slots than its settings ask for: each plan of prefill fails.
-    broken = replace(SETTINGS, pace=replace(SETTINGS.pace, mode="flip", spare_slots=2))
-    prefill.controller = Controller(prefill.store, broken)
+    broken = replace(SETTINGS.pace, mode="flip", spare_slots=2)
+    prefill.controller = prefill.deployment.controller(pace=broken)
     prefill.deployment.serve(SKEWED)
     decode.deployment.serve(HOT_IN_DECODE)
 
@@ -187,12 +188,9 @@ def test_placement_of_one_profile_cannot_be_rolled_back_to_in_the_other(
     prefill.deployment.swap()
     decode.deployment.serve(HOT_IN_DECODE)
     task = decode.store.submit("rollback", {"generation": 1, "reason": "a mistake"})
-    decode.controller = Controller(decode.store, SETTINGS, clock=lambda: task.time)
 
     decode.controller.turn()
 
-    ended = decode.store.task(task.id)
-    assert ended is not None
-    assert "found no placement of generation 1 in the store" in ended.result.error
+    assert "generation 1" in decode.deployment.task(task.id).result.error
     with pytest.raises(EplbError):
         decode.store.commit(STARTS["prefill"][1], expected=None, reason="of the other")

@@ -48,13 +48,24 @@ class Deployment:
         window_seconds: float = 0.0,
         topology: Topology = TOPOLOGY,
         model: ModelShape = MODEL,
+        clock: Clock | None = None,
     ) -> None:
         self.store, self.run, self.next_window = store, run, 0
+        self.clock = clock or Clock()  # of its controllers
         self.topology = topology
         described = model_to_dict(model), topology_to_dict(topology)
         store.begin_run(RunInfo(run, 1.0, *described, WINDOW_STEPS, window_seconds))
         for rank in range(topology.num_ranks):
             store.report(rank_report(run, rank))
+
+    def controller(
+        self, *, holder: str = "one", monotonic: Clock | None = None, **changes: Any
+    ) -> Controller:
+        """Make a controller that is told the time by the test, with changes of ``SETTINGS``."""
+        settings, clock = replace(SETTINGS, **changes), self.clock
+        return Controller(
+            self.store, settings, holder=holder, clock=clock, monotonic=monotonic or clock
+        )
 
     def serve(
         self,
@@ -119,6 +130,15 @@ class Deployment:
         assert migration is not None
         return migration
 
+    def task(self, task_id: int) -> Task:
+        found = self.store.task(task_id)
+        assert found is not None
+        return found
+
+    def last_plan(self) -> dict[str, Any]:
+        """What was recorded of the latest decision."""
+        return dict(events(self.store, "plan")[-1].detail)
+
 
 @contextmanager
 def planned_by_request(store: LoadStore) -> Iterator[Deployment]:
@@ -154,6 +174,4 @@ def worked_off(deployment: Deployment, kind: str = "rebalance", **request: objec
     task = deployment.store.submit(kind, request)
     # The age of a task is by one clock.
     Controller(deployment.store, SETTINGS, holder="one", clock=lambda: task.time).turn()
-    ended = deployment.store.task(task.id)
-    assert ended is not None
-    return ended
+    return deployment.task(task.id)

@@ -20,7 +20,7 @@ def clock() -> Clock:
 def deployment(clock: Clock) -> Deployment:
     store = MemoryStore("test", clock=clock)
     store.commit(START, expected=None, reason="start")
-    return Deployment(store)
+    return Deployment(store, clock=clock)
 
 
 @pytest.fixture(params=["sqlite", "redis"])

@@ -15,7 +15,7 @@ from rebalance.engines.fsck.faults import Fault
 from rebalance.engines.fsck.references import agreed, digests_of, from_message, to_message
 from rebalance.engines.fsck.tensors import LayerTensors, owners_of, tensors_of
 
-ROWS, RANKS, EACH, EXPERTS = 58, 2, 9, 12
+ROWS, RANKS, EACH, EXPERTS = 6, 2, 9, 12
 SLOTS = RANKS * EACH
 
 
@@ -123,7 +123,7 @@ def test_every_planted_slot_fault_is_found_with_its_slot(name: str) -> None:
     move(ranks, 4)
     random = np.random.default_rng(5)
     planted = set()
-    for row in random.choice(ROWS, 20, replace=False).tolist():
+    for row in random.choice(ROWS, 4, replace=False).tolist():
         rank, slot = int(random.integers(RANKS)), int(random.integers(EACH))
         layer = ranks[rank].layers[row]
         tensor = layer.weight.data if name == "weight" else getattr(layer, name)
@@ -231,8 +231,8 @@ def test_visits_take_a_thousandth_of_the_time() -> None:
     references, _ = agreed(ranks[0], [digests_of(rank) for rank in ranks])
     check = PlacementCheck(ranks[0], references, clock, PART)
     spent = 0.0
-    for _ in range(200_000):
-        now += 0.02  # a pass
+    for _ in range(5_000):
+        now += 0.8  # a pass
         begin, looked = now, check.num_checked
         check.visit(is_idle=False)
         if check.num_checked != looked:

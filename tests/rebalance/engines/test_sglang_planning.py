@@ -58,7 +58,7 @@ def test_list_names_each_slot_as_often_as_its_weight() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_lists_have_their_weights_and_balanced_prefixes(seed: int) -> None:
     random = np.random.default_rng(seed)
     held = np.stack([random.permutation(np.arange(SLOTS) % EXPERTS) for _ in range(3)])
@@ -154,7 +154,7 @@ def test_weights_that_leave_a_source_rank_without_a_slot_are_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_evened_weights_keep_sums_and_lower_the_busiest_rank(seed: int) -> None:
     random = np.random.default_rng(seed)
     held = np.stack([random.permutation(np.arange(SLOTS) % EXPERTS) for _ in range(3)])

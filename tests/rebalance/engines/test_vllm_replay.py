@@ -69,16 +69,6 @@ def test_trace_with_one_busy_expert_spreads_the_other_choices() -> None:
     assert others.max() - others.min() <= 4
 
 
-def test_tensors_keep_their_addresses_from_pass_to_pass() -> None:
-    layer = TraceRouting(trace(), passes=1).next_layer()
-    first = layer.experts_of(ROWS, EXPERTS, TOP_K, CPU)
-    before = layer._pass.data_ptr(), layer._ends.data_ptr()  # type: ignore[union-attr]
-    second = layer.experts_of(ROWS, EXPERTS, TOP_K, CPU)
-
-    assert (layer._pass.data_ptr(), layer._ends.data_ptr()) == before  # type: ignore[union-attr]
-    assert not torch.equal(first, second)
-
-
 def test_model_with_other_experts_and_trace_without_tokens_are_refused() -> None:
     with pytest.raises(HistoryError, match="the trace has 32 experts, the model has 64"):
         TraceRouting(trace(), 1).next_layer().experts_of(ROWS, 64, TOP_K, CPU)

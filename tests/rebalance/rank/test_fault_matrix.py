@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,13 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
 from api.http.app import create_app
-from api.http.server import HttpService
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -53,7 +50,6 @@ from rebalance.preload.cache.server import (
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.watcher import MOVER
-from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.interface import Place, WeightTransport
 from rebalance.transport.processes import MappedPeers, PullTransport, RankMemory
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup
@@ -61,17 +57,18 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import RunInfo
-from tests.support.agent_group import DEADLINE_S, AgentGroup, Notes
+from tests.support.agent_group import AgentGroup, Notes
+from tests.support.http import client_of
+from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT
 
-NEVER = 10**9  # questions to a vote before it answers
+NO_ANSWER = 10**9  # questions to a vote before it answers
 MOST_STEPS_ALONE = 4
 NUM_LAYERS, NUM_EXPERTS = 2, 8
 # Two hosts of two ranks, three slots each: four replicas beside the eight experts.
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
 START = Placement(np.tile([0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
 NEXT = Placement(np.tile([0, 7, 6, 2, 5, 4, 3, 1, 6, 5, 7, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
-STAGE = StageSettings(preload_deadline_s=5.0)
 names = itertools.count()
 
 
@@ -109,15 +106,15 @@ class Group(AgentGroup):
         """Bring the group to another placement, whatever it has been through."""
         generation = self.generation()
         self.publish(target)
-        self.step_until(lambda: self.generation() > generation, "a commit")
+        self.step_until(lambda: self.generation() > generation)
         self.is_settled(target.slot_to_expert)
 
     def drops(self, target: Placement, reason: str) -> None:
         """Offer a plan that must be dropped on every rank, and the reason be told."""
         self.publish(target)
-        self.step_until(lambda: self.store.published() is None, "an end of the plan")
-        self.step_until(lambda: {agent.phase for agent in self.agents} == {"idle"}, "quiet")
-        assert reason in self.reasons_of_events(), self.output_text()
+        self.step_until(lambda: self.store.published() is None)
+        self.step_until(lambda: {agent.phase for agent in self.agents} == {"idle"})
+        assert reason in self.reasons_of_events()
         self.is_settled()
 
     def is_settled(self, expected: object = None) -> None:
@@ -130,11 +127,6 @@ class Group(AgentGroup):
         self.check_bytes()
         if expected is not None:
             assert np.array_equal(committed.placement.slot_to_expert, np.asarray(expected))
-
-    def output_text(self) -> str:
-        """What events and journals say of the ends of plans."""
-        noted = [str(detail["reason"]) for detail in self.journal.of("abort requested", "frozen")]
-        return "; ".join([self.reasons_of_events(), *noted])
 
     def reasons_of_events(self) -> str:
         ends = ("abort", "reject")
@@ -177,7 +169,6 @@ def make_group(
             wrap_transport: Callable[[WeightTransport], Any] = lambda transport: transport,
             host_cache_of_transport: HostCacheAddress | None = None,
             host_cache_settings: HostCacheSettings | None = None,
-            stage: StageSettings = STAGE,
         ) -> Group:
             weights = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
             address = HostCacheAddress(f"matrix-{os.getpid()}-{next(names)}", os.urandom(16))
@@ -188,7 +179,7 @@ def make_group(
             size = small_schema.record_bytes
 
             def reader(of: HostCacheAddress) -> HostCacheClient:
-                made = HostCacheClient(of, NUM_EXPERTS, size, deadline_s=DEADLINE_S)
+                made = HostCacheClient(of, NUM_EXPERTS, size, deadline_s=NEVER_S)
                 stack.callback(made.close)
                 return made
 
@@ -198,7 +189,7 @@ def make_group(
             ]
             for rank, bank in enumerate(group.banks):
                 held = START.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
-                filled = fill_bank(bank, held, reader(address), deadline_s=DEADLINE_S)
+                filled = fill_bank(bank, held, reader(address), deadline_s=NEVER_S)
                 for (layer, expert), found in filled.items():
                     group.digests[layer, expert] = torch.tensor(found)
             handles = {rank: bank.handle for rank, bank in enumerate(group.banks)}
@@ -212,8 +203,6 @@ def make_group(
                     group.digests,
                     votes=wrap_votes(rank, group.votes.member(rank)),
                     journal=group.journal,
-                    vote_deadline_s=DEADLINE_S,
-                    stage=stage,
                 )
                 agent.start()
             stack.callback(group.close)
@@ -232,12 +221,12 @@ class LateVotes:
         self,
         votes: VoteGroup,
         draw: Callable[[], int],
-        waits: Callable[[float], None] = lambda waited_s: None,
+        when_asked: Callable[[], object] = int,
     ) -> None:
-        self._votes, self._draw, self._waits = votes, draw, waits
+        self._votes, self._draw, self._when_asked = votes, draw, when_asked
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
-        return LateVote(self._votes.cast(ballot), self._draw(), self._waits)
+        return LateVote(self._votes.cast(ballot), self._draw(), self._when_asked)
 
     def dead(self) -> frozenset[int]:
         return self._votes.dead()
@@ -247,18 +236,18 @@ class LateVotes:
 
 
 class LateVote:
-    def __init__(self, vote: PendingVote, questions: int, waits: Callable[[float], None]) -> None:
-        self._vote, self._left, self._waits = vote, questions, waits
+    def __init__(self, vote: PendingVote, questions: int, when_asked: Callable[[], object]) -> None:
+        self._vote, self._left, self._when_asked = vote, questions, when_asked
 
     def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
         self._left -= 1
         if self._left < 0:
             return self._vote.poll(timeout_s)
-        self._waits(timeout_s)
+        self._when_asked()
         return Outcome.LATE, []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_votes_that_every_rank_reads_at_another_time_mix_no_two_placements(
     make_group: MakeGroup, seed: int
 ) -> None:
@@ -307,7 +296,7 @@ def test_ballots_that_arrive_twice_count_once(make_group: MakeGroup) -> None:
     assert group.generation() == 2
 
 
-@pytest.mark.parametrize("vote", range(1, 5))
+@pytest.mark.parametrize("vote", [1, 4])
 def test_lost_vote_stops_every_rank_before_placements_differ(
     make_group: MakeGroup, vote: int
 ) -> None:
@@ -317,9 +306,9 @@ def test_lost_vote_stops_every_rank_before_placements_differ(
         numbers = itertools.count()
 
         def draw() -> int:
-            return NEVER if rank == 2 and next(numbers) == vote else 0
+            return NO_ANSWER if rank == 2 and next(numbers) == vote else 0
 
-        return LateVotes(votes, draw, lambda waited_s: group.time.skip(waited_s))
+        return LateVotes(votes, draw, lambda: group.time.skip(NEVER_S))
 
     group = make_group(lose)
     group.publish(NEXT)
@@ -409,34 +398,31 @@ def test_weights_truncated_while_serving_abort_the_plan_until_repaired(
 # -- a host that has no answer for as long as somebody else holds all of its entries
 
 CROWDED = HostCacheSettings(mode="ring", ring_records=8)
-# A wait that is called off ends in a third of a second; one that is not lasts longer than any test.
-PATIENT = StageSettings(preload_deadline_s=10 * DEADLINE_S)
 
 
 def meets_a_crowd(group: Group, target: Placement) -> list[Record]:
     """Offer a plan that all ranks adopt and no host answers for; return what keeps it waiting."""
     held = [(0, expert) for expert in range(NUM_EXPERTS)]
-    group.stranger.load(held, deadline_s=DEADLINE_S)
+    group.stranger.load(held, deadline_s=NEVER_S)
     group.publish(target)
-    adopted = "adopted by all"
-    group.step_until(lambda: len(group.journal.of(adopted)) == 4, "a plan that all work on")
-    group.step_until(lambda: "preload" in group.doings(), "a rank that waits for its host")
+    group.step_until(lambda: len(group.journal.of("adopted by all")) == 4)
+    group.step_until(lambda: "preload" in group.doings())
     return held
 
 
 def test_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
     make_group: MakeGroup,
 ) -> None:
-    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED)
     held = meets_a_crowd(group, NEXT)
 
     with ThreadPoolExecutor(4) as pool:
         for begun in [pool.submit(agent.begin_update, 1) for agent in group.agents]:
-            begun.result(DEADLINE_S)
+            begun.result()
         for ended in [pool.submit(agent.end_update) for agent in group.agents]:
-            ended.result(DEADLINE_S)
+            ended.result()
 
-    group.step_until(lambda: group.store.published() is None, "an end of the plan")
+    group.step_until(lambda: group.store.published() is None)
     assert "the weights are updated to version 1" in group.reasons_of_events()
     group.is_settled(START.slot_to_expert)
     group.stranger.release(held)
@@ -445,42 +431,40 @@ def test_update_of_the_weights_does_not_wait_for_a_host_without_an_answer(
 def test_plan_withdrawn_during_a_preload_leaves_no_lease(
     make_group: MakeGroup,
 ) -> None:
-    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED)
     held = meets_a_crowd(group, NEXT)
 
     found = group.store.published()
     assert found is not None
     group.store.withdraw(found.plan_id, outcome="aborted", reason="a fault: withdrawn")
-    group.step_until(lambda: {agent.phase for agent in group.agents} == {"idle"}, "quiet")
+    group.step_until(lambda: {agent.phase for agent in group.agents} == {"idle"})
     group.is_settled(START.slot_to_expert)
 
     group.stranger.release(held)
     group.moves_to(NEXT)
-    group.step_until(lambda: group.host_cache.stats().leased_bytes == 0, "leases that ended")
+    group.step_until(lambda: group.host_cache.stats().leased_bytes == 0)
 
 
 def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: MakeGroup) -> None:
-    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED)
     meets_a_crowd(group, NEXT)
 
-    started = time.monotonic()
-    group.close()
+    group.close()  # a wait that is not called off lasts longer than any test
 
-    assert time.monotonic() - started < PATIENT.preload_deadline_s / 2
     assert not [thread for thread in threading.enumerate() if thread.name == MOVER]
 
 
 def test_deleted_weights_are_still_read_by_a_host_that_has_them_open(
     make_group: MakeGroup,
 ) -> None:
-    group = make_group(host_cache_settings=CROWDED, stage=PATIENT)
+    group = make_group(host_cache_settings=CROWDED)
     held = meets_a_crowd(group, NEXT)
     generation, read = group.generation(), group.host_cache.stats().bytes_from_checkpoint
     for path in group.checkpoint.path.glob("*.safetensors"):
         path.unlink()
 
     group.stranger.release(held)
-    group.step_until(lambda: group.generation() > generation, "a commit")
+    group.step_until(lambda: group.generation() > generation)
     group.is_settled(NEXT.slot_to_expert)
     assert group.host_cache.stats().bytes_from_checkpoint > read
     with pytest.raises(CheckpointError, match="is missing, the index names it"):
@@ -512,14 +496,10 @@ def test_abort_reason_is_found_from_the_task_and_counted(
         os.truncate(path, 10)
     asked = group.store.submit("rebalance", {"dry_run": False, "policy": "greedy"})
 
-    with ExitStack() as stack:
-        service = HttpService(create_app(group.store))
-        service.start()
-        stack.callback(service.stop)
-        client = stack.enter_context(httpx.Client(base_url=service.url, timeout=DEADLINE_S))
+    with client_of(create_app(group.store)) as client:
         controller = Controller(group.store, ControllerSettings(pace=Pace(staging_experts=4)))
         controller.turn()
-        group.step_until(lambda: group.store.published() is None, "an end of the plan")
+        group.step_until(lambda: group.store.published() is None)
         task = client.get(f"/api/v1/tasks/{asked.id}").json()
         events = client.get("/api/v1/events").json()["events"]
         metrics = client.get("/metrics").text
@@ -591,6 +571,7 @@ def small_host(
         process.kill()
 
 
+@pytest.mark.system
 def test_host_out_of_shared_memory_aborts_the_plan_and_later_ones_fit(
     make_group: MakeGroup, small_host: tuple[HostCacheAddress, IO[str]]
 ) -> None:
@@ -604,9 +585,7 @@ def test_host_out_of_shared_memory_aborts_the_plan_and_later_ones_fit(
     held[0, 0] = 1  # in place of a replica; from the host, which has room for two records
     held[0, 1] = 0
     fits = Placement(held, NUM_EXPERTS)
-    deadline = time.monotonic() + DEADLINE_S
     while group.generation() == 0:  # memory may be found missing once more, entry by entry
-        assert time.monotonic() < deadline, group.output_text()
         group.publish(fits)
         group.step_until(lambda: group.store.published() is None)
     group.is_settled(held)

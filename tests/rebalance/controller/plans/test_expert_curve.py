@@ -2,79 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from eplb.decision.expert_times import ExpertTimes
 from eplb.errors import ConfigError, StoreError
-from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.controller.plans.planner_request import PlannerRequest
-from telemetry import open_store
-from telemetry.store import LoadStore
-from tests.support.controlled_deployment import SETTINGS, SKEWED, START, Deployment, events
+from tests.support.controlled_deployment import SKEWED, Deployment
 from tests.support.rank_reports import rank_report
 
 # Thousands of rows a slot in a step are few where reading an expert takes as long as 14,900.
 SLOW_READS = ExpertTimes([1, 16384], [5e5, 5.5e5], "a slow GPU, some kernel", 0.4)
 
 
-@pytest.fixture
-def store(url: str) -> Iterator[LoadStore]:
-    with closing(open_store(url, "test")) as opened:
-        opened.commit(START, expected=None, reason="start")
-        yield opened
-
-
 def decided(
-    store: LoadStore, settings: ControllerSettings, *measured: ExpertTimes | dict[str, Any] | None
+    deployment: Deployment, *measured: ExpertTimes | dict[str, Any] | None, **changes: Any
 ) -> dict[str, Any]:
     """The plan of a controller on skewed load, by what its ranks report."""
-    served = Deployment(store)
     for rank, times in enumerate(measured):
         given = vars(times) if isinstance(times, ExpertTimes) else times
         detail = {} if given is None else {"expert_times": given}
-        store.report(rank_report(served.run, rank, **detail))
-    served.serve(SKEWED)
-    Controller(store, settings).turn()
-    return dict(events(store, "plan")[-1].detail)
+        deployment.store.report(rank_report(deployment.run, rank, **detail))
+    deployment.serve(SKEWED)
+    deployment.controller(**changes).turn()
+    return deployment.last_plan()
 
 
-def test_plan_follows_the_curve_that_ranks_measured(store: LoadStore) -> None:
-    found = decided(store, SETTINGS, SLOW_READS, SLOW_READS)
+def test_plan_follows_the_curve_that_ranks_measured(deployment: Deployment) -> None:
+    found = decided(deployment, SLOW_READS, SLOW_READS)
 
     assert found["objective"] == "time"
-    assert "rows a slot in a step, below" in found["reason"]
     assert found["expert_curve"] == "measured at the start by 2 ranks: a slow GPU, some kernel"
 
 
-def test_ranks_of_an_earlier_release_are_planned_by_the_constant(store: LoadStore) -> None:
-    found = decided(store, SETTINGS, None, None)
-
-    assert found["objective"] == "tokens"
-    assert found["expert_curve"].endswith("on an H200: no rank measured its experts")
-
-
-def test_curve_is_that_of_the_ranks_that_have_one(store: LoadStore) -> None:
-    found = decided(store, SETTINGS, None, SLOW_READS)
-
-    assert found["expert_curve"].startswith("measured at the start by one rank: ")
-
-
-def test_plan_does_without_a_rank_whose_figures_cannot_be_read(store: LoadStore) -> None:
-    found = decided(store, SETTINGS, SLOW_READS, {"rows": "many"})
+@pytest.mark.parametrize(
+    "other", [None, {"rows": "many"}], ids=["an earlier release", "figures that cannot be read"]
+)
+def test_curve_is_that_of_the_ranks_that_have_one(deployment: Deployment, other: Any) -> None:
+    found = decided(deployment, SLOW_READS, other)
 
     assert found["objective"] == "time"
     assert found["expert_curve"].startswith("measured at the start by one rank: ")
 
 
-def test_configured_curve_wins_over_the_measured_one(store: LoadStore) -> None:
+def test_ranks_that_measured_nothing_are_planned_by_the_constant(deployment: Deployment) -> None:
+    found = decided(deployment, None, None)
+
+    assert found["objective"] == "tokens"
+    assert "no rank measured" in found["expert_curve"]
+
+
+def test_configured_curve_wins_over_the_measured_one(deployment: Deployment) -> None:
     request = PlannerRequest(curve="1:13.1, 1024:124.5")
 
-    found = decided(store, replace(SETTINGS, request=request), SLOW_READS, SLOW_READS)
+    found = decided(deployment, SLOW_READS, SLOW_READS, request=request)
 
     assert (found["expert_curve"], found["objective"]) == ("given by the configuration", "tokens")
     assert found["asked"]["curve"] == "1:13.1, 1024:124.5"
