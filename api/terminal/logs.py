@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,22 @@ class EscapingFormatter(logging.Formatter):
         """Give the traceback of a record."""
         lines = super().formatException(ei).splitlines()
         return "\n".join(f"    {printable(line)}" for line in lines)
+
+
+class ErrorStream(logging.Handler):
+    """Writes to the error stream of the moment.
+
+    Who replaces ``sys.stderr`` for a while closes it afterwards; a thread that outlives the call
+    would log into a closed file.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line of a record."""
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:  # as every handler of the standard library does
+            self.handleError(record)
 
 
 class RepeatLimit(logging.Filter):
@@ -130,7 +147,7 @@ def set_up_logging(settings: LogSettings = _settings, **fields: Field) -> None:
     _settings = settings
     set_process_fields(deployment=settings.deployment, **fields)
     is_json = settings.format == "json"
-    handler = logging.StreamHandler()
+    handler = ErrorStream()
     handler.setFormatter(JsonFormatter() if is_json else EscapingFormatter("%(name)s: %(message)s"))
     handler.addFilter(RepeatLimit())
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)

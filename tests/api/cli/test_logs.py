@@ -10,7 +10,14 @@ from rich.console import Console
 
 from api.monitor.monitor import Monitor
 from api.terminal.live import LiveView
-from api.terminal.logs import MOST, PERIOD_S, EscapingFormatter, JsonFormatter, RepeatLimit
+from api.terminal.logs import (
+    MOST,
+    PERIOD_S,
+    EscapingFormatter,
+    JsonFormatter,
+    RepeatLimit,
+    set_up_logging,
+)
 from api.terminal.picture import render
 from api.terminal.printable import printable
 from eplb import ModelShape, Topology
@@ -83,6 +90,23 @@ def test_json_log_record_is_one_line_with_the_fields_of_its_thread() -> None:
     assert (line["task"], line["generation"]) == (7, 3)
     assert line["exception"].startswith("Traceback")
     assert "task" not in json.loads(JsonFormatter().format(record))
+
+
+def test_record_after_the_error_stream_was_replaced_is_on_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root, handlers = logging.getLogger(), logging.getLogger().handlers[:]
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    set_up_logging()
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    try:
+        logging.getLogger("x").warning("of a thread that outlived the first")
+    finally:
+        root.handlers[:] = handlers
+
+    assert second.getvalue() == "x: of a thread that outlived the first\n"
 
 
 def test_message_that_repeats_is_dropped_and_counted() -> None:
