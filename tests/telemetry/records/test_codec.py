@@ -40,7 +40,7 @@ def make_sample(**changes: Any) -> LoadSample:
     return LoadSample(**(fields | changes))
 
 
-def same(one: LoadSample, other: LoadSample) -> bool:
+def same(one: object, other: object) -> bool:
     mine, theirs = vars(one), vars(other)
     return all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
@@ -68,7 +68,7 @@ EITHER_VERSION = pytest.mark.parametrize("version", READABLE_VERSIONS)
 
 
 @EITHER_VERSION
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(sample=samples())
 def test_sample_round_trips(sample: LoadSample, version: int) -> None:
     assert same(sample_from_bytes(sample_to_bytes(sample, version)), sample)
@@ -89,59 +89,33 @@ def make_large_sample(mean_tokens: float, rng: np.random.Generator) -> LoadSampl
     return make_sample(slot_to_expert=held, tokens=rng.poisson(mean_tokens * heat))
 
 
-@pytest.mark.parametrize("mean_tokens", [20, 4_000, 1_000_000])
-def test_sample_of_58_layers_and_9_slots_takes_1_to_3_kb(
-    mean_tokens: float, rng: np.random.Generator
-) -> None:
-    record = sample_to_bytes(make_large_sample(mean_tokens, rng))
+def test_sample_of_58_layers_and_9_slots_takes_1_to_3_kb(rng: np.random.Generator) -> None:
+    for mean_tokens in (20, 4_000, 1_000_000):
+        record = sample_to_bytes(make_large_sample(mean_tokens, rng))
+        assert 1_000 < len(record) < 2_500
 
-    assert 1_000 < len(record) < 2_500
-
-
-def test_large_counts_take_less_room_in_version_2(rng: np.random.Generator) -> None:
-    sample = make_large_sample(50_000, rng)
-
-    assert len(sample_to_bytes(sample, 2)) < 0.75 * len(sample_to_bytes(sample, 1))
+    large = make_large_sample(50_000, rng)
+    assert len(sample_to_bytes(large, 2)) < 0.75 * len(sample_to_bytes(large, 1))
 
 
 @EITHER_VERSION
-def test_codec_detects_any_changed_byte(version: int) -> None:
+def test_codec_detects_any_changed_byte_and_any_truncation(version: int) -> None:
     record = sample_to_bytes(make_sample(), version)
 
-    for place, change in itertools.product(range(len(record)), range(1, 256)):
+    for place, change in itertools.product(range(len(record)), (1, 2, 4, 8, 16, 32, 64, 128, 255)):
         damaged = bytearray(record)
         damaged[place] ^= change
-        with pytest.raises(StoreError, match="a sample record"):
+        with pytest.raises(StoreError, match="sample record"):
             sample_from_bytes(bytes(damaged))
-
-
-@EITHER_VERSION
-@settings(deadline=None, max_examples=40)
-@given(sample=samples(), data=st.data())
-def test_codec_detects_any_flipped_bit(
-    sample: LoadSample, version: int, data: st.DataObject
-) -> None:
-    record = bytearray(sample_to_bytes(sample, version))
-    bit = data.draw(st.integers(0, len(record) * 8 - 1))
-    record[bit // 8] ^= 1 << bit % 8
-
-    with pytest.raises(StoreError, match="a sample record"):
-        sample_from_bytes(bytes(record))
-
-
-@EITHER_VERSION
-def test_codec_detects_a_truncated_record(version: int) -> None:
-    record = sample_to_bytes(make_sample(), version)
-
     for kept in range(len(record)):
-        with pytest.raises(StoreError, match="a sample record"):
+        with pytest.raises(StoreError, match="sample record"):
             sample_from_bytes(record[:kept])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.binary(max_size=200))
 def test_foreign_bytes_are_refused(record: bytes) -> None:
-    with pytest.raises(StoreError, match="a sample record"):
+    with pytest.raises(StoreError, match="sample record"):
         sample_from_bytes(record)
 
 
@@ -150,14 +124,14 @@ def test_record_of_another_version_is_refused(version: int) -> None:
     record = bytearray(sample_to_bytes(make_sample()))
     record[4] = version
 
-    with pytest.raises(UnknownVersion, match=f"has version {version}, expected 1 or 2"):
+    with pytest.raises(UnknownVersion, match=f"version {version}, expected 1 or 2"):
         sample_from_bytes(bytes(record))
 
 
 def test_reader_of_version_1_rejects_version_2() -> None:
     record = sample_to_bytes(make_sample(), 2)
 
-    with pytest.raises(UnknownVersion, match="a sample record has version 2, expected 1"):
+    with pytest.raises(UnknownVersion, match="version 2, expected 1"):
         packing.version_of(record, "sample record", b"EPLS", known=(1,))
 
 
@@ -182,14 +156,14 @@ BOMB = packing.compress(bytes(50_000_000))
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"arrays": BOMB}, "unpacks to 50000000 bytes, expected 8"),
-        ({"arrays": packing.compress(b"")}, "unpacks to 0 bytes, expected 8"),
-        ({"arrays": BOMB, "layers": 2**32 - 1, "slots": 2**32 - 1}, "expected 67108864 at most"),
-        ({"arrays": BOMB, "layers": 2**14, "slots": 2**13}, "expected 67108864 at most"),
+        ({"arrays": BOMB}, "50000000 bytes, expected 8"),
+        ({"arrays": packing.compress(b"")}, "0 bytes, expected 8"),
+        ({"arrays": BOMB, "layers": 2**32 - 1, "slots": 2**32 - 1}, "67108864"),
+        ({"arrays": BOMB, "layers": 2**14, "slots": 2**13}, "67108864"),
         ({"arrays": b"no frame"}, "cannot be unpacked"),
         ({"arrays": packing.compress(bytes(8))[:-1]}, "cannot be unpacked"),
         ({"arrays": packing.compress(bytes(8)) * 2}, "cannot be unpacked"),
-        ({"arrays": packing.compress(bytes(8)), "phase": 9}, "expected the layout of version 2"),
+        ({"arrays": packing.compress(bytes(8)), "phase": 9}, "version 2"),
     ],
 )
 def test_sealed_record_that_holds_no_sample_is_refused(
@@ -228,25 +202,17 @@ def make_rollup(**changes: Any) -> Rollup:
     return Rollup(**(fields | changes))
 
 
-def test_roll_up_round_trips() -> None:
+def test_roll_up_is_read_back_and_any_damage_detected() -> None:
     rollup = make_rollup()
+    record = rollup_to_bytes(rollup)
 
-    found = rollup_from_bytes(rollup_to_bytes(rollup))
-
-    mine, theirs = vars(rollup), vars(found)
-    assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
-
-
-def test_codec_detects_damage_of_a_roll_up() -> None:
-    record = rollup_to_bytes(make_rollup())
-
+    assert same(rollup_from_bytes(record), rollup)
     for place in range(len(record)):
         damaged = bytearray(record)
         damaged[place] ^= 1
-        with pytest.raises(StoreError, match="a roll-up record"):
-            rollup_from_bytes(bytes(damaged))
-        with pytest.raises(StoreError, match="a roll-up record"):
-            rollup_from_bytes(record[:place])
+        for wrong in (bytes(damaged), record[:place]):
+            with pytest.raises(StoreError, match="roll-up record"):
+                rollup_from_bytes(wrong)
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"nonsense", b'{"arrays": [[99, [1, 1]]]}'])
@@ -254,5 +220,5 @@ def test_sealed_record_that_holds_no_roll_up_is_refused(text: bytes) -> None:
     lengths = struct.pack("<II", len(text), len(text))
     record = packing.seal(b"EPLR", 1, lengths + packing.compress(text))
 
-    with pytest.raises(StoreError, match="a roll-up record cannot be read"):
+    with pytest.raises(StoreError, match="roll-up record"):
         rollup_from_bytes(record)
