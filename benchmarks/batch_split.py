@@ -10,24 +10,21 @@ many requests. The optimum is that of the batch's linear program.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.recorded import DATA
+from benchmarks.recorded import windows as counted
 from eplb import Placement, Topology, plan
 from eplb.shares.batch import MOST_WAYS, SplitRule, split_batch, split_layout
 
 # -- Recorded routing of real models as the load of ranks: cases, their experts, windows of tokens.
 #
 # 256 experts are made of four layers of 64, or eight of 32, beside each other: each token goes to
-# the experts that it had in all of them. Traces lie where EPLB_DATA points, or at ../shared/data
-# beside the repository.
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 Ints = NDArray[np.int64]
 DOMAINS = ("intent", "summary")
 NUM_HISTORY = 8  # windows that a plan sees, at most
@@ -90,16 +87,7 @@ def windows(ids: Ints, tokens: int, order: str = "mixed") -> Ints:
         drawn = np.random.default_rng(0).permutation(blocks)
         ids = ids[:, : blocks * 32].reshape(len(ids), blocks, 32, -1)[:, drawn]
         ids = ids.reshape(len(ids), blocks * 32, -1)
-    num, num_experts = ids.shape[1] // tokens, int(ids.max()) + 1
-    return np.array(
-        [
-            [
-                np.bincount(layer[w * tokens : (w + 1) * tokens].ravel(), minlength=num_experts)
-                for layer in ids
-            ]
-            for w in range(num)
-        ]
-    )
+    return counted(ids, tokens, int(ids.max()) + 1)
 
 
 MOST_WINDOWS = 8  # that are judged

@@ -114,10 +114,6 @@ class Weights:
         return self.up[chosen], self.down[chosen]
 
 
-def _taken(weights: Weights | None, number: int) -> tuple[Any, Any]:
-    return (None, None) if weights is None else weights.taken(number)
-
-
 def tiling_for(shape: Shape, usual: int) -> Tiling:
     """As ``GroupedExperts`` chooses it for usual rows of a slot."""
     if shape.dtype == "fp8":
@@ -136,28 +132,24 @@ def tilings_of(shape: Shape) -> list[dict[str, Any]]:
     return found
 
 
-def layer(
-    weights: Weights, counts: torch.Tensor, tiling: Tiling, last: Weights | None = None
-) -> Launch:
+def layer(weights: Weights, counts: torch.Tensor, tiling: Tiling) -> Launch:
     """The launch of a layer's experts on rows that lie slot by slot.
 
     Args:
         weights: of the slots.
         counts: rows of each slot.
         tiling: of both products.
-        last: weights of the slots after those, which lie elsewhere.
     """
     starts = (torch.cumsum(counts, 0) - counts).to(torch.int32)
     rows = torch.empty((int(counts.sum()), weights.shape.hidden), dtype=BF16).normal_()
     both = torch.empty((len(rows), 2 * weights.shape.intermediate), dtype=BF16)
     out = torch.empty_like(rows)
     run = _run_fp8 if weights.shape.dtype == "fp8" else _run_bf16
-    return run(weights, last, rows, both, out, (starts, counts), tiling)
+    return run(weights, rows, both, out, (starts, counts), tiling)
 
 
 def _run_bf16(
     weights: Weights,
-    last: Weights | None,
     rows: torch.Tensor,
     both: torch.Tensor,
     out: torch.Tensor,
@@ -167,17 +159,16 @@ def _run_bf16(
     gated = torch.empty((len(rows), weights.shape.intermediate), dtype=BF16)
 
     def run(number: int) -> None:
-        (up, down), (last_up, last_down) = weights.taken(number), _taken(last, number)
-        grouped_gemm(rows, up, *slots, both, last=last_up, tiling=tiling)
+        up, down = weights.taken(number)
+        grouped_gemm(rows, up, *slots, both, tiling=tiling)
         silu_times_up(both, *slots, gated)
-        grouped_gemm(gated, down, *slots, out, last=last_down, tiling=tiling)
+        grouped_gemm(gated, down, *slots, out, tiling=tiling)
 
     return run
 
 
 def _run_fp8(
     weights: Weights,
-    last: Weights | None,
     rows: torch.Tensor,
     both: torch.Tensor,
     out: torch.Tensor,
@@ -192,10 +183,10 @@ def _run_fp8(
     )
 
     def run(number: int) -> None:
-        (up, down), (last_up, last_down) = weights.taken(number), _taken(last, number)
-        grouped_gemm_fp8(given, up, *slots, both, last=last_up, tiling=tiling)
+        up, down = weights.taken(number)
+        grouped_gemm_fp8(given, up, *slots, both, tiling=tiling)
         silu_times_up_fp8(both, *slots, gated)
-        grouped_gemm_fp8(gated, down, *slots, out, last=last_down, tiling=tiling)
+        grouped_gemm_fp8(gated, down, *slots, out, tiling=tiling)
 
     return run
 

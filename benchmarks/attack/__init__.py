@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# -- What an attack is and what it answers.
-
 
 @dataclass(frozen=True)
 class Outcome:

@@ -43,7 +43,7 @@ from benchmarks.faults.demo_process import (
 )
 from telemetry.store import Control
 
-# -- The kinds of faults that ``benchmarks/faults/live.py`` draws from, each injected from outside.
+# -- The kinds of faults that are drawn from, each injected from outside.
 
 DEADLINE_S = 90.0  # for what a fault needs to be there, and for what must come after it
 DAMAGED_BYTES = 64

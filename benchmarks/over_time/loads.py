@@ -1,4 +1,4 @@
-"""The streams of windows that ``over_time.py`` replays: recorded routing in several orders.
+"""The streams of windows that ``run`` and ``objective`` replay: recorded routing in several orders.
 
 Requests are split in two halves. Defaults are chosen on ``tune``; ``judge`` is only judged on.
 gpt-oss-20b is split by benchmark, so that the halves differ as loads do; V2-Lite has one text of
@@ -10,29 +10,17 @@ Shapes:  T windows, L MoE layers, E experts, K experts of a token.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.recorded import DATA, Tokens, windows
 from eplb import Topology
 
-# -- Processes of a benchmark that has a limit of time.
-
-
-def kill(pool: ProcessPoolExecutor) -> None:
-    """End the processes of a pool at once."""
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in multiprocessing.active_children():
-        process.kill()
-
-
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TUNED_ON = ("gpqa_main", "mmlu_dev")  # the benchmarks of gpt-oss; the others are judged on
 HALVES = ("tune", "judge")
 GPT, LITE = "gpt-oss-20b", "V2-Lite"
@@ -52,7 +40,6 @@ ORDERS = {
     LITE: ("intent", "summary", "switch", "mix"),
 }
 AT_ONCE, STEPS = 16, 256  # requests of a steady load, and tokens of each in a window
-Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -136,19 +123,6 @@ def drawn(half: str, summaries: float, tokens: int, rng: np.random.Generator) ->
     return np.concatenate(parts, axis=1)[:, :tokens]
 
 
-def windows(ids: NDArray[np.int64], tokens: int, num_experts: int) -> Tokens:
-    """[T, L, E] counts of whole windows of ids [L, tokens, K]."""
-    num_layers, num_tokens, top_k = ids.shape
-    num_windows = num_tokens // tokens
-    cut = ids[:, : num_windows * tokens].reshape(num_layers, num_windows, tokens * top_k)
-    place = np.arange(num_layers)[:, None, None] * num_windows + np.arange(num_windows)[:, None]
-    flat = np.bincount(
-        (place * num_experts + cut).ravel(), minlength=num_layers * num_windows * num_experts
-    )
-    counts: Tokens = flat.reshape(num_layers, num_windows, num_experts).swapaxes(0, 1)
-    return np.ascontiguousarray(counts)
-
-
 def of_tokens(model: str, half: str, num_windows: int) -> Tokens:
     """[T, L, E] windows of single tokens drawn anew from one load: nothing changes.
 
@@ -196,3 +170,10 @@ def _together(model: str, half: str) -> Tokens:
 
 def _counted(model: str, ids: Tokens) -> Tokens:
     return windows(ids, ids.shape[1], NUM_EXPERTS[model])[0]
+
+
+def kill(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool at once."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in multiprocessing.active_children():
+        process.kill()

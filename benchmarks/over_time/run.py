@@ -57,7 +57,7 @@ from rebalance.controller.loop import ControllerSettings
 from simulations.peers import PEERS, register_peers
 from telemetry.drift.detector import LOOK_BACK, last_change
 
-# -- The tables of ``over_time.py``: what was found, beside what is wanted.
+# -- The tables: what was found, beside what is wanted.
 
 OURS, NOTHING, GREEDY = "controller", "nothing", "greedy_on_sum"
 

@@ -10,12 +10,9 @@ a large batch does. Mean and p95 are imbalance over layers and tested windows.
 "chance" is what independent draws would show under a perfect placement. The last two rows look at
 the tested window: its shares on the plan from history, and a plan of its own. No plan from history
 can get there.
-
-Traces lie where EPLB_DATA points, or at ../shared/data beside the repository.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,16 +25,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.recorded import DATA, Tokens, windows
 from eplb import Placement, Topology, imbalance, plan
 from eplb.measure.noise import sampling_noise
 from eplb.shares.resplitting import resplit
 
-DATA = Path(os.environ.get("EPLB_DATA", Path(__file__).parents[3] / "shared" / "data"))
 MOST_HISTORY = 16
 TOKENS_PER_WINDOW = (1024, 4096, 16384)
 ORDERS = ("recorded", "shuffled", "mixed")
 
-Tokens = NDArray[np.int64]
 Planner = Callable[[Tokens, Tokens, Topology], Placement]
 
 
@@ -85,16 +81,6 @@ def traces(data: Path = DATA) -> list[Trace]:
         Trace("V2-Lite two domains", both_ids, both_len, 64, Topology.uniform(1, 8, 9)),
         Trace("the same, 32 ranks", both_ids, both_len, 64, Topology.uniform(4, 8, 3)),
     ]
-
-
-def windows(expert_ids: NDArray[np.int64], tokens: int, num_experts: int) -> Tokens:
-    """[T, L, E] counts of whole windows."""
-    num_layers, num_tokens, _ = expert_ids.shape
-    counts = np.zeros((num_tokens // tokens, num_layers, num_experts), dtype=np.int64)
-    for window, layer in np.ndindex(*counts.shape[:2]):
-        chosen = expert_ids[layer, window * tokens : (window + 1) * tokens]
-        counts[window, layer] = np.bincount(chosen.ravel(), minlength=num_experts)
-    return counts
 
 
 def history_of(num_windows: int) -> int:

@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.planner.heldout import DATA
+from benchmarks.recorded import DATA, Tokens, windows
 from eplb import Budget, Placement, Topology, imbalance, plan
 from eplb.core.load import LoadHistory, Phase
 from telemetry.windows.folder import Window
@@ -31,25 +30,6 @@ from telemetry.windows.phases import Apart, weighted
 
 WEIGHTS = (0.25, 0.5, 0.75)
 HELD_OUT = 4  # windows of each phase
-
-Tokens = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """Token ids of one phase, in a random order."""
-
-    ids: NDArray[np.int64]  # [tokens, L, K]
-    num_experts: int
-
-    def window(self, first: int, number: int) -> Tokens:
-        """[L, E] tokens of each expert."""
-        part = self.ids[first : first + number]
-        shape = (self.ids.shape[1], self.num_experts)
-        counts = np.zeros(shape, dtype=np.int64)
-        for layer in range(shape[0]):
-            counts[layer] = np.bincount(part[:, layer].ravel(), minlength=self.num_experts)
-        return counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,39 +46,43 @@ def cases(seed: int, ratio: float, num_windows: int) -> Iterator[Case]:
     """Both stand-ins, their tokens in an order of the seed."""
     rng = np.random.default_rng(seed)
     lite = [np.load(DATA / f"dsv2lite_{name}.npz")["expert_ids"] for name in ("summary", "intent")]
-    both = [Recorded(rng.permutation(one.transpose(1, 0, 2).astype(int)), 64) for one in lite]
+    both = [rng.permutation(one.transpose(1, 0, 2).astype(int)).transpose(1, 0, 2) for one in lite]
     topology = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=9)
-    yield _case("DeepSeek-V2-Lite, summaries and intent", topology, both, ratio, num_windows)
+    name = "DeepSeek-V2-Lite, summaries and intent"
+    yield _case(name, topology, both, 64, ratio, num_windows)
     found = np.load(DATA / "gptoss20b_decode.npz")
     subject_of = np.repeat(found["subject"], found["request_len"])
     first = rng.permutation(np.unique(found["subject"]))[::2]
     is_first = np.isin(subject_of, first)
     ids = found["expert_ids"].astype(int)
-    halves = [Recorded(rng.permutation(ids[chosen]), 32) for chosen in (is_first, ~is_first)]
+    halves = [rng.permutation(ids[chosen]).transpose(1, 0, 2) for chosen in (is_first, ~is_first)]
     topology = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=5)
-    yield _case("gpt-oss-20b, two halves of subjects", topology, halves, ratio, num_windows)
+    name = "gpt-oss-20b, two halves of subjects"
+    yield _case(name, topology, halves, 32, ratio, num_windows)
 
 
 def _case(
-    name: str, topology: Topology, both: list[Recorded], ratio: float, num_windows: int
+    name: str,
+    topology: Topology,
+    both: list[Tokens],  # ids [L, tokens, K] of each phase, in a random order
+    num_experts: int,
+    ratio: float,
+    num_windows: int,
 ) -> Case:
     phases: tuple[Phase, Phase] = ("prefill", "decode")
-    size = len(both[0].ids) // (num_windows + HELD_OUT)
+    size = both[0].shape[1] // (num_windows + HELD_OUT)
     sizes = (size, max(1, round(size / ratio)))
     seen, unseen = Apart([], []), dict[Phase, Tokens]()
-    for part, phase, recorded, each in zip(seen, phases, both, sizes, strict=True):
-        for number in range(num_windows):
-            tokens = recorded.window(number * each, each)
+    for part, phase, ids, each in zip(seen, phases, both, sizes, strict=True):
+        begin = num_windows * each
+        for number, tokens in enumerate(windows(ids[:, :begin], each, num_experts)):
             none = np.zeros((len(tokens), topology.num_ranks), dtype=np.int64)
             steps = (number, number)
             part.append(
                 Window("run", number, *steps, phase, frozenset(), frozenset(), tokens, none)
             )
-        begin = num_windows * each
-        rest = (len(recorded.ids) - begin) // HELD_OUT
-        unseen[phase] = np.stack(
-            [recorded.window(begin + place * rest, rest) for place in range(HELD_OUT)]
-        )
+        rest = (ids.shape[1] - begin) // HELD_OUT
+        unseen[phase] = windows(ids[:, begin:], rest, num_experts)[:HELD_OUT]
     return Case(name, topology, seen, unseen)
 
 

@@ -5,29 +5,25 @@
 DeepSeek-V2-Lite (26 layers, 64 experts) on 8 ranks x 9 slots serves intent classification; then
 the traffic turns to summaries. Each planner sees four windows of 1,024 tokens of them, gets a
 budget of moves, and is judged on the four windows that follow, which it has not seen. Recorded
-routing: deepseek-ai/ESFT, results/expert_scores. It lies where EPLB_DATA points, or at
-../shared/data beside the repository.
+routing: deepseek-ai/ESFT, results/expert_scores.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.recorded import DATA, Tokens, windows
 from eplb import Budget, CostModel, Placement, Topology, imbalance, plan
 
 ROOT = Path(__file__).parents[2]
-DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))
 RANKS = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=9)
 NUM_EXPERTS, WINDOW, SEEN = 64, 1024, 4
 BUDGETS = (0, 26, 52, 104, 156, 208, 286, 390, 546, 780, 1100, 1872)
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 420, 64, 24, 56, 52
 
-Tokens = NDArray[np.int64]
 Point = tuple[float, float]  # part of the slots that move, imbalance after
 
 
@@ -40,14 +36,10 @@ class Curve:
     points: tuple[Point, ...]
 
 
-def windows(domain: str) -> Tokens:
+def recorded(domain: str) -> Tokens:
     """[T, L, E] counts of one domain's tokens as recorded."""
     ids = np.load(DATA / f"dsv2lite_{domain}.npz")["expert_ids"].astype(np.int64)
-    counts = np.zeros((ids.shape[1] // WINDOW, len(ids), NUM_EXPERTS), dtype=np.int64)
-    for window, layer in np.ndindex(*counts.shape[:2]):
-        chosen = ids[layer, window * WINDOW : (window + 1) * WINDOW]
-        counts[window, layer] = np.bincount(chosen.ravel(), minlength=NUM_EXPERTS)
-    return counts
+    return windows(ids, WINDOW, NUM_EXPERTS)
 
 
 def curves(before: Tokens, after: Tokens) -> tuple[list[Curve], float]:
@@ -128,7 +120,7 @@ def drawing(drawn: Sequence[Curve], stale: float) -> str:
 def main() -> None:
     if not DATA.is_dir():
         sys.exit(f"skipped: real traces are not at {DATA}: set EPLB_DATA")
-    drawn, stale = curves(windows("intent"), windows("summary"))
+    drawn, stale = curves(recorded("intent"), recorded("summary"))
     print(f"serving placement, unchanged: {stale:.3f}")
     for curve in drawn:
         print(f"{curve.name}: " + ", ".join(f"{m:.1%} {r:.3f}" for m, r in curve.points))

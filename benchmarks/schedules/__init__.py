@@ -9,7 +9,7 @@ turn, one of the possible next events: a rank's step, a verdict that arrives, a 
 work, a chunk that is complete, a device operation, a write to the store, a tick of the clock.
 
 The agents are the real ones with all their parts: phases, mover, stager, lanes, sources, ring,
-voter, voting, swapper, update, watcher and recovery. Simulated are device memory and its stream
-(``device``), votes, bytes and store (``simulated_links``). Invariants are checked where they could
-be violated (``claims``). ``mutants`` are ranks with a deliberate defect.
+voter, voting, swapper, update, watcher and recovery. Simulated are device memory and its stream,
+votes, bytes and store (``simulated``). Invariants are checked where they could be violated
+(``control``). ``mutants`` are ranks with a deliberate defect.
 """

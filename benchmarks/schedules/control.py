@@ -41,7 +41,7 @@ from telemetry.store import Control as Switches
 # routes to holds its expert. Nothing is written that is read: not by a chunk under way of a plan
 # that is still worked on, not by a copy out of staging, not by steps that the device has yet to
 # make, and no two write at once. No plan is dropped without an abort request
-# (``played.AbortRequests``, by the ranks' journals).
+# (``rank.AbortRequests``, by the ranks' journals).
 
 if TYPE_CHECKING:
     from benchmarks.schedules.rank import Rank

@@ -12,8 +12,7 @@ skew fitted to each of its three imbalances, and what a fresh plan for each batc
 
 Training throughput (UltraEP): the linear law from imbalance to time alone, without the step model.
 
-The other parts have modules of their own: ``throughput`` (SGLang's gains), ``static_rule`` (its
-dispatch), ``arms`` (balancing on three kinds of hardware).
+The other parts: SGLang's gains, its dispatch, and arms of balancing on three kinds of hardware.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from telemetry.windows.cuts import CutBySteps
 from telemetry.windows.folder import WindowFolder
 
 LAYERS, EXPERTS, SLOTS_PER_RANK = 58, 256, 9
-RANKS_OF_TOKENS = 32  # each slot's tokens: a window of DeepSeek-V3 on 32 ranks
 PERIOD_S = 0.5
 RETENTION_S = 20.0
 RUN = "run-1"
