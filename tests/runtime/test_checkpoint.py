@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,71 +156,6 @@ def test_index_that_is_none_is_refused(copied: Path, text: str) -> None:
 def test_folder_without_an_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"has neither {SINGLE_FILE} nor {INDEX_FILE}"):
         Checkpoint(tmp_path)
-
-
-def test_tensor_that_the_index_lacks_is_named(
-    copied: Path, small_model: ModelShape, small_schema: ExpertSchema
-) -> None:
-    name = f"{expert_name(1, 2)}.up_proj.weight"
-    index = json.loads((copied / INDEX_FILE).read_text())
-    del index["weight_map"][name]
-    (copied / INDEX_FILE).write_text(json.dumps(index))
-
-    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
-        Checkpoint(copied).check(small_model, small_schema)
-
-
-def test_missing_scale_is_named(tmp_path: Path, small_model: ModelShape) -> None:
-    model = replace(small_model, hidden=128, intermediate=128)
-    schema = ExpertSchema.swiglu_fp8(model.hidden, model.intermediate)
-    write_random_checkpoint(tmp_path / "fp8", model, schema, vocabulary=64, seed=1)
-    name = f"{expert_name(0, 3)}.down_proj.weight_scale_inv"
-    index = json.loads((tmp_path / "fp8" / INDEX_FILE).read_text())
-    del index["weight_map"][name]
-    (tmp_path / "fp8" / INDEX_FILE).write_text(json.dumps(index))
-    opened, record = Checkpoint(tmp_path / "fp8"), torch.zeros(schema.record_bytes).byte()
-
-    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
-        opened.check(model, schema)
-    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
-        opened.repack(0, 3, schema, record)
-
-
-def test_tensor_that_its_shard_lacks_is_named(
-    copied: Path, small_model: ModelShape, small_schema: ExpertSchema
-) -> None:
-    name = f"{expert_name(1, 2)}.up_proj.weight"
-    index = json.loads((copied / INDEX_FILE).read_text())
-    index["weight_map"][name] = SECOND_SHARD
-    (copied / INDEX_FILE).write_text(json.dumps(index))
-
-    opened = Checkpoint(copied)
-    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
-        opened.check(small_model, small_schema)
-    with pytest.raises(CheckpointError, match=f"tensor {name} is missing"):
-        opened.tensor(name)
-
-
-def test_another_model_s_weights_are_refused_with_both_shapes(
-    small_checkpoint: Checkpoint, small_model: ModelShape
-) -> None:
-    wider = replace(small_model, intermediate=12)
-    schema = ExpertSchema.swiglu(wider.hidden, wider.intermediate)
-    record = torch.zeros(schema.record_bytes, dtype=torch.uint8)
-
-    with pytest.raises(CheckpointError, match=r"has shape \(8, 16\), expected \(12, 16\)"):
-        small_checkpoint.check(wider, schema)
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \(8, 16\).* \(12, 16"):
-        small_checkpoint.repack(0, 0, schema, record)
-
-
-def test_more_experts_than_were_written_are_missed(
-    small_checkpoint: Checkpoint, small_schema: ExpertSchema
-) -> None:
-    nine = ModelShape((0, 1), 9, 2, hidden=16, intermediate=8)
-
-    with pytest.raises(CheckpointError, match=r"mlp.gate.weight has shape \(8, 16\), expected \(9"):
-        small_checkpoint.check(nine, small_schema)
 
 
 # -- written in full or not at all

@@ -41,14 +41,13 @@ SMALL = ModelShape((0,), 4, 2, 128, 64, expert_bytes=20_000_000)
 H200 = hardware_named("h200")
 
 
-def test_slot_time_is_flat_then_proportional() -> None:
+def test_time_of_a_slot_is_flat_then_proportional_and_a_rank_sums_its_own() -> None:
     rows = np.array([0.0, 50.0, 150.0, 400.0])
 
     assert CURVE.of_slots(rows).tolist() == [0.0, 10.0, 15.0, 40.0]
-
-
-def test_slot_with_a_row_in_few_steps_costs_little() -> None:
+    # A row in a hundredth of the steps.
     assert CURVE.of_slots(np.array([0.01])) == pytest.approx(10.0 * 0.00995, rel=1e-3)
+    assert CURVE.of_ranks(rows[None, [1, 2, 0, 3]], TWO_RANKS).tolist() == [[25.0, 40.0]]
 
 
 def test_rules_differ_where_slow_and_busy_slots_share_a_rank() -> None:
@@ -61,12 +60,6 @@ def test_rules_differ_where_slow_and_busy_slots_share_a_rank() -> None:
 
     assert by_slots == pytest.approx(30.0)
     assert together == pytest.approx(25.0)  # 250 rows of a tenth of a microsecond
-
-
-def test_rank_time_sums_its_own_slots() -> None:
-    rows = np.array([[50.0, 150.0, 0.0, 400.0]])
-
-    assert CURVE.of_ranks(rows, TWO_RANKS).tolist() == [[25.0, 40.0]]
 
 
 def measured(**changes: Any) -> dict[str, Any]:
@@ -138,9 +131,13 @@ def test_wrong_file_of_expert_times_is_refused(tmp_path: Path, record: Any, mess
         read_expert_time(written(tmp_path, record), 2)
 
 
-def test_times_of_other_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="experts of 128 x 64, the model has 7168 x 2048"):
+def test_figures_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"128 x 64.* 7168 x 2048"):
         check_fits(written(tmp_path, measured()), preset("deepseek-v3"))
+    with pytest.raises(ConfigError, match=r"1\.2"):
+        Speculation(1, 1.2)
+    with pytest.raises(ConfigError):
+        replace(TILED, tiles=(64, 16))
 
 
 @pytest.mark.parametrize(("card", "low", "high"), [("h200", 180, 300), ("h20", 30, 60)])
@@ -151,21 +148,16 @@ def test_data_sheet_turns_from_reading_to_products(card: str, low: int, high: in
     assert low <= curve.reading_us / curve.row_us <= high
 
 
-def test_layer_waits_for_its_busiest_rank() -> None:
+def test_layer_waits_for_its_busiest_and_its_slowest_rank() -> None:
     step = StepModel(SMALL, TWO_RANKS, H200, CURVE)
     even, uneven = np.array([[150.0, 150.0, 150.0, 150.0]]), np.array([[300.0, 150.0, 150.0, 0.0]])
 
     assert step.of(even).experts.tolist() == [30.0]
     assert step.of(uneven).experts.tolist() == [45.0]
     assert step.of(uneven).us > step.of(even).us
-
-
-def test_slow_rank_takes_longer() -> None:
-    slow = Topology(np.zeros(2), np.array([2, 2]), rank_speed=np.array([1.0, 0.5]))
-
-    found = StepModel(SMALL, slow, H200, CURVE).of(np.full((1, 4), 150.0))
-
-    assert found.experts.tolist() == [60.0]
+    assert step.of(0 * even).us == 0.0  # no communication either
+    half = replace(TWO_RANKS, rank_speed=np.array([1.0, 0.5]))
+    assert StepModel(SMALL, half, H200, CURVE).of(even).experts.tolist() == [60.0]
 
 
 def test_decode_sends_every_copy_and_prefill_one_for_each_node() -> None:
@@ -190,13 +182,6 @@ def test_overlapped_layer_takes_the_longer_part() -> None:
     overlapped = StepModel(SMALL, TWO_RANKS, H200, CURVE, other_us=500.0, is_overlapped=True)
 
     assert alone.us == pytest.approx(overlapped.of(rows).us + alone.dispatch[0] + alone.combine[0])
-
-
-def test_idle_layer_takes_no_communication() -> None:
-    found = StepModel(SMALL, TWO_RANKS, H200, CURVE).of(np.zeros((1, 4)))
-
-    assert found.us == 0.0
-    assert min(Transport().dispatch_us, Transport().combine_us) > 0
 
 
 def test_move_over_the_network_takes_its_bytes_by_the_rate() -> None:
@@ -295,11 +280,6 @@ def test_drafts_give_tokens_while_all_before_them_are_right(
     assert by.step_us(600.0, 60) == pytest.approx(600.0 + 10.0 * drafts)
 
 
-def test_acceptance_above_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1 drafts at an acceptance of 1\.2, expected"):
-        Speculation(1, 1.2)
-
-
 # Points at full tiles: 10 us for 64 rows of a slot, 20 us for 128.
 TILED = ExpertTime(
     np.array([64.0, 128.0]), np.array([10.0, 20.0]), "sum of maxima", "by hand", (16, 64)
@@ -336,11 +316,6 @@ def test_usual_rows_choose_the_tiling(tmp_path: Path) -> None:
     assert predicted_us(curve, [40, 40]) == pytest.approx(20.0)
     assert predicted_us(curve, [90, 40]) == pytest.approx(7.0 * (1.28 + 1.28))
     assert curve.of_ranks(np.full((1, 4), 60.0), TWO_RANKS)[0, 0] > 0
-
-
-def test_tiles_that_do_not_rise_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expected rising rows above 0"):
-        replace(TILED, tiles=(64, 16))
 
 
 def test_redundant_slots_take_their_weights_from_the_cache() -> None:

@@ -189,24 +189,20 @@ def test_failing_policy_keeps_what_it_did_and_stops_no_other() -> None:
     assert (len(found[1].imbalance), found[1].failed) == (4, "")
 
 
-def test_window_of_another_shape_is_refused_by_number() -> None:
-    other = np.ones((1, 4), dtype=np.int64)
-    windows = Windows(1, 8, lambda: iter([HOT, HOT, other]))
-
-    with pytest.raises(HistoryError, match=r"window 2 has shape \(1, 4\), expected \(1, 8\)"):
-        replay(Scenario(windows, FOUR_RANKS), "none")
-
-
-def test_window_with_negative_counts_is_refused() -> None:
-    windows = Windows(1, 8, lambda: iter([HOT, -HOT]))
-
-    with pytest.raises(HistoryError, match="window 1 has -60 tokens of an expert"):
-        replay(Scenario(windows, FOUR_RANKS), "none")
-
-
-def test_stream_of_one_window_is_refused() -> None:
-    with pytest.raises(HistoryError, match="1 windows, expected at least 2"):
-        replay(Scenario(repeated(HOT, 1), FOUR_RANKS), "none")
+@pytest.mark.parametrize(
+    ("windows", "policy", "error", "words"),
+    [
+        ([HOT, HOT, np.ones((1, 4), int)], "none", HistoryError, r"2 .*\(1, 4\).*\(1, 8\)"),
+        ([HOT, -HOT], "none", HistoryError, "window 1 has -60 tokens"),
+        ([HOT], "none", HistoryError, "1 windows, .* 2"),
+        ([HOT, HOT], "best", ConfigError, "'best', expected one of: .*vllm"),
+    ],
+)
+def test_windows_and_policies_that_cannot_be_replayed_are_refused(
+    windows: list[Tokens], policy: str, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        replay(Scenario(Windows(1, 8, lambda: iter(windows)), FOUR_RANKS), policy)
 
 
 def test_idle_windows_count_in_no_mean() -> None:
@@ -249,11 +245,6 @@ def test_steps_of_windows_reach_the_planner() -> None:
         del POLICIES["watches"]
 
     assert set(seen) == {50}
-
-
-def test_unknown_policy_is_refused_with_all_names() -> None:
-    with pytest.raises(ConfigError, match=r"unknown policy 'best', expected one of: .*vllm"):
-        replay(Scenario(repeated(HOT, 2), FOUR_RANKS), "best")
 
 
 def test_moves_are_counted_by_link() -> None:

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from eplb import Constraints, Decision, LoadHistory, Placement, Topology, imbalance, plan
-from eplb.errors import ConfigError, HistoryError, PlacementError
+from eplb import Constraints, LoadHistory, Placement, Topology, imbalance, plan
+from eplb.errors import ConfigError, HistoryError
 from eplb.policies.legality import first_violation
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -58,25 +56,12 @@ def test_idle_window_counts_as_even_in_the_bound_too() -> None:
     assert found.lower_bound.tolist() == found.after_per_layer.tolist() == [1.25]
 
 
-def test_history_without_any_load_keeps_what_serves() -> None:
-    serving = Placement(np.array([[0, 1, 2, 3, -1, -1]]), num_experts=4)
-
-    found = plan(np.zeros((1, 4)), TWO_RANKS, current=serving)
-
-    assert found.decision is Decision.KEEP
-
-
 def test_one_expert_with_all_the_load_gets_a_replica_on_every_rank() -> None:
     load = np.array([[0, 100, 0, 0]])
 
     found = plan(load, TWO_RANKS)
 
     assert imbalance(load, found.target, TWO_RANKS).tolist() == [1.0]
-
-
-def test_more_experts_than_slots_is_refused() -> None:
-    with pytest.raises(PlacementError, match="6 slots on live ranks for 7 experts, expected at"):
-        plan([[1] * 7], TWO_RANKS)
 
 
 def test_no_expert_gets_more_replicas_than_there_are_ranks() -> None:
@@ -105,20 +90,3 @@ def test_pins_that_contradict_slots_are_refused() -> None:
 def test_current_placement_of_another_system_is_refused(current: Placement, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan([[3, 2, 1]], TWO_RANKS, current=current)
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_no_plan_is_worse_than_what_serves_under_its_own_objective(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    num_ranks, num_experts = int(rng.integers(2, 6)), int(rng.integers(2, 10))
-    each = -(-num_experts // num_ranks) + int(rng.integers(0, 3))
-    topology = Topology.uniform(1, num_ranks, each)
-    windows = rng.integers(0, 100, (int(rng.integers(1, 4)), 2, num_experts))
-    current = plan(windows[:1], topology, policy="random").target
-
-    found = plan(windows, topology, current=current, objective=rng.choice(["tokens", "time"]))
-
-    if found.decision is Decision.MOVE:
-        assert found.after <= found.before
-    assert first_violation(found.problem, found.target) is None

@@ -122,7 +122,7 @@ def test_tokens_that_start_on_one_rank_use_its_replica_alone() -> None:
     assert found.tolist() == [[0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     num_nodes=st.integers(1, 3),

@@ -84,13 +84,13 @@ def test_moves_between_placements_of_different_shapes_are_refused() -> None:
         moves_between(BASE, Placement(np.array([[0, 1]]), num_experts=2), TWO_NODES)
 
 
-def test_staging_ring_limits_a_transaction() -> None:
+def test_staging_ring_and_pace_limit_a_transaction() -> None:
     base = Placement(np.array([[0, 1, 2, 3]] * 3), num_experts=4)
     target = Placement(np.array([[2, 3, 0, 1]] * 3), num_experts=4)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 
-    def layers_together(staging_experts: int, at_most: int = 0) -> list[tuple[int, ...]]:
-        pace = Pace(staging_experts, experts_per_transaction=at_most)
+    def layers_together(staging_experts: int, at_most: int = 0, **more: int) -> list[Any]:
+        pace = Pace(staging_experts, experts_per_transaction=at_most, **more)
         migration = build_migration(base, target, topology, plan_id=1, pace=pace)
         return [transaction.layers for transaction in migration.transactions]
 
@@ -101,6 +101,7 @@ def test_staging_ring_limits_a_transaction() -> None:
     assert layers_together(16, 2) == [(0,), (1,), (2,)]
     assert layers_together(16, 4) == [(0, 1), (2,)]
     assert layers_together(16, 1) == [(0,), (1,), (2,)], "a layer is never split"
+    assert layers_together(16, layers_per_transaction=2) == [(0, 1), (2,)]
     with pytest.raises(MigrationError, match="layer 0 moves 2 experts into rank 0, expected at"):
         build_migration(base, target, topology, plan_id=1, pace=Pace(staging_experts=1))
 
@@ -185,18 +186,6 @@ def test_layers_per_transaction_limits_a_flip() -> None:
     assert [txn.reads_after for txn in migration.transactions] == [0, 0, 1, 2]
 
 
-def test_layers_per_transaction_limits_a_copy_too() -> None:
-    base = Placement(np.array([[0, 1, 2, 3]] * 3), num_experts=4)
-    target = Placement(np.array([[2, 3, 0, 1]] * 3), num_experts=4)
-    topology = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-
-    migration = build_migration(
-        base, target, topology, plan_id=1, pace=Pace(layers_per_transaction=2)
-    )
-
-    assert [txn.layers for txn in migration.transactions] == [(0, 1), (2,)]
-
-
 def test_shares_alone_flip_without_moves() -> None:
     base = Placement(np.array([[0, 1, EMPTY, 0, 2, EMPTY]]), num_experts=3)
     share = np.array([[0.25, 1, 0, 0.75, 1, 0]])
@@ -253,7 +242,7 @@ def test_hash_covers_what_flips_must_agree_on() -> None:
     assert made() == flip.hash
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     num_ranks=st.integers(1, 5),
@@ -313,7 +302,7 @@ def check_every_flip(migration: Migration, topology: Topology) -> None:
     assert served[-1].hash == migration.target.hash
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     num_ranks=st.integers(1, 5),

@@ -36,16 +36,39 @@ def test_placement_round_trips_through_bytes() -> None:
     assert (found.hash, found.generation, found.num_experts) == (SHARED.hash, 7, 3)
 
 
-def test_migration_round_trips_with_the_same_hash() -> None:
-    target = Placement(np.array([[1, 0, 0, 2]]), num_experts=3)
-    base = Placement(np.array([[0, 1, 0, 2]]), num_experts=3)
-    migration = build_migration(base, target, TWO_RANKS, plan_id=12, pace=Pace(staging_experts=4))
+FLIP = Pace(mode="flip", spare_slots=1, layers_per_transaction=2)
+THREE_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
+
+
+@pytest.mark.parametrize(
+    ("base", "target", "topology", "pace"),
+    [
+        ([0, 1, 0, 2], [1, 0, 0, 2], TWO_RANKS, Pace(staging_experts=4)),
+        ([0, 1, EMPTY, 2, 3, EMPTY], [2, 3, EMPTY, 0, 1, EMPTY], THREE_SLOTS, FLIP),
+        ([0, 1, 0, 2], [0, 1, 0, 2], TWO_RANKS, Pace()),  # new shares alone
+    ],
+    ids=["copy", "flip", "without moves"],
+)
+def test_migration_round_trips_with_the_same_hash(
+    base: list[int], target: list[int], topology: Topology, pace: Pace
+) -> None:
+    wanted = Placement(np.array([target]), max(target) + 1)
+    if base == target:
+        wanted = Placement(SHARED.slot_to_expert, 3, slot_share=SHARED.slot_share)
+    migration = build_migration(
+        Placement(np.array([base]), max(base) + 1),
+        wanted,
+        topology,
+        plan_id=12,
+        pace=pace,
+        weights_version=3,
+    )
 
     found = migration_from_bytes(migration_to_bytes(migration))
 
-    assert found.hash == migration.hash
-    assert found.moves == migration.moves
-    assert found.transactions == migration.transactions
+    assert (found.hash, found.pace, found.weights_version) == (migration.hash, pace, 3)
+    assert (found.moves, found.transactions) == (migration.moves, migration.transactions)
+    assert found.placement_after(1).hash == migration.placement_after(1).hash
 
 
 def test_migration_at_the_pace_of_release_0_1_has_its_hash_and_no_later_name() -> None:
@@ -64,20 +87,6 @@ def test_migration_at_the_pace_of_release_0_1_has_its_hash_and_no_later_name() -
     }
     assert later.hash != first.hash
     assert migration_from_bytes(migration_to_bytes(later)).pace == later.pace
-
-
-def test_flip_migration_round_trips_with_the_same_hash() -> None:
-    three_slots = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
-    base = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]]), num_experts=4)
-    target = Placement(np.array([[2, 3, EMPTY, 0, 1, EMPTY]]), num_experts=4)
-    pace = Pace(mode="flip", spare_slots=1, layers_per_transaction=2)
-    migration = build_migration(base, target, three_slots, plan_id=12, pace=pace, weights_version=3)
-
-    found = migration_from_bytes(migration_to_bytes(migration))
-
-    assert (found.hash, found.pace, found.weights_version) == (migration.hash, pace, 3)
-    assert found.transactions == migration.transactions
-    assert found.placement_after(1).hash == migration.placement_after(1).hash
 
 
 def test_migration_from_before_flip_mode_is_read_as_copies() -> None:
@@ -119,18 +128,6 @@ def test_default_pace_names_nothing_that_an_earlier_release_refuses(
     assert migration_from_bytes(record).hash == migration.hash
 
 
-def test_migration_without_moves_round_trips() -> None:
-    target = Placement(SHARED.slot_to_expert, 3, slot_share=np.array([[0.5, 1, 0.5, 1]]))
-    migration = build_migration(
-        Placement(SHARED.slot_to_expert, 3, slot_share=SHARED.slot_share),
-        target,
-        TWO_RANKS,
-        plan_id=1,
-    )
-
-    assert migration_from_bytes(migration_to_bytes(migration)).hash == migration.hash
-
-
 def test_topology_and_model_survive_json() -> None:
     topology = Topology(
         np.array([0, 1]), np.array([2, 3]), rank_speed=np.array([1, 0.5]), alive=np.array([1, 0])
@@ -144,13 +141,10 @@ def test_topology_and_model_survive_json() -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"nonsense", placement_to_bytes(SHARED)[:100]])
-def test_damaged_bytes_are_refused(record: bytes) -> None:
-    with pytest.raises(StoreError, match=f"record of {len(record)} bytes cannot be read"):
+def test_damaged_bytes_and_another_kind_of_record_are_refused(record: bytes) -> None:
+    with pytest.raises(StoreError, match=f"{len(record)} bytes"):
         placement_from_bytes(record)
-
-
-def test_another_kind_of_record_is_refused() -> None:
-    with pytest.raises(StoreError, match="found a record of kind 'placement' version 1, expected"):
+    with pytest.raises(StoreError, match="'placement' version 1"):
         migration_from_bytes(placement_to_bytes(SHARED))
 
 

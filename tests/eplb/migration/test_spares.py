@@ -153,7 +153,7 @@ def check_every_step(
         assert len(steps) <= -(-most // spare_slots), "a rank that changes most sets the number"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     slots=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(lambda s: sum(s) > 0),

@@ -87,8 +87,3 @@ def test_installed_package_adds_a_policy(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert sorted(found.target.slot_to_expert[0].tolist()) == [0, 0, 1, 2]
     assert found.policy == "reversed"
-
-
-def test_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown policy 'gready', expected one of: auto, cont"):
-        plan(LOAD, TWO_RANKS, policy="gready")

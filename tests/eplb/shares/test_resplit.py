@@ -226,7 +226,7 @@ def test_long_chain_of_ranks_passes_load_on_from_end_to_end() -> None:
     assert objective(work, share, held, topology) == pytest.approx(found)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1), num_windows=st.integers(1, 4))
 def test_shares_are_optimal_and_legal_on_any_placement(seed: int, num_windows: int) -> None:
     rng = np.random.default_rng(seed)

@@ -109,7 +109,7 @@ def test_parts_for_another_number_of_nodes_are_refused() -> None:
         plan(LOAD, TWO_NODES, cost=CostModel(node_traffic=0.1, tokens_of_node=(1.0, 1.0, 1.0)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_plan_that_minds_traffic_costs_no_more_than_one_that_does_not(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -36,18 +36,6 @@ def test_checkpoint_in_one_file_needs_no_index(
     assert torch.equal(checkpoint.part(2, 1, "up_proj.weight"), tensors[EXPERT])
 
 
-@pytest.mark.parametrize("cut", [1, 100])
-def test_truncated_shard_is_refused_with_its_size(folder: Path, cut: int) -> None:
-    shard = shard_of(folder, EXPERT)
-    left = shard.stat().st_size - cut
-    os.truncate(shard, left)
-
-    with pytest.raises(
-        CheckpointError, match=rf"{shard.name} of {left} bytes is truncated or damaged: tensor"
-    ):
-        Checkpoint(folder)
-
-
 def test_shard_cut_short_under_a_reader_is_refused(folder: Path) -> None:
     checkpoint = Checkpoint(folder)
     shard = shard_of(folder, EXPERT)
@@ -143,18 +131,11 @@ def test_four_bit_floats_are_carried_as_bytes(folder: Path) -> None:
 
 
 def test_unchanged_checkpoint_is_taken_at_the_next_start(folder: Path) -> None:
-    before = Checkpoint(folder).identity()
+    identity = Checkpoint(folder).identity()
+    before = Identity.parse(json.loads(json.dumps(asdict(identity))), "store")
 
+    assert before == identity
     assert Checkpoint(folder, expected=before).identity() == before
-
-
-def test_identity_survives_json(folder: Path) -> None:
-    before = Checkpoint(folder).identity()
-
-    kept = json.loads(json.dumps(asdict(before)))
-
-    assert Identity.parse(kept, "store") == before
-    assert Checkpoint(folder, expected=Identity.parse(kept, "store")).identity() == before
 
 
 @pytest.mark.parametrize("found", [None, 7, {}, {"files": [["a"]]}, {"files": [["a", "b", 1]]}])
