@@ -24,6 +24,7 @@ from eplb.shares.batch import MOST_WAYS, SplitRule, split_batch, split_layout
 # -- Recorded routing of real models as the load of ranks: cases, their experts, windows of tokens.
 #
 # 256 experts are made of four layers of 64, or eight of 32, beside each other: each token goes to
+# the experts that it had in all of them.
 
 Ints = NDArray[np.int64]
 DOMAINS = ("intent", "summary")
