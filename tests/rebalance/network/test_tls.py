@@ -27,8 +27,8 @@ from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.transport.ranks.server import RankLinkServer, Served
 from runtime.experts import ExpertBank, ExpertSchema
 from tests.support.certificates import Authority
+from tests.support.limits import NEVER_S
 
-DEADLINE_S = 30.0
 SECRET = b"known to the ranks of one deployment"
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.9"
 PORT = 23727
@@ -128,7 +128,7 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., int]]:
             server = tls.server_context() if tls is not None else None
             listener = ConnectionListener(
                 bound,
-                ListenerSettings("host", "echo-1", SECRET, DEADLINE_S, tls=server),
+                ListenerSettings("host", "echo-1", SECRET, NEVER_S, tls=server),
                 dict,
                 echo,
                 ended,
@@ -140,14 +140,14 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., int]]:
 
 
 def echo(wire: Wire) -> None:
-    wire.deadline = time.monotonic() + DEADLINE_S
-    while wire.wait_for_data(DEADLINE_S):
+    wire.deadline = time.monotonic() + NEVER_S
+    while wire.wait_for_data(NEVER_S):
         wire.send(wire.receive())
 
 
-def greeted(port: int, tls: TlsFiles | None, silence_s: float = DEADLINE_S) -> Wire:
+def greeted(port: int, tls: TlsFiles | None, silence_s: float = NEVER_S) -> Wire:
     end = connect((HERE, port), silence_s, tls.client_context() if tls is not None else None)
-    wire = Wire(end, time.monotonic() + DEADLINE_S, silence_s)
+    wire = Wire(end, time.monotonic() + NEVER_S, silence_s)
     try:
         client_handshake(wire, SECRET, protocol="echo-1")
     except BaseException:
@@ -165,7 +165,7 @@ def test_messages_pass_and_a_connection_shows_whether_one_waits(
         assert not wire.is_readable()  # no ticket of a TLS session is under way
         for number in range(3):
             wire.send({"number": number, "more": "x" * 100_000})
-            assert wire.wait_for_data(DEADLINE_S)
+            assert wire.wait_for_data(NEVER_S)
             assert wire.receive()["number"] == number
         assert not wire.is_readable()
 
@@ -217,12 +217,10 @@ def test_both_directions_of_one_connection_carry_bytes_at_once(ours: Authority) 
 
         accepting = threading.Thread(target=accept)
         accepting.start()
-        asks = connect(bound.getsockname()[:2], DEADLINE_S, tls.client_context())
-        accepting.join(DEADLINE_S)
+        asks = connect(bound.getsockname()[:2], NEVER_S, tls.client_context())
+        accepting.join()
     with asks, accepted[0]:
-        wires = [
-            Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S) for end in (asks, accepted[0])
-        ]
+        wires = [Wire(end, time.monotonic() + NEVER_S, NEVER_S) for end in (asks, accepted[0])]
         found = [bytearray(size), bytearray(size)]
         work = [
             threading.Thread(target=wires[end].send_bytes, args=(memoryview(sent[end]),))
@@ -234,7 +232,7 @@ def test_both_directions_of_one_connection_carry_bytes_at_once(ours: Authority) 
         for one in work:
             one.start()
         for one in work:
-            one.join(DEADLINE_S)
+            one.join()
 
     assert [bytes(one) for one in found] == sent
 
@@ -249,7 +247,7 @@ def test_live_slot_is_read_over_tls_and_is_not_in_clear_on_the_network(ours: Aut
     )
     tls = ours.issue(*(host for host, _ in addresses))
     settings = RankLinkSettings(
-        addresses[:2], SECRET, silence_s=DEADLINE_S, deadline_s=DEADLINE_S, tls=tls
+        addresses[:2], SECRET, silence_s=NEVER_S, deadline_s=NEVER_S, tls=tls
     )
     bank = ExpertBank(SCHEMA, 1, 1, num_staging=0)
     record = torch.arange(SCHEMA.record_bytes // 4, dtype=torch.int32).view(torch.uint8)

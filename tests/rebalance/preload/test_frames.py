@@ -16,8 +16,9 @@ from eplb.errors import MigrationError
 from rebalance.network.frames import DisconnectedError, Message, Wire, connect
 from rebalance.network.handshake import MAX_PROOF_BYTES, client_handshake
 from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
+from tests.support.limits import NEVER_S
 
-SECRET, PROTOCOL, DEADLINE_S = b"secret", "test-1", 30.0
+SECRET, PROTOCOL = b"secret", "test-1"
 DEEP = b"[" * MAX_PROOF_BYTES
 DEEPER = b"[" * 100_000
 
@@ -32,7 +33,7 @@ def address() -> Iterator[tuple[str, int]]:
         address = free.getsockname()[:2]
     listener = ConnectionListener(
         listen(address, "rank"),
-        ListenerSettings("rank", PROTOCOL, SECRET, DEADLINE_S),
+        ListenerSettings("rank", PROTOCOL, SECRET, NEVER_S),
         lambda: {"rank": 7},
         lambda wire: None,
         threading.Event(),
@@ -42,8 +43,8 @@ def address() -> Iterator[tuple[str, int]]:
 
 
 def greeted(address: tuple[str, int], protocol: str = PROTOCOL) -> object:
-    with closing(connect(address, DEADLINE_S)) as end:
-        wire = Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S)
+    with closing(connect(address, NEVER_S)) as end:
+        wire = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
         return client_handshake(wire, SECRET, protocol=protocol)["rank"]
 
 
@@ -54,18 +55,18 @@ def test_client_of_another_protocol_version_is_refused(address: tuple[str, int])
 
 def test_wire_receives_while_another_thread_sends() -> None:
     ends = socket.socketpair()
-    left, right = (Wire(end, time.monotonic() + DEADLINE_S, DEADLINE_S) for end in ends)
+    left, right = (Wire(end, time.monotonic() + NEVER_S, NEVER_S) for end in ends)
     received: list[Message] = []
     reader = threading.Thread(target=lambda: received.append(left.receive()))
     reader.start()
     left.send({"from": "left"})
     assert right.receive() == {"from": "left"}
     right.send({"from": "right"})
-    reader.join(DEADLINE_S)
+    reader.join()
     left.close()
 
     assert received == [{"from": "right"}]
-    assert not right.wait_for_data(DEADLINE_S)
+    assert not right.wait_for_data(NEVER_S)
     with pytest.raises(DisconnectedError):
         right.receive()
     right.close()
@@ -75,7 +76,7 @@ def test_wire_receives_while_another_thread_sends() -> None:
 def test_listener_closes_on_a_hostile_frame_before_the_secret_and_serves_on(
     address: tuple[str, int], text: bytes
 ) -> None:
-    with closing(connect(address, DEADLINE_S)) as stranger:
+    with closing(connect(address, NEVER_S)) as stranger:
         stranger.sendall(framed(text))
         with suppress(OSError):  # the listener may have closed the connection by now
             stranger.shutdown(socket.SHUT_WR)
@@ -90,9 +91,9 @@ def test_listener_closes_on_a_hostile_frame_before_the_secret_and_serves_on(
 
 
 def test_listener_reads_no_frame_above_the_size_of_a_proof(address: tuple[str, int]) -> None:
-    with closing(connect(address, DEADLINE_S)) as stranger:
+    with closing(connect(address, NEVER_S)) as stranger:
         stranger.sendall(struct.pack("!I", MAX_PROOF_BYTES + 1))  # and none of its bytes
-        stranger.settimeout(DEADLINE_S)
+        stranger.settimeout(None)
         with stranger.makefile("rb") as said:
             nonce = said.read()  # to the end: it closed without waiting for the frame
 
@@ -105,12 +106,12 @@ def test_client_rejects_a_hostile_frame_of_a_false_listener(turn: str, text: byt
     hello = json.dumps({"protocol": PROTOCOL, "nonce": "0"}).encode()
     words = framed(text) if turn == "first" else framed(hello) + framed(text)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = connect(listening.getsockname()[:2], DEADLINE_S)
+        client = connect(listening.getsockname()[:2], NEVER_S)
         false, _ = listening.accept()
     with false, client:
         false.sendall(words)
         false.shutdown(socket.SHUT_WR)
         with pytest.raises(MigrationError):
             client_handshake(
-                Wire(client, time.monotonic() + DEADLINE_S, 1.0), SECRET, protocol=PROTOCOL
+                Wire(client, time.monotonic() + NEVER_S, 1.0), SECRET, protocol=PROTOCOL
             )

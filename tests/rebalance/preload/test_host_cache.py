@@ -1,21 +1,21 @@
-"""The preload process: one host cache per host, read by real processes, killed at will."""
+"""The host cache and its readers: room, record file, statistics, damage, and who is refused."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
+import json
+import logging
 import os
-import re
+import resource
 import shutil
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,390 +23,473 @@ import pytest
 import torch
 
 from eplb.core.model import ModelShape
-from eplb.errors import MigrationError
-from rebalance.network.frames import Message
-from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
+from eplb.errors import CheckpointError, ConfigError, MigrationError
+from rebalance.network.listener import ConnectionListener, ListenerSettings
+from rebalance.preload.cache.local_socket import PROTOCOL, listen
+from rebalance.preload.cache.server import (
+    HostCacheAddress,
+    HostCacheClient,
+    HostCacheServer,
+    HostCacheSettings,
+)
+from rebalance.preload.disk.expert_loader import make_all
 from rebalance.preload.first_fill import fill_bank
-from rebalance.threads.cancellation import CalledOff
-from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
+from tests.support.limits import NEVER_S
+from tests.support.processes import ForkedProcess
 
-DEADLINE_S = 30.0
-FORK = multiprocessing.get_context("fork")
+EVERYTHING = [(layer, expert) for layer in (0, 1) for expert in range(8)]
 names = itertools.count()
 
-Reads = Callable[[HostCacheClient], Any]
-
-
-@dataclass
-class Host:
-    """A host cache in a process of its own, and how to connect it."""
-
-    address: HostCacheAddress
-    process: BaseProcess
-    schema: ExpertSchema
-    checkpoint: Checkpoint
-    start: Callable[[], BaseProcess]
-    readers: list[HostCacheClient] = field(default_factory=list)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def reader(self, address: HostCacheAddress | None = None) -> HostCacheClient:
-        reader = HostCacheClient(
-            address or self.address, 8, self.schema.record_bytes, deadline_s=DEADLINE_S
-        )
-        self.readers.append(reader)
-        return reader
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def stop(self) -> None:
-        """Return once every thread stands still: only its parent can wait for that."""
-        self.signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid or 0, os.WSTOPPED | os.WNOWAIT)
-
-    def read_in_a_process(self, reads: Reads) -> Connection:
-        """Fork a rank that attaches and runs ``reads``; its result comes over the pipe."""
-        ours, theirs = FORK.Pipe(duplex=False)
-
-        def run() -> None:
-            try:
-                theirs.send(reads(self.reader()))
-            except BaseException as exc:
-                theirs.send(f"{type(exc).__name__}: {exc}")
-            os._exit(0)
-
-        FORK.Process(target=run, daemon=True).start()
-        theirs.close()
-        return ours
-
-    def repacked(self, layer: int, expert: int) -> torch.Tensor:
-        record = torch.zeros(self.schema.record_bytes, dtype=torch.uint8)
-        self.checkpoint.repack(layer, expert, self.schema, record)
-        return record
-
-
-def answer(pipe: Connection) -> Any:
-    assert pipe.poll(DEADLINE_S), f"the rank said nothing in {DEADLINE_S:.0f} s"
-    return pipe.recv()
-
-
-def new_address() -> HostCacheAddress:
-    return HostCacheAddress(f"test-{os.getpid()}-{next(names)}", os.urandom(16))
+StartHostCache = Callable[..., tuple[HostCacheServer, Callable[..., HostCacheClient]]]
 
 
 @pytest.fixture
-def host(
-    small_checkpoint: Checkpoint,
-    small_model: ModelShape,
-    small_schema: ExpertSchema,
-    tmp_path: Path,
-) -> Iterator[Host]:
-    # A copy that tests may damage: the host cache opens its shards here, before the damage.
-    checkpoint = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
-    address = new_address()
-
-    def start() -> BaseProcess:
-        ours, theirs = FORK.Pipe(duplex=False)
-
-        def run() -> None:
-            threading.excepthook = threading.__excepthook__  # pytest's own keeps what it hears
-            host_cache = HostCacheServer(address, checkpoint, small_model, small_schema)
-            theirs.send("ready")
-            signal.pause()
-            host_cache.close()
-
-        process = FORK.Process(target=run, daemon=True)
-        process.start()
-        theirs.close()
-        assert answer(ours) == "ready"
-        return process
-
-    made = Host(address, start(), small_schema, checkpoint, start)
-    yield made
-    made.kill()
-    for reader in made.readers:
-        reader.close()
-    assert made.process.exitcode == -signal.SIGKILL, "it was ours to end"
+def checkpoint(small_checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
+    return Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
 
 
-def test_record_holds_the_repacked_bytes_and_its_digest(host: Host) -> None:
-    reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
+@pytest.fixture
+def start_host_cache(
+    checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
+) -> Iterator[StartHostCache]:
+    """Start a host cache in this process; return it and what makes a rank's reader of it."""
+    with ExitStack() as stack:
 
-    digests, from_disk = reader.load([(1, 5), (0, 2)], deadline_s=DEADLINE_S)
-    reader.read((1, 5), record)
+        def start(
+            settings: HostCacheSettings,
+            weights: Checkpoint | None = None,
+            address: HostCacheAddress | None = None,
+        ) -> tuple[HostCacheServer, Callable[..., HostCacheClient]]:
+            address = address or HostCacheAddress(f"{os.getpid()}-{next(names)}", os.urandom(16))
+            host_cache = HostCacheServer(
+                address, weights or checkpoint, small_model, small_schema, settings
+            )
+            stack.callback(host_cache.close)
 
-    assert torch.equal(record, host.repacked(1, 5))
-    assert digests == [digest(host.repacked(1, 5)), digest(host.repacked(0, 2))]
-    assert from_disk == 2 * host.schema.record_bytes
+            def reader(num_experts: int = 8) -> HostCacheClient:
+                size = small_schema.record_bytes
+                return stack.enter_context(
+                    closing(HostCacheClient(address, num_experts, size, deadline_s=NEVER_S))
+                )
+
+            return host_cache, reader
+
+        yield start
+
+
+def ring(num_records: int, record_file: Path | None = None) -> HostCacheSettings:
+    return HostCacheSettings(mode="ring", ring_records=num_records, record_file=record_file)
+
+
+def bytes_of(reader: HostCacheClient, record: tuple[int, int], size: int) -> torch.Tensor:
+    into = torch.zeros(size, dtype=torch.uint8)
+    reader.read(record, into)
+    return into
+
+
+def wait_until(what: str, is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        threading.Event().wait(0.001)
+
+
+# -- less room than records
+
+
+def test_ring_of_two_brings_every_record_right(
+    start_host_cache: StartHostCache, checkpoint: Checkpoint, small_schema: ExpertSchema
+) -> None:
+    host_cache, new_reader = start_host_cache(ring(2))
+    reader, repacked = new_reader(), torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
+
+    for record in EVERYTHING * 2:
+        reader.load([record], deadline_s=NEVER_S)
+        checkpoint.repack(*record, small_schema, repacked)
+        assert torch.equal(bytes_of(reader, record, len(repacked)), repacked)
+        reader.release([record])
+        with pytest.raises(MigrationError, match="without a lease"):
+            reader.read(record, repacked)
+
+    assert reader.num_entries == 2
     assert reader.load([], deadline_s=0.0) == ([], 0)
+    found = reader.stats(deadline_s=NEVER_S)
+    assert (found.misses, found.hits, found.evictions) == (32, 0, 30)
+    assert found.resident_bytes == found.room_bytes == 2 * small_schema.record_bytes
+    assert found.bytes_from_checkpoint == 32 * small_schema.record_bytes
+    assert host_cache.stats() == found
 
 
-def test_two_ranks_share_what_was_loaded_once(host: Host) -> None:
-    records = [(layer, expert) for layer in (0, 1) for expert in range(8)]
+def test_more_than_fits_is_refused_with_the_figures(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(ring(2))
 
-    def load(reader: HostCacheClient) -> tuple[int, list[tuple[int, int]]]:
-        digests, from_disk = reader.load(records, deadline_s=DEADLINE_S)
-        into = torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
-        read = []
-        for record in records:
-            reader.read(record, into)
-            read.append(digest(into))
-        assert read == digests
-        return from_disk, digests
-
-    first, second = (answer(pipe) for pipe in [host.read_in_a_process(load) for _ in range(2)])
-
-    assert first[1] == second[1]
-    assert first[0] + second[0] == 16 * host.schema.record_bytes
+    with pytest.raises(MigrationError, match=r"3 records .* at most 2"):
+        new_reader().load(EVERYTHING[:3], deadline_s=NEVER_S)
 
 
-def test_rank_is_filled_from_the_host_cache(host: Host, small_schema: ExpertSchema) -> None:
-    bank = ExpertBank(small_schema, 2, 3, num_staging=1)
-
-    digests = fill_bank(bank, [[4, -1, 0], [7, 1, -1]], host.reader(), deadline_s=DEADLINE_S)
-
-    assert torch.equal(bank.live(0, 2), host.repacked(0, 0))
-    assert digests == {
-        record: digest(host.repacked(*record)) for record in [(0, 4), (0, 0), (1, 7), (1, 1)]
-    }
-    assert not bank.live(0, 1).any()
-
-
-def test_unknown_expert_is_rejected_and_others_are_served(host: Host) -> None:
-    reader = host.reader()
-
-    with pytest.raises(MigrationError, match=r"failed: layer 0 expert 8 is not of this model"):
-        reader.load([(0, 1), (0, 8)], deadline_s=DEADLINE_S)
-
-    assert reader.load([(0, 1)], deadline_s=DEADLINE_S)[1] == host.schema.record_bytes
-
-
-def test_late_answer_of_a_slow_disk_is_not_matched_to_a_later_request(
-    host: Host,
+def test_request_without_room_waits_and_times_out(
+    start_host_cache: StartHostCache,
 ) -> None:
-    reader = host.reader()
-    host.stop()
+    _, new_reader = start_host_cache(ring(2))
+    first, second = new_reader(), new_reader()
+    first.load(EVERYTHING[:2], deadline_s=NEVER_S)
 
-    with pytest.raises(MigrationError, match=r"did not send 2 records within 1\.2 s"):
-        reader.load([(0, 1), (0, 2)], deadline_s=0.2)
-    host.signal(signal.SIGCONT)
+    with pytest.raises(MigrationError, match="2 of 2 entries"):
+        second.load([(1, 0)], deadline_s=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.load, [(1, 0)], deadline_s=NEVER_S)
+        wait_until("wait", lambda: first.stats(deadline_s=NEVER_S).waits == 2)
+        first.release([(0, 0)])
 
-    digests, _ = reader.load([(1, 3)], deadline_s=DEADLINE_S)
-    assert digests == [digest(host.repacked(1, 3))]
-
-
-@pytest.mark.parametrize("ask", ["load", "reload"])
-def test_cancelled_wait_for_a_slow_disk_ends_soon_without_a_lease(host: Host, ask: str) -> None:
-    reader, nobody_cares = host.reader(), threading.Event()
-    reader.load([(0, 1)], deadline_s=DEADLINE_S)
-    host.stop()
-
-    calling_off = threading.Timer(0.1, nobody_cares.set)
-    calling_off.start()
-    given: dict[str, Any] = {
-        "deadline_s": DEADLINE_S,
-        "is_wanted": lambda: not nobody_cares.is_set(),
-    }
-    asked = partial(reader.load, [(0, 2)]) if ask == "load" else partial(reader.reload, (0, 1))
-    with pytest.raises(CalledOff, match=f"host {host.address.name}: the wait for"):
-        asked(**given)
-    calling_off.join()
-    host.signal(signal.SIGCONT)
-
-    with pytest.raises(MigrationError, match="is read without a lease"):
-        reader.read((0, 2 if ask == "load" else 1), torch.zeros(host.schema.record_bytes))
-    reader.release([(0, 1)])
-    assert reader.stats(deadline_s=DEADLINE_S).leased_bytes == 0
-    # An answer that was called off is not taken for another.
-    assert reader.load([(1, 3)], deadline_s=DEADLINE_S)[0] == [digest(host.repacked(1, 3))]
+        assert waiting.result()[1] > 0
 
 
-@pytest.mark.slow
-def test_host_that_reads_nothing_any_more_blocks_no_sender_for_long(host: Host) -> None:
-    reader = host.reader()
-    host.stop()
+def test_disconnected_rank_releases_its_leases(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(ring(2))
+    first = new_reader()
+    first.load(EVERYTHING[:2], deadline_s=NEVER_S)
 
-    def send_without_end() -> None:
-        for _ in itertools.count():
-            reader.hint([(0, 1)])
+    first.close()
 
-    with pytest.raises(MigrationError, match=f"{host.address.name} accepted no message within 2 s"):
-        send_without_end()
-    host.signal(signal.SIGCONT)
-
-    assert len(reader.load([(0, 1)], deadline_s=DEADLINE_S)[0]) == 1
+    assert len(new_reader().load(EVERYTHING[2:4], deadline_s=NEVER_S)[0]) == 2
 
 
-# -- death
+def test_two_ranks_fill_their_banks_through_a_small_ring(
+    start_host_cache: StartHostCache, small_schema: ExpertSchema, checkpoint: Checkpoint
+) -> None:
+    _, new_reader = start_host_cache(ring(2))
+    held = [[0, 1, 2, 3, 4, 5], [7, 6, 7, -1, 3, 7]]
+    banks = [ExpertBank(small_schema, 2, 6, num_staging=1) for _ in range(2)]
+    readers = [new_reader() for _ in range(2)]
+
+    with ThreadPoolExecutor(2) as pool:
+        filled = [
+            pool.submit(fill_bank, bank, held, reader, deadline_s=NEVER_S)
+            for bank, reader in zip(banks, readers, strict=True)
+        ]
+        digests = [fill.result() for fill in filled]
+
+    repacked = torch.zeros(small_schema.record_bytes, dtype=torch.uint8)
+    checkpoint.repack(1, 6, small_schema, repacked)
+    assert digests[0] == digests[1]
+    assert banks[1].digest(1, 1) == digest(repacked) == digests[0][1, 6]
+    found = {slot: banks[0].digest(1, slot) for slot in (0, 2, 5)}  # one expert in three slots
+    assert found == dict.fromkeys((0, 2, 5), digests[0][1, 7])
+    assert not banks[0].live(1, 3).any()
 
 
-def test_killed_host_cache_is_detected_and_its_mapping_stays_readable(host: Host) -> None:
-    reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
-    reader.load([(0, 0)], deadline_s=DEADLINE_S)
-    host.process.kill()
-    host.process.join()
+def test_budget_counts_bytes(start_host_cache: StartHostCache, small_schema: ExpertSchema) -> None:
+    size = small_schema.record_bytes
+    _, new_reader = start_host_cache(HostCacheSettings(mode="hot", budget_bytes=3 * size + 1))
+    reader = new_reader()
 
-    with pytest.raises(MigrationError, match=f"host {host.address.name} disconnected"):
-        reader.load([(0, 1)], deadline_s=DEADLINE_S)
-    with pytest.raises(MigrationError, match=f"host {host.address.name} does not answer"):
-        host.reader()
+    for record in ((0, 0), (0, 1), (0, 2), (0, 0), (0, 3)):
+        reader.load([record], deadline_s=NEVER_S)
+        reader.release([record])
 
-    reader.read((0, 0), record)
-    assert torch.equal(record, host.repacked(0, 0))
-
-
-def test_reader_attaches_again_to_a_host_cache_that_was_started_again(host: Host) -> None:
-    reader, record = host.reader(), torch.zeros(host.schema.record_bytes, dtype=torch.uint8)
-    reader.load([(0, 0)], deadline_s=DEADLINE_S)
-    host.kill()
-    with pytest.raises(MigrationError, match=f"host {host.address.name} disconnected"):
-        reader.load([(0, 1)], deadline_s=DEADLINE_S)
-    host.process = host.start()
-
-    digests, _ = reader.load([(1, 2)], deadline_s=DEADLINE_S)
-    reader.read((1, 2), record)
-
-    assert digests == [digest(host.repacked(1, 2))]
-    assert torch.equal(record, host.repacked(1, 2))
-    with pytest.raises(MigrationError, match="layer 0 expert 0 is read without a lease"):
-        reader.read((0, 0), record)
+    assert reader.num_entries == 3
+    assert reader.load([(0, 0), (0, 2), (0, 3)], deadline_s=NEVER_S)[1] == 0
+    assert reader.stats(deadline_s=NEVER_S).evictions == 1  # expert 1, used longest ago
 
 
-def test_restarted_host_cache_receives_the_weights_version(host: Host) -> None:
-    reader = host.reader()
-    reader.invalidate(7, deadline_s=DEADLINE_S)
-    host.kill()
-    host.process = host.start()
-
-    with pytest.raises(MigrationError, match="weights version 0 was invalidated by version 7"):
-        reader.load([(0, 0)], deadline_s=DEADLINE_S)
-
-
-def test_host_cache_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
-    go, told = FORK.Pipe()
-    waiting = host.read_in_a_process(lambda reader: ask_when_told(reader, told))
-
-    assert answer(go) == "connected"
-    host.stop()
-    go.send("the preload process stands still")
-    assert answer(go) == "asked, and waits for the answer"
-    host.process.kill()
-
-    assert answer(waiting) == f"the preload process of host {host.address.name} disconnected"
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "warm"}, "'warm'"),
+        ({"mode": "hot"}, "budget_bytes None"),
+        ({"ring_records": 3}, "ring_records"),
+        ({"num_readers": 0}, "0 readers"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        HostCacheSettings(**settings)
 
 
-def ask_when_told(reader: HostCacheClient, told: Connection) -> str:
-    def is_wanted() -> bool:
-        told.send("asked, and waits for the answer")
-        return True
-
-    told.send("connected")
-    told.recv()
-    with pytest.raises(MigrationError) as refused:
-        reader.load([(0, 1)], deadline_s=DEADLINE_S, is_wanted=is_wanted)
-    return str(refused.value)
+def test_budget_below_one_record_is_refused() -> None:
+    with pytest.raises(ConfigError, match="100 bytes"):
+        HostCacheSettings(mode="hot", budget_bytes=100).num_entries(16, 4096)
 
 
-def test_connect_to_a_suspended_host_cache_times_out(host: Host) -> None:
-    host.stop()
+def test_rank_of_another_model_is_refused(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(ring(2))
 
+    with pytest.raises(MigrationError, match=r"8 experts .* expected 9"):
+        new_reader(num_experts=9)
+
+
+# -- hints
+
+
+def test_hinted_record_is_in_memory_when_requested(start_host_cache: StartHostCache) -> None:
+    host_cache, new_reader = start_host_cache(ring(4))
+    reader = new_reader()
+
+    reader.hint([(1, 4), (1, 5)])
+    wait_until("record that was hinted", lambda: host_cache.stats().resident_bytes == 2 * 4096)
+
+    assert reader.load([(1, 5), (1, 4)], deadline_s=NEVER_S)[1] == 0
+    reader.hint(EVERYTHING)
+    wait_until("end of the hints", lambda: host_cache.stats().hints_dropped == 12)
+    assert host_cache.stats().evictions == 0
+
+
+# -- versions
+
+
+def test_no_rank_gets_a_record_of_void_weights_until_the_cache_was_restarted(
+    start_host_cache: StartHostCache,
+) -> None:
+    host_cache, new_reader = start_host_cache(ring(4))
+    first, second = new_reader(), new_reader()
+    first.load([(0, 0)], deadline_s=NEVER_S)
+
+    with pytest.raises(MigrationError, match="weights version 1"):
+        second.load([(0, 0)], deadline_s=NEVER_S, weights_version=1)
+    first.invalidate(1, deadline_s=NEVER_S)
+
+    with pytest.raises(
+        MigrationError, match=r"weights version 0 .* version 1: .* restart the host caches"
+    ):
+        second.load([(0, 0)], deadline_s=NEVER_S)
+    with pytest.raises(MigrationError, match="without a lease"):
+        first.read((0, 0), torch.zeros(4096, dtype=torch.uint8))
+    assert host_cache.stats().resident_bytes == 0
+
+    host_cache.close()
+    _, reader_after = start_host_cache(ring(4))
+    assert len(reader_after().load([(0, 0)], deadline_s=NEVER_S)[0]) == 1
+
+
+def test_reader_attaches_again_to_a_host_cache_that_was_started_again(
+    start_host_cache: StartHostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rebalance.preload.cache.client.CONNECT_AGAIN_S", NEVER_S)
+    address = HostCacheAddress(f"again-{os.getpid()}", b"key")
+    host_cache, new_reader = start_host_cache(ring(4), address=address)
+    reader = new_reader()
+    digests, _ = reader.load([(0, 0), (1, 2)], deadline_s=NEVER_S)
+    host_cache.close()
+    with pytest.raises(MigrationError, match=f"{address.name} disconnected"):
+        reader.load([(0, 1)], deadline_s=NEVER_S)
+    with pytest.raises(MigrationError, match=f"{address.name} does not answer"):
+        new_reader()
+    assert digest(bytes_of(reader, (0, 0), 4096)) == digests[0]  # the mapping outlives its owner
+    start_host_cache(ring(4), address=address)
+
+    assert reader.load([(1, 2)], deadline_s=NEVER_S)[0] == digests[1:]
+    assert digest(bytes_of(reader, (1, 2), 4096)) == digests[1]
+    with pytest.raises(MigrationError, match=r"layer 0 expert 0 .* without a lease"):
+        bytes_of(reader, (0, 0), 4096)
+
+
+def test_restarted_host_cache_receives_the_weights_version(
+    start_host_cache: StartHostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rebalance.preload.cache.client.CONNECT_AGAIN_S", NEVER_S)
+    address = HostCacheAddress(f"version-{os.getpid()}", b"key")
+    host_cache, new_reader = start_host_cache(ring(4), address=address)
+    reader = new_reader()
+    reader.invalidate(7, deadline_s=NEVER_S)
+    host_cache.close()
+    start_host_cache(ring(4), address=address)
+
+    with pytest.raises(MigrationError, match=r"weights version 0 .* version 7"):
+        reader.load([(0, 0)], deadline_s=NEVER_S)
+
+
+# -- who is refused
+
+
+def test_second_host_cache_under_one_name_is_refused(start_host_cache: StartHostCache) -> None:
+    address = HostCacheAddress(f"one-name-{os.getpid()}", b"key")
+    start_host_cache(ring(2), address=address)
+
+    with pytest.raises(MigrationError, match=f"process {os.getpid()} of this host has its place"):
+        start_host_cache(ring(2), address=address)
+
+
+@pytest.fixture
+def silent() -> Iterator[HostCacheAddress]:
+    """The address of a host cache that accepts nobody."""
+    address = HostCacheAddress(f"silent-{os.getpid()}", b"key")
+    with listen(address):
+        yield address
+
+
+def test_connect_to_a_suspended_host_cache_times_out(silent: HostCacheAddress) -> None:
     with pytest.raises(MigrationError, match="does not answer"):
-        HostCacheClient(host.address, 8, host.schema.record_bytes, deadline_s=0.2)
+        HostCacheClient(silent, 8, 4096, deadline_s=0.2)
 
 
-def test_rank_killed_while_it_waits_does_not_block_others(host: Host) -> None:
-    host.reader().load([(0, 0)], deadline_s=DEADLINE_S)
-
-    def ask_and_die(reader: HostCacheClient) -> None:
-        records = [[0, 1], [1, 1], [1, 2]]
-        reader._wire.send(
-            {"ask": "load", "number": 1, "records": records, "weights_version": 0, "deadline_s": 30}
-        )
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    died = host.read_in_a_process(ask_and_die)
-
-    with pytest.raises(EOFError):
-        answer(died)
-    assert host.reader().load([(1, 6)], deadline_s=DEADLINE_S)[0] == [digest(host.repacked(1, 6))]
-
-
-def test_killed_host_cache_leaves_nothing(host: Host) -> None:
-    before = files_of_ours(host)
-    host.reader().load([(0, 0)], deadline_s=DEADLINE_S)
-    assert host.address.name in Path("/proc/net/unix").read_text()
-
-    host.process.kill()
-    host.process.join()
-
-    assert files_of_ours(host) == before
-    assert re.search(rf"{host.address.name}\s*$", listening(), re.MULTILINE) is None
-
-
-def files_of_ours(host: Host) -> set[Path]:
-    in_shared_memory = {path for path in Path("/dev/shm").iterdir() if "eplb" in path.name}
-    return in_shared_memory | set(host.checkpoint.path.iterdir())
-
-
-def listening() -> str:
-    """Unix sockets that accept connections: flag 10000 in the kernel's own table."""
-    table = Path("/proc/net/unix").read_text().splitlines()
-    return "\n".join(line for line in table if line.split()[3:4] == ["00010000"])
-
-
-def test_second_host_cache_under_one_name_is_refused(
-    host: Host, small_model: ModelShape, small_schema: ExpertSchema
-) -> None:
-    with pytest.raises(MigrationError, match=r"cannot listen: process \d+ of this host has its"):
-        HostCacheServer(host.address, host.checkpoint, small_model, small_schema)
-
-
-class OfProtocol1(HostCacheServer):
-    """A host cache that announces no version."""
-
-    def _hello(self) -> Message:
-        return {name: value for name, value in super()._hello().items() if name != "version"}
-
-
-def test_rank_refuses_a_host_cache_that_is_older_than_itself(
-    host: Host, small_model: ModelShape, small_schema: ExpertSchema
-) -> None:
-    address = replace(host.address, name=f"{host.address.name}-older")
-    older = OfProtocol1(address, host.checkpoint, small_model, small_schema)
-    refusal = (
-        r"cannot join: found the host cache of eplb 0\.1\.0 or earlier \(protocol 1\), "
-        "expected protocol"
+def test_rank_refuses_a_host_cache_that_announces_no_version() -> None:
+    address = HostCacheAddress(f"older-{os.getpid()}", b"key")
+    settings = ListenerSettings("local rank", PROTOCOL, b"key", NEVER_S)
+    older = ConnectionListener(
+        listen(address), settings, dict, lambda wire: None, threading.Event()
     )
-    with closing(older), pytest.raises(MigrationError, match=refusal):
-        host.reader(address)
+
+    with closing(older), pytest.raises(MigrationError, match=r"0\.1\.0 or earlier"):
+        HostCacheClient(address, 8, 4096, deadline_s=NEVER_S)
 
 
-# -- strangers
-
-
-def test_client_without_the_key_is_refused_others_are_served(host: Host) -> None:
-    with pytest.raises(MigrationError, match=r"does not answer: .*the secrets differ"):
-        host.reader(replace(host.address, key=b"another"))
-
-    assert len(host.reader().load([(0, 0)], deadline_s=DEADLINE_S)[0]) == 1
-
-
-def test_idle_or_malformed_clients_do_not_delay_ranks(host: Host) -> None:
-    # In turn, the handshakes of the idle clients would outlast the deadline of the load.
+def test_strangers_and_idle_clients_are_refused_and_ranks_are_served(
+    start_host_cache: StartHostCache,
+) -> None:
+    address = HostCacheAddress(f"strangers-{os.getpid()}", b"a secret key")
+    _, new_reader = start_host_cache(ring(2), address=address)
     with ExitStack() as stack:
         clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(5)]
         for client in clients:
-            client.connect(host.address.socket)
+            client.connect(address.socket)
         clients[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        with pytest.raises(MigrationError, match="the secrets differ"):
+            HostCacheClient(replace(address, key=b"another"), 8, 4096, deadline_s=NEVER_S)
 
-        assert len(host.reader().load([(0, 0)], deadline_s=DEADLINE_S)[0]) == 1
+        assert len(new_reader().load([(0, 0)], deadline_s=NEVER_S)[0]) == 1
+    assert "secret" not in repr(address)
 
 
-def test_key_is_in_no_printed_address() -> None:
-    assert "secret" not in repr(HostCacheAddress("host-0", b"secret"))
+# -- the record file
+
+
+def test_repacked_record_is_read_from_the_record_file_later(
+    start_host_cache: StartHostCache, tmp_path: Path, small_schema: ExpertSchema
+) -> None:
+    settings = HostCacheSettings(record_file=tmp_path / "records")
+    first, new_reader = start_host_cache(settings)
+    reader = new_reader()
+    digests, _ = reader.load(EVERYTHING, deadline_s=NEVER_S)
+    reader.release(EVERYTHING)
+    wait_until("end of the writing", lambda: first.stats().leased_bytes == 0)
+    first.close()
+
+    second, new_reader = start_host_cache(settings)
+    assert new_reader().load(EVERYTHING, deadline_s=NEVER_S)[0] == digests
+
+    found = second.stats()
+    assert (found.bytes_from_checkpoint, found.bytes_from_record_file) == (0, 16 * 4096)
+
+
+def test_finished_record_file_feeds_a_ring_without_the_checkpoint(
+    start_host_cache: StartHostCache,
+    tmp_path: Path,
+    checkpoint: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+) -> None:
+    make_all(checkpoint, small_model, small_schema, tmp_path / "records")
+    host_cache, new_reader = start_host_cache(ring(3, tmp_path / "records"))
+    reader = new_reader()
+    for record in EVERYTHING:
+        digests, _ = reader.load([record], deadline_s=NEVER_S)
+        assert digest(bytes_of(reader, record, small_schema.record_bytes)) == digests[0]
+        reader.release([record])
+
+    found = host_cache.stats()
+    assert (found.bytes_from_checkpoint, found.bytes_from_record_file) == (0, 16 * 4096)
+
+
+def test_full_disk_disables_the_record_file_and_is_logged(
+    fork: Callable[..., ForkedProcess],
+    tmp_path: Path,
+    checkpoint: Checkpoint,
+    small_model: ModelShape,
+    small_schema: ExpertSchema,
+) -> None:
+    path, log_file = tmp_path / "records", tmp_path / "log"
+
+    def run(pipe: Connection) -> None:
+        is_refused = threading.Event()  # records may all be read before the first is written
+        noted = logging.FileHandler(log_file)
+        noted.addFilter(lambda line: is_refused.set() is None)
+        logging.basicConfig(handlers=[noted], level=logging.ERROR, force=True)
+        address = HostCacheAddress(f"full-{os.getpid()}", b"key")
+        settings = HostCacheSettings(record_file=path)
+        host_cache = HostCacheServer(address, checkpoint, small_model, small_schema, settings)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, 4 * 4096))
+        reader = HostCacheClient(address, 8, 4096, deadline_s=NEVER_S)
+        digests, _ = reader.load(EVERYTHING, deadline_s=NEVER_S)
+        is_refused.wait()
+        host_cache.close()
+        pipe.send(len(digests))
+
+    assert fork(run).receive() == 16
+    assert "no more records are appended" in log_file.read_text()
+
+
+def test_record_file_that_cannot_be_made_is_done_without(
+    start_host_cache: StartHostCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "no-folder").write_text("")
+    _, new_reader = start_host_cache(ring(4, tmp_path / "no-folder" / "records"))
+
+    assert len(new_reader().load([(0, 0)], deadline_s=NEVER_S)[0]) == 1
+    assert "preload continues without a record file" in caplog.text
+
+
+# -- damage
+
+
+def test_damaged_host_record_is_read_again_from_the_disk(
+    start_host_cache: StartHostCache, small_schema: ExpertSchema
+) -> None:
+    host_cache, new_reader = start_host_cache(ring(4))
+    reader = new_reader()
+    ((plain, weighted),), _ = reader.load([(1, 2)], deadline_s=NEVER_S)
+    assert reader.reload((1, 2), deadline_s=NEVER_S) == (plain, weighted)
+    assert host_cache.stats().bytes_from_checkpoint == 4096  # it was intact: nothing was read
+
+    host_cache.arena.bytes[17] ^= 255
+
+    assert reader.reload((1, 2), deadline_s=NEVER_S) == (plain, weighted)
+    assert digest(bytes_of(reader, (1, 2), 4096)) == (plain, weighted)
+    with pytest.raises(MigrationError, match="layer 1 expert 3 is not leased"):
+        reader.reload((1, 3), deadline_s=NEVER_S)
+
+
+def test_host_record_that_is_damaged_on_disk_too_is_refused(
+    start_host_cache: StartHostCache, checkpoint: Checkpoint
+) -> None:
+    host_cache, new_reader = start_host_cache(ring(4))
+    reader = new_reader()
+    reader.load([(1, 2)], deadline_s=NEVER_S)
+    host_cache.arena.bytes[17] ^= 255
+    for shard in checkpoint.path.glob("*.safetensors"):
+        with shard.open("r+b") as file:
+            header = int.from_bytes(file.read(8), "little")
+            file.seek(8 + header)
+            file.write(bytes(shard.stat().st_size - 8 - header))
+
+    with pytest.raises(MigrationError, match="layer 1 expert 2"):
+        reader.reload((1, 2), deadline_s=NEVER_S)
+    with pytest.raises(MigrationError, match="without a lease"):
+        reader.read((1, 2), torch.zeros(4096, dtype=torch.uint8))
+    assert host_cache.stats().damaged > 0
+
+
+def test_missing_tensor_or_expert_is_an_error_at_the_rank_and_others_load(
+    start_host_cache: StartHostCache, checkpoint: Checkpoint
+) -> None:
+    index = checkpoint.path / INDEX_FILE
+    found = json.loads(index.read_text())
+    del found["weight_map"]["model.layers.0.mlp.experts.6.gate_proj.weight"]
+    index.write_text(json.dumps(found))
+    _, new_reader = start_host_cache(ring(4), Checkpoint(checkpoint.path))
+    reader = new_reader()
+
+    with pytest.raises(MigrationError, match=r"experts\.6\.gate_proj.weight"):
+        reader.load([(0, 1), (0, 6)], deadline_s=NEVER_S)
+    with pytest.raises(MigrationError, match="layer 0 expert 8"):  # of this model there are 8
+        reader.load([(0, 1), (0, 8)], deadline_s=NEVER_S)
+
+    assert len(reader.load([(0, 1), (0, 2)], deadline_s=NEVER_S)[0]) == 2
+
+
+def test_missing_weight_file_is_refused_at_the_start(checkpoint: Checkpoint) -> None:
+    next(iter(checkpoint.path.glob("*.safetensors"))).unlink()
+
+    with pytest.raises(CheckpointError, match="is missing"):
+        Checkpoint(checkpoint.path)

@@ -6,11 +6,8 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +29,8 @@ from rebalance.protocol.journal import (
     read_journals,
 )
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
-from tests.support.repository import ROOT
+from tests.support.processes import ForkedProcess
 
-DEADLINE_S = 30.0
 PLAN = PlanRef(7, 70, base_generation=4, num_transactions=2, transactions_per_commit=1)
 
 
@@ -128,51 +124,53 @@ def test_journal_writes_entries_after_one_that_cannot_be_encoded(
 ) -> None:
     journal = Journal(tmp_path, "run", 0)
     journal.note("odd", (0, 0, 0), {"by": {(1, 2): "no key of JSON"}})
-    deadline = time.monotonic() + DEADLINE_S
     while not journal.num_dropped:
-        assert time.monotonic() < deadline, "the note was neither written nor dropped"
         threading.Event().wait(0.001)
     journal.note("sound", (1, 0, 0), {})
     journal.close()
 
-    assert [entry.what for entry in read_journals(tmp_path)[0]] == ["sound"]
-    assert "1 journal entries lost: keys must be str" in caplog.text
+    assert whats(tmp_path) == ["sound"]
+    assert "1 journal entries lost" in caplog.text
 
 
 def test_full_journal_queue_drops_the_oldest_entries(tmp_path: Path) -> None:
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    class HoldsUp:
+        def __str__(self) -> str:  # as the writer encodes it
+            is_writing.set()
+            may_write.wait()
+            return "an odd value"
+
     journal = Journal(tmp_path, "run-1", 0, capacity=3)
-    with journal._changed:  # the writer cannot take anything meanwhile
-        for number in range(5):
-            journal.note(f"note {number}", (1, 1, 1), {})
+    journal.note("held up", (1, 1, 1), {"by": HoldsUp()})
+    is_writing.wait()
+    for number in range(5):
+        journal.note(f"note {number}", (1, 1, 1), {})
+    may_write.set()
     journal.close()
 
-    entries, _ = read_journals(tmp_path)
-    assert [one.what for one in entries] == ["note 2", "note 3", "note 4"]
+    assert whats(tmp_path) == ["held up", "note 2", "note 3", "note 4"]
     assert journal.num_dropped == 2
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from rebalance.protocol.journal import Journal
-journal = Journal(Path(sys.argv[1]), "run-1", 0)
-for number in range(1000):
-    journal.note("staged", (number, 1, 1), {})
-    if number == 990:
-        while not journal.path.exists() or journal.path.stat().st_size == 0:
-            pass  # the test's own deadline ends this
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
+@pytest.mark.system
+def test_written_journal_entries_survive_a_kill(
+    tmp_path: Path, fork: Callable[..., ForkedProcess]
+) -> None:
+    def note_and_die(pipe: object) -> None:
+        journal = Journal(tmp_path, "run-1", 0)
+        for number in range(1000):
+            journal.note("staged", (number, 1, 1), {})
+            while number == 990 and not whats(tmp_path):
+                threading.Event().wait(0.001)
+            if number == 990:
+                os.kill(os.getpid(), signal.SIGKILL)
 
+    assert fork(note_and_die).ends() == -signal.SIGKILL
 
-def test_written_journal_entries_survive_a_kill(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, env=dict(os.environ))
-
-    assert done.returncode == -signal.SIGKILL
     steps = [one.step for one in read_journals(tmp_path)[0]]
-    assert steps == list(range(len(steps)))
-    assert len(steps) > 0
+    assert steps == list(range(len(steps))) != []
 
 
 # -- what is noted
@@ -268,13 +266,11 @@ def test_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None:
 def test_folder_without_journals_is_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["journal", str(tmp_path)])
     assert done.exit_code == 2
-    assert done.stderr == (
-        f"eplb: there is no journal in {tmp_path}/journal, expected one file for each rank\n"
-    )
+    assert f"{tmp_path}/journal" in done.stderr
     (tmp_path / "journal").mkdir()
     write(tmp_path / "journal", entry(0, 1, 1.0))
     done = CliRunner().invoke(app, ["journal", str(tmp_path), "--rank", "5"])
-    assert (done.exit_code, "rank 5 has no entry in" in done.stderr) == (2, True)
+    assert (done.exit_code, "rank 5" in done.stderr) == (2, True)
 
 
 def test_hashes_are_shown_short_and_markup_is_not_obeyed() -> None:

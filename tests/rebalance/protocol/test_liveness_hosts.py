@@ -9,14 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -26,10 +24,9 @@ from eplb.errors import RankError
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.liveness import LivenessConnections, address_towards, is_loopback
 from rebalance.types import Outcome
+from tests.support.limits import NEVER_S
+from tests.support.processes import ForkedProcess
 from tests.support.repository import ROOT
-
-FORK = get_context("fork")
-DEADLINE_S = 30.0
 
 
 def own_ends() -> set[str]:
@@ -57,57 +54,38 @@ def run_pair(towards: str, hosts: list[str | None]) -> list[Any]:
         towards, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
 
-    def run(rank: int, pipe: Connection) -> NoReturn:
-        try:
-            pipe.send(_live(rank, hosts[rank], TCPStore(towards, rendezvous.port)))
-        except BaseException as exc:
-            pipe.send(repr(exc))
-        finally:
-            os._exit(0)
+    def run(pipe: Connection, rank: int) -> None:
+        pipe.send(_live(rank, hosts[rank], TCPStore(towards, rendezvous.port)))
 
-    ours, theirs = FORK.Pipe(duplex=False)
-    ranks = [FORK.Process(target=run, args=(rank, theirs), daemon=True) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    theirs.close()
+    first, second = ForkedProcess(run, 0), ForkedProcess(run, 1)
     try:
-        assert ours.poll(2 * DEADLINE_S), "the first rank said nothing"
-        found: list[Any] = ours.recv()
+        found: list[Any] = first.receive()
         return found
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+        first.kill()
+        second.kill()
 
 
 def _live(rank: int, host: str | None, store: TCPStore) -> list[Any]:
-    timeout = timedelta(seconds=DEADLINE_S)
+    timeout = timedelta(seconds=NEVER_S)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
-    votes = GlooVotes(group, host=host, deadline_s=DEADLINE_S)
+    votes = GlooVotes(group, host=host, deadline_s=NEVER_S)
     ends = own_ends()
-    assert votes.cast([1]).poll(DEADLINE_S) == (Outcome.VALUE, [1])
+    assert votes.cast([1]).poll(NEVER_S) == (Outcome.VALUE, [1])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + DEADLINE_S
-    while not votes.dead() and time.monotonic() < deadline:
+    while not votes.dead():
         threading.Event().wait(0.001)
     dead = sorted(votes.dead())
     votes.close()
     return [ends, dead]
 
 
-def test_ranks_of_two_addresses_connect_and_detect_a_death() -> None:
-    ends, dead = run_pair("127.0.0.1", ["127.0.0.2", "127.0.0.3"])
-
-    assert "127.0.0.2" in ends  # where the second rank has called the first
-    assert dead == [1]
-
-
 RANK = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -115,16 +93,15 @@ from torch._C._distributed_c10d import TCPStore
 
 from rebalance.protocol.gloo_votes import GlooVotes
 
-rank, timeout = int(sys.argv[1]), timedelta(seconds=30)
+rank, timeout = int(sys.argv[1]), timedelta(hours=1)
 os.environ["GLOO_SOCKET_IFNAME"] = f"end{rank}"
 store = TCPStore("10.77.0.1", 29777, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-votes = GlooVotes(dist.new_group(backend="gloo", timeout=timeout), deadline_s=30)
-votes.cast([1]).poll(30)
+votes = GlooVotes(dist.new_group(backend="gloo", timeout=timeout), deadline_s=3600)
+votes.cast([1]).poll(3600)
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-deadline = time.monotonic() + 30
-while not votes.dead() and time.monotonic() < deadline:
+while not votes.dead():
     threading.Event().wait(0.001)
 print("dead:", sorted(votes.dead()))
 votes.close()
@@ -134,7 +111,7 @@ votes.close()
 TWO_MACHINES = """
 set -e
 coproc unshare --net sh -c 'echo is there; exec cat'
-read -t 10 -u ${COPROC[0]} _
+read -u ${COPROC[0]} _
 other="nsenter --net --target $COPROC_PID"
 ip link add end0 type veth peer name end1 netns $COPROC_PID
 ip address add 10.77.0.1/24 dev end0
@@ -149,10 +126,10 @@ wait $!
 """
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_ranks_of_two_machines_connect_and_detect_a_death(tmp_path: Path) -> None:
     own = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c", TWO_MACHINES, "two"]
-    run = partial(subprocess.run, capture_output=True, text=True, check=False, timeout=90)
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
     if not all(map(shutil.which, ("unshare", "nsenter", "ip", "bash"))) or run(own).returncode:
         pytest.skip("this machine lets nobody join two name spaces of a network")
     script = tmp_path / "rank.py"
@@ -174,20 +151,26 @@ def outward() -> str:
         pytest.skip(f"this machine has no way out: {exc}")
 
 
-def test_ranks_listen_on_the_address_towards_the_rendezvous_by_default() -> None:
-    own = outward()
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("towards", "hosts", "end"),
+    [
+        ("127.0.0.1", ["127.0.0.2", "127.0.0.3"], "127.0.0.2"),  # the first is called there
+        ("outward", [None, None], "outward"),  # by default, the address towards the rendezvous
+        ("127.0.0.1", [None, None], "127.0.0.1"),
+    ],
+    ids=["given", "outward", "loopback"],
+)
+def test_ranks_connect_at_their_addresses_and_detect_a_death(
+    towards: str, hosts: list[str | None], end: str
+) -> None:
+    own = outward() if towards == "outward" else towards
 
-    ends, dead = run_pair(own, [None, None])
+    ends, dead = run_pair(own, hosts)
 
-    assert own in ends
+    assert (own if end == "outward" else end) in ends
     assert dead == [1]
-
-
-def test_local_rendezvous_keeps_liveness_connections_on_loopback() -> None:
-    ends, dead = run_pair("127.0.0.1", [None, None])
-
-    assert ends == {"127.0.0.1"}
-    assert dead == [1]
+    assert towards == "outward" or all(is_loopback(one) for one in ends)
 
 
 def test_address_towards_this_machine_is_the_given_one() -> None:
@@ -197,9 +180,7 @@ def test_address_towards_this_machine_is_the_given_one() -> None:
 
 
 def test_unreachable_host_is_named() -> None:
-    with pytest.raises(
-        RankError, match=r"no route from this host to 255\.255\.255\.255 port 9: .+"
-    ):
+    with pytest.raises(RankError, match=r"255\.255\.255\.255 port 9"):
         address_towards("255.255.255.255", 9)
 
 
@@ -211,10 +192,10 @@ def test_rank_at_a_remote_loopback_address_gets_advice(own: str, is_advised: boo
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nobody = ("127.0.0.1", probe.getsockname()[1], b"k" * 16)
 
-    with pytest.raises(RankError, match=r"^rank 1 cannot reach rank 0 at 127") as refusal:
-        LivenessConnections(1, lambda mine: [nobody, mine], host=host, deadline_s=DEADLINE_S)
+    with pytest.raises(RankError, match=r"rank 0 at 127") as refusal:
+        LivenessConnections(1, lambda mine: [nobody, mine], host=host, deadline_s=NEVER_S)
 
-    assert ("configure that rank's host" in str(refusal.value)) == is_advised
+    assert ("configure" in str(refusal.value)) == is_advised
 
 
 def test_only_numeric_loopback_addresses_are_known_as_such() -> None:

@@ -1,4 +1,4 @@
-"""Every interleaving of three ranks over the real phase machine and the real votes.
+"""Every interleaving of two and of three ranks over the real phase machine and the real votes.
 
 An explicit-state search: ``rebalance/protocol/phases.py`` and ``rebalance/protocol/ballot.py`` run
 as they are; what surrounds them (when a plan is seen, bytes arrive, votes are late, ranks wish to
@@ -39,7 +39,6 @@ from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
 from rebalance.recovery.survivors import missed_verdicts
 
-NUM_RANKS = 3
 VOTE_EVERY = 2
 NONE = -9  # no vote, no transaction, no step
 
@@ -149,6 +148,7 @@ class Scenario:
     completes_early: bool = False  # a broken rank: says applied when a swap is only ordered
     adopts_early: bool = False  # a broken rank: adopts a plan while a swap is not complete
     missed: Missed = missed_verdicts
+    num_ranks: int = 2
     is_store_asked: bool = True  # broken survivors: do not look what the dead have written
 
     def reads_after(self, number: int) -> int:
@@ -160,7 +160,7 @@ class Scenario:
         layers = () if self.spares else (0,) * max(self.plans, default=1)
         rank = Rank(0, NUMBERS.of(RankPhase(generation=0)), layers)
         store = (None, layers, (0, layers), 0)
-        return World((rank,) * NUM_RANKS, (), *store, self.wishes, self.halts, self.deaths)
+        return World((rank,) * self.num_ranks, (), *store, self.wishes, self.halts, self.deaths)
 
 
 # -- one rank
@@ -350,7 +350,7 @@ def passed(world: World, index: int, rank: Rank, how: str) -> tuple[str, World]:
         return f"{label}: halts", with_rank(world, index, rank._replace(has_ended=True))
     votes = dict(world.votes)
     if rank.at % VOTE_EVERY == 0:
-        cast = list(votes.get(rank.at, (NONE,) * NUM_RANKS))
+        cast = list(votes.get(rank.at, (NONE,) * len(world.ranks)))
         cast[index] = ballot_of(rank.phase, rank.wants_halt)
         votes[rank.at] = tuple(cast)
         rank = rank._replace(awaits=rank.at)
@@ -413,7 +413,7 @@ def recovered(scenario: Scenario, rank: Rank, record: Recovery) -> tuple[int, La
 def check_recovery(scenario: Scenario, world: World) -> None:
     """Survivors that stop where they are end with one placement, which the store can name."""
     alive = {n: rank for n, rank in enumerate(world.ranks) if not rank.is_dead}
-    dead = set(range(NUM_RANKS)) - alive.keys()
+    dead = set(range(len(world.ranks))) - alive.keys()
     if not dead or not alive:
         return
     words = {n: words_of(rank, n) for n, rank in alive.items()}
@@ -602,7 +602,7 @@ def canonical(world: World) -> World:
     ranks = [shifted(rank, base) if base else rank for rank in world.ranks]
     # Ranks differ in nothing but their number: any order of them is one state.
     order = sorted(
-        range(NUM_RANKS), key=lambda n: hash((ranks[n], *(ballots[n] for _, ballots in votes)))
+        range(len(ranks)), key=lambda n: hash((ranks[n], *(ballots[n] for _, ballots in votes)))
     )
     return world._replace(
         ranks=tuple(ranks[n] for n in order),
@@ -679,6 +679,7 @@ def stuck(scenario: Scenario, explored: Explored) -> list[World]:
 
 # -- what holds
 
+# Of three ranks a few thousand states each, and for all others up to a million.
 FEW_STATES = [
     Scenario((2,)),
     Scenario((1, 1)),
@@ -687,22 +688,28 @@ FEW_STATES = [
     Scenario((1,), deaths=1),
     Scenario((2,), spares=1),
 ]
-MANY_STATES = [
+MORE_STATES = [
     Scenario((1,), is_withdrawn=True),
     Scenario((2,), wishes=1),
     Scenario((2,), wishes=1, staging=1),
     Scenario((3,), spares=2),
-    Scenario((1, 1), wishes=1),
-    Scenario((1, 1), is_withdrawn=True),
     Scenario((2,), deaths=1),
     Scenario((2,), halts=2),
     Scenario((1, 1), spares=1),
     Scenario((2,), spares=1, wishes=1),
     Scenario((2,), spares=1, deaths=1),
-    Scenario((2,), spares=1, is_withdrawn=True),
-    Scenario((2,), spares=2, wishes=1),
-    Scenario((1, 1), spares=1, wishes=1),
 ]
+MOST_STATES = [
+    Scenario((1, 1), wishes=1),
+    Scenario((2,), spares=1, is_withdrawn=True),
+    Scenario((1, 1), spares=1, wishes=1),
+    Scenario((1, 1), is_withdrawn=True),
+    Scenario((2,), spares=2, wishes=1),
+]
+
+
+def marked(scenarios: list[Scenario], num_ranks: int, *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(replace(one, num_ranks=num_ranks), marks=marks) for one in scenarios]
 
 
 def holds(scenario: Scenario) -> Explored:
@@ -724,17 +731,20 @@ def name_of(scenario: Scenario) -> str:
     if scenario.is_withdrawn:
         faults.append("withdrawals")
     room = f"spares {scenario.spares}" if scenario.spares else f"ring {scenario.staging}"
-    return f"plans {scenario.plans} {room} {' '.join(faults)}".strip()
+    return f"{scenario.num_ranks} ranks plans {scenario.plans} {room} {' '.join(faults)}".strip()
 
 
-@pytest.mark.parametrize("scenario", FEW_STATES, ids=name_of)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *marked([*FEW_STATES, *MORE_STATES], 2),
+        *marked(MOST_STATES, 2, pytest.mark.system),
+        *marked(FEW_STATES, 3, pytest.mark.system),
+        *marked([*MORE_STATES, *MOST_STATES], 3, pytest.mark.slow),
+    ],
+    ids=name_of,
+)
 def test_ranks_agree_in_every_step_and_every_story_can_end(scenario: Scenario) -> None:
-    holds(scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", MANY_STATES, ids=name_of)
-def test_ranks_agree_in_longer_stories_too(scenario: Scenario) -> None:
     holds(scenario)
 
 
@@ -748,7 +758,7 @@ def test_plan_that_one_rank_fails_is_finished_on_all_or_dropped_on_all() -> None
     }
 
     dropped, finished = ((0,), 0), ((1,), 1)
-    assert ends == {((0, (0,)), *[dropped] * 3), ((1, (1,)), *[finished] * 3)}
+    assert ends == {((0, (0,)), *[dropped] * 2), ((1, (1,)), *[finished] * 2)}
 
 
 # -- the search can fail
@@ -774,45 +784,24 @@ def never_forward(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verd
     return missed_verdicts(state, replace(record, applied=0))
 
 
-@pytest.mark.parametrize(
-    ("broken", "finding"),
-    [
-        pytest.param(
-            Scenario((1,), deaths=1, missed=never_forward),
-            "survivors end with",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Scenario((1,), deaths=1, is_store_asked=False),
-            "the store has 1",
-            marks=pytest.mark.slow,
-        ),
-        (Scenario((1,), read_verdict=on_its_own_flag), "run one step with"),
-        (Scenario((1,), skips_when_prepared=True), "run one step with"),
-        pytest.param(
-            Scenario((1,), wishes=1, read_verdict=deaf_to_aborts),
-            "run one step with",
-            marks=pytest.mark.slow,
-        ),
-        (Scenario((1,), stages_unadopted=True), "preload cannot become swap"),
-        (Scenario((2,), spares=1, stages_at_once=True), "writes slot 0, which is live"),
-        (Scenario((3,), spares=2, stages_at_once=True), "writes slot 0, which is live"),
-        (Scenario((2,), spares=1, completes_early=True), "writes slot 0, which is draining"),
-        (Scenario((1, 1), spares=1, adopts_early=True), "writes slot 0, which is draining"),
-    ],
-    ids=[
-        "not rolled forward",
-        "store not asked",
-        "own flag",
-        "skipped vote",
-        "deaf",
-        "early stage",
-        "no wait for spares",
-        "no wait for two spares",
-        "early applied",
-        "early adoption",
-    ],
-)
+BROKEN = {
+    "not rolled forward": (
+        Scenario((1,), deaths=1, missed=never_forward),
+        "survivors end with",
+    ),
+    "store not asked": (Scenario((1,), deaths=1, is_store_asked=False), "the store has 1"),
+    "own flag": (Scenario((1,), read_verdict=on_its_own_flag), "run one step with"),
+    "skipped vote": (Scenario((1,), skips_when_prepared=True), "run one step with"),
+    "deaf": (Scenario((1,), wishes=1, read_verdict=deaf_to_aborts), "run one step with"),
+    "early stage": (Scenario((1,), stages_unadopted=True), "preload cannot become swap"),
+    "no wait for spares": (Scenario((2,), spares=1, stages_at_once=True), "0, which is live"),
+    "no wait for two spares": (Scenario((3,), spares=2, stages_at_once=True), "0, which is live"),
+    "early applied": (Scenario((2,), spares=1, completes_early=True), "0, which is draining"),
+    "early adoption": (Scenario((1, 1), spares=1, adopts_early=True), "0, which is draining"),
+}
+
+
+@pytest.mark.parametrize(("broken", "finding"), BROKEN.values(), ids=BROKEN)
 def test_explorer_finds_each_broken_rule(broken: Scenario, finding: str) -> None:
     with pytest.raises(Violation, match=finding) as found:
         holds(broken)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from runtime.memory.shared import digest
 from runtime.routing import SHARE_ONE
 from telemetry.store import RankState, RunInfo
 from telemetry.stores.memory import MemoryStore
+from tests.support.limits import NEVER_S
 
-DEADLINE_S = 20.0
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 MODEL = ModelShape((0,), 3, top_k=1, hidden=8, intermediate=4)
 # Ranks hold experts {0, 1} and {0, 2}.
@@ -93,7 +92,7 @@ def serving() -> Iterator[Serving]:
     banks = [ExpertBank(SCHEMA, 1, 2, num_staging=2) for _ in range(2)]
     made = Serving(store, [], banks)
     known = AgentSettings(
-        "test", "run", TOPOLOGY, sample_steps=WINDOW_STEPS, vote_deadline_s=DEADLINE_S
+        "test", "run", TOPOLOGY, sample_steps=WINDOW_STEPS, vote_deadline_s=NEVER_S
     )
     for rank, bank in enumerate(banks):
         for slot, expert in enumerate(START.slot_to_expert[0, TOPOLOGY.slots_on(rank)].tolist()):
@@ -113,9 +112,7 @@ def test_new_shares_serve_under_a_new_generation_and_no_weight_moves(serving: Se
     before = [serving.step() for _ in range(WINDOW_STEPS + 1)][-1]
     assert before == [6000, 4000]
 
-    deadline = time.monotonic() + DEADLINE_S
     while serving.agents[0].placement.generation == 0:
-        assert time.monotonic() < deadline, "no new generation served in time"
         controller.turn()
         serving.step()
 

@@ -25,7 +25,8 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 from telemetry.store import Event, RankState
-from tests.support.agent_group import DEADLINE_S, AgentGroup, Notes, digests_of, record_of
+from tests.support.agent_group import AgentGroup, Notes, digests_of, record_of
+from tests.support.limits import NEVER_S
 
 NUM_LAYERS, NUM_EXPERTS = 2, 3
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -36,15 +37,12 @@ FULL = Placement(np.tile([0, 2, 1, 1, 2, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
 NEXT = Placement(np.tile([0, 2, 1, 1, 2, EMPTY], (NUM_LAYERS, 1)), NUM_EXPERTS)
 
 
-PLAN_DEADLINE_S = 30.0
-
-
 @dataclass(frozen=True)
 class Setting:
     """What the group of a test is made of."""
 
     every_steps: int = 1
-    plan_deadline_s: float = PLAN_DEADLINE_S
+    plan_deadline_s: float = NEVER_S
     num_staging: int = 2
     start: Placement = START
 
@@ -58,7 +56,7 @@ class GatedTransport(LocalTransport):
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         self.asked.append(place)
-        assert self.gate.wait(DEADLINE_S), "the test opens the gate"
+        self.gate.wait()
         if self.failures:
             raise self.failures.pop()
         return super().pull(record, place, offset, into)
@@ -359,12 +357,12 @@ def test_weight_update_clears_results_of_old_weights(group: Group) -> None:
         beginning = [pool.submit(agent.begin_update, 1) for agent in group.agents]
         group.gates[0].set()  # only then can the look under way end
         for began in beginning:
-            began.result(DEADLINE_S)
+            began.result()
         for agent, bank in zip(group.agents, group.banks, strict=True):
             for layer, slot, expert in agent.held():
                 bank.live(layer, slot).copy_(RECORDS[layer, expert] + 1)
         for ended in [pool.submit(agent.end_update) for agent in group.agents]:
-            ended.result(DEADLINE_S)
+            ended.result()
     sweeps = group.detail(0)["sweeps"]
     group.step_until(lambda: group.detail(0)["sweeps"] >= sweeps + 2)
 
@@ -375,9 +373,9 @@ def test_weight_update_clears_results_of_old_weights(group: Group) -> None:
 def update_weights(group: Group) -> None:
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(agent.begin_update, 1) for agent in group.agents]:
-            done.result(DEADLINE_S)
+            done.result()
         for done in [pool.submit(agent.end_update) for agent in group.agents]:
-            done.result(DEADLINE_S)
+            done.result()
 
 
 def test_scrubber_repairs_from_peers_only_after_an_update(group: Group) -> None:
@@ -414,7 +412,7 @@ def test_survivor_report_waits_for_the_check_and_stops_repairs(
         with pytest.raises(TimeoutError):
             said.result(0.1)
         group.gates[0].set()
-        assert said.result(DEADLINE_S).generation == 0
+        assert said.result().generation == 0
 
     assert group.agents[0].core.mover.ring.num_in_use == 0
     assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])
@@ -433,7 +431,7 @@ def test_survivor_report_is_in_time_while_the_host_is_reading(group: Group) -> N
     assert (said.generation, said.prepared) == (0, 0)
     done = group.agents[0].core.shared
     with done.changed:  # it ends as soon as it can, and repairs nothing
-        assert done.changed.wait_for(lambda: not group.is_looking(0), DEADLINE_S)
+        done.changed.wait_for(lambda: not group.is_looking(0))
     assert group.agents[0].core.mover.ring.num_in_use == 0
     assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])
 
@@ -459,17 +457,17 @@ def test_plan_of_a_stalled_mover_is_aborted_and_the_reason_names_it(group: Group
             and "computing" not in group.report(1).progress_of
         )
     )
-    group.time.skip(PLAN_DEADLINE_S + 0.5)
+    group.time.skip(NEVER_S + 0.5)
     group.step_until(lambda: group.store.published() is None)
 
     reasons = [event.detail["reason"] for event in group.store.events() if event.kind == "abort"]
-    words = f"rank 0: {pulling} for 3"
+    words = f"rank 0: {pulling} for {NEVER_S:.0f}"
     assert any(reason.startswith(words) for reason in reasons) or reasons == [
         "requested by another rank"
     ]
     report = group.report(0)
     assert report.progress_of == pulling
-    assert report.progress_age_s > PLAN_DEADLINE_S
+    assert report.progress_age_s > NEVER_S
 
     group.gates[0].set()
     group.step_until(lambda: all(agent.phase == "idle" for agent in group.agents))
@@ -519,5 +517,5 @@ def test_exited_thread_is_reported_and_weights_can_still_be_updated(
             args = (1,) if call == "begin_update" else ()
             asked = [pool.submit(getattr(agent, call), *args) for agent in group.agents]
             for done in asked:
-                done.result(DEADLINE_S)
+                done.result()
     group.step()

@@ -25,8 +25,8 @@ from rebalance.transport.processes import MappedPeers, RankMemory
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.agreement import gathered
+from tests.support.limits import NEVER_S
 
-DEADLINE_S = 30.0
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 # Ranks 0 and 1 share a host, rank 2 has one of its own.
 TOPOLOGY = Topology(np.array([0, 0, 1]), np.array([3, 4, 3]))
@@ -54,13 +54,13 @@ def choose(
     """Pick a transport as a rank does at its start; (why, which ranks it reads) or the refusal."""
     placement = Placement(np.array(HELD), num_experts=8)
     bank = ExpertBank(schema, 2, int(TOPOLOGY.slots_of_rank[rank]), num_staging=1)
-    reader = HostCacheClient(host_cache, 8, schema.record_bytes, deadline_s=DEADLINE_S)
+    reader = HostCacheClient(host_cache, 8, schema.record_bytes, deadline_s=NEVER_S)
     held = placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
     group = dist.group.WORLD
     assert group is not None
-    mine = fill_bank(bank, held, reader, deadline_s=DEADLINE_S)
+    mine = fill_bank(bank, held, reader, deadline_s=NEVER_S)
     votes = GlooVotes(group)
-    digests = agree_on_digests(mine, 2, 8, votes, deadline_s=DEADLINE_S)
+    digests = agree_on_digests(mine, 2, 8, votes, deadline_s=NEVER_S)
     handles = gathered(bank.handle, group)
     spoil(rank, bank, handles)
     dist.barrier()
@@ -74,7 +74,7 @@ def choose(
     except MigrationError as exc:
         return str(exc), None
     into = torch.zeros(schema.record_bytes, dtype=torch.uint8)
-    made.preload([(0, 5)], DEADLINE_S)
+    made.preload([(0, 5)], NEVER_S)
     assert made.pull((0, 5), HOST, 0, into).is_complete()
     dist.barrier()  # nobody leaves while another may still attach
     return why, sorted(made.readable)
