@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from telemetry import open_store
-from telemetry.store import LoadStore
+from telemetry.store import Event, LoadStore
 from tests.support.limits import NEVER_S
 
 C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
@@ -50,6 +50,11 @@ SMALL_DEMO = {
     "transport.silence_s": NEVER_S,
     "host_link.silence_s": NEVER_S,
 }
+
+
+def events_of(store: LoadStore, kind: str, *, after: int = 0) -> list[Event]:
+    """All events of a kind, in order."""
+    return [event for event in store.events(after=after, limit=1_000_000) if event.kind == kind]
 
 
 class DemoProcess:
@@ -134,6 +139,20 @@ class DemoProcess:
         status = self.process.wait()
         self.leaves_nothing()
         return status
+
+    def ends_right(self) -> dict[str, Any]:
+        """Wait for its end; all its answers were right. Return the summary."""
+        assert self.ends() == 0, self.output_text()
+        assert "Traceback" not in self.errors
+        summary = self.summary()
+        assert summary["reference_checks"] > 0
+        assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+        return summary
+
+    def halts_right(self) -> dict[str, Any]:
+        """Interrupt its own process; all its answers were right. Return the summary."""
+        self.process.send_signal(signal.SIGINT)
+        return self.ends_right()
 
     def leaves_nothing(self) -> None:
         """Wait until every process of the session is gone, and its words are all read."""
@@ -232,7 +251,7 @@ def watched_demo(
         folder, serve=True, pay_back_s=0, **{"log.format": "json", "log.level": "info"}
     )
     (folder / ".eplb").symlink_to(demo.state_dir)
-    demo.sees("a plan", lambda store: [e for e in store.events(limit=100_000) if e.kind == "plan"])
+    demo.sees("a plan", lambda store: events_of(store, "plan"))
     demo.sees("that all ranks report", lambda _: demo.get("/readyz").is_success)
     yield demo
     demo.process.send_signal(signal.SIGINT)

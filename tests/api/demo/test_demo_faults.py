@@ -1,11 +1,11 @@
 """Bad input, bad disks and dying processes: one clear sentence each, and nothing left behind."""
 
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from telemetry import open_store
 from telemetry.store import LoadStore
-from telemetry.stores.sqlite.schema import SCHEMA_VERSION
+from tests.support.demo import events_of
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
@@ -32,9 +32,9 @@ FILE_LIMIT = 300_000  # bytes
 StartDemo = Callable[..., Any]
 
 
-def refusal(folder: Path, *flags: str, env: dict[str, str] | None = None) -> str:
+def refusal(folder: Path, *flags: str) -> str:
     """Start a demo that must be refused before it serves; return the sentence."""
-    done = CliRunner().invoke(app, ["demo", "--state-dir", str(folder), *SMALL, *flags], env=env)
+    done = CliRunner().invoke(app, ["demo", "--state-dir", str(folder), *SMALL, *flags])
     assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.output
     sentence = str(done.stderr)
     assert sentence.startswith("eplb: ")
@@ -63,31 +63,40 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 # -- weights
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a start that was refused after it had written weights of the small model."""
+    folder = tmp_path_factory.mktemp("written")
+    refusal(folder, "--resume")
+    return folder
+
+
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    """Weights of the small model, in the folder where the next start looks for them.
-
-    The start that wrote them was refused afterwards, so that nothing had to be served.
-    """
-    (tmp_path / "store.sqlite").unlink(missing_ok=True)
-    refusal(tmp_path, "--resume")
-    (found,) = tmp_path.glob("weights-*")
-    return found
+def weights(written: Path, tmp_path: Path) -> Path:
+    """Weights where the next start in ``tmp_path`` looks for them."""
+    (found,) = written.glob("weights-*")
+    return shutil.copytree(found, tmp_path / found.name)
 
 
-def test_missing_weight_file_is_named(tmp_path: Path, weights: Path) -> None:
-    (weights / "model-00002-of-00003.safetensors").unlink()
-
-    missing = weights / "model-00002-of-00003.safetensors"
-    assert refusal(tmp_path) == f"weight file {missing} is missing, the index names it"
-    assert store_opens(tmp_path)
+def drop(shard: Path) -> None:
+    shard.unlink()
 
 
-def test_truncated_weight_file_is_named_with_its_size(tmp_path: Path, weights: Path) -> None:
-    os.truncate(weights / "model-00003-of-00003.safetensors", 5000)
+def truncate(shard: Path) -> None:
+    os.truncate(shard, 5000)
 
-    expected = f"weight file {weights / 'model-00003-of-00003.safetensors'} of 5000 bytes is trunc"
-    assert refusal(tmp_path).startswith(expected)
+
+@pytest.mark.parametrize(("damage", "found"), [(drop, "missing"), (truncate, "of 5000 bytes")])
+def test_weight_file_that_is_not_whole_is_named(
+    tmp_path: Path, weights: Path, damage: Callable[[Path], None], found: str
+) -> None:
+    shard = weights / "model-00002-of-00003.safetensors"
+    damage(shard)
+
+    sentence = refusal(tmp_path)
+
+    assert str(shard) in sentence
+    assert found in sentence
     assert store_opens(tmp_path)
 
 
@@ -98,76 +107,48 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path, weights: Path) -> 
     next(other.glob("weights-*")).rename(weights)
 
     sentence = refusal(tmp_path)
-    assert "has shape (32, 16), expected (32, 32) for this model" in sentence or (
-        "has shape (16, 32), expected (32, 32) for this model" in sentence
-    )
+
+    assert re.search(r"\((32, 16|16, 32)\), expected \(32, 32\)", sentence)
     assert store_opens(tmp_path)
 
 
-def test_full_disk_leaves_no_half_written_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unfinished", ["weights-*", "text.npz"])
+def test_full_disk_leaves_no_half_written_file(tmp_path: Path, unfinished: str) -> None:
+    (words := tmp_path / "words.txt").write_text("one two three " * 50_000)
     with files_up_to(FILE_LIMIT):
-        sentence = refusal(tmp_path)
+        flags = ["--text", str(words)] if unfinished == "text.npz" else []
+        sentence = refusal(tmp_path, *flags)
 
-    assert sentence.startswith(f"weights cannot be written to {tmp_path}/weights-")
-    assert not list(tmp_path.glob("weights-*"))
+    assert f"{tmp_path}/{unfinished.partition('*')[0]}" in sentence
+    assert not list(tmp_path.glob(unfinished))
     assert store_opens(tmp_path)
-
-
-def test_full_disk_leaves_no_half_written_text(tmp_path: Path) -> None:
-    tmp_path.joinpath("words.txt").write_text("one two three " * 50_000)
-    with files_up_to(FILE_LIMIT):
-        sentence = refusal(tmp_path, "--text", str(tmp_path / "words.txt"))
-
-    assert sentence == f"{tmp_path / 'text.npz'} cannot be written: File too large"
-    assert not (tmp_path / "text.npz").exists()
 
 
 # -- settings
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "named"),
     [
-        (
-            ["--slots", "4"],
-            "slots is 4 in flag --slots, expected at least 8, the number of experts",
-        ),
-        (["--policy", "best"], "unknown policy 'best', expected one of: "),
-        (["--setting", "colour=red"], "unknown key 'colour' in --setting colour, closest known: "),
-        (
-            ["--setting", "hidden=6"],
-            "hidden is 6, expected a multiple of 4, the number of attention heads",
-        ),
-        (
-            ["--setting", "tokens_per_rank=100"],
-            "tokens_per_rank is 100, expected at most 64 or a multiple of it, the tokens of one",
-        ),
-        (["--text", "/nowhere"], "text /nowhere cannot be read: No such file or directory"),
-        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json cannot be written: No such file"),
-        (["--json", "/"], "--json / is a folder, expected a file"),
-        (["--resume"], "store.sqlite holds no placement to resume from, expected one"),
+        (["--policy", "best"], "'best'"),
+        (["--setting", "hidden=6"], "hidden is 6, expected a multiple of 4"),
+        (["--setting", "tokens_per_rank=100"], "tokens_per_rank is 100, expected at most 64"),
+        (["--text", "/nowhere"], "text /nowhere cannot be read"),
+        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json cannot be written"),
+        (["--json", "/"], "--json / is a folder"),
+        (["--resume"], "store.sqlite holds no placement"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(
-    tmp_path: Path, flags: list[str], sentence: str
+    tmp_path: Path, flags: list[str], named: str
 ) -> None:
-    assert sentence in refusal(tmp_path / "state", *flags)
+    assert named in refusal(tmp_path / "state", *flags)
 
 
-def test_unknown_key_in_the_settings_file_is_refused(tmp_path: Path) -> None:
-    config = tmp_path / "demo.toml"
-    config.write_text("rank = 4\n")
+def test_start_that_its_settings_refuse_makes_no_folder(tmp_path: Path) -> None:
+    refusal(tmp_path / "state", "--slots", "4")
 
-    sentence = refusal(tmp_path / "state", "--config", str(config))
-    assert sentence.startswith(f"unknown key 'rank' in {config}, closest known: ranks")
     assert not (tmp_path / "state").exists()
-
-
-def test_unknown_variable_of_the_environment_is_refused(tmp_path: Path) -> None:
-    sentence = refusal(tmp_path / "state", env={"EPLB_POLCY": "auto"})
-
-    assert sentence.startswith("unknown key 'EPLB_POLCY' in the environment")
-    assert "EPLB_POLICY" in sentence
 
 
 def test_port_in_use_is_named(tmp_path: Path) -> None:
@@ -175,68 +156,40 @@ def test_port_in_use_is_named(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         sentence = refusal(tmp_path, "--port", str(port))
 
-    assert sentence == (
-        f"port {port} of 127.0.0.1 (http.port, http.host) cannot be used: Address already in use, "
-        "expected a free port of this host; 0 takes any"
-    )
+    assert f"port {port} of 127.0.0.1 (http.port, http.host)" in sentence
     assert store_opens(tmp_path)
 
 
-def write_routes(path: Path, ids: Any, **more: Any) -> list[str]:
-    np.savez(path, expert_ids=np.array(ids), **more)
-    return ["--trace", str(path)]
+ROUTES = np.zeros((2, 64, 2), dtype=np.int64)
 
 
-@pytest.mark.slow
-def test_traces_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
-    trace, state = tmp_path / "trace.npz", tmp_path / "state"
-    no_text = [word for word in SMALL if word not in TEXT]
-    assert len(no_text) == len(SMALL) - len(TEXT)
-    routes = np.zeros((2, 64, 2), dtype=np.int64)
+@pytest.mark.parametrize(
+    ("routes", "named"),
+    [
+        (None, "does not exist"),
+        (b"not an archive", "cannot be read as an .npz file"),
+        ({"expert_ids": ROUTES + 8}, "experts 8..8, expected 0..7"),
+        ({"expert_ids": ROUTES - 2}, "experts -2..-2, expected 0..7"),
+        ({"expert_ids": ROUTES, "request_len": [7]}, "7 tokens, expected 2 or 64"),
+    ],
+    ids=["none", "no archive", "too many experts", "too few", "lengths"],
+)
+def test_trace_that_cannot_be_replayed_is_refused(tmp_path: Path, routes: Any, named: str) -> None:
+    trace, no_text = tmp_path / "trace.npz", [word for word in SMALL if word not in TEXT]
+    if isinstance(routes, bytes):
+        trace.write_bytes(routes)
+    elif routes is not None:
+        np.savez(trace, **routes)
+    flags = ["--state-dir", str(tmp_path / "state"), "--trace", str(trace)]
 
-    def refused(flags: list[str]) -> str:
-        command = ["demo", "--state-dir", str(state), *no_text, *flags]
-        done = CliRunner().invoke(app, command)
-        assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.output
-        return str(done.stderr)
+    done = CliRunner().invoke(app, ["demo", *no_text, *flags])
 
-    flags = ["--trace", str(trace)]
-    assert refused(flags) == f"eplb: {trace} does not exist, expected an .npz file\n"
-    trace.write_bytes(b"not an archive")
-    assert refused(flags).startswith(f"eplb: {trace} cannot be read as an .npz file: ")
-    expected = "expected 0..7 (--experts), or -1 for padding"
-    write_routes(trace, routes + 8)
-    assert refused(flags) == f"eplb: trace {trace} names experts 8..8, {expected}\n"
-    write_routes(trace, routes - 2)
-    assert f"names experts -2..-2, {expected}" in refused(flags)
-    write_routes(trace, routes, request_len=[7])
-    assert "request_len sums to 7 tokens, expected 2 or 64" in refused(flags)
-    assert store_opens(state)
-
-
-# -- stores and folders
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.output
+    assert str(trace) in done.stderr
+    assert named in done.stderr
 
 
-def test_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    open_store(tmp_path / "store.sqlite", "demo").close()
-    with closing(sqlite3.connect(tmp_path / "store.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    before = (tmp_path / "store.sqlite").read_bytes()
-
-    sentence = refusal(tmp_path)
-    wrong = f"has schema version 99, expected {SCHEMA_VERSION}: it was written by another version"
-    assert wrong in sentence
-    assert (tmp_path / "store.sqlite").read_bytes() == before
-
-
-def test_store_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "store.sqlite").write_text("a shopping list\n" * 100)
-
-    sentence = refusal(tmp_path)
-    assert sentence.startswith(
-        f"store {tmp_path / 'store.sqlite'} is corrupted or not a SQLite file"
-    )
-    assert sentence.endswith("expected a whole SQLite file")
+# -- folders and disks
 
 
 AS_NOBODY = """
@@ -287,13 +240,7 @@ def test_full_disk_for_a_while_loses_no_output_and_no_sample(
     for pid in demo.processes():
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-    demo.process.send_signal(signal.SIGINT)
-
-    assert demo.ends() == 0, demo.output_text()
-    assert "Traceback" not in demo.errors
-    summary = demo.summary()
-    assert summary["reference_checks"] > 0
-    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+    demo.halts_right()
 
 
 @pytest.mark.slow
@@ -323,18 +270,9 @@ def ends_in_words(demo: Any, what: str) -> None:
     assert store_opens(demo.state_dir)
 
 
-def is_right(demo: Any) -> Any:
-    assert demo.ends() == 0, demo.output_text()
-    assert "Traceback" not in demo.errors
-    summary = demo.summary()
-    assert summary["reference_checks"] > 0
-    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
-    return summary
-
-
 def serves_in_start(number: int) -> Callable[[LoadStore], bool]:
     def serves(store: LoadStore) -> bool:
-        starts = [event for event in store.events(limit=100_000) if event.kind == "run"]
+        starts = events_of(store, "run")
         if len(starts) != number:
             return False
         states = store.rank_states(starts[-1].detail["run"])
@@ -365,7 +303,7 @@ def test_ranks_restart_after_an_exit_until_the_budget_is_used_up(
     demo.kill("rank 2")
     ends_in_words(demo, "rank 2 was killed by SIGKILL")
 
-    is_right(start_demo(tmp_path, "--resume", *TEXT, seconds=1))
+    start_demo(tmp_path, "--resume", *TEXT, seconds=1).ends_right()
 
 
 @pytest.mark.slow
@@ -377,13 +315,12 @@ def test_demo_survives_two_rank_exits_and_reports_them(
     record = kill_a_rank(demo, 2, "rank 0")
     assert (record.survivors, record.reason) == ((1, 2, 3), "rank 0 died")
     demo.sees("rebalances after it", lambda store: commits(store) > record.generation)
-    demo.process.send_signal(signal.SIGINT)
 
-    summary = is_right(demo)
+    summary = demo.halts_right()
     assert summary["deaths"] == 2
-    assert 0 < summary["unserved_s"] < 60
+    assert summary["unserved_s"] > 0
     with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
-        errors = [event.detail["message"] for event in store.events() if event.kind == "error"]
+        errors = [event.detail["message"] for event in events_of(store, "error")]
     assert errors == [
         "rank 1 was killed by SIGKILL; restarting all ranks",
         "rank 0 was killed by SIGKILL; restarting all ranks",
@@ -404,9 +341,8 @@ def test_hung_rank_is_excluded_and_all_ranks_restart(tmp_path: Path, start_demo:
 
     record = demo.sees("a recovery", lambda store: store.recovery())
     demo.sees("serving again", serves_in_start(2))
-    demo.process.send_signal(signal.SIGINT)
 
     assert (record.survivors, record.reason) == ((0, 1, 3), "rank 2 sent no report in time")
-    summary = is_right(demo)
+    summary = demo.halts_right()
     assert summary["deaths"] == 1
     assert summary["unserved_s"] > 3.0  # from the last token on, not from when it is left behind

@@ -1,18 +1,14 @@
 """What does not serve may hang or be killed, any number of times: serving goes on without it."""
 
-import json
-import os
 import signal
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from telemetry.store import LoadStore
+from tests.support.demo import events_of
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
@@ -21,38 +17,19 @@ StartDemo = Callable[..., Any]
 Found = Callable[[LoadStore], Any]
 
 
-@pytest.fixture(autouse=True)
-def ended(start_demo: StartDemo, tmp_path: Path) -> Iterator[None]:
-    """A demo that a failed test leaves would slow the next one down."""
-    yield
-    lock = tmp_path / "state" / "lock"
-    with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-        os.kill(int(lock.read_text()), signal.SIGKILL)
+def figure(demo: Any, start: str) -> float:
+    lines = demo.get("/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(start))
 
 
-def url_of(demo: Any) -> str:
-    return str(demo.wait_for_line("eplb demo: ").split()[-1])
-
-
-def ask(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, refused.read().decode()
-
-
-def figure(text: str, start: str) -> float:
-    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(start))
+def is_not_ready(demo: Any, why: str) -> bool:
+    answer = demo.get("/readyz")
+    return answer.status_code == 503 and why in answer.text
 
 
 def errors(store: LoadStore) -> list[str]:
-    return [
-        f"{event.detail['where']}: {event.detail['message']}"
-        for event in store.events(limit=100_000)
-        if event.kind == "error"
-    ]
+    found = (event.detail for event in events_of(store, "error"))
+    return [f"{detail['where']}: {detail['message']}" for detail in found]
 
 
 def notes(words: str, times: int = 1) -> Found:
@@ -75,53 +52,35 @@ def step_of(store: LoadStore) -> int:
 
 
 def commits_from(plan_id: int) -> Found:
-    def is_there(store: LoadStore) -> bool:
-        events = store.events(limit=100_000)
-        return any(e.kind == "commit" and e.detail.get("plan_id", 0) >= plan_id for e in events)
-
-    return is_there
+    return lambda store: [
+        event for event in events_of(store, "commit") if event.detail.get("plan_id", 0) >= plan_id
+    ]
 
 
 def halts_right(demo: Any) -> dict[str, Any]:
-    demo.process.send_signal(signal.SIGINT)
-    assert demo.ends() == 0, demo.output_text()
-    assert "Traceback" not in demo.errors
-    summary: dict[str, Any] = demo.summary()
-    assert summary["reference_checks"] > 0
-    assert (summary["reference_failures"], summary["samples_lost"]) == (0, 0)
+    summary: dict[str, Any] = demo.halts_right()
     assert (summary["deaths"], summary["unserved_s"]) == (0, 0)
     return summary
 
 
 @pytest.mark.slow
-def test_hung_controller_is_not_ready_and_is_restarted_within_the_deadline(
+def test_hung_controller_is_not_ready_and_is_restarted(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve", *TEXT, hung_after_s=6)
     demo.sees("a commit", commits_from(1))
-    url = url_of(demo)
     demo.kill("controller", signal.SIGSTOP)
 
     demo.sees("the first note", notes("the controller: no report for "))
-    status, text = ask(f"{url}/readyz")
-    assert (status, "no report from the controller for " in text) == (503, True), text
-    metrics = ask(f"{url}/metrics")[1]
-    assert figure(metrics, 'eplb_process_report_age_seconds{deployment="demo",process="contr') >= 3
-    assert figure(metrics, "eplb_controller_lease_age_seconds") > 0
+    assert is_not_ready(demo, "no report from the controller for ")
+    assert figure(demo, 'eplb_process_report_age_seconds{deployment="demo",process="contr') >= 3
+    assert figure(demo, "eplb_controller_lease_age_seconds") > 0
     demo.sees("its end", notes("killed by SIGKILL; restarting in 0.1 s"))
-    with_plan = len(errors_and_plans(demo))
-    demo.sees("a new plan", lambda _: len(errors_and_plans(demo)) > with_plan)
-    status, text = ask(f"{url}/readyz")
-    assert status == 200, text
-    metrics = ask(f"{url}/metrics")[1]
-    assert figure(metrics, 'eplb_process_restarts_total{deployment="demo",process="contr') == 1
+    plans = demo.sees("plans", lambda store: len(events_of(store, "plan")))
+    demo.sees("a new plan", lambda store: len(events_of(store, "plan")) > plans)
+    demo.sees("that it is ready", lambda _: demo.get("/readyz").is_success)
+    assert figure(demo, 'eplb_process_restarts_total{deployment="demo",process="contr') == 1
     assert halts_right(demo)["controller_restarts"] == 1
-
-
-def errors_and_plans(demo: Any) -> list[Any]:
-    url = url_of(demo)
-    found = json.loads(ask(f"{url}/api/v1/events?limit=10000")[1])["events"]
-    return [event for event in found if event["kind"] in ("plan", "lease")]
 
 
 @pytest.mark.slow
@@ -167,16 +126,14 @@ def test_killed_host_cache_restarts_and_migrations_resume(
 
 def next_plan(demo: Any) -> int:
     def newest(store: LoadStore) -> int:
-        events = store.events(limit=100_000)
-        published = (int(e.detail["plan_id"]) for e in events if e.kind == "publish")
+        published = (int(event.detail["plan_id"]) for event in events_of(store, "publish"))
         return 1 + max(published, default=0)
 
     return int(demo.sees("a plan", newest))
 
 
 def from_host(demo: Any) -> float:
-    metrics = ask(f"{url_of(demo)}/metrics")[1]
-    return figure(metrics, 'eplb_migrated_bytes_total{deployment="demo",link="host"}')
+    return figure(demo, 'eplb_migrated_bytes_total{deployment="demo",link="host"}')
 
 
 @pytest.mark.slow
@@ -207,8 +164,6 @@ def test_without_a_controller_serving_continues_and_readyz_fails(
     demo.sees("the last note", notes("1 restarts within 3600 s used up, serving continues"))
     at = demo.sees("a step", step_of)
     demo.sees("serving on", serves(at + 200))
-    status, text = ask(f"{url_of(demo)}/readyz")
-    assert (status, "its restart budget is used up" in text) == (503, True), text
-    metrics = ask(f"{url_of(demo)}/metrics")[1]
-    assert figure(metrics, 'eplb_process_up{deployment="demo",process="controller"}') == 0
+    assert is_not_ready(demo, "its restart budget is used up")
+    assert figure(demo, 'eplb_process_up{deployment="demo",process="controller"}') == 0
     halts_right(demo)
