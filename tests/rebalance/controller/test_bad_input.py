@@ -17,7 +17,6 @@ from eplb.decision.triggers import TriggerRules
 from eplb.errors import StoreError
 from eplb.measure.balance import imbalance
 from eplb.migration.build import Migration
-from rebalance.controller.loop import Controller
 from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry.proposals import Approval
 from telemetry.stores.memory import MemoryStore
@@ -33,27 +32,15 @@ from tests.support.controlled_deployment import (
     worked_off,
 )
 
-HOUR_S, WINDOW_S = 3600.0, 60.0
+HOUR_S, WINDOW_S, NUM_WINDOWS = 3600.0, 60.0, 30
 TURNS_AFTER = 3  # windows, in which the forecast learns the load
 MILD = [36_000, 27_000, 20_000, 17_000]  # turned round, it is no change that the controller detects
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def deployment(clock: Clock) -> Deployment:
-    store = MemoryStore("test", clock=clock)
-    store.commit(START, expected=None, reason="start")
-    return Deployment(store)
 
 
 # -- a forecast that is wrong for an hour
 
 
-def served_for_an_hour(forecast_weight: float, cool_down_s: float = 0.0) -> tuple[float, int]:
+def served_for_a_while(forecast_weight: float, cool_down_s: float = 0.0) -> tuple[float, int]:
     """Serve load that turns round whenever the forecast has learnt it.
 
     Returns:
@@ -62,13 +49,13 @@ def served_for_an_hour(forecast_weight: float, cool_down_s: float = 0.0) -> tupl
     clock = Clock()
     store = MemoryStore("test", clock=clock)
     store.commit(START, expected=None, reason="start")
-    deployment = Deployment(store)
-    request = PlannerRequest(forecast_weight=forecast_weight)
-    rules = TriggerRules(cool_down_s=cool_down_s)
-    settings = replace(SETTINGS, request=request, triggers=rules)
-    controller = Controller(store, settings, clock=clock)
+    deployment = Deployment(store, clock=clock)
+    controller = deployment.controller(
+        request=PlannerRequest(forecast_weight=forecast_weight),
+        triggers=TriggerRules(cool_down_s=cool_down_s),
+    )
     found, migrations = [], 0
-    for window in range(int(HOUR_S / WINDOW_S)):
+    for window in range(NUM_WINDOWS):
         load = MILD if window // TURNS_AFTER % 2 == 0 else MILD[::-1]
         committed = store.committed()
         assert committed is not None
@@ -85,29 +72,29 @@ def served_for_an_hour(forecast_weight: float, cool_down_s: float = 0.0) -> tupl
     return float(np.mean(found)), migrations
 
 
-def test_forecast_that_is_wrong_for_an_hour_costs_less_than_no_balancing() -> None:
+def test_forecast_that_is_wrong_all_the_time_costs_less_than_no_balancing() -> None:
     never = imbalance(np.array([MILD]), START, TOPOLOGY).mean()
-    without, _ = served_for_an_hour(forecast_weight=0.0)
+    without, _ = served_for_a_while(forecast_weight=0.0)
 
-    wrong, migrations = served_for_an_hour(forecast_weight=0.9)
+    wrong, migrations = served_for_a_while(forecast_weight=0.9)
 
     assert without < wrong < never
-    assert migrations <= HOUR_S / WINDOW_S / 2
+    assert migrations <= NUM_WINDOWS / 2
 
 
 def test_cool_down_bounds_the_moves_that_a_wrong_forecast_causes() -> None:
-    _, migrations = served_for_an_hour(forecast_weight=0.9, cool_down_s=600.0)
+    _, migrations = served_for_a_while(forecast_weight=0.9, cool_down_s=10 * WINDOW_S)
 
-    assert 1 <= migrations <= HOUR_S / 600.0
+    assert 1 <= migrations <= NUM_WINDOWS / 10
 
 
 # -- orders against constraints
 
 
 def test_rollback_against_a_pin_names_it_and_the_next_plan_restores_it(
-    deployment: Deployment, clock: Clock
+    deployment: Deployment,
 ) -> None:
-    store, controller = deployment.store, Controller(deployment.store, SETTINGS, clock=clock)
+    store, controller = deployment.store, deployment.controller()
     store.change_live({"pins": "0/0:1"}, reason="its users are near rank 1")
     deployment.serve(EVEN)
     controller.turn()
@@ -117,46 +104,30 @@ def test_rollback_against_a_pin_names_it_and_the_next_plan_restores_it(
     controller.turn()
 
     assert 0 not in deployment.swap().target.slot_to_expert[0, 3:]
-    reason = events(store, "plan")[-1].detail["reason"]
-    assert reason.startswith(
-        "rollback to generation 0 (look), against the constraints of 1 layers, the first: layer 0: "
-        "expert 0 is pinned to rank 1, which does not hold it: imbalance"
-    )
+    assert "layer 0: expert 0 is pinned to rank 1" in deployment.last_plan()["reason"]
     deployment.serve(EVEN)
     controller.turn()
     assert 0 in deployment.published().target.slot_to_expert[0, 3:]
 
 
-def test_order_under_a_constraint_that_no_plan_can_meet_fails_with_the_reason(
+def test_under_a_constraint_that_no_plan_can_meet_only_a_rollback_is_carried_out(
     deployment: Deployment,
 ) -> None:
     deployment.serve(SKEWED)
+    deployment.controller().turn()
+    deployment.swap()
     deployment.store.change_live({"redundancy": "0:99"}, reason="a typing error")
+    deployment.serve(SKEWED)
 
     task = worked_off(deployment, "rebalance", dry_run=False)
-
     assert task.state == "failed"
-    assert "redundancy gives layer 0 99 redundant slots, expected" in task.result.error
+    assert "layer 0 99" in task.result.error
     assert deployment.store.published() is None
 
-
-def test_rollback_under_such_a_constraint_is_still_carried_out(
-    deployment: Deployment, clock: Clock
-) -> None:
-    controller = Controller(deployment.store, SETTINGS, clock=clock)
-    deployment.serve(SKEWED)
-    controller.turn()
-    deployment.swap()
-    controller.close()
-    deployment.store.change_live({"redundancy": "0:99"}, reason="a typing error")
-    deployment.serve(SKEWED)
-
     task = worked_off(deployment, "rollback", generation=0, reason="slow", dry_run=False)
-
     assert task.state == "done"
     assert np.array_equal(deployment.published().target.slot_to_expert, START.slot_to_expert)
-    reason = events(deployment.store, "plan")[-1].detail["reason"]
-    assert "not compared with the constraints: redundancy gives layer 0 99" in reason
+    assert "layer 0 99" in deployment.last_plan()["reason"]
 
 
 # -- ranks that are gone
@@ -174,10 +145,8 @@ def test_rollback_to_a_generation_whose_rank_is_gone_is_refused(clock: Clock) ->
     task = worked_off(survivors, "rollback", generation=0, reason="as before", dry_run=False)
 
     assert task.state == "failed"
-    assert task.result.error == "layer 0 slot 4 holds expert 0 on rank 2, which is not alive"
-    committed = store.committed()
-    assert committed is not None
-    assert (store.published(), committed.placement.generation) == (None, 1)
+    assert "slot 4 holds expert 0 on rank 2" in task.result.error
+    assert store.published() is None
 
 
 # -- times that jump
@@ -185,15 +154,15 @@ def test_rollback_to_a_generation_whose_rank_is_gone_is_refused(clock: Clock) ->
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S], ids=["ahead", "back"])
 def test_migration_has_its_deadline_although_the_clock_jumps(
-    deployment: Deployment, clock: Clock, jump_s: float
+    deployment: Deployment, jump_s: float
 ) -> None:
     monotonic = Clock()
-    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=monotonic)
+    controller = deployment.controller(monotonic=monotonic)
     deployment.serve(SKEWED)
     for _ in range(2):  # it is published, and then first seen open
         controller.turn()
 
-    clock.now += jump_s
+    deployment.clock.now += jump_s
     controller.turn()
     still_open = deployment.store.published()
     monotonic.now += SETTINGS.migration_deadline_s + 1
@@ -201,15 +170,14 @@ def test_migration_has_its_deadline_although_the_clock_jumps(
 
     assert still_open is not None
     assert deployment.store.published() is None
-    assert events(deployment.store, "abort")[0].detail["reason"] == "not finished in 30 s"
 
 
 def test_committed_placements_survive_samples_and_clocks_that_jump(
-    deployment: Deployment, clock: Clock
+    deployment: Deployment,
 ) -> None:
-    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    controller = deployment.controller()
     for jump_s in (0.0, HOUR_S, -2 * HOUR_S, 4 * HOUR_S):
-        clock.now += jump_s
+        deployment.clock.now += jump_s
         deployment.serve(SKEWED if jump_s >= 0 else SKEWED[::-1], windows=ENOUGH)
         controller.turn()
         if deployment.store.published() is not None:
@@ -220,7 +188,7 @@ def test_committed_placements_survive_samples_and_clocks_that_jump(
     assert generations[-1] == 0
     assert len(generations) >= 2
     (refused,) = events(deployment.store, "error")  # samples from before the clock was set back
-    assert "s ahead, expected 60 s at most" in refused.detail["message"]
+    assert refused.detail["samples"]["future"] > 0
 
 
 # -- a store that answers late
@@ -244,20 +212,25 @@ class LateStore(MemoryStore):
             raise StoreError("no answer within 5 s, expected one")
 
 
-def test_plan_whose_publication_is_answered_late_is_published_and_judged_once(
-    clock: Clock,
-) -> None:
+@pytest.fixture
+def late(clock: Clock) -> Deployment:
     store = LateStore("test", clock=clock)
     store.commit(START, expected=None, reason="start")
-    deployment, controller = Deployment(store), Controller(store, SETTINGS, clock=clock)
-    deployment.serve(SKEWED)
-    with pytest.raises(StoreError, match="no answer within 5 s"):
+    return Deployment(store, clock=clock)
+
+
+def test_plan_whose_publication_is_answered_late_is_published_and_judged_once(
+    late: Deployment,
+) -> None:
+    store, controller = late.store, late.controller()
+    late.serve(SKEWED)
+    with pytest.raises(StoreError):
         controller.turn()
 
     controller.turn()
     assert len(events(store, "publish")) == 1
-    deployment.swap()
-    deployment.serve(SKEWED, windows=ENOUGH)
+    late.swap()
+    late.serve(SKEWED, windows=ENOUGH)
     controller.turn()
 
     (judged,) = events(store, "promise")
@@ -266,25 +239,20 @@ def test_plan_whose_publication_is_answered_late_is_published_and_judged_once(
 
 
 def test_request_whose_publication_is_answered_late_does_not_end_before_its_outcome_is_known(
-    clock: Clock,
+    late: Deployment,
 ) -> None:
-    store = LateStore("test", clock=clock)
-    store.commit(START, expected=None, reason="start")
-    deployment, controller = Deployment(store), Controller(store, SETTINGS, clock=clock)
-    deployment.serve(EVEN)
+    store, controller = late.store, late.controller()
+    late.serve(EVEN)
     controller.turn()
-    deployment.serve(SKEWED)
+    late.serve(SKEWED)
     task = store.submit("rebalance", {"dry_run": False, "reason": "hot expert"})
-    with pytest.raises(StoreError, match="no answer within 5 s"):
+    with pytest.raises(StoreError):
         controller.turn()
-    asked = store.task(task.id)
-    assert asked is not None
-    assert asked.state == "running"
+    assert late.task(task.id).state == "running"
 
     controller.turn()
 
-    ended = store.task(task.id)
-    assert ended is not None
+    ended = late.task(task.id)
     assert ended.state == "failed"
     assert "a look at the open migration" in ended.result.error
     assert len(events(store, "publish")) == 1

@@ -37,17 +37,11 @@ from tests.support.controlled_deployment import (
 )
 from tests.support.rank_reports import rank_report
 
-
-@pytest.fixture
-def store() -> MemoryStore:
-    store = MemoryStore("test")
-    store.commit(START, expected=None, reason="start")
-    return store
+REVERSED = SKEWED[::-1]
 
 
-@pytest.fixture
-def deployment(store: MemoryStore) -> Deployment:
-    return Deployment(store)
+def windows_planned(deployment: Deployment) -> list[int]:
+    return [event.detail["window"] for event in events(deployment.store, "plan")]
 
 
 # -- decisions
@@ -56,7 +50,7 @@ def deployment(store: MemoryStore) -> Deployment:
 def test_skewed_window_is_answered_with_a_better_placement(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
+    deployment.controller().turn()
 
     migration = deployment.published()
     assert (migration.base.hash, migration.target.generation) == (START.hash, 1)
@@ -66,15 +60,15 @@ def test_skewed_window_is_answered_with_a_better_placement(deployment: Deploymen
     )
     assert before == pytest.approx(1.6)
     assert after < 1.1
-    (event,) = events(deployment.store, "plan")
-    assert event.detail["decision"] == "MOVE"
-    assert event.detail["reason"].startswith("imbalance 1.600 -> 1.0")
-    assert (event.detail["generation"], event.detail["window"]) == (0, 0)
+    event = deployment.last_plan()
+    assert event["reason"].startswith("imbalance 1.600 -> 1.0")
+    assert (event["decision"], event["generation"], event["window"]) == ("MOVE", 0, 0)
 
 
-def test_before_it_decides_it_names_what_a_host_would_need(store: MemoryStore) -> None:
-    two_hosts = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=3)
-    deployment, controller = Deployment(store, topology=two_hosts), Controller(store, SETTINGS)
+def test_before_it_decides_it_names_what_a_host_would_need(deployment: Deployment) -> None:
+    store, two_hosts = deployment.store, Topology.uniform(2, 1, slots_per_rank=3)
+    deployment = Deployment(store, "two hosts", topology=two_hosts)
+    controller = deployment.controller()
     deployment.serve(EVEN)
     controller.turn()
     assert store.candidates() == Candidates(((), ()))
@@ -89,25 +83,15 @@ def test_before_it_decides_it_names_what_a_host_would_need(store: MemoryStore) -
     deployment.serve(SKEWED)
     controller.turn()
     assert store.candidates() == Candidates(((), ((0, 0),)))
-    plans = [event for event in events(store, "plan") if event.detail["window"] == 2]
-    assert store.version() == version + len(plans), "what is no news wakes nobody"
-
-
-def test_plan_is_made_for_the_weights_version_that_ranks_report(deployment: Deployment) -> None:
-    for rank in range(2):
-        deployment.store.report(rank_report("run-1", rank, weights_version=3))
-    deployment.serve(SKEWED)
-
-    Controller(deployment.store, SETTINGS).turn()
-
-    assert deployment.published().weights_version == 3
+    planned = windows_planned(deployment).count(2)
+    assert store.version() == version + planned, "what is no news wakes nobody"
 
 
 def test_with_spares_it_plans_without_them_and_publishes_a_flip(deployment: Deployment) -> None:
     pace = Pace(mode="flip", spare_slots=1)
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, replace(SETTINGS, pace=pace)).turn()
+    deployment.controller(pace=pace).turn()
 
     # Four experts in the four slots that are left: experts change ranks, none gets a replica.
     migration = deployment.published()
@@ -122,135 +106,97 @@ def test_with_spares_it_plans_without_them_and_publishes_a_flip(deployment: Depl
 
 
 def test_placement_without_spares_is_an_error(deployment: Deployment) -> None:
-    pace = Pace(mode="flip", spare_slots=2)
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, replace(SETTINGS, pace=pace)).turn()
+    deployment.controller(pace=Pace(mode="flip", spare_slots=2)).turn()
 
     (event,) = events(deployment.store, "error")
-    assert "rank 0 has fewer than 2 EMPTY slots" in event.detail["message"]
+    assert "rank 0 has fewer than 2" in event.detail["message"]
     assert deployment.store.published() is None
 
 
 def test_controller_without_run_samples_or_placement_decides_nothing() -> None:
-    store = MemoryStore("test")
-    controller = Controller(store, SETTINGS)
+    store = MemoryStore("test", clock=Clock())
+    controller = Controller(store, SETTINGS, clock=Clock(), monotonic=Clock())
 
     controller.turn()
     deployment = Deployment(store)
     controller.turn()
-    deployment.store.append([deployment.sample(rank, START, START.slot_share) for rank in (0, 1)])
+    store.append([deployment.sample(rank, START, START.slot_share) for rank in (0, 1)])
     controller.turn()
 
     assert [event.kind for event in store.events()] == ["run", "lease"]
 
 
 def test_keep_has_a_reason_and_is_recorded_periodically(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, replace(SETTINGS, keep_every_windows=3))
+    controller = deployment.controller(keep_every_windows=3)
     for _ in range(7):
         deployment.serve(EVEN)
         controller.turn()
         controller.turn()
 
-    noted = events(deployment.store, "plan")
-    assert [(event.detail["decision"], event.detail["window"]) for event in noted] == [
-        ("KEEP", 0),
-        ("KEEP", 3),
-        ("KEEP", 6),
-    ]
-    assert all("imbalance 1.000" in event.detail["reason"] for event in noted)
+    assert windows_planned(deployment) == [0, 3, 6]
+    for event in events(deployment.store, "plan"):
+        assert event.detail["decision"] == "KEEP"
+        assert "imbalance 1.000" in event.detail["reason"]
     assert deployment.store.published() is None
-
-
-def test_gain_too_small_to_pay_is_kept_with_both_figures(deployment: Deployment) -> None:
-    deployment.serve(SKEWED)
-
-    Controller(deployment.store, replace(SETTINGS, cost=CostModel(pay_back_s=0.01))).turn()
-
-    (event,) = events(deployment.store, "plan")
-    assert event.detail["decision"] == "KEEP"
-    assert "saves 0" in event.detail["reason"]
 
 
 def test_idle_window_moves_nothing(deployment: Deployment) -> None:
     deployment.serve([0, 0, 0, 0])
 
-    Controller(deployment.store, SETTINGS).turn()
+    deployment.controller().turn()
 
     assert decisions(deployment.store) == ["KEEP"]
 
 
-def test_window_with_a_missing_rank_is_not_planned_on(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS)
+@pytest.mark.parametrize("is_completed", [False, True])
+def test_window_with_a_missing_rank_is_planned_on_once_it_is_complete(
+    deployment: Deployment, is_completed: bool
+) -> None:
+    controller = deployment.controller()
     deployment.serve(SKEWED, silent=1)
     controller.turn()
-    assert events(deployment.store, "plan") == []
+    assert decisions(deployment.store) == []
 
-    deployment.serve(EVEN)
+    if is_completed:
+        deployment.next_window -= 1
+        deployment.serve(SKEWED, silent=0)
+    else:
+        deployment.serve(EVEN)
     controller.turn()
 
-    assert decisions(deployment.store) == ["KEEP"]
-
-
-def test_window_that_its_last_rank_completes_late_is_planned_on(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS)
-    deployment.serve(SKEWED, silent=1)
-    controller.turn()
-
-    deployment.next_window -= 1
-    deployment.serve(SKEWED, silent=0)
-    controller.turn()
-
-    assert decisions(deployment.store) == ["MOVE"]
-
-
-def test_planning_continues_after_the_commit(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS)
-    deployment.serve(SKEWED)
-    controller.turn()
-    deployment.swap()
-
-    deployment.serve(list(reversed(SKEWED)), windows=4)
-    controller.turn()
-
-    assert deployment.published().base.generation == 1
-    assert decisions(deployment.store) == ["MOVE", "MOVE"]
+    assert decisions(deployment.store) == ["MOVE" if is_completed else "KEEP"]
 
 
 def test_plan_after_a_load_change_uses_the_new_load_only(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS)
+    controller = deployment.controller()
     deployment.serve(SKEWED)
     controller.turn()
     deployment.swap()
     deployment.serve(SKEWED, windows=6)
     controller.turn()
 
-    deployment.serve(list(reversed(SKEWED)))
+    deployment.serve(REVERSED)
     controller.turn()
     moved = deployment.swap()
-    deployment.serve(list(reversed(SKEWED)), windows=3)
+    deployment.serve(REVERSED, windows=3)
     controller.turn()
 
     # A mean of more windows, some of them of the old load, would have asked for another move.
     assert [event.detail["windows"] for event in events(deployment.store, "plan")] == [1, 7, 1, 4]
     assert decisions(deployment.store) == ["MOVE", "KEEP", "MOVE", "KEEP"]
-    new_load = np.array([list(reversed(SKEWED))])
-    assert imbalance(new_load, moved.target, TOPOLOGY).max() < 1.05
+    assert moved.base.generation == 1
+    assert imbalance(np.array([REVERSED]), moved.target, TOPOLOGY).max() < 1.05
 
 
-def test_plan_event_has_the_trigger_and_the_planning_time(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS)
+def test_time_that_a_plan_takes_is_told_by_the_controller_s_clock(deployment: Deployment) -> None:
+    seconds = itertools.count()
     deployment.serve(SKEWED)
-    task = deployment.store.submit("rebalance", {"dry_run": False})
-    controller.turn()
 
-    (event,) = events(deployment.store, "plan")
-    assert event.detail["trigger"] == "request"
-    assert 0 < event.detail["plan_seconds"] < 10
-    assert deployment.store.task(task.id) is not None
+    Controller(deployment.store, SETTINGS, monotonic=lambda: float(next(seconds))).turn()
 
-
-# -- switches
+    assert deployment.last_plan()["plan_seconds"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -260,30 +206,22 @@ def test_plan_event_has_the_trigger_and_the_planning_time(deployment: Deployment
         (Control(movement=False), "movement is switched off"),
     ],
 )
-def test_plan_without_movement_is_an_event_and_not_published(
+def test_plan_without_movement_is_an_event_and_made_again_once_movement_is_on(
     deployment: Deployment, control: Control, why: str
 ) -> None:
+    controller = deployment.controller()
     deployment.store.set_control(control, reason="test")
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
-
-    (event,) = events(deployment.store, "plan")
-    assert event.detail["decision"] == "MOVE"
-    assert event.detail["reason"].endswith(f"(not moved: {why})")
-    assert deployment.store.published() is None
-
-
-def test_plan_without_movement_is_replanned_once_movement_is_on(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS)
-    deployment.store.set_control(Control(observe=True), reason="look first")
-    deployment.serve(SKEWED)
     controller.turn()
 
+    event = deployment.last_plan()
+    assert event["decision"] == "MOVE"
+    assert event["reason"].endswith(f"(not moved: {why})")
+    assert deployment.store.published() is None
     deployment.store.set_control(Control(), reason="go")
     deployment.serve(SKEWED)
     controller.turn()
-
     assert deployment.published().base.generation == 0
 
 
@@ -293,9 +231,7 @@ def test_plan_without_movement_is_replanned_once_movement_is_on(deployment: Depl
 class Interrupted(MemoryStore):
     """A store in which something else happens between a controller's decision and its publish."""
 
-    def __init__(self) -> None:
-        super().__init__("test")
-        self.meanwhile: Callable[[], object] = int
+    meanwhile: Callable[[], object] = int
 
     def next_plan_id(self) -> int:
         meanwhile, self.meanwhile = self.meanwhile, int
@@ -303,15 +239,14 @@ class Interrupted(MemoryStore):
         return super().next_plan_id()
 
 
-def test_plan_overtaken_by_a_commit_is_withdrawn_and_replanned() -> None:
-    store = Interrupted()
+def test_plan_overtaken_by_a_commit_is_withdrawn_and_replanned(clock: Clock) -> None:
+    store = Interrupted("test", clock=clock)
     store.commit(START, expected=None, reason="start")
-    deployment = Deployment(store)
+    deployment = Deployment(store, clock=clock)
     deployment.serve(SKEWED)
-    controller = Controller(store, SETTINGS)
-    store.meanwhile = lambda: store.commit(
-        START.with_generation(5), expected=0, reason="from elsewhere"
-    )
+    controller = deployment.controller()
+    elsewhere = START.with_generation(5)
+    store.meanwhile = lambda: store.commit(elsewhere, expected=0, reason="from elsewhere")
 
     controller.turn()
     assert store.published() is None
@@ -321,118 +256,80 @@ def test_plan_overtaken_by_a_commit_is_withdrawn_and_replanned() -> None:
     assert deployment.published().base.generation == 5
 
 
-def test_restarted_controller_does_not_plan_over_an_open_migration(
+def test_restarted_controller_reads_the_load_and_plans_over_no_open_migration(
     deployment: Deployment,
 ) -> None:
-    deployment.serve(SKEWED)
-    Controller(deployment.store, SETTINGS, holder="one").turn()
+    deployment.serve(SKEWED, windows=2)
+    deployment.controller().turn()
+    assert windows_planned(deployment) == [1]
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS, holder="one").turn()
+    deployment.controller().turn()
 
     assert deployment.published().plan_id == 1
-    assert len(events(deployment.store, "plan")) == 1
-
-
-def test_restarted_controller_reads_the_load_from_the_store(deployment: Deployment) -> None:
-    deployment.serve(SKEWED, windows=2)
-
-    Controller(deployment.store, SETTINGS).turn()
-
-    assert events(deployment.store, "plan")[0].detail["window"] == 1
-    assert deployment.published().base.generation == 0
-
-
-def test_time_that_a_plan_takes_is_told_by_the_controller_s_clock(deployment: Deployment) -> None:
-    seconds = itertools.count()
-    deployment.serve(SKEWED)
-
-    Controller(deployment.store, SETTINGS, monotonic=lambda: float(next(seconds))).turn()
-
-    assert events(deployment.store, "plan")[0].detail["plan_seconds"] == 1.0
+    assert windows_planned(deployment) == [1]
 
 
 # -- live settings
 
 
 def test_live_pay_back_time_applies_from_the_next_turn(deployment: Deployment) -> None:
-    static = replace(SETTINGS, cost=CostModel(pay_back_s=0.01))
-    controller = Controller(deployment.store, static)
+    controller = deployment.controller(cost=CostModel(pay_back_s=0.01))
     deployment.serve(SKEWED)
     controller.turn()
-    assert decisions(deployment.store) == ["KEEP"]
+    assert "saves 0" in deployment.last_plan()["reason"]
 
     deployment.store.change_live({"pay_back_s": 60.0}, reason="longer")
     deployment.serve(SKEWED)
     controller.turn()
 
     assert decisions(deployment.store) == ["KEEP", "MOVE"]
-    assert "in 60 s" in events(deployment.store, "plan")[-1].detail["reason"]
+    assert "in 60 s" in deployment.last_plan()["reason"]
 
 
 def test_removed_live_value_gives_way_to_the_static_one(deployment: Deployment) -> None:
     deployment.store.change_live({"pay_back_s": 0.01, "policy": "greedy"}, reason="try")
-    controller = Controller(deployment.store, SETTINGS)
+    controller = deployment.controller()
     deployment.serve(SKEWED)
     controller.turn()
-    assert decisions(deployment.store) == ["KEEP"]
 
     deployment.store.change_live({"pay_back_s": None}, reason="as before")
     deployment.serve(SKEWED)
     controller.turn()
 
-    noted = [event.detail for event in events(deployment.store, "plan")]
-    assert [one["decision"] for one in noted] == ["KEEP", "MOVE"]
-    assert [one["policy"] for one in noted] == ["greedy", "greedy"]
+    assert decisions(deployment.store) == ["KEEP", "MOVE"]
+    assert [one.detail["policy"] for one in events(deployment.store, "plan")] == ["greedy"] * 2
 
 
 def test_restarted_controller_takes_live_values_from_the_store(deployment: Deployment) -> None:
     deployment.store.change_live({"max_moves": 1}, reason="slow link")
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
+    deployment.controller().turn()
 
     assert len(deployment.published().moves) == 1
 
 
-def test_pause_for_a_time_holds_plans_back_until_it_expires() -> None:
-    clock = Clock()
-    deployment = Deployment(MemoryStore("test", clock=clock))
-    deployment.store.commit(START, expected=None, reason="start")
-    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
+def test_pause_for_a_time_holds_plans_back_until_it_expires(deployment: Deployment) -> None:
+    controller = deployment.controller()
     deployment.store.change_live({"movement": False}, reason="change 4711", lasts_s=60.0)
     deployment.serve(SKEWED)
     controller.turn()
     assert deployment.store.published() is None
 
-    clock.now += 60.0
+    deployment.clock.now += 60.0
     deployment.serve(SKEWED)
     controller.turn()
 
     assert deployment.published().plan_id == 1
-    assert events(deployment.store, "control")[-1].detail["reason"] == "expired: change 4711"
-
-
-def test_live_deadline_withdraws_an_open_migration(deployment: Deployment) -> None:
-    clock = Clock()
-    deployment.serve(SKEWED)
-    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
-    for _ in range(2):
-        controller.turn()
-
-    deployment.store.change_live({"migration_deadline_s": 5.0}, reason="faster")
-    clock.now += 5.1
-    controller.turn()
-
-    assert deployment.store.published() is None
-    assert events(deployment.store, "abort")[0].detail["reason"] == "not finished in 5 s"
+    assert "change 4711" in events(deployment.store, "control")[-1].detail["reason"]
 
 
 def test_unusable_live_value_leaves_the_settings_and_is_an_error(deployment: Deployment) -> None:
     deployment.store.change_live({"policy": "magic"}, reason="a slip")
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
+    deployment.controller().turn()
 
     assert deployment.published().plan_id == 1
     (error,) = events(deployment.store, "error")
@@ -492,21 +389,38 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
 # -- what ends an open migration
 
 
-def test_overdue_migration_is_withdrawn(deployment: Deployment) -> None:
-    clock = Clock()
+@pytest.mark.parametrize(("live", "deadline_s"), [({}, 30.0), ({"migration_deadline_s": 5.0}, 5.0)])
+def test_overdue_migration_is_withdrawn(
+    deployment: Deployment, live: dict[str, Any], deadline_s: float
+) -> None:
     deployment.serve(SKEWED)
-    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
+    controller = deployment.controller()
     controller.turn()
     controller.turn()
+    if live:
+        deployment.store.change_live(live, reason="faster")
 
-    clock.now += 30.0
+    deployment.clock.now += deadline_s
     controller.turn()
     assert deployment.published().plan_id == 1
-    clock.now += 0.1
+    deployment.clock.now += 0.1
     controller.turn()
 
     assert deployment.store.published() is None
-    assert events(deployment.store, "abort")[0].detail["reason"] == "not finished in 30 s"
+    (abort,) = events(deployment.store, "abort")
+    assert f"in {deadline_s:g} s" in abort.detail["reason"]
+
+
+def test_every_migration_has_its_own_deadline(deployment: Deployment) -> None:
+    controller = deployment.controller()
+    for load in (SKEWED, REVERSED):
+        deployment.serve(load, windows=4)
+        controller.turn()
+        deployment.clock.now += 20.0
+        controller.turn()
+        deployment.swap()
+
+    assert events(deployment.store, "abort") == []
 
 
 def report_weights(deployment: Deployment, *versions: int) -> None:
@@ -514,22 +428,10 @@ def report_weights(deployment: Deployment, *versions: int) -> None:
         deployment.store.report(rank_report(deployment.run, rank, weights_version=version))
 
 
-def test_nothing_is_published_before_a_rank_reports_its_weights(store: MemoryStore) -> None:
-    deployment = Deployment(store)
-    store.begin_run(replace(store.runs()[0], run="run-2"))
-    deployment.run = "run-2"
-    deployment.serve(SKEWED)
-
-    Controller(store, SETTINGS).turn()
-
-    assert decisions(store) == ["MOVE"]
-    assert store.published() is None
-
-
 def test_plan_is_made_for_the_weights_that_serve(deployment: Deployment) -> None:
     report_weights(deployment, 2, 2)
     deployment.serve(SKEWED)
-    controller = Controller(deployment.store, SETTINGS)
+    controller = deployment.controller()
     controller.turn()
     assert deployment.published().weights_version == 2
 
@@ -538,56 +440,48 @@ def test_plan_is_made_for_the_weights_that_serve(deployment: Deployment) -> None
 
     assert deployment.store.published() is None
     (event,) = events(deployment.store, "reject")
-    assert (
-        event.detail["reason"] == "the plan is for weights version 2, found version 3 on all ranks"
-    )
+    assert "version 2, found version 3" in event.detail["reason"]
 
 
-def test_nothing_is_published_while_ranks_serve_different_weights(deployment: Deployment) -> None:
-    report_weights(deployment, 0, 1)
+@pytest.mark.parametrize("versions", [None, (0, 1)], ids=["not reported", "different"])
+def test_nothing_is_published_unless_all_ranks_serve_the_same_weights(
+    deployment: Deployment, versions: tuple[int, int] | None
+) -> None:
+    store = deployment.store
+    if versions is None:
+        store.begin_run(replace(store.runs()[0], run="run-2"))
+        deployment.run = "run-2"
+    else:
+        report_weights(deployment, *versions)
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS).turn()
+    deployment.controller().turn()
 
-    assert deployment.store.published() is None
-
-
-def test_every_migration_has_its_own_deadline(deployment: Deployment) -> None:
-    clock = Clock()
-    controller = Controller(deployment.store, SETTINGS, clock=clock, monotonic=clock)
-    for load in (SKEWED, list(reversed(SKEWED))):
-        deployment.serve(load, windows=4)
-        controller.turn()
-        clock.now += 20.0
-        controller.turn()
-        deployment.swap()
-
-    assert events(deployment.store, "abort") == []
+    assert decisions(store) == ["MOVE"]
+    assert store.published() is None
 
 
-def test_new_run_starts_the_windows_over(store: MemoryStore) -> None:
-    controller = Controller(store, SETTINGS)
-    first = Deployment(store, "run-1")
-    first.serve(EVEN, windows=3)
+def test_new_run_starts_the_windows_over(deployment: Deployment) -> None:
+    controller = deployment.controller()
+    deployment.serve(EVEN, windows=3)
     controller.turn()
 
-    second = Deployment(store, "run-2")
+    second = Deployment(deployment.store, "run-2")
     controller.turn()
-    assert len(events(store, "plan")) == 1  # nothing known of the new run yet
+    assert windows_planned(deployment) == [2]  # nothing known of the new run yet
     second.serve(SKEWED)
     controller.turn()
 
-    assert [event.detail["window"] for event in events(store, "plan")] == [2, 0]
+    assert windows_planned(deployment) == [2, 0]
     assert second.published().base.generation == 0
 
 
 def test_samples_older_than_an_hour_are_rolled_up_once_a_minute(deployment: Deployment) -> None:
-    clock = Clock()
-    controller = Controller(deployment.store, SETTINGS, clock=clock)
+    controller = deployment.controller()
     deployment.serve(EVEN, windows=16)  # taken at 0, 4, 8, .. 60 s, by two ranks
 
     def turn_at(now: float) -> int:
-        clock.now = now
+        deployment.clock.now = now
         controller.turn()
         return len(deployment.store.samples("run-1"))
 
@@ -608,27 +502,24 @@ def test_bad_sample_is_reported_and_excluded_also_by_the_next_controller(
     deployment.store.append([bad])
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, SETTINGS, holder="one").turn()
-    Controller(deployment.store, SETTINGS, holder="one").turn()
+    deployment.controller().turn()
+    deployment.controller().turn()
 
     assert deployment.published().base.generation == 0
     told = events(deployment.store, "error")[0].detail
     assert told["where"] == "load"
-    assert "sample 99 of rank 0 covers steps 0..4, expected no step past 3" in told["message"]
+    assert "sample 99 of rank 0 covers steps 0..4" in told["message"]
 
 
-def test_rejected_samples_are_reported_at_most_once_a_minute(
-    deployment: Deployment,
-) -> None:
-    clock, store = Clock(), deployment.store
-    controller = Controller(store, SETTINGS, clock=clock)
+def test_rejected_samples_are_reported_at_most_once_a_minute(deployment: Deployment) -> None:
+    store, controller = deployment.store, deployment.controller()
 
     def malformed(sequence: int) -> LoadSample:
         share = START.slot_share
         return deployment.sample(0, START, share, sequence=sequence, last_step=9)
 
     def told_at(now: float, *samples: LoadSample) -> list[dict[str, int]]:
-        clock.now = now
+        deployment.clock.now = now
         store.append(samples)
         controller.turn()
         return [event.detail["samples"] for event in events(store, "error")]
@@ -644,17 +535,18 @@ def test_rejected_samples_are_reported_at_most_once_a_minute(
         (3, 1, 2),
     ]
     message = events(store, "error")[-1].detail["message"]
-    assert message.startswith("1 future: sample 93 of rank 0 was taken at 5000.000")
-    assert "; 2 malformed: sample 92 of rank 0 covers steps" in message
+    assert message.startswith("1 future: sample 93 of rank 0")
+    assert "; 2 malformed: sample 92 of rank 0" in message
 
 
 def test_late_and_repeated_samples_are_reported_without_an_error(deployment: Deployment) -> None:
+    deployment.clock.now = 5000.0
     deployment.next_window = 300  # more than are held
     deployment.serve(EVEN, windows=256)
     deployment.next_window = 0
     deployment.serve(EVEN)
 
-    Controller(deployment.store, SETTINGS).turn()
+    deployment.controller().turn()
 
     (told,) = events(deployment.store, "samples")
     assert (told.detail["samples"]["late"], told.detail["samples"]["accepted"]) == (2, 512)
@@ -662,28 +554,22 @@ def test_late_and_repeated_samples_are_reported_without_an_error(deployment: Dep
 
 
 def test_controller_plans_on_one_phase_if_configured(deployment: Deployment) -> None:
-    tokens = np.array(SKEWED)[np.maximum(START.slot_to_expert, 0)] * START.slot_share
-    for window, phase in enumerate(("prefill", "decode", "prefill")):
-        deployment.next_window = window
-        load = tokens if phase == "decode" else np.full_like(tokens, 25_000)
-        samples = [deployment.sample(rank, START, load) for rank in range(2)]
-        deployment.store.append([replace(sample, phase=phase) for sample in samples])
+    for phase, load in (("prefill", EVEN), ("decode", SKEWED), ("prefill", EVEN)):
+        deployment.serve(load, phase=phase)
 
-    Controller(deployment.store, replace(SETTINGS, phase="decode")).turn()
+    deployment.controller(phase="decode").turn()
 
-    (event,) = events(deployment.store, "plan")
-    assert (event.detail["window"], event.detail["decision"]) == (1, "MOVE")
+    assert (windows_planned(deployment), decisions(deployment.store)) == ([1], ["MOVE"])
 
 
-def test_windows_are_of_seconds_if_the_run_has_window_seconds(store: MemoryStore) -> None:
-    deployment = Deployment(store, window_seconds=4.0)  # each sample is of 4 s
-    deployment.serve(SKEWED, windows=3)
+def test_windows_are_of_seconds_if_the_run_has_window_seconds(deployment: Deployment) -> None:
+    timed = Deployment(deployment.store, "run-2", window_seconds=4.0)  # each sample is of 4 s
+    timed.serve(SKEWED, windows=3)
 
-    Controller(store, SETTINGS).turn()
+    timed.controller().turn()
 
-    # The last window may still get samples.
-    assert events(store, "plan")[0].detail["window"] == 1
-    assert deployment.published().base.generation == 0
+    assert windows_planned(timed) == [1], "the last window may still get samples"
+    assert timed.published().base.generation == 0
 
 
 def test_load_without_a_plan_is_one_event_and_the_controller_continues(
@@ -692,7 +578,7 @@ def test_load_without_a_plan_is_one_event_and_the_controller_continues(
     elsewhere = Placement(np.array([[0, 1, 2, 3]]), num_experts=4, generation=1)
     deployment.serve(SKEWED)
     deployment.store.commit(elsewhere, expected=0, reason="of another topology")
-    controller = Controller(deployment.store, SETTINGS)
+    controller = deployment.controller()
 
     controller.turn()
     controller.turn()
@@ -703,9 +589,9 @@ def test_load_without_a_plan_is_one_event_and_the_controller_continues(
     assert deployment.store.published() is None
 
 
-def test_unknown_policy_is_refused_before_any_work(store: MemoryStore) -> None:
-    with pytest.raises(ConfigError, match="unknown policy 'best', expected one of: auto,"):
-        Controller(store, replace(SETTINGS, policy="best"))
+def test_unknown_policy_is_refused_before_any_work(deployment: Deployment) -> None:
+    with pytest.raises(ConfigError, match=r"'best'.*auto,"):
+        deployment.controller(policy="best")
 
 
 # -- tasks
@@ -734,60 +620,13 @@ def test_real_rebalance_publishes_once(deployment: Deployment) -> None:
     assert len(events(deployment.store, "publish")) == 1
 
 
-def test_rebalance_that_does_not_pay_off_returns_the_reason(deployment: Deployment) -> None:
+def test_rebalance_that_does_not_pay_off_returns_the_decision(deployment: Deployment) -> None:
     deployment.serve(EVEN)
 
     task = worked_off(deployment, dry_run=False)
 
     assert (task.state, task.result.detail["decision"]) == ("done", "KEEP")
     assert task.result.plan_id == 0
-
-
-@pytest.mark.parametrize(
-    ("control", "refusal"),
-    [
-        (Control(movement=False), "movement is switched off"),
-        (Control(observe=True), "this deployment is observed only"),
-    ],
-)
-def test_real_rebalance_obeys_the_switches(
-    deployment: Deployment, control: Control, refusal: str
-) -> None:
-    deployment.store.set_control(control, reason="test")
-    deployment.serve(SKEWED)
-
-    task = worked_off(deployment, dry_run=False)
-
-    assert task.state == "failed"
-    assert refusal in task.result.error
-
-
-def test_second_real_rebalance_waits_for_the_first(deployment: Deployment) -> None:
-    deployment.serve(SKEWED)
-    worked_off(deployment, dry_run=False)
-
-    task = worked_off(deployment, dry_run=False)
-
-    assert task.state == "failed"
-    assert "a migration is open already" in task.result.error
-
-
-@pytest.mark.parametrize(
-    ("kind", "request_", "refusal"),
-    [
-        ("fly", {}, "is of kind 'fly', expected one of: rebalance, rollback, explain, propose"),
-        ("rebalance", {"policy": "best"}, "unknown policy 'best', expected one of: auto,"),
-    ],
-)
-def test_impossible_task_fails_with_a_reason(
-    deployment: Deployment, kind: str, request_: dict[str, object], refusal: str
-) -> None:
-    deployment.serve(EVEN)
-
-    task = worked_off(deployment, kind, **request_)
-
-    assert task.state == "failed"
-    assert refusal in task.result.error
 
 
 def test_controller_explains_its_plan_and_moves_nothing(deployment: Deployment) -> None:
@@ -798,40 +637,16 @@ def test_controller_explains_its_plan_and_moves_nothing(deployment: Deployment) 
 
     assert (task.state, task.result.detail["decision"]) == ("done", "MOVE")
     assert (task.result.detail["part_of_load"], task.result.detail["place"]) == (0.6, 1)
-    assert "60.0% of the layer's tokens" in task.result.detail["sentences"][0]
+    assert "60.0%" in task.result.detail["sentences"][0]
     assert deployment.store.published() is None
-
-
-def test_explanation_task_for_an_unknown_expert_fails(deployment: Deployment) -> None:
-    deployment.serve(SKEWED)
-
-    task = worked_off(deployment, "explain", layer=0, expert=9)
-
-    assert task.result.error == "expert 9 of layer 0, expected 0..3"
-
-
-def test_rebalance_without_load_fails_with_a_reason(deployment: Deployment) -> None:
-    task = worked_off(deployment)
-
-    assert task.state == "failed"
-    assert "no complete window of load yet" in task.result.error
 
 
 def test_task_of_a_dead_controller_fails_with_a_reason(deployment: Deployment) -> None:
     task = deployment.store.submit("rebalance", {})
     deployment.store.claim()
 
-    Controller(deployment.store, SETTINGS).turn()
+    deployment.controller().turn()
 
-    ended = deployment.store.task(task.id)
-    assert ended is not None
-    assert ended.state == "failed"
-    assert ended.result.error.startswith("the controller or its store failed during this task")
-
-
-def test_controller_runs_until_stopped(deployment: Deployment) -> None:
-    deployment.serve(SKEWED)
-
-    Controller(deployment.store, SETTINGS).run(lambda: deployment.store.published() is not None)
-
-    assert deployment.published().plan_id == 1
+    ended = deployment.task(task.id)
+    assert (ended.state, ended.result.plan_id) == ("failed", 0)
+    assert ended.result.error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from eplb.decision.rollout import Stage
 from rebalance.controller.loop import Controller
 from telemetry.live import LiveState, Value
 from telemetry.stores.memory import MemoryStore
-from tests.support.controlled_deployment import SETTINGS, Clock, Deployment, events
+from tests.support.controlled_deployment import Clock, Deployment, events
 
 MODEL = ModelShape((0, 1, 2), 4, 2, hidden=16, intermediate=8)
 START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 3), num_experts=4)
@@ -30,13 +29,12 @@ AGAINST_REPLICAS = [[50_000, 0, 25_000, 25_000]] * 3
 def deployment(clock: Clock) -> Deployment:
     store = MemoryStore("test", clock=clock)
     store.commit(START, expected=None, reason="start")
-    return Deployment(store, model=MODEL)
+    return Deployment(store, model=MODEL, clock=clock)
 
 
-def controller_at(deployment: Deployment, clock: Clock, stage: Stage, **changes: Any) -> Controller:
+def controller_at(deployment: Deployment, stage: Stage, **changes: Any) -> Controller:
     """Return a controller of a deployment that was started at a stage."""
-    settings = replace(SETTINGS, stage=stage, stage_layers=1, **changes)
-    return Controller(deployment.store, settings, clock=clock)
+    return deployment.controller(stage=stage, stage_layers=1, **changes)
 
 
 def changed_layers(before: Placement, after: Placement) -> list[int]:
@@ -44,25 +42,19 @@ def changed_layers(before: Placement, after: Placement) -> list[int]:
     return np.flatnonzero(differs.any(axis=1)).tolist()
 
 
-def last_reason(deployment: Deployment) -> str:
-    return str(events(deployment.store, "plan")[-1].detail["reason"])
-
-
-def test_rollout_goes_from_observing_to_all_layers(deployment: Deployment, clock: Clock) -> None:
-    store, controller = deployment.store, controller_at(deployment, clock, "observe")
+def test_rollout_goes_from_observing_to_all_layers(deployment: Deployment) -> None:
+    store, controller = deployment.store, controller_at(deployment, "observe")
     deployment.serve(SKEWED)
     controller.turn()
     assert store.published() is None
-    assert last_reason(deployment).endswith("(not moved: observe only)")
+    assert "observe only" in deployment.last_plan()["reason"]
 
     store.change_live({"stage": "propose"}, reason="plans look right")
     deployment.serve(SKEWED)
     controller.turn()
     assert store.published() is None
     (waiting,) = store.proposals()
-    assert last_reason(deployment).endswith(
-        f"(not moved: proposal {waiting.id} waits for an approval)"
-    )
+    assert f"proposal {waiting.id}" in deployment.last_plan()["reason"]
 
     store.change_live({"stage": "layers"}, reason="a first layer")
     deployment.serve(SKEWED)
@@ -80,9 +72,9 @@ def test_rollout_goes_from_observing_to_all_layers(deployment: Deployment, clock
 
 
 def test_next_layers_wait_until_the_ones_before_were_judged(
-    deployment: Deployment, clock: Clock
+    deployment: Deployment,
 ) -> None:
-    store, controller = deployment.store, controller_at(deployment, clock, "layers")
+    store, controller = deployment.store, controller_at(deployment, "layers")
     deployment.serve(SKEWED)
     controller.turn()
     deployment.swap()
@@ -91,7 +83,7 @@ def test_next_layers_wait_until_the_ones_before_were_judged(
         deployment.serve(SKEWED)
         controller.turn()
         assert store.published() is None
-    assert last_reason(deployment).endswith("the plan before it is judged first, on 4 windows)")
+    assert "on 4 windows" in deployment.last_plan()["reason"]
     deployment.serve(SKEWED)
     controller.turn()
 
@@ -101,9 +93,9 @@ def test_next_layers_wait_until_the_ones_before_were_judged(
 
 
 def test_request_moves_in_propose_and_is_refused_in_observe(
-    deployment: Deployment, clock: Clock
+    deployment: Deployment,
 ) -> None:
-    store, controller = deployment.store, controller_at(deployment, clock, "observe")
+    store, controller = deployment.store, controller_at(deployment, "observe")
     deployment.serve(SKEWED)
     refused = store.submit("rebalance", {"dry_run": False})
     controller.turn()
@@ -111,19 +103,18 @@ def test_request_moves_in_propose_and_is_refused_in_observe(
     carried_out = store.submit("rebalance", {"dry_run": False})
     controller.turn()
 
-    ends = [store.task(one.id) for one in (refused, carried_out)]
-    assert [one.state for one in ends if one is not None] == ["failed", "done"]
-    assert ends[0] is not None
+    ends = [deployment.task(one.id) for one in (refused, carried_out)]
+    assert [one.state for one in ends] == ["failed", "done"]
     assert "observed only" in ends[0].result.error
     assert deployment.published().target.generation == 1
 
 
 @pytest.mark.parametrize(("stage", "before"), [("all", "layers"), ("layers", "propose")])
 def test_plan_that_breaches_the_limit_steps_the_rollout_back(
-    deployment: Deployment, clock: Clock, stage: Stage, before: Stage
+    deployment: Deployment, stage: Stage, before: Stage
 ) -> None:
     # The planner answers none of what follows, so that the plan is judged as it is.
-    store, controller = deployment.store, controller_at(deployment, clock, stage, stage_loss=0.1)
+    store, controller = deployment.store, controller_at(deployment, stage, stage_loss=0.1)
     deployment.serve(SKEWED)
     controller.turn()
     deployment.swap()
@@ -137,16 +128,16 @@ def test_plan_that_breaches_the_limit_steps_the_rollout_back(
 
     assert store.live().effective.stage == before
     (change,) = [event for event in events(store, "settings") if "stage" in event.detail["live"]]
-    assert change.detail["reason"].startswith("rollout of generation 1: the plan gave -")
+    assert "generation 1" in change.detail["reason"]
     deployment.serve(AGAINST_REPLICAS, windows=ENOUGH)
     controller.turn()
     assert store.live().effective.stage == before, "one breach is one step"
 
 
 def test_plan_that_keeps_its_promise_steps_nothing_back(
-    deployment: Deployment, clock: Clock
+    deployment: Deployment,
 ) -> None:
-    store, controller = deployment.store, controller_at(deployment, clock, "all", stage_loss=0.1)
+    store, controller = deployment.store, controller_at(deployment, "all", stage_loss=0.1)
     deployment.serve(SKEWED)
     controller.turn()
     deployment.swap()
@@ -177,8 +168,8 @@ class Operated(MemoryStore):
 def test_step_back_gives_way_to_a_change_by_an_operator(clock: Clock) -> None:
     store = Operated("test", clock=clock)
     store.commit(START, expected=None, reason="start")
-    deployment = Deployment(store, model=MODEL)
-    controller = controller_at(deployment, clock, "all", stage_loss=0.1)
+    deployment = Deployment(store, model=MODEL, clock=clock)
+    controller = controller_at(deployment, "all", stage_loss=0.1)
     deployment.serve(SKEWED)
     controller.turn()
     deployment.swap()
