@@ -12,7 +12,6 @@ from eplb.core.load import Phase
 from eplb.core.placement import EMPTY, Placement
 from eplb.decision.promises import ENOUGH
 from eplb.decision.triggers import TriggerRules
-from rebalance.controller.loop import Controller
 from rebalance.controller.settings import OF_BUDGET, OF_COST
 from telemetry.stores.memory import MemoryStore
 from tests.support.controlled_deployment import (
@@ -34,9 +33,14 @@ class Watched:
     def __init__(self, clock: Clock, **rules: Any) -> None:
         self.clock, store = clock, MemoryStore("test", clock=clock)
         store.commit(START, expected=None, reason="start")
-        self.deployment, self.store = Deployment(store), store
-        settings = replace(SETTINGS, triggers=TriggerRules(**rules))
-        self.controller, self._seen = Controller(store, settings, clock=clock), 0
+        self.deployment, self.store = Deployment(store, clock=clock), store
+        self._seen = 0
+        self.begin(**rules)
+
+    def begin(self, phase: Phase | None = None, **rules: Any) -> None:
+        """Have a new controller at work."""
+        rules_of_all = TriggerRules(**rules)
+        self.controller = self.deployment.controller(phase=phase, triggers=rules_of_all)
 
     def decided(self) -> list[dict[str, Any]]:
         """Turn twice, as the controller is woken for other things; return the new decisions."""
@@ -64,12 +68,6 @@ def settle(watched: Watched) -> None:
 # -- one event for each
 
 
-def test_without_rules_each_window_is_a_trigger(clock: Clock) -> None:
-    watched = Watched(clock)
-
-    assert watched.serve(SKEWED) == ["load"]
-
-
 def test_first_window_and_then_the_interval_are_triggers(clock: Clock) -> None:
     watched = Watched(clock, interval_s=60.0)
     settle(watched)
@@ -94,15 +92,7 @@ def test_imbalance_above_the_limit_is_a_trigger_until_it_is_armed_again(clock: C
     assert watched.serve(skewed) == ["imbalance"]
 
 
-def test_sudden_change_of_load_is_a_trigger(clock: Clock) -> None:
-    watched = Watched(clock, interval_s=RARELY_S)
-    settle(watched)
-    assert watched.serve(SKEWED, windows=6) == []
-
-    assert watched.serve(REVERSED) == ["change"]
-
-
-@pytest.mark.parametrize("plan_windows", [1, 2, 16])
+@pytest.mark.parametrize("plan_windows", [1, 16])
 def test_each_sudden_change_is_one_trigger_however_few_windows_are_planned_on(
     clock: Clock, plan_windows: int
 ) -> None:
@@ -171,10 +161,8 @@ def test_decode_does_not_count_beside_prefill(clock: Clock) -> None:
 
 @pytest.mark.parametrize("planned_on", [None, "decode"], ids=["any phase", "decode"])
 def test_decode_counts_where_ranks_do_nothing_else(clock: Clock, planned_on: Phase | None) -> None:
-    watched = Watched(clock, interval_tokens=100_000)
-    rules = TriggerRules(interval_tokens=100_000)
-    settings = replace(SETTINGS, triggers=rules, phase=planned_on)
-    watched.controller = Controller(watched.store, settings, clock=clock)
+    watched = Watched(clock)
+    watched.begin(planned_on, interval_tokens=100_000)
     assert watched.serve(SKEWED, phase="decode") == ["first"]
     watched.deployment.swap()
 
@@ -230,10 +218,9 @@ def test_new_leader_judges_a_move_and_the_resplit_that_followed(clock: Clock) ->
     watched.store.change_live({"bytes_per_s": 1.0, "plan_windows": 1}, reason="only shares")
     watched.serve([45_000, 5_000, 25_000, 25_000])
     assert not watched.deployment.swap().moves
-    watched.controller.close()
 
     watched.store.change_live({"pay_back_s": 0.0}, reason="a test")
-    watched.controller = Controller(watched.store, SETTINGS, clock=clock)
+    watched.begin()
     watched.serve(SKEWED, windows=ENOUGH + 2)
 
     found = [
@@ -256,7 +243,6 @@ def test_decision_has_before_prediction_cost_and_what_was_asked(clock: Clock) ->
     assert event["expected_gain"] > 0
     assert event["cost_s"] > 0
     assert (event["trigger"], event["actor"], event["stage"]) == ("load", "controller", "all")
-    assert event["reason"].startswith("imbalance 1.600 -> ")
     asked = event["asked"]
     names = {*vars(SETTINGS.request), *OF_BUDGET, *OF_COST}
     assert set(asked) == names | {"num_uncovered", "uncovered"}
@@ -264,42 +250,23 @@ def test_decision_has_before_prediction_cost_and_what_was_asked(clock: Clock) ->
     assert (asked["min_domains"], asked["pay_back_s"], asked["objective"]) == (2, 90.0, "auto")
 
 
-def test_realised_gain_follows_the_decision_once(clock: Clock) -> None:
+@pytest.mark.parametrize("is_other_leader", [False, True])
+def test_realised_gain_follows_the_decision_once_whoever_leads(
+    clock: Clock, is_other_leader: bool
+) -> None:
     watched = Watched(clock, interval_s=RARELY_S)
     watched.deployment.serve(SKEWED)
     (decision,) = watched.decided()
     watched.deployment.swap()
+    if is_other_leader:
+        watched.begin(interval_s=RARELY_S)
 
-    watched.serve(SKEWED, windows=ENOUGH + 2)
+    watched.serve(SKEWED, windows=ENOUGH + 1)
+    watched.begin(interval_s=RARELY_S)  # does not judge what was judged
+    watched.serve(SKEWED, windows=ENOUGH + 1)
 
     (promise,) = events(watched.store, "promise")
     assert promise.detail["generation"] == decision["target_generation"]
     promised = decision["imbalance_before"] - decision["imbalance_after"]
     assert promise.detail["promised"] == pytest.approx(promised, abs=1e-4)
     assert promise.detail["given"] == pytest.approx(promised, abs=0.05)
-
-
-def test_new_leader_judges_the_plan_of_the_one_before(clock: Clock) -> None:
-    watched = Watched(clock, interval_s=RARELY_S)
-    settle(watched)
-    watched.controller.close()
-    settings = replace(SETTINGS, triggers=TriggerRules(interval_s=RARELY_S))
-
-    watched.controller = Controller(watched.store, settings, clock=clock)
-    watched.serve(SKEWED, windows=ENOUGH + 2)
-
-    (promise,) = events(watched.store, "promise")
-    assert promise.detail["generation"] == 1
-    assert promise.detail["given"] == pytest.approx(promise.detail["promised"], abs=0.05)
-
-
-def test_plan_that_was_judged_is_not_judged_by_the_next_leader(clock: Clock) -> None:
-    watched = Watched(clock, interval_s=RARELY_S)
-    settle(watched)
-    watched.serve(SKEWED, windows=ENOUGH + 1)
-    watched.controller.close()
-
-    watched.controller = Controller(watched.store, SETTINGS, clock=clock)
-    watched.serve(SKEWED, windows=ENOUGH + 1)
-
-    assert len(events(watched.store, "promise")) == 1

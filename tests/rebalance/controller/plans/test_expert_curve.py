@@ -64,7 +64,7 @@ def test_configured_curve_wins_over_the_measured_one(deployment: Deployment) -> 
 
 @pytest.mark.parametrize("text", ["1:13", "64:15, 1:13", "1:20, 64:15", "1-13", "1:13, x:15"])
 def test_text_that_is_no_curve_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"curve has .* expected tokens:us for two numbers"):
+    with pytest.raises(ConfigError, match="tokens:us"):
         PlannerRequest(curve=text)
 
 
@@ -74,5 +74,5 @@ def test_text_that_is_no_curve_is_refused(text: str) -> None:
 def test_report_with_times_that_are_none_is_refused(wrong: dict[str, Any]) -> None:
     state = rank_report("run-1", 3, expert_times=vars(SLOW_READS) | wrong)
 
-    with pytest.raises(StoreError, match="rank 3: expert_times of its report"):
+    with pytest.raises(StoreError, match=r"rank 3: expert_times"):
         _ = state.expert_times

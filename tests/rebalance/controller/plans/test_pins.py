@@ -7,15 +7,10 @@ import pytest
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from rebalance.controller.loop import Controller
 from rebalance.controller.plans.planner_request import PlannerRequest, read_pins, written_pins
-from telemetry.stores.memory import MemoryStore
 from tests.support.controlled_deployment import (
     EVEN,
-    SETTINGS,
     SKEWED,
-    START,
-    Clock,
     Deployment,
     events,
 )
@@ -23,19 +18,12 @@ from tests.support.controlled_deployment import (
 RANK_OF_SLOT = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3).rank_of_slot
 
 
-@pytest.fixture
-def deployment() -> Deployment:
-    store = MemoryStore("test", clock=Clock())
-    store.commit(START, expected=None, reason="start")
-    return Deployment(store)
-
-
 def ranks_of(placement: Placement, expert: int) -> set[int]:
     return set(RANK_OF_SLOT[placement.slot_to_expert[0] == expert].tolist())
 
 
 def test_pinned_expert_is_moved_though_the_load_is_even(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    controller = deployment.controller()
     deployment.serve(EVEN)
     controller.turn()
     assert deployment.store.published() is None
@@ -45,7 +33,7 @@ def test_pinned_expert_is_moved_though_the_load_is_even(deployment: Deployment) 
     controller.turn()
 
     assert 1 in ranks_of(deployment.swap().target, 0)
-    assert events(deployment.store, "plan")[-1].detail["asked"]["pins"] == "0/0:1"
+    assert deployment.last_plan()["asked"]["pins"] == "0/0:1"
     deployment.serve(SKEWED, windows=4)
     controller.turn()
     published = deployment.store.published()
@@ -54,16 +42,16 @@ def test_pinned_expert_is_moved_though_the_load_is_even(deployment: Deployment) 
 
 
 def test_pin_that_cannot_be_met_is_recorded_and_ends_no_planning(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    controller = deployment.controller()
     deployment.store.change_live({"pins": "0/0:7, */2:0"}, reason="a rank that is gone")
     deployment.serve(SKEWED)
 
     controller.turn()
 
     assert 0 in ranks_of(deployment.swap().target, 2)
-    asked = events(deployment.store, "plan")[-1].detail["asked"]
+    asked = deployment.last_plan()["asked"]
     assert asked["num_unmet_pins"] == 1
-    assert asked["unmet_pins"] == ["layer 0 expert 0 on rank 7: expected ranks 0..1"]
+    assert "layer 0 expert 0 on rank 7" in asked["unmet_pins"][0]
     assert events(deployment.store, "error") == []
 
 
@@ -81,5 +69,5 @@ def test_pins_are_read_back_as_they_were_written() -> None:
     "text", ["3:1", "3/1", "3/1:", "3/1:0+0", "3/1:0, 3/1:2", "-1/1:0", "a/1:0"]
 )
 def test_text_that_is_no_list_of_pins_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"pins has .*, expected layer/expert:rank"):
+    with pytest.raises(ConfigError, match="layer/expert:rank"):
         PlannerRequest(pins=text)

@@ -13,10 +13,9 @@ from eplb.core.topology import Topology
 from eplb.decision.promises import ENOUGH
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from rebalance.controller.loop import Controller
 from rebalance.controller.plans.planner_request import PlannerRequest, redundancy_of
 from telemetry.stores.memory import MemoryStore
-from tests.support.controlled_deployment import SETTINGS, SKEWED, Clock, Deployment, events
+from tests.support.controlled_deployment import SKEWED, Clock, Deployment, events
 
 TWO_LAYERS = ModelShape((3, 4), 4, 2, hidden=16, intermediate=8)
 START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 2), num_experts=4)
@@ -36,7 +35,7 @@ def num_held(placement: Placement) -> list[int]:
 def test_layer_uses_only_its_redundant_slots_and_the_plan_records_it(
     deployment: Deployment,
 ) -> None:
-    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    controller = deployment.controller()
     deployment.store.change_live({"redundancy": "1:0"}, reason="layer 1 is even")
     deployment.serve(SKEWED)
     controller.turn()
@@ -45,7 +44,7 @@ def test_layer_uses_only_its_redundant_slots_and_the_plan_records_it(
 
     assert num_held(few.target)[0] > 4
     assert num_held(few.target)[1] == 4
-    assert events(deployment.store, "plan")[-1].detail["asked"]["redundancy"] == "1:0"
+    assert deployment.last_plan()["asked"]["redundancy"] == "1:0"
 
     deployment.store.change_live({"redundancy": None}, reason="all of them again")
     deployment.serve(SKEWED)
@@ -54,7 +53,7 @@ def test_layer_uses_only_its_redundant_slots_and_the_plan_records_it(
 
 
 def test_layer_gives_slots_up_whatever_that_costs_in_balance(deployment: Deployment) -> None:
-    controller = Controller(deployment.store, SETTINGS, clock=Clock())
+    controller = deployment.controller()
     deployment.serve(SKEWED)
     controller.turn()
     deployment.swap()
@@ -72,17 +71,14 @@ def test_layer_gives_slots_up_whatever_that_costs_in_balance(deployment: Deploym
 
 
 def test_spare_slots_of_flip_mode_are_no_redundant_ones(deployment: Deployment) -> None:
-    settings = replace(SETTINGS, pace=Pace(mode="flip", spare_slots=1))
     deployment.store.change_live({"redundancy": "0:1"}, reason="a test")
     deployment.serve(SKEWED)
 
-    Controller(deployment.store, settings, clock=Clock()).turn()
+    deployment.controller(pace=Pace(mode="flip", spare_slots=1)).turn()
 
     assert deployment.store.published() is None
     (error,) = events(deployment.store, "error")
-    assert error.detail["message"] == (
-        "redundancy gives layer 0 1 redundant slots, expected layers 0..1 and 0..0 slots"
-    )
+    assert "layer 0 1 redundant slots" in error.detail["message"]
 
 
 def test_slots_of_dead_ranks_are_not_missed() -> None:
@@ -98,5 +94,5 @@ def test_slots_of_dead_ranks_are_not_missed() -> None:
 
 @pytest.mark.parametrize("text", ["0", "0:-1", "-1:2", "0:1.5", "0:1, 0:2", "0:nan", "0:1e99"])
 def test_text_that_is_no_list_of_slots_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"redundancy has '.*', expected layer:slots for each"):
+    with pytest.raises(ConfigError, match="layer:slots"):
         redundancy_of(text)
