@@ -36,11 +36,11 @@ def test_published_plan_is_read_from_its_event() -> None:
 @pytest.mark.parametrize(
     ("detail", "why"),
     [
-        ({"generation": 4, "reason": "skew"}, "event 12 of kind 'commit' lacks plan_id, expected"),
-        (END | {"plan_id": "3"}, "event 12 of kind 'commit': plan_id is '3', expected int"),
-        (END | {"generation": 4.5}, r"generation is 4\.5, expected int | None"),
-        (END | {"more": 1}, "unknown fields more"),
-        (END | {"version": 2}, "event 12 of kind 'commit' is of version 2, expected one of: 1"),
+        ({"generation": 4, "reason": "skew"}, "event 12 .*plan_id"),
+        (END | {"plan_id": "3"}, "plan_id is '3', expected int"),
+        (END | {"generation": 4.5}, r"generation is 4\.5"),
+        (END | {"more": 1}, "more"),
+        (END | {"version": 2}, "version 2, .*1"),
     ],
 )
 def test_unreadable_event_of_a_plan_is_refused(detail: dict[str, Any], why: str) -> None:

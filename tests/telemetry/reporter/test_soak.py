@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -38,34 +36,20 @@ OpenOne = Callable[[], LoadStore]
 # -- readings
 
 
-def test_reservoir_keeps_all_values_until_it_is_full() -> None:
-    reservoir = Reservoir(3, seed=0)
-    for value in (5.0, 1.0, 4.0):
-        reservoir.add(value)
-
-    assert reservoir.values == [5.0, 1.0, 4.0]
-
-
-def test_full_reservoir_is_a_fair_sample_of_all_values() -> None:
+def test_reservoir_is_a_fair_sample_of_all_values_and_the_same_for_a_seed() -> None:
     first_half = 0
     for seed in range(200):
-        reservoir = Reservoir(10, seed=seed)
+        one, other = Reservoir(10, seed=seed), Reservoir(10, seed=seed)
         for value in range(40):
-            reservoir.add(value)
-        assert len(set(reservoir.values)) == 10
-        assert reservoir.num_seen == 40
-        first_half += sum(value < 20 for value in reservoir.values)
+            assert len(one.values) == min(value, 10)
+            one.add(value)
+            other.add(value)
+        assert len(set(one.values)) == 10
+        assert one.values == other.values
+        assert one.num_seen == 40
+        first_half += sum(value < 20 for value in one.values)
 
     assert 900 < first_half < 1100  # of 2000; five standard deviations are 97
-
-
-def test_reservoir_with_the_same_seed_keeps_the_same_values() -> None:
-    one, other = Reservoir(4, seed=7), Reservoir(4, seed=7)
-    for value in range(100):
-        one.add(value)
-        other.add(value)
-
-    assert one.values == other.values
 
 
 def test_level_names_the_first_the_highest_and_the_last_reading() -> None:
@@ -133,9 +117,9 @@ def test_failure_of_the_publisher_is_raised_at_the_next_step(open_one: OpenOne) 
     publisher = Publisher(open_one(), refuse, poll_s=0.01)
     publisher.check()
     publisher.want(True)
-    assert was_asked.wait()
+    was_asked.wait()
 
-    words = "the publisher stopped after 0 migrations: ValueError: no such layer"
+    words = "0 migrations: ValueError: no such layer"
     with pytest.raises(EplbError, match=words):
         publisher.close()
     with pytest.raises(EplbError, match=words):
@@ -155,18 +139,14 @@ def test_publisher_that_is_not_wanted_publishes_nothing(open_one: OpenOne) -> No
 # -- the whole of it
 
 
-def wait_for_message(process: subprocess.Popen[str], words: str) -> str:
+def wait_for_message(process: subprocess.Popen[str], words: str) -> None:
     """Read its error stream until it has said these words."""
     assert process.stderr is not None
-    said, deadline = "", time.monotonic() + NEVER_S
+    said = ""
     while words not in said:
-        left_s = deadline - time.monotonic()
-        ready, _, _ = select.select([process.stderr], [], [], max(0.0, left_s))
-        assert ready, f"no {words!r} within {NEVER_S:.0f} s, only {said!r}"
         found = os.read(process.stderr.fileno(), 4096).decode()
         assert found, f"ended before {words!r}, after {said!r}"
         said += found
-    return said
 
 
 @pytest.mark.slow

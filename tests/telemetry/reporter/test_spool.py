@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,26 +24,27 @@ from telemetry.reporter.segment import HEADER, frame_bytes
 from telemetry.reporter.spool import Spool
 from telemetry.reporter.spool_folder import MIN_BYTES
 from telemetry.stores.sqlite.store import SqliteStore
-from tests.support.repository import ROOT
+from tests.support.processes import ForkedProcess
+from tests.support.stores import make_sample as make_any_sample
+from tests.support.stores import sequences
 
 
 def make_sample(sequence: int, run: str = "run-1") -> LoadSample:
     """As large as any other: the arrays hold one figure."""
-    slot, one = np.array([[0]]), np.array([[1]])
-    return LoadSample("demo", run, 0, sequence, 0.0, sequence, sequence, "decode", 1, slot, one)
+    return make_any_sample(0, sequence, run=run, tokens=[[0, 1]])
 
 
 SAMPLE_BYTES = frame_bytes(sample_to_bytes(make_sample(0)))
 
 
-def sequences(batch: dict[int, LoadSample]) -> list[int]:
+def leased(batch: dict[int, LoadSample]) -> list[int]:
     return [sample.sequence for sample in batch.values()]
 
 
 def left_in(folder: Path) -> list[int]:
     """What the next process finds."""
     with closing(Spool(folder)) as spool:
-        return sequences(spool.lease(10_000))
+        return leased(spool.lease(10_000))
 
 
 def fill(folder: Path, num_samples: int) -> None:
@@ -65,23 +67,14 @@ def folder(tmp_path: Path) -> Path:
 # -- what is kept, and for how long
 
 
-def test_next_process_gets_unstored_samples_oldest_first(folder: Path) -> None:
-    fill(folder, 3)
-
-    assert left_in(folder) == [0, 1, 2]
-
-
 def test_stored_samples_are_removed_and_leave_no_file(folder: Path) -> None:
     with closing(Spool(folder)) as spool:
         spool.add([make_sample(n) for n in range(3)])
         spool.settle(spool.lease(10), num_new=2)
 
         assert spool.counts().bytes_on_disk == len(HEADER)
-        assert (spool.counts().stored, spool.counts().repeated, spool.counts().replayed) == (
-            3,
-            1,
-            0,
-        )
+        counts = spool.counts()
+        assert (counts.stored, counts.repeated, counts.replayed) == (3, 1, 0)
 
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
@@ -94,11 +87,8 @@ def test_samples_of_an_earlier_process_are_sent_with_new_ones(folder: Path) -> N
         batch = spool.lease(10)
         spool.settle(batch, num_new=3)
 
-        assert [(sample.run, sample.sequence) for sample in batch.values()] == [
-            ("run-1", 0),
-            ("run-1", 1),
-            ("run-2", 7),
-        ]
+        sent = [(sample.run, sample.sequence) for sample in batch.values()]
+        assert sent == [("run-1", 0), ("run-1", 1), ("run-2", 7)]
         assert (spool.counts().recovered, spool.counts().replayed) == (2, 2)
     assert left_in(folder) == []
 
@@ -109,7 +99,7 @@ def test_new_samples_do_not_wait_behind_a_backlog(folder: Path) -> None:
     with closing(Spool(folder)) as spool:
         spool.add([make_sample(20), make_sample(21)])
 
-        assert sequences(spool.lease(2)) == [0, 1, 20, 21]
+        assert leased(spool.lease(2)) == [0, 1, 20, 21]
 
 
 def test_returned_samples_keep_their_order(folder: Path) -> None:
@@ -119,7 +109,7 @@ def test_returned_samples_keep_their_order(folder: Path) -> None:
         spool.give_back()
         spool.add([make_sample(4)])
 
-        assert sequences(spool.lease(2)) == [0, 1, 2, 3]
+        assert leased(spool.lease(2)) == [0, 1, 2, 3]
         assert spool.counts().spooled == 2
 
 
@@ -127,7 +117,7 @@ def test_more_new_samples_than_memory_holds_wait_on_disk(folder: Path) -> None:
     with closing(Spool(folder, capacity=2)) as spool:
         spool.add([make_sample(n) for n in range(5)])
 
-        assert sequences(spool.lease(10)) == [0, 1, 2, 3, 4]
+        assert leased(spool.lease(10)) == [0, 1, 2, 3, 4]
         assert (spool.counts().spooled, spool.counts().dropped) == (3, 0)
 
 
@@ -136,7 +126,7 @@ def test_full_spool_drops_the_oldest_and_counts_each(folder: Path) -> None:
     with closing(Spool(folder, max_bytes=MIN_BYTES, capacity=1)) as spool:
         spool.add([make_sample(n) for n in range(num_samples)])
 
-        kept, counts = sequences(spool.lease(num_samples)), spool.counts()
+        kept, counts = leased(spool.lease(num_samples)), spool.counts()
         assert counts.bytes_on_disk <= MIN_BYTES
         assert kept == list(range(counts.dropped, num_samples))
         assert len(kept) > 0.9 * MIN_BYTES / SAMPLE_BYTES  # one segment of 16 went at a time
@@ -147,9 +137,9 @@ def test_sample_dropped_during_its_write_is_not_lost(folder: Path) -> None:
     num_samples = 2 * MIN_BYTES // SAMPLE_BYTES
     with closing(Spool(folder, max_bytes=MIN_BYTES, capacity=4)) as spool:
         spool.add([make_sample(0)])
-        leased = spool.lease(1)
+        batch = spool.lease(1)
         spool.add([make_sample(n) for n in range(1, num_samples)])
-        spool.settle(leased, num_new=1)
+        spool.settle(batch, num_new=1)
 
         counts = spool.counts()
         assert (counts.stored, counts.stored + counts.dropped + counts.waiting) == (1, num_samples)
@@ -159,7 +149,7 @@ def test_without_a_folder_the_newest_are_kept_in_memory() -> None:
     with closing(Spool(capacity=2)) as spool:
         spool.add([make_sample(n) for n in range(5)])
 
-        assert sequences(spool.lease(10)) == [3, 4]
+        assert leased(spool.lease(10)) == [3, 4]
         assert (spool.counts().dropped, spool.counts().waiting_in_memory) == (3, 2)
 
 
@@ -172,10 +162,10 @@ def test_torn_record_is_cut_off_and_counted_wherever_it_is_torn(folder: Path) ->
     whole = segment.read_bytes()
     second = len(HEADER) + SAMPLE_BYTES
 
-    for length in range(len(whole)):
+    for length in {*range(0, len(whole), 7), len(HEADER), second}:
         segment.write_bytes(whole[:length])
         with closing(Spool(folder)) as spool:
-            assert sequences(spool.lease(10)) == ([0] if length >= second else [])
+            assert leased(spool.lease(10)) == ([0] if length >= second else [])
             assert spool.counts().torn == (length > len(HEADER) and length != second)
 
 
@@ -187,7 +177,7 @@ def test_damaged_record_costs_itself_and_no_other(folder: Path) -> None:
     segment.write_bytes(data)
 
     with closing(Spool(folder)) as spool:
-        assert sequences(spool.lease(10)) == [0, 2]
+        assert leased(spool.lease(10)) == [0, 2]
         assert (spool.counts().damaged, spool.counts().torn) == (1, 0)
 
 
@@ -203,7 +193,7 @@ def test_segment_of_another_version_is_left_as_it_is(
         assert spool.counts().damaged == 1
 
     assert newer.read_bytes() == b"EPLBSPL\x02 and what it holds"
-    assert "000000000007.spool starts with b'EPLBSPL\\x02', expected" in caplog.text
+    assert "000000000007.spool" in caplog.text
     assert left_in(folder) == [0]
 
 
@@ -217,22 +207,20 @@ def test_file_that_never_got_a_record_is_cleaned_away(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
-def test_spool_is_one_process_s_until_that_ends(folder: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from telemetry.reporter.spool import Spool\n"
-        f"spool = Spool(Path({str(folder)!r})); print('open', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "open\n"
-        with pytest.raises(StoreError, match=f"in use by process {holder.pid}, expected a folder"):
-            Spool(folder)
-        holder.kill()
-        holder.wait()
+def hold(pipe: Connection, folder: Path) -> None:
+    with closing(Spool(folder)):
+        pipe.send(os.getpid())
+        pipe.recv()
 
+
+def test_spool_is_one_process_s_until_that_ends(
+    folder: Path, fork: Callable[..., ForkedProcess]
+) -> None:
+    holder = fork(hold, folder)
+
+    with pytest.raises(StoreError, match=f"process {holder.receive()}"):
+        Spool(folder)
+    holder.kill()
     Spool(folder).close()
 
 
@@ -248,39 +236,31 @@ def test_folder_that_cannot_be_made_leaves_the_spool_in_memory(
     with closing(Spool(tmp_path / "file" / "spool")) as spool:
         spool.add([make_sample(0)])
 
-        assert sequences(spool.lease(10)) == [0]
+        assert leased(spool.lease(10)) == [0]
         assert (spool.counts().errors, spool.counts().waiting_in_memory) == (1, 1)
-    assert "samples are kept in memory meanwhile" in caplog.text
+    assert caplog.records
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from eplb.core.load import LoadSample
-from telemetry.reporter.spool import Spool
-
-def add(*sequences):
-    for n in sequences:
-        sample = LoadSample("demo", "run-1", 0, n, 0.0, n, n, "decode", 1, [[0]], [[1]])
-        spool.add([sample])
-
-spool = Spool(Path(sys.argv[1]), capacity=3)
-add(0)
-_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # files stop growing, as on a full disk
-add(*range(1, 8))
-full = spool.counts()
-resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-add(8)
-print(full.errors, full.dropped, full.waiting_in_memory, spool.counts().errors)
-spool.close()
-"""
+def fill_disk(pipe: Connection, folder: Path) -> None:
+    spool = Spool(folder, capacity=3)
+    spool.add([make_sample(0)])
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # files stop growing, as on a full disk
+    for n in range(1, 8):
+        spool.add([make_sample(n)])
+    full = spool.counts()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    spool.add([make_sample(8)])
+    pipe.send((full.errors, full.dropped, full.waiting_in_memory, spool.counts().errors))
+    spool.close()
 
 
-def test_full_disk_costs_the_oldest_in_memory_and_is_tried_again(folder: Path) -> None:
-    command = [sys.executable, "-c", FULL_DISK, str(folder)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
-    errors, dropped, in_memory, errors_after = map(int, ended.stdout.split())
+def test_full_disk_costs_the_oldest_in_memory_and_is_tried_again(
+    folder: Path, fork: Callable[..., ForkedProcess]
+) -> None:
+    filler = fork(fill_disk, folder)
+    errors, dropped, in_memory, errors_after = filler.receive()
+    assert filler.ends() == 0
 
     on_disk = 1 + 7 - errors
     assert 0 < errors < 8
@@ -295,13 +275,13 @@ def test_folder_deleted_under_it_is_made_again(folder: Path) -> None:
         shutil.rmtree(folder)
         spool.add([make_sample(1)])
 
-        assert sequences(spool.lease(10)) == [0, 1]
+        assert leased(spool.lease(10)) == [0, 1]
         spool.give_back()
     assert left_in(folder) == [1]
 
 
 def test_bound_without_room_for_a_sample_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="may take 10 bytes, expected 65536 or more"):
+    with pytest.raises(ConfigError, match=r"10 bytes, .*65536"):
         Spool(folder, max_bytes=10)
 
 
@@ -359,14 +339,17 @@ class Life:
         while self._spool.has_waiting:
             self.send()
         assert len(set(balance(self._spool))) == 1, self._spool.counts()
-        stored = [sample.sequence for _, sample in self.store.samples("run-1")]
+        stored = sequences(self.store)
         for part in (self._spool, self._other, self.store):
             part.close()
         return sorted(stored), list(range(self._num_added))
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(steps=st.lists(STEPS, min_size=4, max_size=25))
 def test_outages_and_deaths_in_any_order_lose_and_repeat_no_sample(

@@ -64,38 +64,36 @@ def history_of(weight: float, *windows: tuple[Phase, ...]) -> list[tuple[str, li
 BOTH: tuple[Phase, ...] = ("prefill", "decode")
 
 
-def test_phases_with_half_the_weight_each_take_turns() -> None:
-    assert history_of(0.5, BOTH, BOTH) == [
-        ("prefill", [100, 300]),
-        ("decode", [5, 1]),
-        ("prefill", [100, 300]),
-        ("decode", [5, 1]),
-    ]
+PREFILL: tuple[Phase, ...] = ("prefill",)
 
 
-def test_phase_with_less_weight_has_fewer_windows_and_all_its_tokens() -> None:
-    found = history_of(0.2, *[BOTH] * 8)
+@pytest.mark.parametrize(
+    ("weight", "windows", "prefill", "decode"),
+    [
+        (0.5, [BOTH] * 2, [[100, 300]] * 2, [[5, 1]] * 2),
+        # The phase with less weight has fewer windows and all its tokens.
+        (0.2, [BOTH] * 8, [[100, 300]] * 8, [[20, 4]] * 2),
+        (0.8, [BOTH] * 8, [[400, 1200]] * 2, [[5, 1]] * 8),
+        # A phase that is rare has its weight by the windows of the other.
+        (0.5, [PREFILL] * 6 + [BOTH] * 2, [[400, 1200]] * 2, [[5, 1]] * 2),
+        (0.5, [("decode",)] * 2, [], [[5, 1]] * 2),
+    ],
+)
+def test_each_phase_has_windows_by_its_weight(
+    weight: float,
+    windows: list[tuple[Phase, ...]],
+    prefill: list[list[int]],
+    decode: list[list[int]],
+) -> None:
+    found = history_of(weight, *windows)
 
-    assert [phase for phase, _ in found].count("prefill") == 8
-    assert [tokens for phase, tokens in found if phase == "decode"] == [[20, 4], [20, 4]]
+    assert [tokens for phase, tokens in found if phase == "prefill"] == prefill
+    assert [tokens for phase, tokens in found if phase == "decode"] == decode
 
 
-def test_phase_with_more_weight_has_more_windows() -> None:
-    found = history_of(0.8, *[BOTH] * 8)
-
-    assert [phase for phase, _ in found].count("decode") == 8
-    assert [t for phase, t in found if phase == "prefill"] == [[400, 1200], [400, 1200]]
-
-
-def test_phase_that_is_rare_has_its_weight_by_the_windows_of_the_other() -> None:
-    found = history_of(0.5, *[("prefill",)] * 6, BOTH, BOTH)
-
-    assert [tokens for phase, tokens in found if phase == "decode"] == [[5, 1], [5, 1]]
-    assert [t for phase, t in found if phase == "prefill"] == [[400, 1200], [400, 1200]]
-
-
-def test_phase_without_windows_leaves_the_other_all() -> None:
-    assert history_of(0.5, ("decode",), ("decode",)) == [("decode", [5, 1])] * 2
+def test_phases_take_turns_and_without_windows_there_is_no_history() -> None:
+    turns = [phase for phase, _ in history_of(0.5, BOTH, BOTH)]
+    assert turns == ["prefill", "decode", "prefill", "decode"]
     assert weighted(Apart([], []), 0.5) is None
 
 

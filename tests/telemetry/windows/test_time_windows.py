@@ -108,7 +108,7 @@ def test_unchanged_window_is_the_same_object() -> None:
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -float("inf")])
 def test_time_that_is_none_is_refused(time: float) -> None:
-    with pytest.raises(HistoryError, match=r"sample 0 of rank 0 was taken at .*, expected a time"):
+    with pytest.raises(HistoryError, match="sample 0 of rank 0"):
         folder_of(make_sample(0, 0, time))
 
 
@@ -116,5 +116,5 @@ def test_time_that_is_none_is_refused(time: float) -> None:
     ("seconds", "keep", "expected"), [(0.0, 2, "more than 0"), (5.0, 0, "1 or more")]
 )
 def test_window_of_no_length_is_refused(seconds: float, keep: int, expected: str) -> None:
-    with pytest.raises(HistoryError, match=f"expected {expected}"):
+    with pytest.raises(HistoryError, match=expected):
         WindowFolder(CutByTime(seconds), num_ranks=2, num_experts=2, keep=keep)

@@ -55,20 +55,17 @@ def test_replicas_of_an_expert_are_summed_over_ranks() -> None:
     assert window.is_complete
 
 
-def test_missing_rank_makes_its_window_incomplete() -> None:
-    first, second = folded(
-        make_sample(0, 0, [1, 1]), make_sample(1, 0, [1, 1]), make_sample(0, 10, [1, 1])
+def test_rank_that_covers_no_step_or_only_some_is_missing() -> None:
+    first, second, third = folded(
+        *(make_sample(rank, 0, [1, 1]) for rank in (0, 1)),
+        make_sample(0, 10, [1, 1]),
+        make_sample(0, 20, [1, 1]),
+        make_sample(1, 20, [1, 1], last_step=28),
     )
 
-    assert first.missing_ranks == frozenset()
-    assert second.missing_ranks == {1}
-    assert not second.is_complete
-
-
-def test_rank_that_covers_only_some_steps_is_missing() -> None:
-    (window,) = folded(make_sample(0, 0, [1, 1]), make_sample(1, 0, [1, 1], last_step=8))
-
-    assert window.missing_ranks == {1}
+    assert (first.missing_ranks, first.is_complete) == (frozenset(), True)
+    assert (second.missing_ranks, second.is_complete) == ({1}, False)
+    assert third.missing_ranks == {1}
 
 
 def test_window_cut_by_a_swap_has_both_generations_and_is_complete() -> None:
@@ -81,26 +78,22 @@ def test_window_cut_by_a_swap_has_both_generations_and_is_complete() -> None:
     assert window.tokens.tolist() == [[1, 4, 5]]
 
 
-def test_late_sample_completes_its_old_window() -> None:
+def test_late_sample_completes_its_old_window_and_a_repeated_one_counts_once() -> None:
     folder = WindowFolder(CutBySteps(10), 2, 3)
-    folder.add(make_sample(0, 0, [1, 1]))
+    assert folder.add(make_sample(0, 0, [1, 1]))
     folder.add(make_sample(0, 10, [1, 1]))
-    assert not folder.windows()[0].is_complete
+    assert not folder.add(make_sample(0, 0, [1, 1]))
+    (before, _) = folder.windows()
+    assert not before.is_complete
 
-    folder.add(make_sample(1, 0, [1, 1]))
+    folder.add(make_sample(1, 0, [9, 9]))
 
-    assert folder.windows()[0].is_complete
-
-
-def test_repeated_sample_is_counted_once() -> None:
-    folder = WindowFolder(CutBySteps(10), 2, 3)
-
-    assert folder.add(make_sample(0, 0, [5, 5]))
-    assert not folder.add(make_sample(0, 0, [5, 5]))
-    assert folder.windows()[0].tokens.sum() == 10
+    after, _ = folder.windows()
+    assert (after.is_complete, after.tokens.tolist()) == (True, [[10, 1, 9]])
+    assert before.tokens.tolist() == [[1, 1, 0]]  # what was handed out does not change
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(st.permutations(range(8)), st.lists(st.integers(0, 7), max_size=4))
 def test_order_and_repeats_change_nothing(order: list[int], repeats: list[int]) -> None:
     all_samples = [make_sample(n % 2, n // 2 * 10, [n, n * n]) for n in range(8)]
@@ -124,17 +117,6 @@ def test_only_the_latest_windows_are_kept_and_older_samples_are_late() -> None:
     assert folder.too_late == 1
 
 
-def test_window_handed_out_does_not_change_when_samples_follow() -> None:
-    folder = WindowFolder(CutBySteps(10), 2, 3)
-    folder.add(make_sample(0, 0, [1, 1]))
-    (before,) = folder.windows()
-
-    folder.add(make_sample(1, 0, [9, 9]))
-
-    assert before.tokens.tolist() == [[1, 1, 0]]
-    assert folder.windows()[0].tokens.tolist() == [[10, 1, 9]]
-
-
 def test_samples_of_two_phases_make_a_mixed_window() -> None:
     (window,) = folded(make_sample(0, 0, [1, 1]), make_sample(1, 0, [1, 1], phase="prefill"))
 
@@ -146,12 +128,12 @@ def test_samples_of_two_phases_make_a_mixed_window() -> None:
     [
         ({"run": "run-2"}, r"\('demo', 'run-2'\), expected \('demo', 'run-1'\)"),
         ({"deployment": "other"}, r"\('other', 'run-1'\), expected \('demo', 'run-1'\)"),
-        ({"last_step": 10}, r"steps 0\.\.10, expected no step past 9, the last of window 0"),
-        ({"first_step": 5, "sequence": 99}, r"steps 5\.\.9, expected none of 0\.\.9"),
-        ({"rank": 2}, r"rank 2: expected rank 0\.\.1"),
+        ({"last_step": 10}, r"0\.\.10, .*9"),
+        ({"first_step": 5, "sequence": 99}, r"5\.\.9, .*0\.\.9"),
+        ({"rank": 2}, r"rank 2: .*0\.\.1"),
         ({"slot_to_expert": [[0, 3]]}, r"layer 0 slot 1 holds expert 3, expected 0\.\.2"),
-        ({"slot_to_expert": [[0, -1]]}, "slot 1 received 4 tokens, expected none in an empty"),
-        ({"slot_to_expert": [[0, 1]] * 2, "tokens": [[1, 1]] * 2}, "has 2 layers, expected 1"),
+        ({"slot_to_expert": [[0, -1]]}, "slot 1 received 4 tokens"),
+        ({"slot_to_expert": [[0, 1]] * 2, "tokens": [[1, 1]] * 2}, "2 layers, expected 1"),
     ],
 )
 def test_sample_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -187,9 +169,9 @@ def test_excluded_windows_are_named_with_their_missing_ranks() -> None:
     windows = folded(make_sample(0, 0, [1, 1]), make_sample(0, 10, [1, 1]))
 
     assert history(windows, last=3) is None
-    assert excluded(windows)[1] == (
-        "window 1 (steps 10..19) is incomplete: no samples of every step from ranks 1"
-    )
+    told = excluded(windows)[1]
+    assert "window 1 (steps 10..19)" in told
+    assert told.endswith("ranks 1")
 
 
 def test_received_tokens_are_the_measured_rank_load_of_a_large_model() -> None:
@@ -254,7 +236,7 @@ def same(one: Window, other: Window) -> bool:
     return all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_many_at_once_make_the_windows_that_one_by_one_make(seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples = make_many(rng, num_windows=6, num_ranks=4)
@@ -286,17 +268,14 @@ def test_of_many_at_once_those_that_do_not_fit_are_named_and_the_rest_counts() -
     )
 
     assert (taken.accepted, taken.late) == (2, 1)
-    assert [reason.partition(":")[2] for reason in taken.refused] == [
-        " layer 0 slot 1 holds expert 9, expected 0..2, or -1 for an empty slot",
-        " expected rank 0..1",
-        " 1099511627777 tokens in a slot, expected 1099511627776 at most",
-    ]
+    reasons = zip(taken.refused, ("expert 9", "rank 0..1", "1099511627777 tokens"), strict=True)
+    assert all(figures in reason for reason, figures in reasons)
     (window,) = folder.windows()
     assert window.tokens.tolist() == [[2**40 + 1, 2, 4]]
     assert window.is_complete
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.permutations(range(12)), st.lists(st.integers(1, 11), max_size=4))
 def test_batches_cut_anywhere_change_nothing(order: list[int], cuts: list[int]) -> None:
     samples = [make_sample(n % 2, n // 2 * 10, [n, n * n]) for n in range(12)]
