@@ -130,28 +130,21 @@ def test_full_name_works_in_file_environment_and_flag(tmp_path: Path) -> None:
 
 
 def test_name_of_several_settings_is_refused_with_their_full_names() -> None:
-    assert refusal({"deadline_s": "1"}) == (
-        "unknown key 'deadline_s' in --setting deadline_s, "
-        "closest known: transport.deadline_s, host_link.deadline_s"
-    )
-    assert refusal(EPLB_DEADLINE_S="1") == (
-        "unknown key 'EPLB_DEADLINE_S' in the environment, "
-        "closest known: EPLB_TRANSPORT__DEADLINE_S, EPLB_HOST_LINK__DEADLINE_S"
-    )
+    by_flag, by_variable = refusal({"deadline_s": "1"}), refusal(EPLB_DEADLINE_S="1")
+
+    assert by_flag.endswith(": transport.deadline_s, host_link.deadline_s")
+    assert by_variable.endswith(": EPLB_TRANSPORT__DEADLINE_S, EPLB_HOST_LINK__DEADLINE_S")
 
 
 def test_setting_without_short_name_is_reported_by_its_full_name() -> None:
-    assert refusal(EPLB_HOST_LINK__DEADLINE_S="0") == (
-        "host_link.deadline_s is '0' in environment variable EPLB_HOST_LINK__DEADLINE_S, "
-        "expected more than 0 and at most 3600"
-    )
+    found = refusal(EPLB_HOST_LINK__DEADLINE_S="0")
+
+    assert found.startswith("host_link.deadline_s is '0' in ")
+    assert "variable EPLB_HOST_LINK__DEADLINE_S" in found
 
 
 def test_setting_under_both_names_in_one_place_is_refused() -> None:
-    assert refusal({"ranks": "4", "demo.ranks": "2"}) == (
-        "demo.ranks is given as 'ranks' and as 'demo.ranks' in --setting demo.ranks, "
-        "expected one of them"
-    )
+    assert "'ranks' and as 'demo.ranks'" in refusal({"ranks": "4", "demo.ranks": "2"})
 
 
 def test_section_that_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -211,6 +204,15 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
         tmp_path,
         {
             "vote_every": "3",
+            "vote_deadline_s": "3.5",
+            "plan_deadline_s": "2.5",
+            "scrub_every_steps": "7",
+            "keep_samples_s": "60",
+            "keep_minutes_s": "120",
+            "keep_hours_s": "240",
+            "keep_events": "9",
+            "lease_ttl_s": "3",
+            "sample_version": "1",
             "poll_s": "0.5",
             "migration_deadline_s": "7",
             "keep_every_windows": "2",
@@ -227,8 +229,13 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
         },
     )
 
-    assert (plan.vote_every, plan.controller_poll_s) == (3, 0.5)
+    assert plan.controller_poll_s == 0.5
+    agent = agent_settings(plan.rank_config, plan.run, plan.topology, "cpu", membership=4)
+    assert (agent.vote_every, agent.scrub_every_steps, agent.membership) == (3, 7, 4)
+    assert (agent.plan_deadline_s, agent.vote_deadline_s) == (2.5, 3.5)
     controller = plan.controller
+    assert (controller.lease_ttl_s, plan.reporting.sample_version) == (3.0, 1)
+    assert controller.retention == Retention(60.0, 120.0, 240.0, events=9)
     assert (controller.migration_deadline_s, controller.keep_every_windows) == (7.0, 2)
     assert (controller.budget.max_moves, controller.budget.target_imbalance) == (5, 1.5)
     assert plan.reporting.tempo == Tempo(0.0, 0.75)
@@ -267,9 +274,9 @@ def test_config_command_prints_values_their_places_and_no_password(
 @pytest.mark.parametrize(
     ("pair", "found"),
     [
-        ("ranks", "--setting is 'ranks', expected NAME=VALUE"),
-        ("ranks=x", "ranks is 'x' in --setting ranks, expected a whole number"),
-        ("log.level=loud", "log_level is 'loud' in --setting log.level, expected 'debug', 'info'"),
+        ("ranks", "--setting is 'ranks'"),
+        ("ranks=x", "ranks is 'x' in --setting ranks"),
+        ("log.level=loud", "log_level is 'loud' in --setting log.level"),
     ],
 )
 def test_config_command_refuses_a_wrong_value_in_one_line(pair: str, found: str) -> None:
@@ -341,12 +348,12 @@ def test_live_config_that_cannot_be_audited_changes_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (["--live", "--set", "pay_back_s"], "--set is 'pay_back_s', expected NAME=VALUE"),
-        (["--live", "--set", "pay_back_s=-1"], "pay_back_s is '-1' in --set pay_back_s, expected"),
-        (["--live", "--set", "policy=best"], "unknown policy 'best', expected one of: auto"),
-        (["--live", "--set", "port=1"], "--set port is no live setting, expected one of: policy,"),
-        (["--live", "--unset", "nosuch"], "--set nosuch is no live setting, expected one of"),
-        (["--set", "observe=true"], "--set and --unset change live settings, expected --live"),
+        (["--live", "--set", "pay_back_s"], "--set is 'pay_back_s'"),
+        (["--live", "--set", "pay_back_s=-1"], "pay_back_s is '-1' in --set pay_back_s"),
+        (["--live", "--set", "policy=best"], "unknown policy 'best'"),
+        (["--live", "--set", "port=1"], "--set port is no live setting"),
+        (["--live", "--unset", "nosuch"], "--set nosuch is no live setting"),
+        (["--set", "observe=true"], "--set and --unset"),
     ],
 )
 def test_live_config_refuses_a_wrong_change_in_one_line(
@@ -366,7 +373,7 @@ def test_start_of_a_paused_deployment_stays_paused_and_says_so(
 ) -> None:
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog " * 200)
-    settings = load(SMALL | {"text": [text]})
+    settings = load(SMALL | {"text": [text], "window_seconds": 0.5})
     with (
         closing(StateDir(tmp_path / "state")) as state,
         closing(open_store(tmp_path / "store.sqlite", "demo")) as store,
@@ -378,6 +385,9 @@ def test_start_of_a_paused_deployment_stays_paused_and_says_so(
 
         assert store.control() == Control(movement=False)
         assert store.live().effective.pay_back_s == 5.0
+        run = store.current_run()
+        assert run is not None
+        assert run.window_seconds == 0.5
     words = "live setting: movement is false (revision 2,"
     assert [words in record.message for record in caplog.records] == [True, False]
     assert "incident 7), which wins over the setting true" in caplog.text

@@ -264,7 +264,9 @@ def test_store_that_does_not_answer_is_refused_without_its_password(tmp_path: Pa
     with socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
         port = refusing.getsockname()[1]
-        deployment = small(tmp_path, deployment__store=f"redis://:hidden@127.0.0.1:{port}")
+        deployment = small(
+            tmp_path, deployment__store=f"redis://:hidden@127.0.0.1:{port}?deadline_s=0.1"
+        )
 
         (found,) = check_store(deployment)
 

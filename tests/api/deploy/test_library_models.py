@@ -87,6 +87,7 @@ def test_ranks_are_filled_with_the_library_s_parameters(
     assert line.endswith("x 8 experts in float32, layout transformers")
 
 
+@pytest.mark.system
 def test_layout_of_another_start_is_refused_until_it_is_accepted(tmp_path: Path) -> None:
     weights = save("Qwen3-MoE", tmp_path / "model")
     first = resolved(tmp_path, weights, precision="float32")
@@ -103,6 +104,7 @@ def test_layout_of_another_start_is_refused_until_it_is_accepted(tmp_path: Path)
     assert now.checkpoint == ServedCheckpoint(weights, "transformers")
 
 
+@pytest.mark.system
 def test_quantised_checkpoint_has_no_layout_of_the_library(tmp_path: Path) -> None:
     weights = save("gpt-oss", tmp_path / "model")
     tensors = {}
@@ -118,6 +120,7 @@ def test_quantised_checkpoint_has_no_layout_of_the_library(tmp_path: Path) -> No
     assert line.endswith("gate_proj.weight is missing")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
