@@ -37,7 +37,7 @@ def routed(rank: int, step: int) -> torch.Tensor:
     return experts[:0] if rank == 2 else experts
 
 
-def new_split(table: RoutingTable, rank: int) -> BatchSplit:
+def new_split(table: RoutingTable, rank: int, rule: SplitRule | None = None) -> BatchSplit:
     assert dist.group.WORLD is not None
     return BatchSplit(
         table,
@@ -45,6 +45,7 @@ def new_split(table: RoutingTable, rank: int) -> BatchSplit:
         source=rank,
         num_sources=3,
         max_pairs=TOKENS * TOP_K,
+        rule=rule,
     )
 
 
@@ -97,11 +98,13 @@ def test_id_that_is_no_expert_is_counted_and_gets_no_slot(run_ranks: RunRanks) -
         assert strays == 1
 
 
-def test_table_without_a_topology_is_refused() -> None:
+def test_table_without_a_topology_has_neither_a_split_nor_extra_slots() -> None:
     table = RoutingTable(PLACEMENT, max_replicas=3)
 
-    with pytest.raises(ConfigError, match="routing table has no topology"):
+    with pytest.raises(ConfigError, match="no topology"):
         BatchSplit(table, lambda own, to: None, source=0, num_sources=1, max_pairs=8)
+    with pytest.raises(ConfigError, match="1 extra slots and no topology"):
+        RoutingTable(PLACEMENT, max_replicas=3, extra_slots=1)
 
 
 def test_table_with_a_topology_routes_as_one_without() -> None:
@@ -134,26 +137,12 @@ def test_table_with_extra_slots_numbers_slots_as_the_wider_dispatch_does() -> No
     )
 
 
-def test_extra_slots_without_a_topology_are_refused() -> None:
-    with pytest.raises(ConfigError, match="found 1 extra slots and no topology"):
-        RoutingTable(PLACEMENT, max_replicas=3, extra_slots=1)
-
-
 def test_layer_whose_batches_gain_nothing_leaves_out_its_exchange_on_every_rank(
     run_ranks: RunRanks,
 ) -> None:
     def serve(rank: int) -> list[bool]:
         table = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY)
-        assert dist.group.WORLD is not None
-        rule = SplitRule(worth=1e6, num_tried=2, num_off=3)
-        split = BatchSplit(
-            table,
-            all_gather_counts(dist.group.WORLD),
-            source=rank,
-            num_sources=3,
-            max_pairs=TOKENS * TOP_K,
-            rule=rule,
-        )
+        split = new_split(table, rank, SplitRule(worth=1e6, num_tried=2, num_off=3))
         seen = []
         for step in range(10):
             experts = routed(rank, step)

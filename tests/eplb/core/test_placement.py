@@ -87,24 +87,29 @@ def test_shares_by_source_survive_a_mix_with_a_placement_without() -> None:
     assert back.source_share[0].tolist() == PLACED.slot_share.tolist()
 
 
-def test_two_replicas_on_one_rank_do_not_fit() -> None:
+@pytest.mark.parametrize(
+    ("held", "topology", "words"),
+    [
+        ([0, 0, 1, 2], TWO_RANKS, "layer 0: rank 0 holds expert 0 more than once"),
+        (
+            [0, 1, 0, 2],
+            Topology(np.zeros(2), np.full(2, 2), alive=np.array([True, False])),
+            "slot 2 holds expert 0 on rank 1, which is not alive",
+        ),
+        ([0, 1, 0, 2], Topology.uniform(1, 2, 3), "4 slots .* 6"),
+    ],
+)
+def test_placement_that_ranks_cannot_serve_does_not_fit(
+    held: list[int], topology: Topology, words: str
+) -> None:
+    with pytest.raises(PlacementError, match=words):
+        check_fits(Placement(np.array([held]), num_experts=3), topology)
+
+
+def test_second_replica_on_a_rank_is_a_duplicate() -> None:
     doubled = Placement(np.array([[0, 0, 1, 2]]), num_experts=3)
 
     assert duplicate_replicas(doubled, TWO_RANKS).tolist() == [[0, 0, 0]]
-    with pytest.raises(PlacementError, match="layer 0: rank 0 holds expert 0 more than once"):
-        check_fits(doubled, TWO_RANKS)
-
-
-def test_expert_on_a_dead_rank_does_not_fit() -> None:
-    topology = Topology(np.zeros(2), np.full(2, 2), alive=np.array([True, False]))
-
-    with pytest.raises(PlacementError, match="slot 2 holds expert 0 on rank 1, which is not alive"):
-        check_fits(PLACED, topology)
-
-
-def test_another_number_of_slots_does_not_fit() -> None:
-    with pytest.raises(PlacementError, match="the placement has 4 slots a layer, the topology has"):
-        check_fits(PLACED, Topology.uniform(1, 2, 3))
 
 
 def test_hash_names_what_ranks_route_by() -> None:

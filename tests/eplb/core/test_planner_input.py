@@ -21,7 +21,7 @@ TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
         ([[1.0, 2.0], [np.inf, 1.0]], "layer 1, expert 0: load is inf"),
         ([[[1.0, 2.0]], [[1.0, -0.5]]], "window 1, layer 0, expert 1: load is -0.5"),
         ([[3, -1]], "layer 0, expert 1: -1 tokens, expected 0 or more"),
-        ([[2**62, 2**62]], "expert 0: 4611686018427387904 tokens, expected at most"),
+        ([[2**62, 2**62]], r"expert 0: 4611686018427387904 tokens, .* 2 figures"),
         (np.array([[2**63, 1]], dtype=np.uint64), "9223372036854775808 tokens, expected at most"),
         (np.zeros((0, 1, 4)), r"tokens has shape \(0, 1, 4\), expected \[windows, layers"),
         ([1, 2, 3], r"tokens has shape \(3,\)"),

@@ -15,6 +15,10 @@ def test_slots_are_numbered_rank_by_rank() -> None:
     assert UNEVEN.rank_of_slot.tolist() == [0, 0, 2, 2, 2]
     assert UNEVEN.node_of_slot.tolist() == [0, 0, 1, 1, 1]
     assert UNEVEN.slots_on(2) == slice(2, 5)
+    usual = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
+    assert (usual.node_of_rank.tolist(), usual.num_slots) == ([0, 0, 1, 1], 12)
+    with pytest.raises(TopologyError, match="0 nodes x 2 ranks x 3 slots"):
+        Topology.uniform(num_nodes=0, ranks_per_node=2, slots_per_rank=3)
 
 
 def test_hosts_follow_nodes_and_failure_domains_follow_hosts() -> None:
@@ -27,13 +31,6 @@ def test_hosts_follow_nodes_and_failure_domains_follow_hosts() -> None:
     assert (rack.num_nodes, rack.num_ranks) == (1, 4)
     assert rack.alive.all()
     assert (rack.rank_speed == 1.0).all()
-
-
-def test_usual_case_is_uniform() -> None:
-    usual = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
-
-    assert usual.node_of_rank.tolist() == [0, 0, 1, 1]
-    assert usual.num_slots == 12
 
 
 def test_arrays_are_copied_and_read_only() -> None:
@@ -63,8 +60,3 @@ def test_topology_with_arrays_of_unequal_length_is_refused(
 
     with pytest.raises(TopologyError, match=message):
         Topology(**{name: np.array(value) for name, value in (usual | fields).items()})
-
-
-def test_uniform_topology_without_nodes_is_refused() -> None:
-    with pytest.raises(TopologyError, match="0 nodes x 2 ranks x 3 slots"):
-        Topology.uniform(num_nodes=0, ranks_per_node=2, slots_per_rank=3)

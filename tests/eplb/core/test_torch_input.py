@@ -36,13 +36,6 @@ def test_plan_given_a_tensor_of_any_dtype_equals_the_plan_for_the_list(name: str
     assert found.hash == plan(load.double().tolist(), TWO_RANKS).hash
 
 
-def test_plan_given_a_tensor_with_gradients_takes_its_figures() -> None:
-    load = torch.tensor(HOT, dtype=torch.float32, requires_grad=True) * 1.0
-
-    assert load.grad_fn is not None
-    assert plan(load, TWO_RANKS).target.replica_count.tolist() == [[2, 1, 1]]
-
-
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_float16_load_with_fractions_raises_no_warning(kind: str) -> None:
     values = np.array([[0.6, 0.2, 0.2]], dtype=np.float16)
@@ -55,21 +48,15 @@ def test_float16_load_with_fractions_raises_no_warning(kind: str) -> None:
     assert found.target.replica_count.tolist() == [[2, 1, 1]]
 
 
-def test_resplit_and_scenarios_given_bfloat16_tensors_accept_them() -> None:
+def test_calls_given_bfloat16_tensors_with_gradients_take_their_figures() -> None:
     load = torch.tensor(HOT, dtype=torch.bfloat16, requires_grad=True)
     serving = plan(HOT, TWO_RANKS).target
 
     assert resplit(load, serving, TWO_RANKS, scenarios=load).slot_share.shape == (1, 4)
     assert plan(HOT, TWO_RANKS, scenarios=load[None]).decision is Decision.MOVE
-
-
-def test_drop_in_returns_int64_for_a_bfloat16_tensor_with_gradients() -> None:
-    load = torch.tensor(HOT, dtype=torch.bfloat16, requires_grad=True)
-
+    assert plan(load, TWO_RANKS).target.replica_count.tolist() == [[2, 1, 1]]
     held, _, count = rebalance_experts(load, 4, 1, 1, 2)
-
-    assert held.dtype == torch.int64
-    assert not held.requires_grad
+    assert (held.dtype, held.requires_grad) == (torch.int64, False)
     assert count.tolist() == [[2, 1, 1]]
 
 
@@ -78,16 +65,13 @@ def test_drop_in_returns_int64_for_a_bfloat16_tensor_with_gradients() -> None:
 def test_budget_refuses_a_fraction(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"budget: {name} is .*, expected a whole number"):
         Budget(**{name: value})
-
-
-def test_budget_given_a_numpy_integer_accepts_it() -> None:
-    assert Budget(max_moves=np.int64(3)).max_moves == 3  # type: ignore[arg-type]
+    assert Budget(**{name: np.int64(3)}) == Budget(**{name: 3})
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), np.float32(-1), np.float32("nan")])
 @pytest.mark.parametrize(
     "name",
-    ["pay_back_s", "min_share_gain", "node_traffic", "seconds_per_expert"],
+    ["pay_back_s", "min_share_gain", "node_traffic", "seconds_per_expert", "seconds_per_rebalance"],
 )
 def test_cost_model_given_a_negative_or_nan_price_refuses_it(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"cost: {name} is .*, expected 0 or more"):
@@ -98,9 +82,3 @@ def test_cost_model_given_a_negative_or_nan_price_refuses_it(name: str, value: A
 def test_model_given_an_impossible_cost_of_a_token_names_the_expert(value: float) -> None:
     with pytest.raises(ConfigError, match=r"expert_cost of expert 1 is .*, expected a finite"):
         ModelShape((0,), 2, 1, 1, 1, expert_cost=np.array([1.0, value]))
-
-
-@pytest.mark.parametrize("point", [(float("nan"), 1.0), (2.0, float("nan")), (float("inf"), 9.0)])
-def test_cost_model_given_a_curve_with_no_figure_refuses_it(point: tuple[float, float]) -> None:
-    with pytest.raises(ConfigError, match="cost: curve is"):
-        CostModel(curve=((1.0, 1.0), point))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb.decision.pace import (
@@ -49,6 +49,7 @@ def test_migration_within_the_budget_adds_one_step() -> None:
     assert found.reason == "plan 7 made the p95 of step time +12.5%, expected +12.5% or less"
 
 
+@settings(deadline=None, derandomize=True)
 @given(PARTS, st.lists(st.floats(-0.9, 10.0), max_size=5), st.floats(0.001, 1.0), st.booleans())
 def test_bounds_hold_and_a_breach_never_adds(
     part: float, slowdowns: list[float], budget: float, is_late: bool
@@ -66,6 +67,7 @@ def test_bounds_hold_and_a_breach_never_adds(
         assert found.part == max(part / 2, LEAST)
 
 
+@settings(deadline=None, derandomize=True)
 @given(PARTS)
 def test_breaches_reach_the_least_part_and_quiet_ones_the_whole(part: float) -> None:
     low = high = part
@@ -110,6 +112,7 @@ def test_half_the_pace_is_half_of_transactions_experts_and_links() -> None:
     assert paced(OWN, 1.0, 58) is OWN
 
 
+@settings(deadline=None, derandomize=True)
 @given(PARTS, st.sampled_from([OWN, FLIP, Pace(1, 1), replace(FLIP, layers_per_transaction=3)]))
 def test_any_part_of_a_pace_is_a_pace(part: float, own: Pace) -> None:
     found = paced(own, part, 2)

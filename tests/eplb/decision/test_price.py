@@ -73,26 +73,10 @@ def test_unknown_model_is_charged_for_a_nominal_expert() -> None:
     assert cost.move_seconds(0) == pytest.approx(0.0173, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["pay_back_s", "seconds_per_expert", "seconds_per_rebalance"])
-@pytest.mark.parametrize("value", [-1.0, nan])
-def test_price_that_is_no_amount_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"cost: {name} is {value}, expected 0 or more"):
-        CostModel(**{name: value})
-
-
 @pytest.mark.parametrize(("name", "value"), [("expert_part", 0.0), ("bytes_per_s", 0.0)])
 def test_price_that_divides_by_nothing_is_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"cost: {name} is 0.0"):
         CostModel(**{name: value})
-
-
-def test_pay_back_dial_decides_between_keep_and_move() -> None:
-    never, at_once = CostModel(pay_back_s=0.0), CostModel(pay_back_s=1e9)
-
-    kept = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=never)
-    taken = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, cost=at_once)
-
-    assert (kept.decision, taken.decision) == (Decision.KEEP, Decision.MOVE)
 
 
 def test_gate_counts_what_is_sure_and_not_what_is_promised() -> None:

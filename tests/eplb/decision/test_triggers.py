@@ -30,42 +30,58 @@ def fired(rules: TriggerRules, seen: list[Observed]) -> list[Trigger | None]:
     return found
 
 
-def test_without_rules_each_window_is_planned_on() -> None:
-    assert fired(TriggerRules(), [CALM, CALM]) == ["load", "load"]
+def seen(**values: list[float]) -> list[Observed]:
+    """Calm windows but for one figure."""
+    ((name, figures),) = values.items()
+    return [replace(CALM, **{name: figure}) for figure in figures]
+
+
+HIGH = replace(CALM, imbalance=1.6)
+
+
+@pytest.mark.parametrize(
+    ("rules", "windows", "expected"),
+    [
+        (TriggerRules(), [CALM, CALM], ["load", "load"]),
+        (
+            TriggerRules(interval_tokens=300),
+            [CALM] * 7,
+            [None, None, "interval", None, None, "interval", None],
+        ),
+        (
+            TriggerRules(interval_s=60.0),
+            seen(now=[1059.0, 500.0, 559.0, 560.0]),
+            [None, None, None, "interval"],
+        ),
+        (
+            TriggerRules(start_imbalance=1.5, rearm_imbalance=1.3),
+            seen(imbalance=[1.4, 1.6, 1.6, 1.4, 1.6, 1.2, 1.6]),
+            [None, "imbalance", None, None, None, None, "imbalance"],
+        ),
+        (
+            TriggerRules(start_imbalance=1.5),
+            [HIGH, HIGH, replace(HIGH, generation=4)],
+            ["imbalance", None, "imbalance"],
+        ),
+        (TriggerRules(cool_down_s=30.0), seen(committed_at=[5000.0]), ["load"]),
+    ],
+    ids=[
+        "without rules each window",
+        "tokens count from the last plan",
+        "a clock that was set back",
+        "once until below the lower limit",
+        "again after a commit",
+        "a commit in the future does not cool down",
+    ],
+)
+def test_windows_are_planned_on_by_the_rules(
+    rules: TriggerRules, windows: list[Observed], expected: list[Trigger | None]
+) -> None:
+    assert fired(rules, windows) == expected
 
 
 def test_first_plan_is_due_at_once() -> None:
     assert due(TriggerRules(interval_tokens=1000), TriggerState(), CALM)[0] == "first"
-
-
-def test_interval_of_tokens_counts_from_the_last_plan() -> None:
-    found = fired(TriggerRules(interval_tokens=300), [CALM] * 7)
-
-    assert found == [None, None, "interval", None, None, "interval", None]
-
-
-def test_interval_of_seconds_ignores_a_clock_that_was_set_back() -> None:
-    seen = [replace(CALM, now=now) for now in (1059.0, 500.0, 559.0, 560.0)]
-
-    assert fired(TriggerRules(interval_s=60.0), seen) == [None, None, None, "interval"]
-
-
-def test_imbalance_triggers_once_until_it_fell_below_the_lower_limit() -> None:
-    rules = TriggerRules(start_imbalance=1.5, rearm_imbalance=1.3)
-    seen = [replace(CALM, imbalance=one) for one in (1.4, 1.6, 1.6, 1.4, 1.6, 1.2, 1.6)]
-
-    assert fired(rules, seen) == [None, "imbalance", None, None, None, None, "imbalance"]
-
-
-def test_imbalance_triggers_again_after_a_commit() -> None:
-    rules = TriggerRules(start_imbalance=1.5)
-    high = replace(CALM, imbalance=1.6)
-
-    assert fired(rules, [high, high, replace(high, generation=4)]) == [
-        "imbalance",
-        None,
-        "imbalance",
-    ]
 
 
 def test_cool_down_holds_back_load_but_not_membership() -> None:
@@ -76,12 +92,6 @@ def test_cool_down_holds_back_load_but_not_membership() -> None:
     state = replace(PLANNED, is_member_change=True)
     assert due(rules, state, cooling)[0] == "membership"
     assert due(rules, PLANNED, replace(cooling, is_rebalanced=False))[0] == "load"
-
-
-def test_commit_in_the_future_of_the_clock_does_not_cool_down() -> None:
-    rules = TriggerRules(cool_down_s=30.0)
-
-    assert fired(rules, [replace(CALM, committed_at=5000.0)]) == ["load"]
 
 
 def test_alternating_load_makes_as_many_plans_as_the_interval_allows() -> None:

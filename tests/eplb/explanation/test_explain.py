@@ -44,6 +44,8 @@ def test_explanation_of_a_cold_expert_reports_no_change() -> None:
     assert "Replicas: 1, as before. One is enough: its load is at most the mean of a rank." in told
     assert "Ranks before: 1; after: 1." in told
     assert "Moves that touch it: none." in told
+    idle = explain(plan(0 * LOAD, TWO_RANKS, current=SERVING), 0, 1)
+    assert (idle.part_of_load, idle.place) == (0.0, 1)
 
 
 def test_explanation_of_a_layer_names_busy_ranks_and_changes() -> None:
@@ -90,14 +92,6 @@ def test_explanation_of_one_replica_on_a_fast_rank_names_its_load() -> None:
     # A rank of speed 1 would carry 300 at best; expert 0 is three times that, and so is rank 0.
     assert told.load == 3.0
     assert "One is enough" in str(told)
-
-
-def test_explanation_of_an_idle_layer_has_no_parts_of_load() -> None:
-    idle = np.zeros((1, 3), dtype=np.int64)
-
-    told = explain(plan(idle, TWO_RANKS, current=SERVING), 0, 1)
-
-    assert (told.part_of_load, told.place) == (0.0, 1)
 
 
 @pytest.mark.parametrize(("layer", "expert"), [(1, 0), (-1, 0), (0, 3), (0, -1)])

@@ -12,42 +12,22 @@ TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 PLACED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=1)
 
 
-def test_replica_halves_the_load_of_its_expert() -> None:
-    hot = np.array([[60, 20, 20]])
+def test_replica_halves_the_load_of_its_expert_and_imbalance_is_busiest_over_mean() -> None:
+    tokens = np.array([[[60, 20, 20]], [[20, 60, 20]], [[0, 0, 0]]])
 
-    assert rank_load(hot, PLACED, TWO_RANKS).tolist() == [[50.0, 50.0]]
-
-
-def test_imbalance_is_busiest_over_mean() -> None:
-    tokens = np.array([[20, 60, 20]])
-
-    assert rank_load(tokens, PLACED, TWO_RANKS).tolist() == [[70.0, 30.0]]
-    assert imbalance(tokens, PLACED, TWO_RANKS).tolist() == [1.4]
-    assert balancedness(tokens, PLACED, TWO_RANKS).tolist() == pytest.approx([1 / 1.4])
+    assert rank_load(tokens, PLACED, TWO_RANKS).tolist() == [[[50, 50]], [[70, 30]], [[0, 0]]]
+    assert imbalance(tokens, PLACED, TWO_RANKS).tolist() == [[1.0], [1.4], [1.0]]
+    assert balancedness(tokens[1], PLACED, TWO_RANKS).tolist() == pytest.approx([1 / 1.4])
 
 
-def test_windows_are_judged_one_by_one() -> None:
-    tokens = np.array([[[60, 20, 20]], [[20, 60, 20]]])
-
-    assert imbalance(tokens, PLACED, TWO_RANKS).tolist() == [[1.0], [1.4]]
-
-
-def test_idle_layer_is_balanced() -> None:
-    assert imbalance(np.zeros((1, 3), dtype=np.int64), PLACED, TWO_RANKS).tolist() == [1.0]
-
-
-def test_slow_rank_takes_longer_for_the_same_load() -> None:
-    topology = Topology(np.zeros(2), np.full(2, 2), rank_speed=np.array([1.0, 0.5]))
+def test_slow_rank_takes_longer_and_a_dead_one_does_not_count() -> None:
+    slow = Topology(np.zeros(2), np.full(2, 2), rank_speed=np.array([1.0, 0.5]))
+    dead = Topology(np.zeros(3), np.full(3, 1), alive=np.array([True, True, False]))
+    without = Placement(np.array([[0, 1, -1]]), num_experts=2)
 
     # Times are 50 and 100; at perfect balance both ranks would need 100 / 1.5.
-    assert imbalance(np.array([[60, 20, 20]]), PLACED, topology).tolist() == [1.5]
-
-
-def test_dead_rank_counts_neither_in_the_maximum_nor_in_the_mean() -> None:
-    topology = Topology(np.zeros(3), np.full(3, 1), alive=np.array([True, True, False]))
-    placement = Placement(np.array([[0, 1, -1]]), num_experts=2)
-
-    assert imbalance(np.array([[30, 10]]), placement, topology).tolist() == [1.5]
+    assert imbalance(np.array([[60, 20, 20]]), PLACED, slow).tolist() == [1.5]
+    assert imbalance(np.array([[30, 10]]), without, dead).tolist() == [1.5]
 
 
 def test_bound_is_the_smallest_largest_replica() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,29 +27,27 @@ FOUR = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=1)
 ONE_DEAD = replace(FOUR, alive=np.array([True, True, True, False]))
 
 
-def test_imbalance_with_an_expert_only_on_a_dead_rank_is_infinite() -> None:
-    served = Placement(np.array([[0, 1, 2, 3]]), num_experts=4)
+@pytest.mark.parametrize(
+    ("held", "share", "tokens", "expected"),
+    [
+        # Nobody serves expert 3: a layer that waits for its tokens never ends.
+        ([0, 1, 2, 3], None, [10, 10, 10, 10], np.inf),
+        ([0, 1, 2, 3], None, [10, 10, 10, 0], 1.0),
+        # Expert 0's 60 tokens were 30 and 30; rank 0 takes all 60 now, of 100 on three ranks.
+        ([0, 1, 2, 0], None, [60, 20, 20], 1.8),
+        # 80 tokens at 1:1 over ranks 0 and 1 and 40 on rank 2: three ranks of 40.
+        ([0, 0, 1, 0], [[0.25, 0.25, 1.0, 0.5]], [80, 40], 1.0),
+    ],
+)
+def test_tokens_of_a_dead_replica_go_to_the_live_ones_in_proportion(
+    held: list[int], share: list[list[float]] | None, tokens: list[int], expected: float
+) -> None:
+    shares = {} if share is None else {"slot_share": np.array(share)}
+    placement = Placement(np.array([held]), len(tokens), **shares)
 
-    # Nobody serves expert 3: a layer that waits for its tokens never ends.
-    assert imbalance(np.array([[10, 10, 10, 10]]), served, ONE_DEAD).tolist() == [np.inf]
-    assert imbalance(np.array([[10, 10, 10, 0]]), served, ONE_DEAD).tolist() == [1.0]
+    found = imbalance(np.array([tokens]), placement, ONE_DEAD)
 
-
-def test_imbalance_gives_tokens_of_a_dead_replica_to_the_live_ones() -> None:
-    replicated = Placement(np.array([[0, 1, 2, 0]]), num_experts=3)
-
-    # Expert 0's 60 tokens were 30 and 30; rank 0 takes all 60 now, of 100 on three ranks.
-    found = imbalance(np.array([[60, 20, 20]]), replicated, ONE_DEAD)
-
-    assert found.tolist() == pytest.approx([1.8])
-
-
-def test_imbalance_with_uneven_shares_keeps_their_proportions_on_live_ranks() -> None:
-    shares = np.array([[0.25, 0.25, 1.0, 0.5]])
-    replicated = Placement(np.array([[0, 0, 1, 0]]), num_experts=2, slot_share=shares)
-
-    # 80 tokens at 1:1 over ranks 0 and 1 and 40 on rank 2: three ranks of 40.
-    assert imbalance(np.array([[80, 40]]), replicated, ONE_DEAD).tolist() == [1.0]
+    assert found.tolist() == pytest.approx([expected])
 
 
 def test_plan_with_dead_ranks_reports_unserved_tokens() -> None:
@@ -94,57 +93,33 @@ def test_imbalance_counts_no_rank_without_slots() -> None:
     assert found.after == found.lower_bound[0] == 2.0
 
 
-def test_imbalance_of_even_ranks_beside_one_without_slots_is_one() -> None:
-    seven_of_eight = Topology(np.zeros(8), np.array([1] * 7 + [0]))
-
-    found = plan(np.full((1, 7), 10), seven_of_eight)
-
-    assert found.after == found.lower_bound[0] == 1.0
-
-
-def test_bound_of_a_layer_that_may_not_use_a_rank_counts_its_part() -> None:
-    eight = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=2)
-    usable = np.array([[2] * 7 + [0]])
-
-    found = plan(np.full((1, 7), 10), eight, constraints=Constraints(slots=usable))
-
-    # Rank 7 serves other layers, so it counts; 10 over 70 / 8 is the least for this one.
-    assert found.after == pytest.approx(8 / 7)
-    assert found.lower_bound.tolist() == pytest.approx([8 / 7])
-
-
-def test_bound_without_spare_slots_counts_what_is_beside_the_hottest_expert() -> None:
-    two = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-
-    found = plan([[50, 20, 20, 10]], two)
-
-    # Its rank has one more slot, which holds 10 at least: 60 over a mean of 50.
-    assert found.after == pytest.approx(1.2)
-    assert found.lower_bound.tolist() == pytest.approx([1.2])
-
-
 LINEAR = ((100.0, 100.0), (200.0, 200.0))  # 100 us up to 100 tokens, then one for each
+TIME = {"objective": "time", "cost": CostModel(curve=LINEAR)}
+EIGHT = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=2)
+NOT_ON_7 = {"constraints": Constraints(slots=np.array([[2] * 7 + [0]]))}
 
 
-def test_bound_of_time_for_even_experts_is_one() -> None:
-    two = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-    cost = CostModel(curve=LINEAR)
+@pytest.mark.parametrize(
+    ("topology", "tokens", "settings", "expected"),
+    [
+        (Topology(np.zeros(8), np.array([1] * 7 + [0])), [10] * 7, {}, 1.0),
+        # Rank 7 serves other layers, so it counts; 10 over 70 / 8 is the least for this one.
+        (EIGHT, [10] * 7, NOT_ON_7, 8 / 7),
+        # The hottest expert's rank has one more slot, which holds 10 at least: 60 over 50.
+        (Topology.uniform(1, 2, 2), [50, 20, 20, 10], {}, 1.2),
+        # 800 us on each rank, and splitting an expert costs no less in all.
+        (Topology.uniform(1, 2, 2), [400] * 4, TIME, 1.0),
+        (Topology.uniform(1, 2, 1), [900, 300], TIME, 1.5),
+    ],
+    ids=["a rank without slots", "a rank not to use", "no spare slots", "time", "time of one"],
+)
+def test_bound_is_what_the_best_plan_reaches(
+    topology: Topology, tokens: list[int], settings: dict[str, Any], expected: float
+) -> None:
+    found = plan([tokens], topology, **settings)
 
-    found = plan([[400, 400, 400, 400]], two, objective="time", cost=cost)
-
-    # 800 us on each rank, and splitting an expert costs no less in all.
-    assert found.after == pytest.approx(1.0)
-    assert found.lower_bound.tolist() == pytest.approx([1.0])
-
-
-def test_bound_of_time_for_one_large_expert_is_its_time_over_the_mean() -> None:
-    two = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1)
-    cost = CostModel(curve=LINEAR)
-
-    found = plan([[900, 300]], two, objective="time", cost=cost)
-
-    assert found.lower_bound.tolist() == pytest.approx([900 / 600])
-    assert found.after == pytest.approx(900 / 600)
+    assert found.after == pytest.approx(expected)
+    assert found.lower_bound.tolist() == pytest.approx([expected])
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -26,6 +26,7 @@ def test_compact_hides_spares_from_policies() -> None:
     assert placement.slot_to_expert.tolist() == [[0, 1, 2, 3]]
     assert placement.generation == 6
     assert topology.slots_of_rank.tolist() == [2, 2]
+    assert steps_towards(placement, BASE, THREE_SLOTS, 1) == [[]]  # what stays takes no step
 
 
 def test_newcomers_go_into_spares_and_leavers_leave_spares() -> None:
@@ -64,12 +65,6 @@ def test_more_newcomers_than_spares_take_more_steps() -> None:
     assert [len(step.fills) for step in two] == [4]
 
 
-def test_layer_that_stays_takes_no_step() -> None:
-    target, _ = compact(BASE, THREE_SLOTS, 1)
-
-    assert steps_towards(target, BASE, THREE_SLOTS, 1) == [[]]
-
-
 def test_intermediate_placement_has_the_target_s_shares() -> None:
     target = Placement(np.array([[0, 0, EMPTY, 1]]), 2, slot_share=np.array([[0.25, 0.75, 0, 1]]))
 
@@ -79,27 +74,17 @@ def test_intermediate_placement_has_the_target_s_shares() -> None:
     assert between.slot_share.tolist() == [[1, 1, 0, 0]]
 
 
-def test_rank_without_its_spares_is_refused() -> None:
+def test_spares_that_are_not_there_are_refused() -> None:
     full = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]]), num_experts=4)
-
-    with pytest.raises(PlacementError, match="layer 0: rank 0 has fewer than 1 EMPTY slots"):
-        compact(full, THREE_SLOTS, 1)
-
-
-def test_rank_with_fewer_slots_than_spares_is_refused() -> None:
     uneven = Topology(np.array([0, 0]), np.array([4, 1]))
 
-    with pytest.raises(TopologyError, match="rank 1 has 1 slots, expected"):
+    with pytest.raises(PlacementError, match=r"layer 0: rank 0 .* 1 "):
+        compact(full, THREE_SLOTS, 1)
+    with pytest.raises(TopologyError, match="rank 1 has 1 slots"):
         compact(Placement(np.array([[0, 1, 2, EMPTY, EMPTY]]), 3), uneven, 2)
-
-
-def test_target_that_still_has_its_spares_is_refused() -> None:
-    with pytest.raises(PlacementError, match="the target placement has 6 slots a layer, expected"):
+    with pytest.raises(PlacementError, match="6 slots"):
         expand(BASE, BASE, THREE_SLOTS, 1)
-
-
-def test_steps_without_spares_are_refused() -> None:
-    with pytest.raises(TopologyError, match="found 0 spares on each rank, expected 1 or more"):
+    with pytest.raises(TopologyError, match="0 spares"):
         expand(BASE, BASE, THREE_SLOTS, 0)
 
 

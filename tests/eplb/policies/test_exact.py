@@ -33,6 +33,7 @@ def best_of_all(work: NDArray[np.int64], topology: Topology) -> float:
     return best
 
 
+@pytest.mark.system
 def test_published_example_is_proved_to_the_last_token() -> None:
     # Loads, slots and devices of vllm-ascend's FlashLB example (vllm-project/vllm pull request
     # 37656), where greedy replication gives a busiest device of 232.

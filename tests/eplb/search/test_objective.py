@@ -149,7 +149,15 @@ def test_shared_expert_is_time_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "curve", [((1.0, 1.0),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0))]
+    "curve",
+    [
+        ((1.0, 1.0),),
+        ((2.0, 1.0), (1.0, 2.0)),
+        ((1.0, 2.0), (2.0, 1.0)),
+        ((1.0, 1.0), (float("nan"), 1.0)),
+        ((1.0, 1.0), (2.0, float("nan"))),
+        ((1.0, 1.0), (float("inf"), 9.0)),
+    ],
 )
 def test_curve_that_is_none_is_refused(curve: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ConfigError, match="cost: curve is"):

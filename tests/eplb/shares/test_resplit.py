@@ -1,5 +1,7 @@
 """New shares without moving a weight: optimal, legal, repeatable, and humble about noise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -98,34 +100,20 @@ def test_free_rank_takes_what_the_busy_one_cannot() -> None:
     assert (shares.generation, shares.slot_to_expert.tolist()) == (7, [[0, 1, 0, 2]])
 
 
-def test_rank_of_twice_the_speed_gets_twice_the_load() -> None:
+def test_fast_ranks_get_more_dead_ones_nothing_and_no_tokens_are_split_equally() -> None:
     fast = Topology(np.zeros(2), np.array([1, 1]), rank_speed=np.array([2.0, 1.0]))
-
-    shares = resplit([[300]], Placement(np.array([[0, 0]]), 1), fast, trust=1.0)
-
-    assert shares.slot_share[0] == pytest.approx([2 / 3, 1 / 3], abs=0.01)
-
-
-def test_dead_rank_gets_nothing() -> None:
     dead = Topology(np.zeros(2), np.array([2, 3]), alive=np.array([True, False]))
-    placement = Placement(np.array([[0, 1, 0, 1, -1]]), num_experts=2)
+    both = Placement(np.array([[0, 1, 0, 1, -1]]), num_experts=2)
+    crossed = Placement(np.array([[0, 1, 0, 1], [0, 1, 1, 0]]), num_experts=2)
 
-    assert resplit([[5, 6]], placement, dead).slot_share.tolist() == [[1, 1, 0, 0, 0]]
+    by_speed = resplit([[300]], Placement(np.array([[0, 0]]), 1), fast, trust=1.0)
+    idle = resplit([[0, 0], [0, 900]], crossed, TWO_RANKS, trust=1.0)
 
-
-def test_expert_whose_ranks_are_all_dead_is_refused() -> None:
-    dead = Topology(np.zeros(2), np.array([2, 2]), alive=np.array([True, False]))
-
+    assert by_speed.slot_share[0] == pytest.approx([2 / 3, 1 / 3], abs=0.01)
+    assert idle.slot_share == pytest.approx(np.full((2, 4), 0.5))
+    assert resplit([[5, 6]], both, dead).slot_share.tolist() == [[1, 1, 0, 0, 0]]
     with pytest.raises(PlacementError, match="layer 0: expert 2 has no slot on a live rank"):
-        equal_shares(ONE_SHARED, dead)
-
-
-def test_experts_and_layers_without_tokens_are_split_equally() -> None:
-    both = Placement(np.array([[0, 1, 0, 1], [0, 1, 1, 0]]), num_experts=2)
-
-    shares = resplit([[0, 0], [0, 900]], both, TWO_RANKS, trust=1.0)
-
-    assert shares.slot_share == pytest.approx(np.full((2, 4), 0.5))
+        equal_shares(ONE_SHARED, replace(dead, slots_of_rank=np.array([2, 2])))
 
 
 def test_scenarios_count_as_windows() -> None:
@@ -146,20 +134,14 @@ def test_incomplete_windows_do_not_count() -> None:
     assert resplit(history, ONE_SHARED, TWO_RANKS, trust=1.0).hash == whole.hash
 
 
-def test_resplit_fits_one_window_of_many_tokens_fully() -> None:
-    load = np.array([[60, 30, 10]]) * 10**9
-
-    shares = resplit(load, ONE_SHARED, TWO_RANKS)
-
-    assert imbalance(load, shares, TWO_RANKS) == pytest.approx([1.0], abs=0.01)
-
-
 def test_resplit_trusts_fewer_tokens_and_windows_less() -> None:
     load, apart = np.array([[60, 30, 10]]), []
     for tokens, windows in ((100, 1), (3, 1), (100, 4), (100, 1000)):
         shares = resplit(np.tile(load * tokens, (windows, 1, 1)), ONE_SHARED, TWO_RANKS)
         apart.append(float(shares.slot_share[0, 2] - 0.5))
 
+    fully = resplit(load * 10**9, ONE_SHARED, TWO_RANKS)
+    assert imbalance(load, fully, TWO_RANKS) == pytest.approx([1.0], abs=0.01)
     many_tokens, few_tokens, four_windows, many_windows = apart
     assert 0 < four_windows < few_tokens < many_tokens < many_windows < 1 / 6 + 0.01
 

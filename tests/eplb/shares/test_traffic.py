@@ -23,13 +23,10 @@ def problem(cost: CostModel | None = None, **others: object) -> Problem:
     return Problem(as_history(LOAD), TWO_NODES, cost=cost or CostModel(), **others)
 
 
-def test_shares_without_sources_send_half_of_all_tokens_across() -> None:
-    assert crossing(problem(), SPREAD).tolist() == [0.5]
-
-
 def test_replica_on_every_node_keeps_its_tokens_near() -> None:
     near = with_local_shares(problem(), SPREAD)
 
+    assert crossing(problem(), SPREAD).tolist() == [0.5]  # by shares without sources
     # All of expert 0 stays; half of experts 1 and 2 have to cross.
     assert crossing(problem(), near) == pytest.approx([0.2])
     assert near.source_share is not None
@@ -52,8 +49,10 @@ def test_tokens_that_start_on_one_node_draw_their_experts_there() -> None:
     away = Placement(np.array([[1, -1, 0, 2]]), num_experts=3)
 
     moved = with_less_crossing(problem(cost), away)
+    pinned = problem(cost, constraints=Constraints(pinned={0: [1]}))
 
     assert 0 in moved.slot_to_expert[0, :2]
+    assert 0 in with_less_crossing(pinned, away).slot_to_expert[0, 2:]
     assert crossing(problem(cost), with_local_shares(problem(cost), moved))[0] < 0.5
 
 
@@ -69,10 +68,9 @@ def test_price_on_crossing_places_replicas_on_different_nodes() -> None:
     assert found.crossing[1] == pytest.approx(0.5 * 120 / 160)
     assert found.target.source_share is not None
     assert "imbalance and traffic" in found.reason
-
-
-def test_placement_without_a_traffic_price_has_no_source_shares() -> None:
-    assert plan(LOAD, TWO_NODES).target.source_share is None
+    assert plan(load, four).target.source_share is None
+    with pytest.raises(ConfigError, match="each of 2 nodes"):
+        plan(load, four, cost=CostModel(node_traffic=0.1, tokens_of_node=(1.0, 1.0, 1.0)))
 
 
 def test_budget_of_moves_is_kept() -> None:
@@ -92,21 +90,6 @@ def test_budget_of_moves_is_kept() -> None:
 
         assert found.num_moves <= most
         assert found.after <= found.before
-
-
-def test_pinned_experts_stay() -> None:
-    cost = CostModel(node_traffic=1.0, tokens_of_node=(1.0, 0.0))
-    pinned = Constraints(pinned={0: [1]})
-    away = Placement(np.array([[1, -1, 0, 2]]), num_experts=3)
-
-    moved = with_less_crossing(problem(cost, constraints=pinned), away)
-
-    assert 0 in moved.slot_to_expert[0, 2:]
-
-
-def test_parts_for_another_number_of_nodes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expected a part for each of 2 nodes"):
-        plan(LOAD, TWO_NODES, cost=CostModel(node_traffic=0.1, tokens_of_node=(1.0, 1.0, 1.0)))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
