@@ -117,7 +117,7 @@ class BenchmarkProcesses:
                 heard_at[child.name] = time.monotonic()
                 if message[0] == LAST_MESSAGE:
                     self._done.add(child.name)
-                if message[0] == "progress":
+                if message == ("progress", None):
                     continue  # a process that is supervised elsewhere shows that it goes on
                 if message[0] == kind:
                     said[child.name] = message[1]
