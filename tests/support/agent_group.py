@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 
 from eplb.core.load import LoadSample
@@ -21,6 +22,7 @@ from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.protocol.local_votes import LocalVotes
+from rebalance.rank import watcher
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import MOVER
 from rebalance.stage.stage_settings import StageSettings
@@ -121,6 +123,9 @@ class AgentGroup:
         self.tables: list[RoutingTable] = []
         self.counters: list[SlotCounter] = []
         self.rank_digests: list[torch.Tensor] = []  # [L, E, 2] that each rank compares with
+        self._patch = pytest.MonkeyPatch()
+        # The rank that knows why a plan is dropped says so, however late it is.
+        self._patch.setattr(watcher, "DEFERS_S", NEVER_S)
 
     def add(
         self,
@@ -167,6 +172,7 @@ class AgentGroup:
         # At once: each waits for its watcher's turn to end.
         with ThreadPoolExecutor(len(self.agents)) as pool:
             list(pool.map(RankAgent.close, self.agents))
+        self._patch.undo()
 
     def step(self, ranks: Sequence[int] | None = None) -> list[bool]:
         """One step of all ranks, or of some."""

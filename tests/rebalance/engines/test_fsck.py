@@ -167,22 +167,16 @@ def test_reload_by_the_first_map_after_a_move_is_found_in_every_moved_slot() -> 
     assert {(row, slot) for _, row, slot, _ in found_by(checks)} == moved
 
 
-def test_factor_of_one_rank_is_a_fault_of_loading() -> None:
+def test_factor_of_one_rank_is_a_fault_of_loading_and_one_that_changes_later_is_found() -> None:
     ranks = ranks_with(10, rows=3)
     ranks[1].layers[2].factor.fill_(9.0)
-
-    _, faults = checks_of(ranks)
-
-    (fault,) = faults
+    _, (fault,) = checks_of(ranks)
     assert (fault.kind, fault.row, fault.name) == ("factor", 2, "factor")
-    assert "another value on ranks [1]" in fault.what
+    assert "ranks [1]" in fault.what
 
-
-def test_factor_that_changes_later_is_found() -> None:
-    ranks = ranks_with(11, rows=3)
+    ranks[1].layers[2].factor.fill_(2.5)
     checks, _ = checks_of(ranks)
     ranks[0].layers[1].factor.fill_(9.0)
-
     assert found_by(checks) == {("factor", 1, -1, "factor")}
 
 

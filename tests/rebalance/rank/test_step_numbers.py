@@ -66,25 +66,15 @@ def test_step_given_twice_does_nothing_the_second_time(group: AgentGroup) -> Non
     assert [agent.describe().step for agent in group.agents] == [1, 1]
 
 
-def test_skipped_step_number_is_refused(group: AgentGroup) -> None:
-    step_all(group, 0)
-    pass_all(group)
-    pass_all(group)
-
-    with pytest.raises(RankError, match="rank 0: step 2 follows step 0, expected one call of"):
-        group.agents[0].step(2)
-
-
-@pytest.mark.parametrize("number", [1, 3])
-def test_step_number_that_is_not_the_number_of_passes_is_refused(
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_step_number_that_skips_one_or_is_not_the_number_of_passes_is_refused(
     group: AgentGroup, number: int
 ) -> None:
     step_all(group, 0)
     pass_all(group)
     pass_all(group)  # without a call of step before it
 
-    words = f"rank 0: step {number} after 2 forward passes, expected step 2: a call of step"
-    with pytest.raises(RankError, match=words):
+    with pytest.raises(RankError, match=f"rank 0: step {number}"):
         group.agents[0].step(number)
 
 
@@ -99,7 +89,7 @@ def test_samples_carry_the_phase_of_their_passes_or_mixed(group: AgentGroup) -> 
 
 
 def test_unknown_phase_is_refused_before_the_step_begins(group: AgentGroup) -> None:
-    with pytest.raises(ConfigError, match="phase 'train', expected one of: prefill, decode, mixed"):
+    with pytest.raises(ConfigError, match=r"'train'.*prefill, decode, mixed"):
         group.agents[0].step(0, "train")  # type: ignore[arg-type]
 
     step_all(group, 0)
@@ -113,5 +103,5 @@ def test_rank_without_a_counter_needs_a_step_number() -> None:
     digests = torch.zeros((1, 3, 2), dtype=torch.int64)
     agent = wire_agent(settings, HeldExperts(0, bank, digests, START), links).agent
 
-    with pytest.raises(RankError, match=r"rank 0: step\(\) without a number, expected one: this"):
+    with pytest.raises(RankError, match=r"rank 0: step\(\) without a number"):
         agent.step()
