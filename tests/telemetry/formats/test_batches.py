@@ -41,27 +41,22 @@ def test_windows_are_whole_steps_of_the_batch() -> None:
     assert found.steps_per_window.tolist() == [1, 1, 1]
 
 
-def test_steps_without_a_full_batch_at_the_end_are_left_out() -> None:
+def test_steps_without_a_full_batch_and_padding_count_nowhere() -> None:
     lengths, ids = np.array([4, 2]), np.repeat([0, 1], [4, 2]).reshape(1, 6, 1)
+    padded = IDS.copy()
+    padded[0, 0] = -1
 
     found = batched_windows(PATH, ids, lengths, 2, window_tokens=2, num_experts=2)
+    without = batched_windows(PATH, padded, LENGTHS, 2, window_tokens=2, num_experts=3)
 
     assert found.tokens.tolist() == [[[1, 1]], [[1, 1]]]
-
-
-def test_padding_counts_nowhere() -> None:
-    ids = IDS.copy()
-    ids[0, 0] = -1
-
-    found = batched_windows(PATH, ids, LENGTHS, 2, window_tokens=2, num_experts=3)
-
-    assert found.tokens[0].tolist() == [[0, 1, 0]]
+    assert without.tokens[0].tolist() == [[0, 1, 0]]
 
 
 def test_batch_larger_than_the_requests_is_refused() -> None:
-    with pytest.raises(HistoryError, match="fills a batch of 4 requests for 0 steps"):
+    with pytest.raises(HistoryError, match="batch of 4 requests for 0 steps"):
         batched_windows(PATH, IDS, LENGTHS, 4, window_tokens=4, num_experts=3)
-    with pytest.raises(ConfigError, match="a batch of 0 requests"):
+    with pytest.raises(ConfigError, match="0 requests"):
         batched_windows(PATH, IDS, LENGTHS, 0, window_tokens=4, num_experts=3)
 
 
@@ -85,10 +80,10 @@ def test_trace_and_folder_of_requests_give_the_same_windows(tmp_path: Path) -> N
 
 
 def test_trace_without_lengths_has_no_batches(tmp_path: Path) -> None:
-    with pytest.raises(HistoryError, match="holds expert_ids, expected expert_ids and request_len"):
+    with pytest.raises(HistoryError, match="request_len"):
         read_requests(written(tmp_path))
     wrong = written(tmp_path, np.zeros((1, 6, 1), np.int64), request_len=np.array([3, 4]))
-    with pytest.raises(HistoryError, match="request_len sums to 7"):
+    with pytest.raises(HistoryError, match="sums to 7"):
         read_requests(wrong)
 
 
@@ -96,12 +91,10 @@ def test_requests_of_different_layers_are_refused(tmp_path: Path) -> None:
     for number, layers in enumerate((2, 3)):
         np.save(tmp_path / f"{number}.npy", np.zeros((4, layers, 2), np.int16))
 
-    with pytest.raises(
-        HistoryError, match=r"1\.npy has layers and top-k \(3, 2\), expected \(2, 2"
-    ):
+    with pytest.raises(HistoryError, match=r"1\.npy .*\(3, 2\), expected \(2, 2"):
         windows_of(str(tmp_path), ReadOptions(), 0, batch=1)
 
 
 def test_generated_load_takes_no_batch() -> None:
-    with pytest.raises(ConfigError, match="--batch are for trace files"):
+    with pytest.raises(ConfigError, match="--batch"):
         windows_of("generated:mixed", ReadOptions(), 0, batch=4)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from benchmarks.engine_files.seeds import (
     ASCEND_JSON,
@@ -19,7 +22,6 @@ from benchmarks.engine_files.seeds import (
     VLLM_META,
     VLLM_STATS,
     Files,
-    npy,
     npz,
     per_pass,
     per_token,
@@ -89,17 +91,19 @@ def test_format_is_told_by_its_name_and_contents(tmp_path: Path, seed: str) -> N
 # -- SGLang
 
 
-def test_sglang_stat_dump_is_steps_by_hidden_layers(tmp_path: Path) -> None:
+def test_sglang_stat_dump_is_steps_by_hidden_layers_without_those_not_filled(
+    tmp_path: Path,
+) -> None:
     dense = np.zeros((2, 3, 4), dtype=np.int32)
-    steps = np.concatenate([dense, STEPS], axis=1)
+    steps = np.concatenate([np.concatenate([dense, STEPS], axis=1), np.zeros((6, 5, 4), np.int32)])
     place = one_file(tmp_path, "d.pt", torch_file({"rank": 0, "logical_count": steps}))
 
     found = read_load(place, NONE)
 
     assert found.history.tokens.tolist() == STEPS.tolist()
     assert (found.layers.ids, found.layers.axis, found.layers.num_hidden) == ((3, 4), "model", 5)
-    assert "layers 0-2 have no tokens: taken as dense and dropped" in found.notes
-    assert any("circular" in note for note in found.notes)
+    for told in ("layers 0-2 ", "circular", "6 of 8 steps"):
+        assert any(told in note for note in found.notes)
 
 
 def test_sglang_stat_dump_of_torch_itself_is_read_alike(tmp_path: Path) -> None:
@@ -113,16 +117,6 @@ def test_sglang_stat_dump_of_torch_itself_is_read_alike(tmp_path: Path) -> None:
 
     for name in ("d.pt", "s.pt"):
         assert read_load(str(tmp_path / name), NONE).history.tokens.tolist() == STEPS.tolist()
-
-
-def test_sglang_steps_not_filled_yet_are_dropped(tmp_path: Path) -> None:
-    steps = np.concatenate([STEPS, np.zeros((6, 2, 4), dtype=np.int32)])
-    place = one_file(tmp_path, "d.pt", torch_file({"rank": 0, "logical_count": steps}))
-
-    found = read_load(place, NONE)
-
-    assert found.history.num_windows == 2
-    assert "6 of 8 steps are not filled yet" in found.notes
 
 
 def test_sglang_dump_by_pass_is_the_sum_of_ranks_by_the_map(tmp_path: Path) -> None:
@@ -149,7 +143,7 @@ def test_sglang_dump_by_pass_of_ranks_that_differ_is_refused(tmp_path: Path) -> 
         name = f"expert_distribution_recorder_1.5_{rank}.pt"
         (tmp_path / name).write_bytes(torch_file(part))
 
-    with pytest.raises(HistoryError, match="pass 8 is in 1 of 2 files"):
+    with pytest.raises(HistoryError, match="pass 8 is in 1 of 2"):
         read_load(str(tmp_path), NONE)
 
 
@@ -173,23 +167,20 @@ def test_sglang_location_is_written_with_its_one_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        (b"\x80\x02cos\nsystem\n(X\x04\0\0\0truetR.", "name os.system in data.pkl"),
-        (b"\x80\x02cbuiltins\neval\n.", "name builtins.eval in data.pkl"),
-        (b"\x80\x02]r\xff\xff\xff\xff.", "no logical_count"),
+        (b"\x80\x02cos\nsystem\n(X\x04\0\0\0truetR.", r"os\.system"),
+        (b"\x80\x02cbuiltins\neval\n.", r"builtins\.eval"),
+        (b"\x80\x02]r\xff\xff\xff\xff.", "logical_count"),
         (b"\x80\x04\x95\0\0\0\0\0\0\0\0.", "not of protocol 2"),
-        (b"\x80\x02(X\xff\xff\xff\xff", "text or a number of 4294967295 bytes"),
-        (b"\x80\x02}(X\x01\0\0\0aub.", "a dict with keys other"),
-        (b"\x80\x02h\x05.", "memo 5 is used before it is set"),
-        (b"\x80\x02X\x01\0\0\0aQ.", "a persistent id that is no storage"),
+        (b"\x80\x02(X\xff\xff\xff\xff", "4294967295 bytes"),
+        (b"\x80\x02}(X\x01\0\0\0aub.", "keys"),
+        (b"\x80\x02h\x05.", "memo 5"),
+        (b"\x80\x02X\x01\0\0\0aQ.", "persistent id"),
         (b"(dp0\n.", "instruction b'd'"),
     ],
 )
 def test_pickle_program_that_is_not_of_tensors_is_refused(
     tmp_path: Path, program: bytes, why: str
 ) -> None:
-    import io
-    import zipfile
-
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("x/data.pkl", program)
@@ -201,15 +192,12 @@ def test_pickle_program_that_is_not_of_tensors_is_refused(
 def test_tensor_past_its_storage_is_refused(tmp_path: Path) -> None:
     whole = torch_file({"rank": 0, "logical_count": STEPS})
     shape = b"J\x02\0\0\0J\x02\0\0\0J\x04\0\0\0"
-    import io
-    import zipfile
-
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(whole)) as read_from, zipfile.ZipFile(buffer, "w") as to:
         for name in read_from.namelist():
             to.writestr(name, read_from.read(name).replace(shape, shape[:10] + b"J\xff\xff\0\0"))
 
-    with pytest.raises(HistoryError, match="ends past its storage of 16"):
+    with pytest.raises(HistoryError, match="storage of 16"):
         read_load(one_file(tmp_path, "d.pt", buffer.getvalue()), NONE)
 
 
@@ -235,7 +223,7 @@ def test_vllm_lines_are_folded_by_the_map_of_each_line(tmp_path: Path) -> None:
 def test_vllm_tokens_in_an_empty_slot_are_refused(tmp_path: Path) -> None:
     wrong = VLLM_STATS | {"p2l_map": [[0, 1, 2, -1], [0, 1, 2, 3]]}
 
-    with pytest.raises(HistoryError, match="tokens in a slot without an expert"):
+    with pytest.raises(HistoryError, match="slot without an expert"):
         read_load(one_file(tmp_path, "d.jsonl", json.dumps(wrong)), NONE)
 
 
@@ -262,12 +250,10 @@ def test_trtllm_statistics_are_summed_over_ranks_by_real_layers(tmp_path: Path) 
 
 
 def test_trtllm_statistics_with_a_gap_are_refused(tmp_path: Path) -> None:
-    from safetensors.numpy import save
-
     counts = {f"{step}_3": np.arange(8) for step in (100, 102)}
     files = {"meta_info.json": b'{"num_experts": 8}', "rank0.safetensors": save(counts)}
 
-    with pytest.raises(HistoryError, match=r"2 iterations in 100\.\.102, expected no gap"):
+    with pytest.raises(HistoryError, match=r"2 iterations in 100\.\.102"):
         read_load(saved(tmp_path, files), NONE)
 
 
@@ -322,32 +308,21 @@ def test_ascend_check_finds_a_kept_expert_that_moves() -> None:
     base = PlacementFile(Placement(np.array([[0, 1, 2, 3]]), 4), rows_in_order(1), 2)
     target = PlacementFile(Placement(np.array([[1, 0, 2, 3]]), 4), rows_in_order(1), 2)
 
-    with pytest.raises(PlacementError, match="device 0: expert 0 is not in slot 0"):
+    with pytest.raises(PlacementError, match=r"device 0: expert 0 .*slot 0"):
         check_no_move_within_a_device(base, target)
 
 
 # -- routing, tables and our own
 
 
-def test_raw_routing_of_sglang_drops_dense_layers(tmp_path: Path) -> None:
+def test_raw_routing_of_sglang_drops_dense_layers_and_asks_for_its_shape(tmp_path: Path) -> None:
     ids = np.array([[[0, 0], [1, 2]], [[0, 0], [0, 2]]], dtype="<i4")  # [tokens, layers, top-k]
     found = read_load(one_file(tmp_path, "r.bin", ids.tobytes()), RAW)
 
     assert found.history.tokens.tolist() == [[[0, 1, 1]], [[1, 0, 1]]]
     assert found.layers.ids == (1,)
-
-
-def test_raw_routing_without_a_shape_asks_for_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected --num-layers and --top-k"):
+    with pytest.raises(ConfigError, match="--num-layers and --top-k"):
         read_load(one_file(tmp_path, "r.bin", bytes(32)), NONE)
-
-
-def test_routing_of_vllm_is_moe_layers_in_order(tmp_path: Path) -> None:
-    ids = np.array([[[0, 1], [1, 2]], [[0, 2], [0, 2]]], dtype=np.int16)
-    found = read_load(one_file(tmp_path, "r.npy", npy(ids)), NONE)
-
-    assert found.history.tokens.tolist() == [[[1, 1, 0], [0, 1, 1]], [[1, 0, 1], [1, 0, 1]]]
-    assert found.layers.axis == "ordinal"
 
 
 def test_ultra_ep_skips_micro_batches_that_lack_a_layer(tmp_path: Path) -> None:
@@ -400,7 +375,7 @@ def test_changed_own_placement_is_refused(tmp_path: Path) -> None:
     files, _ = seeds()["eplb"]
     changed = files[".json"].replace(b"[0, 1, 2, 3, 0, 1]", b"[0, 1, 2, 3, 0, 2]")
 
-    with pytest.raises(PlacementError, match="sha256 does not match"):
+    with pytest.raises(PlacementError, match="sha256"):
         read_placement(one_file(tmp_path, "p.json", changed), NONE)
 
 
@@ -411,7 +386,7 @@ def test_layer_numbers_are_asked_for_where_a_format_needs_them(tmp_path: Path) -
     vllm = read_placement(one_file(tmp_path, "m.json", json.dumps(VLLM_MAPPING)), NONE)
     told = read_placement(str(tmp_path / "m.json"), ReadOptions(first_moe_layer=3))
 
-    with pytest.raises(ConfigError, match="expected --layer-ids, --first-moe-layer or --model"):
+    with pytest.raises(ConfigError, match="--layer-ids, --first-moe-layer or --model"):
         write_placement(vllm, "trtllm", tmp_path / "o.yaml", WriteOptions(2))
     write_placement(told, "trtllm", tmp_path / "o.yaml", WriteOptions(2))
     assert read_placement(str(tmp_path / "o.yaml"), NONE).layers.ids == (3, 4)
@@ -421,36 +396,34 @@ def test_rows_that_may_be_dense_are_not_written_as_moe_layers(tmp_path: Path) ->
     file = PlacementFile(Placement(MAP.astype(np.int32), 4), rows_as_hidden(2))
 
     for target in ("vllm", "ascend"):
-        with pytest.raises(ConfigError, match="whether a row is a dense layer"):
+        with pytest.raises(ConfigError, match="dense layer"):
             write_placement(file, target, tmp_path / "o.json", WriteOptions(3))
     assert [one.code for one in findings(file, "vllm", Deployment(3)) if one.is_error] == [
         "dense-rows"
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [("3-5", (3, 4, 5)), ("0,2-3", (0, 2, 3)), ("3-", None), ("5-3", None), ("x", None)],
-)
-def test_layer_ids_are_numbers_and_ranges(text: str, ids: tuple[int, ...] | None) -> None:
-    if ids is None:
+def test_layer_ids_are_numbers_and_ranges() -> None:
+    assert parse_layer_ids("3-5") == (3, 4, 5)
+    assert parse_layer_ids("0,2-3") == (0, 2, 3)
+    for wrong in ("3-", "5-3", "x"):
         with pytest.raises(ConfigError):
-            parse_layer_ids(text)
-    else:
-        assert parse_layer_ids(text) == ids
+            parse_layer_ids(wrong)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_steps_are_summed_into_a_bounded_number_of_windows(most: int) -> None:
-    sums = StepSums(most)
-    for step in range(37):
-        sums.add(step, np.array([[step]]))
-    found = sums.history()
+def test_steps_are_summed_into_a_bounded_number_of_windows() -> None:
+    for most in (1, 2, 3, 8):
+        sums = StepSums(most)
+        for step in range(37):
+            sums.add(step, np.array([[step]]))
+        found = sums.history()
 
-    assert found.num_windows <= most
-    assert int(found.tokens.sum()) == sum(range(37))
-    for tokens, first, last in zip(found.tokens, found.first_step, found.last_step, strict=True):
-        assert int(tokens[0, 0]) == sum(range(first, last + 1))
+        assert found.num_windows <= most
+        assert int(found.tokens.sum()) == sum(range(37))
+        for tokens, first, last in zip(
+            found.tokens, found.first_step, found.last_step, strict=True
+        ):
+            assert int(tokens[0, 0]) == sum(range(first, last + 1))
 
 
 def test_empty_slots_are_filled_and_reported(tmp_path: Path) -> None:

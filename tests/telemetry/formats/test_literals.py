@@ -106,24 +106,11 @@ def test_vllm_lines_are_written_as_described(tmp_path: Path) -> None:
     write_load(file, "vllm-load", tmp_path / "d.jsonl", WriteOptions())
     meta, stats = map(json.loads, (tmp_path / "d.jsonl").read_text().splitlines())
 
-    assert meta == {
-        "record_type": "eplb_load_meta",
-        "version": 1,
-        "model": "m",
-        "num_ranks": 2,
-        "num_groups": 1,
-        "num_nodes": 1,
-        "num_layers": 2,
-        "num_redundant_experts": 0,
-    }
-    assert stats == {
-        "record_type": "eplb_load_stats",
-        "version": 1,
-        "step": 0,
-        "num_ranks": 2,
-        "expert_load": LOAD,
-        "p2l_map": [[0, 1, 2], [0, 1, 2]],
-    }
+    both = {"version": 1, "num_ranks": 2}
+    sizes = {"num_groups": 1, "num_nodes": 1, "num_layers": 2, "num_redundant_experts": 0}
+    assert meta == both | sizes | {"record_type": "eplb_load_meta", "model": "m"}
+    counted = {"expert_load": LOAD, "p2l_map": [[0, 1, 2], [0, 1, 2]]}
+    assert stats == both | counted | {"record_type": "eplb_load_stats", "step": 0}
 
 
 def test_own_placement_is_read_and_written_as_described(tmp_path: Path) -> None:
@@ -154,13 +141,8 @@ def test_own_placement_is_read_and_written_as_described(tmp_path: Path) -> None:
 
 
 def test_own_trace_is_read_and_written_as_described(tmp_path: Path) -> None:
-    counts = save(
-        {
-            "counts": np.array([LOAD]),
-            "first_step": np.array([10]),
-            "last_step": np.array([19]),
-        }
-    )
+    steps = {"first_step": np.array([10]), "last_step": np.array([19])}
+    counts = save({"counts": np.array([LOAD])} | steps)
     manifest = {
         "schema": "eplb-trace/1",
         "model": "m",

@@ -79,7 +79,7 @@ def test_every_candidate_forecasts_shares_and_has_its_row_losers_too() -> None:
 
     assert isinstance(by_tokens.forecaster, DayProfile)
     assert by_balance.forecaster == LastWindow()  # no other balances better
-    assert len(named) == len(candidates(history, period=4))
+    assert len(named) == len(by_balance.scores) > 8
     assert named["last window"]["skill_tokens"] == named["last window"]["skill_balance"] == 0.0
     idle = LoadHistory(np.zeros((32, 2, 4), dtype=np.int64))
     for forecaster in candidates(idle, period=4):
