@@ -63,26 +63,25 @@ def test_ports_and_keys_of_two_hosts_are_those_of_the_file(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "environ", "expected"),
     [
-        (TWO_HOSTS, SECRET, "deployment.store is the file of a host, expected a server that all 2"),
+        (TWO_HOSTS, SECRET, "deployment.store is .*all 2"),
         (
             TWO_HOSTS | {"deployment__store": "redis://10.0.0.9"},
             {},
-            r"topology.hosts\[0\] is 10.0.0.1, which is not a loopback address, and there is no",
+            r"topology.hosts\[0\] is 10.0.0.1, .*no secret",
         ),
         (
             {"http__host": "0.0.0.0"},
             {},
-            "http.host is 0.0.0.0, which is not a loopback address, and there is no secret: "
-            "expected one of 16 bytes or more in network.secret_file or EPLB_SECRET",
+            "http.host is 0.0.0.0, .*no secret: .*16 bytes.*EPLB_SECRET",
         ),
         (
             {"topology__slots_per_rank": 3},
             {},
-            "topology.slots_per_rank is 3, expected 4 to 8: 2 ranks hold 8 experts",
+            "slots_per_rank is 3, expected 4 to 8",
         ),
         ({"telemetry__sample_steps": 7}, {}, "sample_steps is 7, expected a divisor of"),
-        ({"model__hidden": 0}, {}, "model.hidden is 0, expected a number, or model.checkpoint"),
-        ({"batch__pulls": 2}, {}, "batch.pulls is 2 and batch.split is false, expected true"),
+        ({"model__hidden": 0}, {}, "model.hidden is 0"),
+        ({"batch__pulls": 2}, {}, "batch.pulls is 2"),
     ],
 )
 def test_configuration_that_cannot_serve_is_refused(
@@ -267,7 +266,7 @@ def test_spare_slots_stay_empty_in_the_first_placement(tmp_path: Path, store: Lo
     assert (deployment.pace.mode, deployment.pace.spare_slots) == ("flip", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_host_of_ranks_needs_no_http_library() -> None:
     code = (
         "import sys\n"

@@ -30,7 +30,6 @@ from tests.support.deployments import OneHost, deployment_in
 
 SECRET = "0123456789abcdef0123456789abcdef"
 MODEL = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8)
-SHORT_LEASE = ("--setting", "lease_ttl_s=2")
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +89,14 @@ def begin_run(store: LoadStore) -> None:
 def test_controller_of_serve_is_started_again_after_it_was_killed(
     host: OneHost, store: LoadStore
 ) -> None:
-    serve = host.start("eplb", "serve", *SHORT_LEASE)
+    serve = host.start("eplb", "serve")
     serve.wait_for("eplb serve: wrote the first placement, generation 0")
     begin_run(store)
     first = next_event(store, leads)
 
     os.kill(pid_of("controller", serve.process.pid), signal.SIGKILL)
     death = next_event(store, lambda one: one.kind == "error")
-    third = host.start("eplb", "controller", *SHORT_LEASE)
+    third = host.start("eplb", "controller")
     third.wait_for(f"eplb controller: ready for {host.name} in ")
 
     assert death.detail["where"] == "the controller"
@@ -136,10 +135,8 @@ def test_port_of_the_http_service_in_use_is_refused(host: OneHost) -> None:
         status = serve.ends()
 
     assert status == 2
-    assert serve.lines == [
-        f"eplb: port {port} of 127.0.0.1 (http.port, http.host) cannot be used: Address already in "
-        "use, expected a free port of this host; 0 takes any"
-    ]
+    (line,) = serve.lines
+    assert line.startswith(f"eplb: port {port} of 127.0.0.1 (http.port, http.host) ")
     assert not (host.folder / ".eplb" / "store.sqlite").exists()
 
 

@@ -47,7 +47,7 @@ def test_each_purpose_has_a_key_of_its_own_and_no_text_shows_the_secret(tmp_path
     ("text", "mode", "expected"),
     [
         ("short", 0o600, "has 5 bytes, expected 16 to 4096"),
-        (GIVEN, 0o644, "has mode 0644, expected one that keeps other users out"),
+        (GIVEN, 0o644, "has mode 0644"),
     ],
 )
 def test_file_with_a_weak_secret_is_refused(
@@ -60,20 +60,15 @@ def test_file_with_a_weak_secret_is_refused(
     assert text not in str(caught.value)
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+def test_missing_file_and_two_secrets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none"):
         secret_of(tmp_path, file=tmp_path / "none")
-
-
-def test_two_secrets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected one of them"):
+    with pytest.raises(ConfigError, match="EPLB_SECRET"):
         secret_of(tmp_path, {"EPLB_SECRET": GIVEN}, file=secret_file(tmp_path, GIVEN))
 
 
 def test_address_of_another_host_without_a_secret_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"topology.hosts\[1\] is 10\.0\.0\.1, which is not a loop"
-    ):
+    with pytest.raises(ConfigError, match=r"topology.hosts\[1\] is 10\.0\.0\.1"):
         secret_of(tmp_path)
     assert not (tmp_path / "state").exists()
 
