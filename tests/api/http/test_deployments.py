@@ -179,26 +179,14 @@ def test_lists_of_events_and_tasks_are_read_page_by_page(shown: Shown) -> None:
 
 
 def test_keys_and_roles_hold_below_the_prefix(shown: Shown) -> None:
-    keys = AccessKeys(shown.folder)
-    roles = ("viewer", "operator", "admin")
-    given = {role: {"authorization": f"Bearer {keys.add(role, role)}"} for role in roles}
-    settings = {"reason": "r", "plan_windows": 8}
+    key = {"authorization": f"Bearer {AccessKeys(shown.folder).add('alice', 'viewer')}"}
 
     nobody = shown.client.get("/deployments/nobody/api/v1/state")
     assert kind_of(nobody) is ProblemType.NOT_AUTHENTICATED
     assert shown.client.get(f"{AT_OTHER}/api/v1/state").status_code == 401
-    assert shown.client.get(f"{AT_OTHER}/api/v1/state", headers=given["viewer"]).status_code == 200
-    for method, path, body, expected in (
-        ("POST", "pause", PAUSE, [403, 200, 200]),
-        ("PATCH", "settings", settings, [403, 403, 200]),
-    ):
-        found = [
-            shown.client.request(
-                method, f"{AT_OTHER}/api/v1/{path}", json=body, headers=key | {"if-match": "*"}
-            ).status_code
-            for key in given.values()
-        ]
-        assert found == expected, path
+    assert shown.client.get(f"{AT_OTHER}/api/v1/state", headers=key).status_code == 200
+    refused = shown.client.post(f"{AT_OTHER}/api/v1/pause", json=PAUSE, headers=key)
+    assert kind_of(refused) is ProblemType.ROLE_TOO_LOW
 
 
 def test_metrics_have_each_deployment_once_and_below_a_prefix_one(shown: Shown) -> None:

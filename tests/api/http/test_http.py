@@ -18,7 +18,7 @@ from api.http.problems import OF_REFUSAL, ProblemType
 from eplb import build_migration
 from telemetry.live import LiveSettings, LiveState
 from telemetry.refusals import Refusal
-from telemetry.store import Control, TaskResult
+from telemetry.store import REPORT_EVERY_S, Control, TaskResult
 from telemetry.stores.memory import MemoryStore
 from tests.support.http import IN_PROCESS, client_of, problem_of
 from tests.support.limits import NEVER_S
@@ -61,7 +61,8 @@ def client(store: MemoryStore, request: pytest.FixtureRequest) -> Iterator[httpx
 
 def ranks_report(store: MemoryStore, **detail: Any) -> None:
     for rank in range(2):
-        now = {"time": time.time() + NEVER_S, "step": 7, "generation": 1}  # silent only then
+        # Silent only long after the test.
+        now = {"time": time.time(), "step": 7, "generation": 1, REPORT_EVERY_S: NEVER_S}
         store.report(rank_report("a", rank, **now | detail))
 
 
@@ -112,7 +113,7 @@ def test_only_ranks_that_report_and_make_progress_are_ready(
     assert (kind, "0, 1" in why) == (ProblemType.NOT_READY, True)
 
     ranks_report(store)
-    assert "2 ranks" in client.get(ready).json()["detail"]
+    assert client.get(ready).json()["detail"] == "2 ranks serve, at step 7"
 
     ranks_report(store, frozen="torn copy")
     kind, why = problem_of(client.get(ready))

@@ -14,7 +14,7 @@ import pytest
 from api.http.app import create_app
 from api.http.limits import DEFAULT_LIMITS
 from telemetry import open_store
-from telemetry.store import LoadStore, TaskResult
+from telemetry.store import REPORT_EVERY_S, LoadStore, TaskResult
 from tests.support.http import serving
 from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
@@ -28,7 +28,8 @@ def store(tmp_path: Path) -> Iterator[LoadStore]:
         begin_run(opened)
         opened.commit(FIRST, expected=None, reason="start")
         for rank in range(2):
-            opened.report(rank_report("a", rank, time=time.time() + NEVER_S, step=7))
+            now = {"time": time.time(), "step": 7, REPORT_EVERY_S: NEVER_S}
+            opened.report(rank_report("a", rank, **now))
         yield opened
 
 

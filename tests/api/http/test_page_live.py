@@ -65,23 +65,34 @@ def committed(at_least: int) -> Callable[[LoadStore], Any]:
     return look
 
 
-def test_proposal_is_read_approved_watched_and_rolled_back_on_the_page(
+def waiting_proposal(page: Any) -> tuple[Any, str]:
+    """The latest proposal that is open, by its number however its state goes on."""
+    waiting = page.locator("#proposals .entry", has=page.locator(".tag.open")).first
+    waiting.wait_for()
+    number = re.search(r"Proposal (\d+)", waiting.inner_text())
+    assert number is not None
+    return page.locator("#proposals .entry", has_text=f"Proposal {number[1]}:"), number[1]
+
+
+def test_proposals_are_rejected_and_approved_watched_and_rolled_back_on_the_page(
     demo: Any, page: Any
 ) -> None:
     start = demo.sees("a placement", committed(0)).placement
-    waiting = page.locator("#proposals .entry", has=page.locator(".tag.open")).first
-    waiting.wait_for()
-    proposal = re.search(r"Proposal (\d+)", waiting.inner_text())
-    assert proposal is not None
-    chosen = page.locator("#proposals .entry", has_text=f"Proposal {proposal[1]}:")
+    rejected, _ = waiting_proposal(page)
+    page.get_by_label("Reason").fill("not today")
+    rejected.get_by_role("button", name="Reject").click()
+    rejected.locator(".tag.rejected").wait_for()
+    assert "not today" in rejected.inner_text()
+    assert not rejected.get_by_role("button", name="Approve").is_visible()
 
+    chosen, number = waiting_proposal(page)
     chosen.get_by_text("Moves and reasons").click()
     chosen.locator("table.moves tbody tr").first.wait_for()
     picture(page, "proposal")
     page.get_by_label("Reason").fill("looks right")
     chosen.get_by_role("button", name="Approve").click()
     picture(page, "sure")
-    page.get_by_role("button", name=f"Approve proposal {proposal[1]}").click()
+    page.get_by_role("button", name=f"Approve proposal {number}").click()
     chosen.locator(".tag.approved").wait_for()
     page.locator("#last-reason", has_text="committed").wait_for()
     moved = demo.sees("the move", committed(start.generation + 1)).placement
@@ -96,21 +107,6 @@ def test_proposal_is_read_approved_watched_and_rolled_back_on_the_page(
 
     assert (moved.slot_to_expert != start.slot_to_expert).any()
     assert (back.slot_to_expert == start.slot_to_expert).all()
-
-
-def test_rejected_proposal_keeps_its_reason_on_the_page(demo: Any, page: Any) -> None:
-    waiting = page.locator("#proposals .entry", has=page.locator(".tag.open")).first
-    waiting.wait_for()
-    number = re.search(r"Proposal (\d+)", waiting.inner_text())
-    assert number is not None
-    chosen = page.locator("#proposals .entry", has_text=f"Proposal {number[1]}:")
-
-    page.get_by_label("Reason").fill("not today")
-    chosen.get_by_role("button", name="Reject").click()
-    chosen.locator(".tag.rejected").wait_for()
-
-    assert "not today" in chosen.inner_text()
-    assert not chosen.get_by_role("button", name="Approve").is_visible()
 
 
 def test_death_of_a_rank_is_found_out_later_on_a_page_that_was_not_open(

@@ -20,7 +20,6 @@ from tests.support.http import client_of, problem_of
 from tests.support.repository import ROOT
 
 FIRST = Placement(np.array([[0, 1]]), num_experts=2, generation=1)
-JSON = {"content-type": "application/json"}
 WHY: dict[str, Any] = {"reason": "a test"}
 V1 = "/api/v1"
 MAKERS = ("problem", "Refused", "_refused")  # of refusals
@@ -61,29 +60,12 @@ def test_refusal_has_the_type_of_its_cause(
     assert kind_of(client.get(path)) is kind
 
 
-def test_task_that_ended_and_key_of_another_body_have_their_types(
-    client: httpx.Client, store: LoadStore
-) -> None:
+def test_task_that_ended_has_its_type(client: httpx.Client, store: LoadStore) -> None:
     task = store.submit("rebalance", WHY)
-    keyed = JSON | {"idempotency-key": "once"}
-
-    first = client.post(f"{V1}/tasks/{task.id}/cancel", json=WHY)
-    again = client.post(f"{V1}/tasks/{task.id}/cancel", json=WHY)
-    client.post(f"{V1}/pause", json=WHY, headers=keyed)
-    other = client.post(f"{V1}/pause", json={"reason": "another"}, headers=keyed)
+    first, again = (client.post(f"{V1}/tasks/{task.id}/cancel", json=WHY) for _ in range(2))
 
     assert first.status_code == 200
     assert kind_of(again) is ProblemType.TASK_BEGUN
-    assert kind_of(other) is ProblemType.KEY_REUSED
-
-
-def test_too_many_wrong_keys_have_their_type(store: LoadStore) -> None:
-    wrong = {"authorization": "Bearer wrong"}
-
-    with client_of(create_app(store, token="token-of-the-test")) as client:
-        found = {kind_of(client.get(f"{V1}/state", headers=wrong)) for _ in range(11)}
-
-    assert found == {ProblemType.NOT_AUTHENTICATED, ProblemType.TOO_MANY_FAILED_LOGINS}
 
 
 def test_type_of_a_problem_leads_to_its_description(client: httpx.Client) -> None:

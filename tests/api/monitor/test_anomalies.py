@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, get_args
 
-import pytest
 import yaml
 
 from api.monitor.anomalies import OF_EVENT, Anomaly, AnomalyLog
@@ -78,12 +78,8 @@ def test_silent_rank_is_open_since_its_last_report_and_ends_when_it_reports() ->
 
     assert (first.kind, first.severity, first.ranks) == ("rank-silent", "warning", (1,))
     assert (first.since, first.until, first.events) == (NOW - 12, None, (4,))
-    assert (event.kind, event.text, event.since, event.until) == (
-        "error",
-        "rank 1 was killed",
-        NOW - 11,
-        NOW - 11,
-    )
+    assert (event.kind, event.text) == ("error", "rank 1 was killed")
+    assert event.since == event.until == NOW - 11
     assert (same.id, same.since, same.events) == (first.id, NOW - 12, (4,))
     assert (ended.id, ended.until) == (first.id, NOW + 9)
 
@@ -123,7 +119,7 @@ def test_long_imbalance_is_a_notice_and_no_verdict() -> None:
 
     (found,) = findings(long, Around(), 30.0)
     assert (found.kind, found.since) == ("unbalanced", NOW - 700)
-    assert "imbalance is 1.50, and above 1.43 for 700 s" in found.text
+    assert re.search(r"1\.50, .* 1\.43 for 700 s", found.text)
     assert (verdict(long).grade, verdict(long).problems) == (Grade.SERVING, ())
     assert unready(long) is None
     assert [one.severity for one in noted(AnomalyLog(), long)] == ["notice"]
@@ -137,7 +133,7 @@ def test_migrations_that_fail_again_are_a_notice_and_orders_are_none() -> None:
 
     (found,) = findings(at(NOW, events=failed), Around(), 30.0)
     assert (found.kind, found.since) == ("migrations-fail", NOW - 99)
-    assert "4 migrations failed within 30 minutes, expected 3 at most" in found.text
+    assert re.search("4 migrations .* 30 minutes, expected 3", found.text)
     for events in (ordered, old):
         assert list(findings(at(NOW, events=events), Around(), 30.0)) == []
 
@@ -149,9 +145,7 @@ def test_plan_that_gave_less_than_nothing_is_a_notice() -> None:
 
     (found,) = noted(AnomalyLog(), at(NOW, events=events))
     assert (found.kind, found.severity) == ("gain-missed", "notice")
-    assert found.text.startswith(
-        "generation 3 gave -0.050 in its first windows, expected the 0.200"
-    )
+    assert re.search(r"generation 3 .*-0\.050.* 0\.200", found.text)
 
 
 def test_figures_of_notices_are_those_of_the_alerts() -> None:
@@ -165,6 +159,7 @@ def test_figures_of_notices_are_those_of_the_alerts() -> None:
     assert set(OF_EVENT) == set(ANOMALIES)
 
 
-@pytest.mark.parametrize("kind", get_args(FindingKind))
-def test_each_kind_of_finding_is_in_the_operators_page(kind: str) -> None:
-    assert f"| `{kind}` |" in (ROOT / "docs" / "operations.md").read_text()
+def test_each_kind_of_finding_is_in_the_operators_page() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+
+    assert [kind for kind in get_args(FindingKind) if f"| `{kind}` |" not in page] == []

@@ -168,19 +168,9 @@ def test_name_or_label_that_is_not_there_is_found() -> None:
         test_dashboard_expressions_use_existing_metrics('eplb_balancedness{agg="p99"}')
 
 
-def test_dashboard_can_be_imported_anywhere() -> None:
-    dashboard = json.loads(DASHBOARD.read_text())
-
-    assert dashboard["uid"] is None
-    assert dashboard["id"] is None
-    assert [one["name"] for one in dashboard["__inputs"]] == ["DS_PROMETHEUS"]
+def test_dashboard_can_be_imported_anywhere_and_its_panels_do_not_overlap() -> None:
+    dashboard, shown = json.loads(DASHBOARD.read_text()), list(panels())
     sources = re.findall(r'"type": "prometheus",\s+"uid": "([^"]*)"', DASHBOARD.read_text())
-    assert set(sources) == {"${DS_PROMETHEUS}"}
-
-
-def test_panels_have_own_ids_descriptions_and_do_not_overlap() -> None:
-    shown = list(panels())
-    ids = [panel["id"] for panel in shown]
     cells = [
         (x, y)
         for at in (panel["gridPos"] for panel in shown)
@@ -188,7 +178,10 @@ def test_panels_have_own_ids_descriptions_and_do_not_overlap() -> None:
         for y in range(at["y"], at["y"] + at["h"])
     ]
 
-    assert len(set(ids)) == len(ids)
+    assert dashboard["uid"] is dashboard["id"] is None
+    assert [one["name"] for one in dashboard["__inputs"]] == ["DS_PROMETHEUS"]
+    assert set(sources) == {"${DS_PROMETHEUS}"}
+    assert len({panel["id"] for panel in shown}) == len(shown)
     assert all(panel["description"].endswith(".") for panel in shown)
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) < 24
@@ -213,29 +206,20 @@ def test_every_alert_has_deployment_severity_and_action() -> None:
         for label in re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])):
             known = set.union(*(labels_of(one.name) for one in selectors(rule["expr"])))
             assert label in known | TARGET_LABELS, rule["alert"]
-
-
-def test_every_alert_keeps_the_deployment_label() -> None:
-    for rule in rules():
         grouped = grouped_by(rule["expr"])
         assert not grouped or "deployment" in grouped, rule["alert"]
 
 
-def test_command_writes_both_files(tmp_path: Path) -> None:
+def test_command_writes_both_files_or_reports_that_it_cannot(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     result = CliRunner().invoke(app, ["observability", str(folder)])
 
     assert result.exit_code == 0
     assert (folder / "eplb-dashboard.json").read_bytes() == DASHBOARD.read_bytes()
     assert (folder / "eplb-alerts.yaml").read_bytes() == ALERTS.read_bytes()
-
-
-def test_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, ["observability", str(tmp_path / "file")])
-
-    assert result.exit_code == 2
-    assert "cannot be written" in result.stderr
+    refused = CliRunner().invoke(app, ["observability", str(tmp_path / "file")])
+    assert (refused.exit_code, "cannot be written" in refused.stderr) == (2, True)
 
 
 def promtool(*arguments: str, text: str | None = None) -> None:
@@ -246,10 +230,7 @@ def promtool(*arguments: str, text: str | None = None) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_promtool_takes_the_rules() -> None:
-    promtool("check", "rules", str(ALERTS))
-
-
-def test_promtool_takes_the_metrics() -> None:
+def test_promtool_takes_the_rules_and_the_metrics() -> None:
     store = MemoryStore("d")
+    promtool("check", "rules", str(ALERTS))
     promtool("check", "metrics", text=metrics_text([Exposition(store, Monitor(store))])[0].decode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -55,93 +56,51 @@ def process(state: ProcessState) -> ProcessView:
     return ProcessView("the controller", "controller", state, 0.1, False, 3, "exit status 1")
 
 
+NONE = Around()
+HALF_SILENT = (rank(0), rank(1, **SILENT))
+ALL_SILENT = (rank(0, **SILENT), rank(1, **SILENT))
+CORDONED = (rank(0, cordon=Cordon.CORDON), rank(1, cordon=Cordon.DRAIN))
+DOWN = (process(ProcessState.BACK_OFF),)
+STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
+
+
 @pytest.mark.parametrize(
     ("one", "around", "grade", "reason"),
     [
-        (seen(), Around(), Grade.SERVING, "2 ranks serve, at step 7"),
-        (seen(movement=False), Around(), Grade.SERVING, "2 ranks serve, at step 7; movement is of"),
-        (
-            seen(ranks=(rank(0, cordon=Cordon.CORDON), rank(1, cordon=Cordon.DRAIN))),
-            Around(),
-            Grade.SERVING,
-            "2 ranks serve, at step 7; cordoned by order: 0; drained by order: 1",
-        ),
-        (EMPTY, Around(), Grade.BLIND, "no run has begun, expected one"),
-        (
-            seen(),
-            Around(unread_s=12, unread_why="disk I/O error"),
-            Grade.BLIND,
-            "the store has not been read for 12 s: disk I/O error",
-        ),
-        (seen(ranks=(rank(0), rank(1, **SILENT))), Around(), Grade.DEGRADED, "silent ranks: 1, "),
-        (
-            seen(ranks=(rank(0, **SILENT), rank(1, **SILENT)), token_time=NOW - 90),
-            Around(),
-            Grade.BLIND,
-            "silent ranks: 0, 1, ",
-        ),
-        (
-            seen(token_time=NOW - 56),
-            Around(),
-            Grade.STOPPED,
-            "no token for 56 s, expected within 30 s; no step was seen either",
-        ),
+        (seen(), NONE, Grade.SERVING, "2 ranks serve, at step 7$"),
+        (seen(movement=False), NONE, Grade.SERVING, "2 ranks serve, at step 7; movement is of"),
+        (seen(ranks=CORDONED), NONE, Grade.SERVING, "cordoned by order: 0; drained by order: 1"),
+        (EMPTY, NONE, Grade.BLIND, "no run"),
+        (seen(), Around(unread_s=12, unread_why="disk I/O"), Grade.BLIND, "12 s: disk I/O"),
+        (seen(ranks=HALF_SILENT), NONE, Grade.DEGRADED, "silent ranks: 1, "),
+        (seen(ranks=ALL_SILENT, token_time=NOW - 90), NONE, Grade.BLIND, "silent ranks: 0, 1, "),
+        (seen(token_time=NOW - 56), NONE, Grade.STOPPED, "no token for 56 s.* 30 s; no step"),
         (
             seen(token_time=NOW - 56, step_age_s=1.0),
-            Around(),
+            NONE,
             Grade.BLIND,
-            "no token for 56 s, expected within 30 s, while steps advance: no request came, or ",
+            "no token for 56 s.* 30 s, while steps advance",
         ),
-        (
-            seen(token_time=None),
-            Around(),
-            Grade.BLIND,
-            "no token was counted since the run began 600 s ago",
-        ),
+        (seen(token_time=None), NONE, Grade.BLIND, "no token.* 600 s ago"),
         (
             seen(token_time=None, sample_age_s=None, started=NOW - 5),
-            Around(),
+            NONE,
             Grade.DEGRADED,
-            "no load was reported since the run began 5 s ago",
+            "no load.* 5 s ago",
         ),
+        (seen(death=Death(NOW - 1, "rank 3 died")), NONE, Grade.STOPPED, "1 s ago: rank 3 died"),
+        (supervised(token_age_s=56.0), NONE, Grade.STOPPED, "no step of all ranks for 56 s.* 30 s"),
+        (seen(**STUCK), NONE, Grade.STOPPED, "31.0 s.* 30 s: rank 1, step: dispatch"),
         (
-            seen(death=Death(NOW - 1, "rank 3 died: SIGKILL")),
-            Around(),
-            Grade.STOPPED,
-            "no token since 1 s ago: rank 3 died: SIGKILL",
-        ),
-        (
-            supervised(token_age_s=56.0),
-            Around(),
-            Grade.STOPPED,
-            "no step of all ranks for 56 s, expected within 30 s",
-        ),
-        (
-            seen(progress_age_s=31.0, progress_of="rank 1, step: dispatch"),
-            Around(),
-            Grade.STOPPED,
-            "no progress for 31.0 s, expected at most 30 s: rank 1, step: dispatch",
-        ),
-        (
-            seen(progress_age_s=31.0, progress_of="rank 1, mover: pulling"),
-            Around(),
+            seen(**STUCK | {"progress_of": "rank 1, mover: pulling"}),
+            NONE,
             Grade.DEGRADED,
-            "no progress for 31.0 s, expected at most 30 s: rank 1, mover: pulling",
+            "31.0 s.* 30 s: rank 1, mover: pulling",
         ),
-        (seen(uncounted_ranks=(1,)), Around(), Grade.DEGRADED, "rank 1: the counters stay at zero"),
-        (seen(), Around(why_no_leader="no controller leads"), Grade.DEGRADED, "no controller lead"),
-        (
-            supervised(processes=(process(ProcessState.BACK_OFF),)),
-            Around(),
-            Grade.DEGRADED,
-            "the controller is down and will be restarted: exit status 1",
-        ),
-        (
-            seen(ranks=(rank(0), rank(1, frozen="a torn copy"))),
-            Around(),
-            Grade.DEGRADED,
-            "rank 1 has migrations disabled: a torn copy",
-        ),
+        (seen(uncounted_ranks=(1,)), NONE, Grade.DEGRADED, "rank 1: the counters"),
+        (seen(), Around(why_no_leader="no leader"), Grade.DEGRADED, "no leader"),
+        (supervised(processes=DOWN), NONE, Grade.DEGRADED, "the controller.* exit status 1"),
+        (seen(ranks=(rank(0), rank(1, frozen="torn"))), NONE, Grade.DEGRADED, "rank 1 .*torn"),
     ],
 )
 def test_verdict_has_the_grade_and_the_reason_of_the_worst_finding(
@@ -150,40 +109,36 @@ def test_verdict_has_the_grade_and_the_reason_of_the_worst_finding(
     judged = verdict(one, around)
 
     assert judged.grade is grade
-    assert judged.reason.startswith(reason)
+    assert re.search(reason, judged.reason), judged.reason
     assert (judged.problems == ()) is (grade is Grade.SERVING)
 
 
 def test_worst_finding_comes_first_and_all_are_listed() -> None:
     judged = verdict(
-        seen(ranks=(rank(0), rank(1, **SILENT)), token_time=NOW - 56),
-        Around(why_no_leader="no controller leads"),
+        seen(ranks=HALF_SILENT, token_time=NOW - 56), Around(why_no_leader="no leader")
     )
 
     assert judged.line.startswith("stopped: no token for 56 s")
-    assert [one.split(",")[0] for one in judged.problems] == [
-        "no token for 56 s",
-        "silent ranks: 1",
-        "no controller leads",
-    ]
+    found = [one.split(",")[0] for one in judged.problems]
+    assert found == ["no token for 56 s", "silent ranks: 1", "no leader"]
 
 
-def test_deployment_that_samples_seldom_is_not_stopped_between_two_samples() -> None:
+def test_deployment_is_not_stopped_between_two_samples_or_after_a_later_token() -> None:
     assert verdict(seen(token_time=NOW - 56, sample_every_s=20.0)).grade is Grade.SERVING
     assert verdict(seen(token_time=NOW - 61, sample_every_s=20.0)).grade is Grade.STOPPED
-
-
-def test_death_is_over_once_a_later_token_was_counted() -> None:
     assert verdict(seen(death=Death(NOW - 3, "rank 3 died"))).grade is Grade.SERVING
 
 
 def test_readiness_is_the_worst_of_the_findings_that_keep_requests_away() -> None:
     idle = seen(token_time=NOW - 3600)
-    judged = seen(ranks=(rank(0), rank(1, **SILENT)))
+    judged = seen(ranks=HALF_SILENT)
 
     # Without requests there are no tokens: a deployment that is idle must get the first one.
     assert (verdict(idle).grade, unready(idle)) == (Grade.STOPPED, None)
     assert unready(judged) == verdict(judged).reason
+    # The gap of one takeover keeps none away, a longer one does.
+    assert unready(seen(), around=Around("no leader", turn_age_s=11.0)) is None
+    assert unready(seen(), around=Around("no leader", turn_age_s=31.0)) is not None
 
 
 def test_metric_of_the_verdict_is_that_of_the_page() -> None:

@@ -34,7 +34,6 @@ def test_open_and_ended_anomalies_are_paged(deployment: Deployment, client: http
 
 
 @pytest.mark.usefixtures("deployment")
-@pytest.mark.slow
 def test_operator_lists_anomalies_of_a_store(tmp_path: Path) -> None:
     place = ["--store", str(tmp_path / "store.sqlite"), "--deployment", "test"]
 

@@ -106,7 +106,6 @@ def test_pins_without_a_run_are_refused_and_read_as_none() -> None:
 
 
 @pytest.mark.usefixtures("deployment")
-@pytest.mark.slow
 def test_operator_sets_lists_and_removes_pins_on_a_store(tmp_path: Path) -> None:
     place = ["--store", str(tmp_path / "store.sqlite"), "--deployment", "test"]
 

@@ -110,7 +110,6 @@ def test_ranks_without_a_run_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("deployment")
-@pytest.mark.slow
 def test_operator_lists_cordons_and_uncordons_ranks_on_a_store(tmp_path: Path) -> None:
     place = ["--store", str(tmp_path / "store.sqlite"), "--deployment", "test"]
 
