@@ -17,7 +17,6 @@ from eplb.errors import EplbError, PlacementError, RankError
 from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT
 
-
 StartChild = Callable[..., Child]
 
 
