@@ -37,29 +37,6 @@ def make_migration(store: LoadStore) -> Migration:
     return build_migration(base, target, TWO_RANKS, plan_id=store.next_plan_id())
 
 
-def test_first_holder_gets_a_token_and_is_known_by_it(store: LoadStore) -> None:
-    assert store.lease() is None
-
-    lease = acquired(store, "one")
-
-    assert (lease.holder, lease.ttl_s, lease.renewals) == ("one", TTL_S, 0)
-    assert 0 < lease.token < 2**63
-    assert lease.expires == lease.since + TTL_S
-    assert (store.lease(), store.acquire_lease("two", TTL_S)) == (lease, None)
-
-
-def test_lease_is_renewed_with_its_token_also_after_it_ran_out(
-    store: LoadStore, pass_time: PassTime
-) -> None:
-    leases = [acquired(store, "one")]
-    for pause_s in (1.0, TTL_S + 1.0):
-        pass_time(pause_s)
-        leases.append(acquired(store, "one"))
-
-    assert len({lease.token for lease in leases}) == 1
-    assert [lease.expires for lease in leases] == [1030.0, 1031.0, 1062.0]
-
-
 def test_lease_that_ran_out_or_was_given_up_is_another_s_with_the_next_token(
     store: LoadStore, pass_time: PassTime
 ) -> None:

@@ -15,11 +15,6 @@ from tests.support.stores import StoreClock
 STATIC = LiveSettings(movement=True, observe=False, pay_back_s=60.0, plan_windows=16)
 
 
-def test_store_without_settings_has_revision_0_and_movement_on(store: LoadStore) -> None:
-    assert store.live() == LiveState()
-    assert store.control() == Control(movement=True, observe=False)
-
-
 def test_live_value_wins_over_the_static_one_until_it_is_removed(store: LoadStore) -> None:
     store.set_static(STATIC, reason="start")
 

@@ -174,21 +174,6 @@ def test_excluded_windows_are_named_with_their_missing_ranks() -> None:
     assert told.endswith("ranks 1")
 
 
-def test_received_tokens_are_the_measured_rank_load_of_a_large_model() -> None:
-    rng = np.random.default_rng(3)
-    held = rng.permutation(288).reshape(1, 32, 9).repeat(58, axis=0) % 256
-    tokens = rng.integers(0, 1000, (58, 32, 9))
-    samples = [
-        make_sample(0, 0, [0], rank=r, slot_to_expert=held[:, r], tokens=tokens[:, r])
-        for r in range(32)
-    ]
-
-    (window,) = fold(samples, num_ranks=32, num_experts=256)
-
-    assert window.tokens.sum() == tokens.sum()
-    assert np.array_equal(window.received, tokens.sum(axis=2))
-
-
 def test_phases_are_counted_apart_when_asked() -> None:
     folder = WindowFolder(CutBySteps(10), 2, 3)
     for rank in (0, 1):

@@ -13,10 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb.core.placement import Placement
-from eplb.core.topology import Topology
 from eplb.errors import StoreError
-from eplb.migration.build import build_migration
 from telemetry.live import Control, LiveSettings, LiveState
 from telemetry.store import RunInfo
 from telemetry.stores.redis.connection.address import RedisAddress
@@ -232,20 +229,3 @@ def test_kill_switch_of_an_older_program_is_obeyed_and_set_for_it(
     written = ask("HGET", "state", "control")
     assert isinstance(written, bytes)
     assert json.loads(written) == vars(state.control)
-
-
-def test_open_migration_with_another_hash_in_the_state_is_refused(
-    address: RedisAddress, store: RedisStore, ask: Ask
-) -> None:
-    base, target = (Placement(np.array([held]), 2, generation=1) for held in ([0, 1], [1, 0]))
-    store.commit(base, expected=None, reason="start")
-    ranks = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1)
-    migration = build_migration(base, target, ranks, plan_id=1)
-    store.publish(migration)
-    ask("HSET", "state", "open_plan", "1 0123")
-
-    with (
-        closing(RedisStore(address, "demo")) as opened,
-        pytest.raises(StoreError, match=f"{migration.hash}, expected 1 0123"),
-    ):
-        opened.published()
