@@ -149,12 +149,14 @@ def test_slow_client_is_dropped_and_counted_and_delays_nobody(
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(f"GET {PATH} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert slow.recv(15) == b"HTTP/1.1 200 OK"
-        sent = 0
+        last = 0
         while not (found := dropped(get(service, "/metrics").text)):
-            for _ in range(100):
-                sent += 1
-                store.add_event("plan", {"text": "x" * 4000})
-                assert quick.event()["id"] == sent
+            first, last = last + 1, last + 20
+            for _ in range(first, last + 1):
+                store.add_event("plan", {"text": "x" * 20_000})
+            assert [quick.event()["id"] for _ in range(first, last + 1)] == [
+                *range(first, last + 1)
+            ]
 
         assert found == [1.0]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import httpx
-import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
@@ -33,12 +31,9 @@ def test_open_and_ended_anomalies_are_paged(deployment: Deployment, client: http
     assert client.get(PATH, params={"state": "over"}).status_code == 422
 
 
-@pytest.mark.usefixtures("deployment")
-def test_operator_lists_anomalies_of_a_store(tmp_path: Path) -> None:
-    place = ["--store", str(tmp_path / "store.sqlite"), "--deployment", "test"]
-
+def test_operator_lists_anomalies_of_a_store(stored: list[str]) -> None:
     def run(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["anomalies", *words, *place])
+        done = CliRunner().invoke(app, ["anomalies", *words, *stored])
         return done.exit_code, done.output
 
     status, text = run()

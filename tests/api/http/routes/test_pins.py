@@ -30,18 +30,18 @@ def pin(expert: int, *ranks: int, layer: int | None = 0) -> dict[str, Any]:
 
 
 def test_plan_meets_the_pins_that_were_put_and_audited(
-    deployment: Deployment, client: httpx.Client, tmp_path: Path
+    planned: Deployment, planning_client: httpx.Client, tmp_path: Path
 ) -> None:
-    tag = client.get(PATH).headers["etag"]
-    put = client.put(PATH, json=WHY | {"pins": [pin(0, 0, 1)]}, headers={"if-match": tag})
-    deployment.store.set_control(Control(), reason="go on")
-    moved = client.post("/api/v1/rebalances", json={"reason": "now", "dry_run": False})
+    tag = planning_client.get(PATH).headers["etag"]
+    put = planning_client.put(PATH, json=WHY | {"pins": [pin(0, 0, 1)]}, headers={"if-match": tag})
+    planned.store.set_control(Control(), reason="go on")
+    moved = planning_client.post("/api/v1/rebalances", json={"reason": "now", "dry_run": False})
 
     assert put.status_code == 200, put.text
     assert put.json()["pins"] == [pin(0, 0, 1)]
     assert (put.json()["reason"], put.json()["unmet"]) == (WHY["reason"], [])
     assert moved.status_code == 200, moved.text
-    target = deployment.swap().target
+    target = planned.swap().target
     assert set(TOPOLOGY.rank_of_slot[target.slot_to_expert[0] == 0].tolist()) == {0, 1}
     first, outcome = list(Audit(tmp_path).entries())[:2]
     assert (first.action, first.reason) == (f"PUT {PATH}", WHY["reason"])
@@ -105,12 +105,9 @@ def test_pins_without_a_run_are_refused_and_read_as_none() -> None:
         assert client.get(PATH).json()["pins"] == []
 
 
-@pytest.mark.usefixtures("deployment")
-def test_operator_sets_lists_and_removes_pins_on_a_store(tmp_path: Path) -> None:
-    place = ["--store", str(tmp_path / "store.sqlite"), "--deployment", "test"]
-
+def test_operator_sets_lists_and_removes_pins_on_a_store(stored: list[str]) -> None:
     def run(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["pins", *words, *place])
+        done = CliRunner().invoke(app, ["pins", *words, *stored])
         return done.exit_code, done.output
 
     assert run("list") == (0, "no pins\n")

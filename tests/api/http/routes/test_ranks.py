@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import httpx
-import pytest
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
@@ -56,19 +55,19 @@ def test_loss_of_ranks_names_experts_without_another_replica_or_a_slot(
 
 
 def test_cordon_is_audited_and_plans_of_requests_keep_to_it(
-    deployment: Deployment, client: httpx.Client, tmp_path: Path
+    planned: Deployment, planning_client: httpx.Client, tmp_path: Path
 ) -> None:
-    cordoned = client.post(f"{PATH}/1/cordon", json=WHY)
-    deployment.store.set_control(Control(), reason="go on")
-    moved = client.post("/api/v1/rebalances", json={"reason": "now", "dry_run": False})
+    cordoned = planning_client.post(f"{PATH}/1/cordon", json=WHY)
+    planned.store.set_control(Control(), reason="go on")
+    moved = planning_client.post("/api/v1/rebalances", json={"reason": "now", "dry_run": False})
 
     assert states(cordoned) == ["open", "cordoned"]
-    seen = client.get("/api/v1/state").json()["ranks"]
+    seen = planning_client.get("/api/v1/state").json()["ranks"]
     assert [one["cordon"] for one in seen] == [None, "cordon"]
     assert (cordoned.json()["reason"], cordoned.json()["waits"]) == (WHY["reason"], "")
     assert moved.status_code == 200, moved.text
-    published = deployment.store.published()
-    before = deployment.store.committed()
+    published = planned.store.published()
+    before = planned.store.committed()
     assert before is not None
     if published is not None:
         assert published.target.slot_to_expert[0, 3:].tolist() == (
@@ -77,7 +76,7 @@ def test_cordon_is_audited_and_plans_of_requests_keep_to_it(
     first, outcome = list(Audit(tmp_path).entries())[:2]
     assert (first.action, first.reason) == (f"POST {PATH}/1/cordon", WHY["reason"])
     assert outcome.outcome == "200"
-    assert states(client.post(f"{PATH}/1/uncordon", json=WHY)) == ["open", "open"]
+    assert states(planning_client.post(f"{PATH}/1/uncordon", json=WHY)) == ["open", "open"]
 
 
 def test_drain_that_memory_does_not_allow_is_refused_before_anything_changes(
@@ -109,12 +108,9 @@ def test_ranks_without_a_run_are_refused() -> None:
             assert problem_of(found)[0] is ProblemType.NO_RUN
 
 
-@pytest.mark.usefixtures("deployment")
-def test_operator_lists_cordons_and_uncordons_ranks_on_a_store(tmp_path: Path) -> None:
-    place = ["--store", str(tmp_path / "store.sqlite"), "--deployment", "test"]
-
+def test_operator_lists_cordons_and_uncordons_ranks_on_a_store(stored: list[str]) -> None:
     def run(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, [*words, *place])
+        done = CliRunner().invoke(app, [*words, *stored])
         return done.exit_code, done.output
 
     status, text = run("cordon", "1", "--reason", "its GPU throttles")
