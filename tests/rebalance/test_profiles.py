@@ -161,24 +161,6 @@ def test_profile_that_cannot_plan_leaves_the_other_at_work(
     assert decode.deployment.swap().target.generation == 1
 
 
-def test_kill_switch_of_one_profile_leaves_the_migration_of_the_other(
-    profiles: tuple[Profile, Profile],
-) -> None:
-    prefill, decode = profiles
-    prefill.deployment.serve(SKEWED)
-    decode.deployment.serve(HOT_IN_DECODE)
-    for one in profiles:
-        one.controller.turn()
-    assert prefill.store.published() is not None
-
-    prefill.store.set_control(Control(movement=False), reason="an incident in prefill")
-    for one in profiles:
-        one.controller.turn()
-
-    assert prefill.store.published() is None
-    assert decode.store.published() is not None
-
-
 def test_placement_of_one_profile_cannot_be_rolled_back_to_in_the_other(
     profiles: tuple[Profile, Profile],
 ) -> None:

@@ -27,6 +27,7 @@ from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import MOVER
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.interface import WeightTransport
+from rebalance.transport.local import LocalTransport
 from rebalance.types import Record, VoteGroup
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
@@ -99,6 +100,28 @@ def record_of(schema: ExpertSchema, layer: int, expert: int, num_experts: int) -
     return filled
 
 
+def records_of(
+    schema: ExpertSchema, num_layers: int, num_experts: int
+) -> dict[Record, torch.Tensor]:
+    """Of all experts of a model."""
+    return {
+        (layer, expert): record_of(schema, layer, expert, num_experts)
+        for layer in range(num_layers)
+        for expert in range(num_experts)
+    }
+
+
+def held_in(bank: ExpertBank, num_experts: int) -> list[list[int]]:
+    """[L][C] the expert in each live slot, by its bytes; below 0: none."""
+    return [
+        [
+            int(bank.live(layer, slot).view(torch.int32)[-1]) - 1 - layer * num_experts
+            for slot in range(bank.num_slots)
+        ]
+        for layer in range(bank.num_layers)
+    ]
+
+
 def digests_of(records: Mapping[Record, torch.Tensor]) -> torch.Tensor:
     """[L, E, 2] digests of all records."""
     last_layer, last_expert = max(records)
@@ -155,6 +178,25 @@ class AgentGroup:
         self.counters.append(wired.counter)
         self.rank_digests.append(digests)
         return wired.agent
+
+    def add_all(
+        self,
+        schema: ExpertSchema,
+        records: Mapping[Record, torch.Tensor],
+        *,
+        num_staging: int,
+        **settings: Any,
+    ) -> None:
+        """Make all ranks, over memory in which they see each other's slots."""
+        digests, num_ranks = digests_of(records), self.topology.num_ranks
+        num_layers, num_slots = self.start.slot_to_expert.shape
+        shape = num_layers, num_slots // num_ranks
+        self.banks += [
+            ExpertBank(schema, *shape, num_staging=num_staging) for _ in range(num_ranks)
+        ]
+        for rank in range(num_ranks):
+            self.fill(rank, records)
+            self.add(LocalTransport(self.topology, rank, self.banks, records), digests, **settings)
 
     def fill(self, rank: int, records: Mapping[Record, torch.Tensor]) -> None:
         """Write into a rank's slots what the start says that they hold."""

@@ -18,13 +18,12 @@ from eplb.core.topology import Topology
 from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.lease import ControllerLease
-from rebalance.transport.local import LocalTransport
-from runtime.experts import ExpertBank, ExpertSchema
+from runtime.experts import ExpertSchema
 from telemetry.store import Control, LoadStore, RunInfo
 from telemetry.stores.memory_ledger import MemoryLedger
 from telemetry.stores.redis.connection.local_server import RedisProcess
 from telemetry.stores.redis.store import RedisStore
-from tests.support.agent_group import AgentGroup, QuickStore, digests_of, record_of
+from tests.support.agent_group import AgentGroup, QuickStore, records_of
 from tests.support.limits import NEVER_S
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -35,7 +34,7 @@ TARGETS = [
     Placement(np.array([held]), num_experts=4)
     for held in ([0, 1, 2, 2, 3, 0], [0, 1, 3, 2, 3, 1], [0, 1, 2, 2, 3, 1])
 ]
-RECORDS = {(0, expert): record_of(SCHEMA, 0, expert, 4) for expert in range(4)}
+RECORDS = records_of(SCHEMA, 1, 4)
 RUN = RunInfo("run", 5.0, model_to_dict(MODEL), topology_to_dict(TOPOLOGY), window_steps=4)
 
 
@@ -52,10 +51,7 @@ class Group(AgentGroup):
         self.store: Any = store
         store.commit(START, expected=None, reason="start")
         store.begin_run(RUN)
-        self.banks += [ExpertBank(SCHEMA, 1, 3, num_staging=4) for _ in range(2)]
-        for rank in range(2):
-            self.fill(rank, RECORDS)
-            self.add(LocalTransport(TOPOLOGY, rank, self.banks, RECORDS), digests_of(RECORDS))
+        self.add_all(SCHEMA, RECORDS, num_staging=4)
 
     def move(self, target: Placement) -> None:
         """Have a placement serve and committed."""

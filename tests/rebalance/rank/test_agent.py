@@ -20,11 +20,10 @@ from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
 from eplb.migration.build import Pace, build_migration
 from rebalance.agent import RankAgent
 from rebalance.swap.swapper import StepFigures
-from rebalance.transport.local import LocalTransport
-from runtime.experts import ExpertBank, ExpertSchema
+from runtime.experts import ExpertSchema
 from runtime.streams import Completion
 from telemetry.store import Control
-from tests.support.agent_group import AGENT_THREADS, AgentGroup, digests_of, record_of
+from tests.support.agent_group import AGENT_THREADS, AgentGroup, held_in, records_of
 
 NUM_LAYERS, NUM_EXPERTS = 3, 4
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -35,13 +34,7 @@ START = Placement(
     NUM_EXPERTS,
 )
 FULL = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1)), NUM_EXPERTS)
-
-
-RECORDS = {
-    (layer, expert): record_of(SCHEMA, layer, expert, NUM_EXPERTS)
-    for layer in range(NUM_LAYERS)
-    for expert in range(NUM_EXPERTS)
-}
+RECORDS = records_of(SCHEMA, NUM_LAYERS, NUM_EXPERTS)
 
 
 class Group(AgentGroup):
@@ -49,23 +42,16 @@ class Group(AgentGroup):
 
     def serving(self) -> list[list[int]]:
         """Name the expert in each slot by its bytes."""
-        named = []
-        for layer in range(NUM_LAYERS):
-            lanes = [
-                int(bank.live(layer, slot).view(torch.int32)[-1]) - 1 - layer * NUM_EXPERTS
-                for bank in self.banks
-                for slot in range(bank.num_slots)
-            ]
-            named.append([expert if expert >= 0 else EMPTY for expert in lanes])
-        return named
+        by_rank = [held_in(bank, NUM_EXPERTS) for bank in self.banks]
+        return [
+            [max(expert, EMPTY) for held in of_layer for expert in held]
+            for of_layer in zip(*by_rank, strict=True)
+        ]
 
 
 def new_group(**settings: Any) -> Group:
-    made, digests = Group(START, TOPOLOGY), digests_of(RECORDS)
-    made.banks += [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=4) for _ in range(4)]
-    for rank in range(TOPOLOGY.num_ranks):
-        made.fill(rank, RECORDS)
-        made.add(LocalTransport(TOPOLOGY, rank, made.banks, RECORDS), digests, **settings)
+    made = Group(START, TOPOLOGY)
+    made.add_all(SCHEMA, RECORDS, num_staging=4, **settings)
     made.begin()
     return made
 
@@ -188,25 +174,6 @@ def test_commit_read_before_the_verdict_requests_no_abort(
     assert last.phase != "aborted"
     last.step()
     assert last.placement.hash == FULL.hash
-
-
-def test_engine_can_pause_and_resume_staging(group: Group) -> None:
-    for agent in group.agents:
-        agent.pause_staging()
-    group.publish(FULL)
-    group.step_until(lambda: all(agent.phase == "stage" for agent in group.agents))
-    group.step_until(lambda: group.agents[0].describe().detail["stage"]["ring_in_use"] == 2)
-    for _ in range(20):
-        group.step()
-    assert not any("peer" in a.describe().detail["bytes_by_source"] for a in group.agents)
-
-    for agent in group.agents:
-        agent.resume_staging()
-    group.step_until(lambda: group.generation() == 1)
-
-    detail = group.agents[0].describe().detail["stage"]
-    assert detail["links"]["peer"]["throttled_s"] > 0
-    assert detail["ring_entries"] == 4
 
 
 def test_ranks_report_times_of_steps_before_and_in_a_migration(group: Group) -> None:

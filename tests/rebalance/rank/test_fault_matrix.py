@@ -12,15 +12,13 @@ import itertools
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +45,6 @@ from rebalance.preload.cache.server import (
     HostCacheSettings,
 )
 from rebalance.preload.first_fill import fill_bank
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.watcher import MOVER
 from rebalance.transport.interface import Place, WeightTransport
 from rebalance.transport.processes import MappedPeers, PullTransport, RankMemory
@@ -59,7 +56,6 @@ from telemetry.store import RunInfo
 from tests.support.agent_group import AgentGroup, Notes
 from tests.support.http import client_of
 from tests.support.limits import NEVER_S
-from tests.support.repository import ROOT
 
 NO_ANSWER = 10**9  # questions to a vote before it answers
 MOST_STEPS_ALONE = 4
@@ -166,7 +162,6 @@ def make_group(
             wrap_votes: WrapVotes = as_they_are,
             *,
             wrap_transport: Callable[[WeightTransport], Any] = lambda transport: transport,
-            host_cache_of_transport: HostCacheAddress | None = None,
             host_cache_settings: HostCacheSettings | None = None,
         ) -> Group:
             weights = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
@@ -193,7 +188,7 @@ def make_group(
                     group.digests[layer, expert] = torch.tensor(found)
             handles = {rank: bank.handle for rank, bank in enumerate(group.banks)}
             for rank, bank in enumerate(group.banks):
-                memory = RankMemory(rank, bank, reader(host_cache_of_transport or address), 2)
+                memory = RankMemory(rank, bank, reader(address), 2)
                 transport = PullTransport(
                     memory, MappedPeers(rank, TOPOLOGY, bank, handles.__getitem__)
                 )
@@ -255,44 +250,6 @@ def test_votes_that_every_rank_reads_at_another_time_mix_no_two_placements(
 
     for target in (NEXT, START, NEXT):
         group.moves_to(target)
-
-
-def test_rank_with_late_votes_does_not_delay_the_placement(
-    make_group: MakeGroup,
-) -> None:
-    group = make_group(lambda rank, votes: LateVotes(votes, lambda: 3 * (rank == 2)))
-
-    group.moves_to(NEXT)
-    assert [event.kind for event in group.store.events()] == ["commit", "publish", "commit"]
-
-
-class RepeatedVotes:
-    """Votes of which every ballot arrives twice, and every value may be asked for again."""
-
-    def __init__(self, votes: LocalVotes, rank: int) -> None:
-        self._all, self._votes, self._rank = votes, votes.member(rank), rank
-        self._number = -1
-
-    def cast(self, ballot: Sequence[int]) -> PendingVote:
-        self._number += 1
-        pending = self._votes.cast(ballot)
-        self._all.add(self._rank, self._number, list(ballot))
-        return pending
-
-    def dead(self) -> frozenset[int]:
-        return self._votes.dead()
-
-    def close(self, *, is_failure: bool = False) -> None:
-        self._votes.close(is_failure=is_failure)
-
-
-def test_ballots_that_arrive_twice_count_once(make_group: MakeGroup) -> None:
-    votes = LocalVotes(4)
-    group = make_group(lambda rank, _: RepeatedVotes(votes, rank))
-
-    for target in (NEXT, START):
-        group.moves_to(target)
-    assert group.generation() == 2
 
 
 @pytest.mark.parametrize("vote", [1, 4])
@@ -515,79 +472,6 @@ def test_abort_reason_is_found_from_the_task_and_counted(
     ends = [line for line in metrics.splitlines() if line.startswith("eplb_rebalances_total{")]
     counted = [line for line in ends if 'outcome="aborted"' in line and 'trigger="request"' in line]
     assert [line.split()[-1] for line in counted] == ["1.0"]
-
-
-SMALL_HOST = """
-import signal, sys
-from pathlib import Path
-from eplb.core.model import ModelShape
-from rebalance.preload.cache.server import HostCacheServer, HostCacheAddress, HostCacheSettings
-from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.experts import ExpertSchema
-
-weights, memory, name = sys.argv[1:]
-model = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8, num_shared_experts=1)
-settings = HostCacheSettings(memory_folder=Path(memory))
-schema = ExpertSchema.swiglu(16, 8)
-address = HostCacheAddress(name, b"key")
-host_cache = HostCacheServer(address, Checkpoint(Path(weights)), model, schema, settings)
-print("ready", flush=True)
-signal.pause()
-"""
-
-
-@pytest.fixture
-def small_host(
-    small_checkpoint: Checkpoint, tmp_path: Path
-) -> Iterator[tuple[HostCacheAddress, IO[str]]]:
-    """A preload process whose memory is a tmpfs of two records, in a name space of its own, and
-    its standard error.
-    """
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    mount = f"mount -t tmpfs -o size=8k none {memory}"
-    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*own, mount], check=False).returncode:
-        pytest.skip("this machine lets nobody mount a tmpfs in a name space")
-    script = tmp_path / "script.py"
-    script.write_text(SMALL_HOST)
-    name = f"matrix-{os.getpid()}-small"
-    process = subprocess.Popen(
-        [
-            *own,
-            f"{mount} && exec {sys.executable} {script} {small_checkpoint.path} {memory} {name}",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process:
-        assert process.stdout.readline() == "ready\n"
-        yield HostCacheAddress(name, b"key"), process.stderr
-        process.kill()
-
-
-@pytest.mark.system
-def test_host_out_of_shared_memory_aborts_the_plan_and_later_ones_fit(
-    make_group: MakeGroup, small_host: tuple[HostCacheAddress, IO[str]]
-) -> None:
-    address, errors = small_host
-    group = make_group(host_cache_of_transport=address)
-
-    group.drops(NEXT, "preload on host matrix-")  # of each rank that found no room, and why
-    # The process that found no memory says so, perhaps after the others were refused.
-    assert any("[Errno 28] No space left on device" in line for line in errors)
-    held = START.slot_to_expert.copy()
-    held[0, 0] = 1  # in place of a replica; from the host, which has room for two records
-    held[0, 1] = 0
-    fits = Placement(held, NUM_EXPERTS)
-    while group.generation() == 0:  # memory may be found missing once more, entry by entry
-        group.publish(fits)
-        group.step_until(lambda: group.store.published() is None)
-    group.is_settled(held)
 
 
 # -- plans that must not be

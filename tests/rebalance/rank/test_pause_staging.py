@@ -1,10 +1,8 @@
-"""Transfers of KV cache that hold staging back by ``pause_staging``, as an engine's do."""
+"""``pause_staging``, as an engine calls it while it sends KV cache to another server."""
 
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,62 +12,21 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from rebalance.agent import RankAgent
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.local import LocalTransport
-from runtime.experts import ExpertBank, ExpertSchema
-from tests.support.agent_group import AgentGroup, digests_of, record_of
+from runtime.experts import ExpertSchema
+from tests.support.agent_group import AgentGroup, records_of
 from tests.support.limits import NEVER_S
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 START = Placement(np.array([[0, EMPTY, 1, EMPTY]] * 2), num_experts=2)
 FULL = Placement(np.array([[0, 1, 1, 0]] * 2), num_experts=2)
-RECORDS = {
-    (layer, expert): record_of(SCHEMA, layer, expert, 2) for layer in range(2) for expert in (0, 1)
-}
-KV_BYTES = 8 << 20  # more than the buffers of a socket: it ends when its receiver has read it
 FORGOTTEN_S = NEVER_S / 2  # passes when a test skips it
-
-
-class KvTransfer:
-    """The KV cache of one request on its way to another server; staging stands still meanwhile."""
-
-    def __init__(self, agent: RankAgent, request: str) -> None:
-        self._agent, self._request = agent, request
-        self._sender, self._receiver = socket.socketpair()
-        self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._send)
-        self._thread.start()
-        self._has_begun.wait()
-
-    def _send(self) -> None:
-        self._agent.pause_staging(of=self._request)
-        self._has_begun.set()
-        try:
-            self._sender.sendall(bytes(KV_BYTES))
-        finally:
-            self._agent.resume_staging(of=self._request)
-
-    def receive(self) -> None:
-        """Read all of it, which ends the transfer."""
-        left = KV_BYTES
-        while left:
-            left -= len(self._receiver.recv(left))
-        self.close()
-
-    def close(self) -> None:
-        self._receiver.close()
-        self._thread.join()
-        self._sender.close()
 
 
 @pytest.fixture
 def group() -> Iterator[AgentGroup]:
-    made, digests = AgentGroup(START, TOPOLOGY), digests_of(RECORDS)
-    made.banks += [ExpertBank(SCHEMA, 2, 2, num_staging=4) for _ in range(2)]
-    for rank in range(2):
-        made.fill(rank, RECORDS)
-        transport = LocalTransport(TOPOLOGY, rank, made.banks, RECORDS)
-        made.add(transport, digests, stage=StageSettings(pause_deadline_s=FORGOTTEN_S))
+    made, stage = AgentGroup(START, TOPOLOGY), StageSettings(pause_deadline_s=FORGOTTEN_S)
+    made.add_all(SCHEMA, records_of(SCHEMA, 2, 2), num_staging=4, stage=stage)
     made.begin()
     yield made
     made.close()
@@ -92,27 +49,23 @@ def stands_still(group: AgentGroup, steps: int = 20) -> bool:
     return staged_bytes(group.agents[0]) == 0 and group.generation() == 0
 
 
-def test_staging_stands_still_during_a_transfer_and_resumes_after_it(group: AgentGroup) -> None:
-    transfer = KvTransfer(group.agents[0], "request 1")
+def test_staging_stands_still_until_the_last_of_two_transfers_has_ended(group: AgentGroup) -> None:
+    agent = group.agents[0]
+    for request in ("request 1", "request 2"):
+        agent.pause_staging(of=request)
     stage_up_to_the_pause(group)
 
     assert stands_still(group)
-    transfer.receive()
+    agent.resume_staging(of="request 1")
+    assert stands_still(group)
+    agent.resume_staging(of="request 2")
     group.step_until(lambda: group.generation() == 1)
 
-    assert staged_bytes(group.agents[0]) == 2 * SCHEMA.record_bytes
+    detail = agent.describe().detail["stage"]
+    assert staged_bytes(agent) == 2 * SCHEMA.record_bytes
+    assert detail["links"]["peer"]["throttled_s"] > 0
+    assert detail["ring_entries"] == 4
     assert group.placement.hash == FULL.hash
-
-
-def test_staging_waits_for_the_last_of_two_transfers(group: AgentGroup) -> None:
-    first, second = (KvTransfer(group.agents[0], f"request {number}") for number in (1, 2))
-    stage_up_to_the_pause(group)
-
-    first.receive()
-    assert stands_still(group)
-    second.receive()
-
-    group.step_until(lambda: group.generation() == 1)
 
 
 def test_forgotten_pause_ends_at_its_deadline_and_is_logged(

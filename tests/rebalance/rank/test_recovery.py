@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -30,10 +29,9 @@ from rebalance.recovery.survivors import (
     missed_verdicts,
     recover,
 )
-from rebalance.transport.local import LocalTransport
-from runtime.experts import ExpertBank, ExpertSchema
+from runtime.experts import ExpertSchema
 from telemetry.stores.memory import MemoryStore
-from tests.support.agent_group import AgentGroup, digests_of, record_of
+from tests.support.agent_group import AgentGroup, held_in, records_of
 from tests.support.limits import NEVER_S
 
 # -- the decision
@@ -221,13 +219,7 @@ SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
 START = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1)), NUM_EXPERTS)
 OTHER = Placement(np.tile([0, 1, 3, 1, 2, 3, 2, 0, 1, 3, 2, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
-
-
-RECORDS = {
-    (layer, expert): record_of(SCHEMA, layer, expert, NUM_EXPERTS)
-    for layer in range(NUM_LAYERS)
-    for expert in range(NUM_EXPERTS)
-}
+RECORDS = records_of(SCHEMA, NUM_LAYERS, NUM_EXPERTS)
 
 
 class Group(AgentGroup):
@@ -254,17 +246,6 @@ class Group(AgentGroup):
         with ThreadPoolExecutor(len(ranks)) as pool:
             return list(pool.map(one, ranks))
 
-    def serving(self, rank: int) -> list[list[int]]:
-        """Name the expert in each slot of a rank by its bytes."""
-        bank = self.banks[rank]
-        return [
-            [
-                int(bank.live(layer, slot).view(torch.int32)[-1]) - 1 - layer * NUM_EXPERTS
-                for slot in range(bank.num_slots)
-            ]
-            for layer in range(NUM_LAYERS)
-        ]
-
     def assert_one_placement(self, ranks: list[int], expected: Placement) -> None:
         committed = self.store.committed()
         assert committed is not None
@@ -277,17 +258,13 @@ class Group(AgentGroup):
                 committed.placement.generation,
             )
             held = expected.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
-            assert self.serving(rank) == held.tolist()
+            assert held_in(self.banks[rank], NUM_EXPERTS) == held.tolist()
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
     made = Group(START, TOPOLOGY)
-    made.banks += [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
-    for rank in range(NUM_RANKS):
-        made.fill(rank, RECORDS)
-        transport = LocalTransport(TOPOLOGY, rank, made.banks, RECORDS)
-        made.add(transport, digests_of(RECORDS))
+    made.add_all(SCHEMA, RECORDS, num_staging=2)
     made.begin()
     yield made
     made.close()

@@ -52,9 +52,9 @@ from rebalance.recovery.survivors import (
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.rendezvous import Rendezvous, reach
-from runtime.memory.shared import digest
 from telemetry.store import LoadStore, RankState
 from telemetry.stores.sqlite.store import SqliteStore
+from tests.support.agent_group import digests_of, held_in, records_of
 from tests.support.limits import NEVER_S
 
 FORK = multiprocessing.get_context("fork")
@@ -62,6 +62,7 @@ NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 4, 4
 FAR_OFF = Deadlines(reports_s=NEVER_S, store_s=NEVER_S)
 MOST_NOTES = 60  # of two migrations, about
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+RECORDS = records_of(SCHEMA, NUM_LAYERS, NUM_EXPERTS)
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
 ONE = Placement(np.tile([0, 1, 2, 1, 0, 3, 2, 3, 0, 3, 2, 1], (NUM_LAYERS, 1)), NUM_EXPERTS)
 OTHER = Placement(np.tile([0, 1, 3, 1, 2, 3, 2, 0, 1, 3, 2, 0], (NUM_LAYERS, 1)), NUM_EXPERTS)
@@ -183,7 +184,9 @@ class Ranks:
             regained.close()
         agent.close()
         placement = agent.placement
-        return Survived(record, (placement.generation, placement.hash), held(self.banks[rank]))
+        return Survived(
+            record, (placement.generation, placement.hash), held_in(self.banks[rank], NUM_EXPERTS)
+        )
 
     def _agent(self, rank: int, store: LoadStore, votes: GlooVotes, tokens: Tokens) -> RankAgent:
         committed = store.committed()
@@ -192,11 +195,7 @@ class Ranks:
         mine = placement.slot_to_expert[:, TOPOLOGY.slots_on(rank)].tolist()
         for layer, slots in enumerate(mine):
             for slot, expert in enumerate(slots):
-                bank.live(layer, slot).copy_(record_of(layer, expert))
-        records = {(la, ex): record_of(la, ex) for la in range(3) for ex in range(NUM_EXPERTS)}
-        digests = torch.zeros((NUM_LAYERS, NUM_EXPERTS, 2), dtype=torch.int64)
-        for (layer, expert), record in records.items():
-            digests[layer, expert] = torch.tensor(digest(record))
+                bank.live(layer, slot).copy_(RECORDS[layer, expert])
         dist.barrier()  # every bank is filled before anybody reads a peer's
         return wire_agent(
             AgentSettings(
@@ -208,33 +207,16 @@ class Ranks:
                 plan_deadline_s=NEVER_S,
                 membership=membership_of_start(store),
             ),
-            HeldExperts(rank, bank, digests, placement),
+            HeldExperts(rank, bank, digests_of(RECORDS), placement),
             Links(
                 votes,
-                LocalTransport(TOPOLOGY, rank, self.banks, records),
+                LocalTransport(TOPOLOGY, rank, self.banks, RECORDS),
                 store,
                 Sink(),
                 journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),
             ),
             tokens,
         ).agent
-
-
-def record_of(layer: int, expert: int) -> torch.Tensor:
-    """Bytes that name the expert they stand for."""
-    filled = torch.zeros(SCHEMA.record_bytes, dtype=torch.uint8)
-    filled.view(torch.int32).fill_(1 + layer * NUM_EXPERTS + expert)
-    return filled
-
-
-def held(bank: ExpertBank) -> list[list[int]]:
-    return [
-        [
-            int(bank.live(layer, slot).view(torch.int32)[-1]) - 1 - layer * NUM_EXPERTS
-            for slot in range(bank.num_slots)
-        ]
-        for layer in range(NUM_LAYERS)
-    ]
 
 
 def publish_next(store: LoadStore) -> None:

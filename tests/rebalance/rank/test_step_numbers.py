@@ -16,22 +16,19 @@ from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
-from tests.support.agent_group import AgentGroup, Sink, digests_of, record_of
+from tests.support.agent_group import AgentGroup, Sink, records_of
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 START = Placement(np.array([[0, 1, 0, 2]]), num_experts=3)
-RECORDS = {(0, expert): record_of(SCHEMA, 0, expert, 3) for expert in range(3)}
+RECORDS = records_of(SCHEMA, 1, 3)
 SAMPLE_STEPS = 4  # as AgentGroup has it
 
 
 @pytest.fixture
 def group() -> Iterator[AgentGroup]:
     made = AgentGroup(START, TOPOLOGY)
-    made.banks += [ExpertBank(SCHEMA, 1, 2, num_staging=2) for _ in range(2)]
-    for rank in range(2):
-        made.fill(rank, RECORDS)
-        made.add(LocalTransport(TOPOLOGY, rank, made.banks, RECORDS), digests_of(RECORDS))
+    made.add_all(SCHEMA, RECORDS, num_staging=2)
     made.begin()
     yield made
     made.close()
