@@ -17,27 +17,17 @@ def as_bytes(lanes: list[int]) -> NDArray[np.uint8]:
     return np.array(lanes, dtype=np.int32).view(np.uint8)
 
 
-def test_three_lanes_are_summed_and_weighed_by_their_places() -> None:
-    assert digest(torch.from_numpy(as_bytes([5, -2, 10]))) == (13, 5 - 4 + 30)
-
-
-def test_lanes_that_changed_places_have_another_digest() -> None:
-    assert digest(torch.from_numpy(as_bytes([-2, 5, 10]))) == (13, -2 + 10 + 30)
-
-
-def test_pieces_give_the_digest_of_the_whole() -> None:
-    running = RunningDigest()
+def test_lanes_are_summed_and_weighed_by_their_places_whole_or_in_parts() -> None:
+    first, last, running = RunningDigest(), RunningDigest(first_byte=4), RunningDigest()
     running.add(as_bytes([5]))
     running.add(as_bytes([-2, 10]))
-    assert running.value == (13, 31)
-
-
-def test_parts_give_the_digest_of_the_whole_in_any_order() -> None:
-    first, last = RunningDigest(), RunningDigest(first_byte=4)
     last.add(as_bytes([-2, 10]))
     first.add(as_bytes([5]))
     last.join(first)
-    assert last.value == (13, 31)
+
+    assert digest(torch.from_numpy(as_bytes([5, -2, 10]))) == (13, 5 - 4 + 30)
+    assert digest(torch.from_numpy(as_bytes([-2, 5, 10]))) == (13, -2 + 10 + 30)
+    assert running.value == last.value == (13, 31)
 
 
 @pytest.mark.parametrize("num_lanes", [0, 1, 2**17 - 1, 2**17 + 3])

@@ -23,26 +23,14 @@ def test_pieces_make_ranks_equal_where_slots_suffice() -> None:
     assert (piece.slot, piece.rank, piece.tokens) == (0, 1, 40.0)
 
 
-def test_piece_below_the_least_is_not_made() -> None:
-    assert lowest(LOAD, HELD, RANKS, least=100, tolerance=1e-4) == []
-
-
-def test_piece_of_the_least_size_leaves_its_rank_below_the_threshold() -> None:
-    (piece,) = pieces_at(95.0, LOAD, HELD, RANKS, least=50) or []
-
-    assert piece.tokens == 50.0
-
-
-def test_ranks_without_free_slots_take_no_piece() -> None:
+def test_pieces_are_of_the_least_size_and_need_a_free_slot_on_a_live_rank() -> None:
     full = np.array([0, 1, 4, 2, 3, 5], dtype=np.int32)
-
-    assert pieces_at(60.0, LOAD, full, RANKS, least=0) is None
-    assert lowest(LOAD, full, RANKS, least=0, tolerance=1e-4) == []
-
-
-def test_dead_ranks_take_no_piece() -> None:
     dead = Topology(RANKS.node_of_rank, RANKS.slots_of_rank, alive=np.array([True, False]))
 
+    assert [one.tokens for one in pieces_at(95.0, LOAD, HELD, RANKS, least=50) or []] == [50.0]
+    assert lowest(LOAD, HELD, RANKS, least=100, tolerance=1e-4) == []
+    assert lowest(LOAD, full, RANKS, least=0, tolerance=1e-4) == []
+    assert pieces_at(60.0, LOAD, full, RANKS, least=0) is None
     assert pieces_at(60.0, LOAD, HELD, dead, least=0) is None
 
 

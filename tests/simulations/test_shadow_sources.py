@@ -185,15 +185,12 @@ def test_watching_a_folder_gives_the_report_of_reading_it(tmp_path: Path) -> Non
     assert at_once["engine"]["plans"] == "deepseek"
 
 
-def test_store_among_other_places_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected it alone"):
-        open_source(["a.sqlite", "b.pt"], OPTIONS)
-
-
 def test_store_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="there is no store"):
         open_source([str(tmp_path / "none.sqlite")], OPTIONS)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="expected it alone"):
+        open_source(["a.sqlite", "b.pt"], OPTIONS)
 
 
 SPARE = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=4)

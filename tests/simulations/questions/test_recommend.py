@@ -57,20 +57,15 @@ def test_drafts_fill_the_batch_of_experts_and_give_more_tokens() -> None:
     assert step_us > 1.5 * plain.best.step_us
 
 
-def test_redundancy_is_recommended_where_one_expert_is_hot() -> None:
+def test_redundancy_is_recommended_only_where_an_expert_is_hot() -> None:
     answer = recommend(question(hot=9))
 
     assert answer.best.redundant == 1
     assert "imbalance 2." in answer.sentences()[1]
     assert "limited by the KV cache" in " ".join(answer.sentences())
-
-
-def test_no_redundancy_is_recommended_for_even_load() -> None:
-    answer = recommend(question(hot=1))
-
-    assert answer.best.redundant == 0
-    assert answer.best.imbalance == 1.0
-    assert answer.sentences()[3].startswith("runner-up: ")
+    even = recommend(question(hot=1))
+    assert (even.best.redundant, even.best.imbalance) == (0, 1.0)
+    assert even.sentences()[3].startswith("runner-up: ")
 
 
 def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
@@ -94,6 +89,9 @@ def test_question_without_a_fitting_candidate_is_refused() -> None:
         ({"redundant": (-1,)}, "expected 0 or more, and 1 or more"),
         ({"context": 0}, "context is 0, expected 1 or more"),
         ({"window_s": 0.0}, "window_s is 0.0, expected above 0"),
+        ({"attention_ranks": ()}, "no attention_ranks to compare"),
+        ({"attention_ranks": (-1,)}, "expected 0 or more"),
+        ({"most_ms": 0.0}, "most_ms is 0.0, expected above 0"),
     ],
 )
 def test_question_that_cannot_be_asked_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -118,24 +116,15 @@ def of_shape(layers: int, experts: int, deployment: Deployment | None = None) ->
 
 
 def test_model_is_the_known_one_of_the_load_s_shape() -> None:
+    own = ModelShape(tuple(range(48)), 128, 8, 512, 256)
+
     model, which = model_named(None, of_shape(48, 128))
 
     assert model is preset("qwen3-30b")
     assert which == "qwen3-30b, the known model of 48 MoE layers x 128 experts"
-
-
-def test_names_of_one_shape_are_no_choice() -> None:
-    assert model_named(None, of_shape(58, 256))[0] is preset("deepseek-v3")
-
-
-def test_store_s_own_model_comes_before_known_ones() -> None:
-    own = ModelShape(tuple(range(48)), 128, 8, 512, 256)
-
-    assert model_named(None, of_shape(48, 128, Deployment(own)))[0] is own
-
-
-def test_unknown_shape_asks_for_a_model() -> None:
-    with pytest.raises(ConfigError, match="10 MoE layers x 20 experts, which no known models"):
+    assert model_named(None, of_shape(58, 256))[0] is preset("deepseek-v3")  # one of several names
+    assert model_named(None, of_shape(48, 128, Deployment(own)))[0] is own  # the store's
+    with pytest.raises(ConfigError, match="10 MoE layers x 20 experts"):
         model_named(None, of_shape(10, 20))
 
 
@@ -161,6 +150,8 @@ SUMMARY = {
 )
 def test_limit_is_of_the_last_policy_that_is_no_oracle(text: str, is_broken: bool) -> None:
     assert (limit_of(text).broken_by(SUMMARY) is not None) == is_broken
+    failed = {"policies": {"auto": {"oracle": False, "failed": "window 3: no place"}}}
+    assert limit_of("imbalance>9").broken_by(failed) == "auto failed: window 3: no place"
 
 
 @pytest.mark.parametrize(
@@ -177,12 +168,6 @@ def test_limit_is_of_the_last_policy_that_is_no_oracle(text: str, is_broken: boo
 def test_limit_that_cannot_be_judged_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         limit_of(text).broken_by(SUMMARY)
-
-
-def test_failed_policy_breaks_its_limit() -> None:
-    failed = {"policies": {"auto": {"oracle": False, "failed": "window 3: no place"}}}
-
-    assert limit_of("imbalance>9").broken_by(failed) == "auto failed: window 3: no place"
 
 
 def command(*arguments: str) -> Result:
