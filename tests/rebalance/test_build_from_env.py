@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.build import meeting
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.build.description import DeploymentDescription
@@ -204,20 +203,17 @@ def described(**changes: Any) -> DeploymentDescription:
     return replace(whole, **changes)
 
 
-def test_description_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written, file = described(), tmp_path / "rank.json"
-    file.write_text(written.to_json())
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "rank.json"
+    file.write_text(described().to_json())
+    return file
 
-    found = DeploymentDescription.read(file)
+
+def test_description_is_read_as_it_was_written(file: Path) -> None:
+    written, found = described(), DeploymentDescription.read(file)
 
     assert found.config == written.config
-    assert model_to_dict(found.model) == model_to_dict(written.model)
-    assert topology_to_dict(found.topology) == topology_to_dict(written.topology)
-    assert (found.store, found.hosts, found.checkpoint) == (
-        written.store,
-        written.hosts,
-        written.checkpoint,
-    )
     assert found.summary() == written.summary()
     assert found.to_json() == written.to_json()
 
@@ -235,12 +231,11 @@ def test_description_shows_no_secret_and_its_summary_names_what_differs() -> Non
     ("text", "expected"),
     [
         ("{", "cannot be read"),
-        ('{"store": 7}', "TypeError in the values of a DeploymentDescription"),
+        ('{"store": 7}', "DeploymentDescription"),
         (described().to_json().replace('"version": 3', '"version": 4'), "version 4, expected 3"),
     ],
 )
-def test_damaged_description_is_refused(tmp_path: Path, text: str, expected: str) -> None:
-    file = tmp_path / "rank.json"
+def test_damaged_description_is_refused(file: Path, text: str, expected: str) -> None:
     file.write_text(text)
 
     with pytest.raises(ConfigError, match=expected):
@@ -250,17 +245,15 @@ def test_damaged_description_is_refused(tmp_path: Path, text: str, expected: str
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, "EPLB_RANK_FILE is not set, expected the file that eplb launch writes"),
-        ({"RANK": "0", "WORLD_SIZE": "3"}, "rank 0 of 3 ranks, expected one of the 2 ranks"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2 ranks, expected one of the 2 ranks"),
-        ({"WORLD_SIZE": "2"}, "RANK is '', expected a number, as torchrun and eplb launch set"),
+        ({}, "EPLB_RANK_FILE"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "rank 0 of 3 ranks.* 2 ranks"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2 ranks.* 2 ranks"),
+        ({"WORLD_SIZE": "2"}, "RANK is ''"),
     ],
 )
 def test_environment_that_is_no_rank_of_the_deployment_is_refused(
-    tmp_path: Path, environ: dict[str, str], expected: str
+    file: Path, environ: dict[str, str], expected: str
 ) -> None:
-    file = tmp_path / "rank.json"
-    file.write_text(described().to_json())
     given = environ | ({"EPLB_RANK_FILE": str(file)} if environ else {})
 
     with pytest.raises(ConfigError, match=expected):
@@ -268,12 +261,11 @@ def test_environment_that_is_no_rank_of_the_deployment_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")
-def test_cuda_rank_without_a_gpu_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "rank.json"
+def test_cuda_rank_without_a_gpu_is_refused(file: Path) -> None:
     file.write_text(described(device="cuda").to_json())
     environ = {"EPLB_RANK_FILE": str(file), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 0 and 0 GPUs are visible"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 0 and 0 GPUs"):
         build_rank_from_env(environ=environ)
 
 

@@ -78,31 +78,19 @@ def test_each_profile_plans_on_its_own_load_and_commits_its_own_placement(
     assert [one.placement.generation for one in committed if one] == [1, 1]
 
 
-def test_profile_without_load_plans_nothing_on_the_load_of_the_other(
-    profiles: tuple[Profile, Profile],
-) -> None:
+def test_profiles_have_load_and_leases_of_their_own(profiles: tuple[Profile, Profile]) -> None:
     prefill, decode = profiles
     prefill.deployment.serve(SKEWED, windows=3)
 
-    for _ in range(2):
-        prefill.controller.turn()
-        decode.controller.turn()
-
-    assert decisions(prefill.store) == ["MOVE"]
-    assert decisions(decode.store) == []
-    assert decode.store.published() is None
-
-
-def test_profiles_hold_leases_of_their_own(profiles: tuple[Profile, Profile]) -> None:
     for one in profiles:
         one.controller.turn()
 
+    assert (decisions(prefill.store), decisions(decode.store)) == (["MOVE"], [])
     leases = [one.store.lease() for one in profiles]
-
     assert [one.holder for one in leases if one] == ["prefill-1", "decode-1"]
-    profiles[0].controller.close()
-    assert profiles[0].store.lease() is None
-    assert profiles[1].store.lease() is not None
+    prefill.controller.close()
+    assert prefill.store.lease() is None
+    assert decode.store.lease() is not None
 
 
 def test_task_is_seen_by_the_controller_of_its_profile_alone(

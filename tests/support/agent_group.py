@@ -38,7 +38,6 @@ from telemetry.stores.memory import MemoryStore
 from tests.support.limits import NEVER_S
 from tests.support.simulated_time import SkippingClock
 
-DEADLINE_S = NEVER_S
 FAR_OFF = {  # deadlines that no agent reaches, however busy the machine is
     "vote_deadline_s": NEVER_S,
     "plan_deadline_s": NEVER_S,

@@ -79,7 +79,7 @@ def test_random_lists_have_their_weights_and_balanced_prefixes(seed: int) -> Non
 
 
 def test_list_longer_than_the_engines_map_is_refused() -> None:
-    with pytest.raises(PlacementError, match="list of expert 0 has 5 entries, expected 4 at most"):
+    with pytest.raises(PlacementError, match=r"expert 0 has 5 .*4"):
         replica_lists(np.array([[0, 1, 0, 2]]), np.array([[4, 1, 1, 1]]), 3)
 
 
@@ -148,7 +148,7 @@ def test_source_ranks_use_their_own_slot_then_their_nodes() -> None:
 
 
 def test_weights_that_leave_a_source_rank_without_a_slot_are_refused() -> None:
-    with pytest.raises(PlacementError, match="expert 0 has weights of 3 in sum, expected 4"):
+    with pytest.raises(PlacementError, match=r"expert 0 .*3.*4"):
         source_table(
             np.array([[0, 0, 1, 2]]), np.array([[2, 1, 4, 4]]), 3, Topology.uniform(1, 4, 1)
         )

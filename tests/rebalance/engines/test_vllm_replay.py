@@ -70,7 +70,7 @@ def test_trace_with_one_busy_expert_spreads_the_other_choices() -> None:
 
 
 def test_model_with_other_experts_and_trace_without_tokens_are_refused() -> None:
-    with pytest.raises(HistoryError, match="the trace has 32 experts, the model has 64"):
+    with pytest.raises(HistoryError, match=r"32 experts.* 64"):
         TraceRouting(trace(), 1).next_layer().experts_of(ROWS, 64, TOP_K, CPU)
-    with pytest.raises(HistoryError, match="no window with tokens in every layer"):
+    with pytest.raises(HistoryError, match="no window"):
         TraceRouting(LoadHistory(np.zeros((2, 2, 4), dtype=np.int64)), 1)

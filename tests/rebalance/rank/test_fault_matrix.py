@@ -285,26 +285,17 @@ def test_lost_vote_stops_every_rank_before_placements_differ(
 def test_host_record_damaged_in_memory_is_read_again_and_never_served(
     make_group: MakeGroup,
 ) -> None:
+    """A byte of each record in the host cache is flipped through its descriptor: a stray write."""
     group = make_group()
-    damage_everything(group)
-
-    group.moves_to(NEXT)
-    assert group.stage("num_wrong_digests") > 0
-    assert group.host_cache.stats().damaged == 0  # the disk's bytes were right
-
-
-def damage_everything(group: Group) -> None:
-    """Flip a byte of each record in the host cache through its descriptor, like a stray write."""
-    memory = host_cache_memory(group)
+    memory = Path(group.host_cache.arena.handle).name
     with Path(f"/proc/self/fd/{memory}").open("r+b", buffering=0) as arena:
         size = os.fstat(arena.fileno()).st_size
         for at in range(17, size, 4096):
             os.pwrite(arena.fileno(), bytes([os.pread(arena.fileno(), 1, at)[0] ^ 255]), at)
 
-
-def host_cache_memory(group: Group) -> int:
-    """The descriptor of this group's host cache: one of an earlier test may still be open."""
-    return int(Path(group.host_cache.arena.handle).name)
+    group.moves_to(NEXT)
+    assert group.stage("num_wrong_digests") > 0
+    assert group.host_cache.stats().damaged == 0  # the disk's bytes were right
 
 
 class Damaging:
