@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from benchmarks.attack.traces import hostile_traces, write_hostile_files
 from eplb.errors import CheckpointError
-from rebalance.preload.disk.record_file_layout import _PREFIX, MAGIC, _read_header
+from rebalance.preload.disk.record_file_layout import MAGIC, RecordFileLayout
+from rebalance.preload.disk.record_origin import RecordOrigin
 from rebalance.protocol.journal import read_journals
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.memory.shared import PAGE_BYTES
@@ -68,11 +70,12 @@ def test_hostile_checkpoint_index_is_refused(tmp_path: Path, text: str, why: str
 
 
 def test_hostile_record_file_header_is_refused() -> None:
+    origin = RecordOrigin("", "", 1, 1, PAGE_BYTES)
     for text in (b"[" * 4000, b"[]", b"\xff"):
         digest = hashlib.blake2b(text, digest_size=16).digest()
-        page = (_PREFIX.pack(MAGIC, len(text), digest) + text).ljust(PAGE_BYTES, b"\0")
-        with pytest.raises(CheckpointError, match="corrupted header"):
-            _read_header(page)
+        head = struct.pack("<8sI16s", MAGIC, len(text), digest)  # as a file begins
+        with pytest.raises(CheckpointError):
+            RecordFileLayout(origin).check_header((head + text).ljust(PAGE_BYTES, b"\0"))
 
 
 def test_journal_command_skips_hostile_lines(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from eplb.core.placement import EMPTY
 from telemetry import open_store
 from telemetry.store import CommittedPlacement, Control, Event, LoadStore
 from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.demo import events_of
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "eplb"))
@@ -50,10 +51,6 @@ StartDemo = Callable[..., Any]
 pytestmark = pytest.mark.system
 
 
-def events(store: LoadStore, kind: str, *, after: int = 0) -> list[Event]:
-    return [event for event in store.events(after=after, limit=100_000) if event.kind == kind]
-
-
 def plans(words: str, *, after: int = 0) -> Callable[[LoadStore], list[Event]]:
     """Look for two plans whose reason has these words: the first may be older than a switch.
 
@@ -61,8 +58,8 @@ def plans(words: str, *, after: int = 0) -> Callable[[LoadStore], list[Event]]:
     """
 
     def look(store: LoadStore) -> list[Event]:
-        since = max(after, events(store, "run")[-1].id)
-        seen = [e for e in events(store, "plan", after=since) if words in e.detail["reason"]]
+        since = max(after, events_of(store, "run")[-1].id)
+        seen = [e for e in events_of(store, "plan", after=since) if words in e.detail["reason"]]
         return seen if len(seen) >= 2 else []
 
     return look
@@ -85,7 +82,7 @@ def stop_moving(demo: Any) -> None:
 
     def observe(store: LoadStore) -> int:
         store.set_control(Control(observe=True), reason="the test has seen enough")
-        return events(store, "control")[-1].id
+        return events_of(store, "control")[-1].id
 
     switch = demo.sees("the switch", observe)
     demo.sees("plans that are not published", plans("", after=switch))
@@ -139,20 +136,16 @@ def test_summary_has_everything_that_is_asked_of_it(served: Summary) -> None:
     assert not set(MEASURED) - served.keys()
     assert (served["ranks"], served["layers"], served["experts"], served["slots"]) == (4, 2, 8, 12)
     assert served["tokens_per_window"] == 1024
+    assert served["samples_written"] >= served["ranks"] * len(served["imbalance_series"])
 
 
 def test_demo_rebalances_and_serves_right_answers(served: Summary) -> None:
     assert served["rebalances"] >= 1
     assert len(served["rebalance_steps"]) == served["rebalances"]
     assert served["reference_checks"] == sum(served["reference_checks_by_phase"].values()) > 0
-    assert served["reference_failures"] == 0
+    assert (served["reference_failures"], served["samples_lost"]) == (0, 0)
     assert served["reference_max_error"] <= 1e-4
     assert served["swap_pause_ms_p99"] >= served["swap_pause_ms_p50"] > 0
-
-
-def test_no_sample_is_lost(served: Summary) -> None:
-    assert served["samples_lost"] == 0
-    assert served["samples_written"] >= served["ranks"] * len(served["imbalance_series"])
 
 
 def test_every_expert_that_moved_is_read_once_from_one_source(served: Summary) -> None:
@@ -174,19 +167,6 @@ def test_windows_follow_one_another_without_a_gap(served: Summary) -> None:
     assert served["steps"] >= series[-1]["last_step"] + 1
 
 
-def test_imbalance_is_the_median_of_the_last_windows_of_the_series(served: Summary) -> None:
-    first_step = served["rebalance_steps"][-1]
-    settled = [
-        score for score in served["imbalance_series"] if score["last_step"] - 3 >= first_step
-    ]
-
-    last = (settled or served["imbalance_series"])[-5:]
-    assert served["imbalance_final"] == pytest.approx(median(s["measured"] for s in last), abs=1e-4)
-    assert served["imbalance_initial"] == pytest.approx(
-        median(s["contiguous"] for s in last), abs=1e-4
-    )
-
-
 def test_demo_whose_store_is_redis_rebalances_and_loses_nothing(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
@@ -199,7 +179,7 @@ def test_demo_whose_store_is_redis_rebalances_and_loses_nothing(
             lease = store.lease()
             metrics = demo.get("/metrics").text
             summary = summary_after_interrupt(demo)
-            run = events(store, "run")[-1].detail["run"]
+            run = events_of(store, "run")[-1].detail["run"]
             stored = sum(store.sample_counts(run).values())
             released = store.lease()
 
@@ -268,7 +248,7 @@ def switched(resumed: Summary, folder: Path, start_demo: StartDemo) -> dict[str,
     first = seen["start"].placement.generation + 1
     demo.sees("a commit", lambda store: committed(store).placement.generation >= first)
     eplb("pause", "--store", path, "--reason", "a test")
-    pause = demo.sees("the pause", lambda store: events(store, "control")[-1])
+    pause = demo.sees("the pause", lambda store: events_of(store, "control")[-1])
     demo.sees("plans after the pause", plans(off, after=pause.id))
     seen |= {"pause": pause, "paused": demo.sees("the placement", committed)}
     demo.sees("more plans", lambda store: len(plans(off, after=pause.id)(store)) >= 4)
@@ -281,19 +261,19 @@ def switched(resumed: Summary, folder: Path, start_demo: StartDemo) -> dict[str,
 def control(store: LoadStore, wanted: Control) -> int:
     """Throw the switches; number of the event that tells of it."""
     store.set_control(wanted, reason="a test")
-    return events(store, "control")[-1].id
+    return events_of(store, "control")[-1].id
 
 
 def bytes_moved(store: LoadStore) -> list[int]:
     """Of each rank, once all have reported."""
-    run = events(store, "run")[-1].detail["run"]
+    run = events_of(store, "run")[-1].detail["run"]
     found = [sum(s.detail["bytes_by_source"].values()) for s in store.rank_states(run)]
     return found if len(found) == 4 else []
 
 
 def steps_of_all(store: LoadStore, least: int) -> int:
     """Steps that every rank is known to have begun, once there are so many."""
-    run = events(store, "run")[-1].detail["run"]
+    run = events_of(store, "run")[-1].detail["run"]
     found = [state.step for state in store.rank_states(run)]
     return min(found) if len(found) == 4 and min(found) >= least else 0
 

@@ -21,28 +21,21 @@ ONES = Domain("ones", np.array([1], dtype=np.int32))
 COUNT = Domain("count", np.arange(10, 15, dtype=np.int32))
 
 
-def test_mix_drifts_from_one_domain_to_the_next_and_back_to_the_first() -> None:
+@pytest.mark.parametrize(
+    ("elapsed_s", "first"),
+    [(0.0, 0.925), (9.9, 0.925), (10.5, 0.5), (15.0, 0.075), (25.0, 0.925), (35.0, 0.075)],
+)
+def test_mix_drifts_from_one_domain_to_the_next_and_round(elapsed_s: float, first: float) -> None:
     # Two domains over 30 s are three turns of 10 s: first, second, first; a second fades one in.
-    assert mix_at(0.0, 30.0, 2).tolist() == pytest.approx([0.925, 0.075])
-    assert mix_at(9.9, 30.0, 2).tolist() == pytest.approx([0.925, 0.075])
-    assert mix_at(10.5, 30.0, 2).tolist() == pytest.approx([0.5, 0.5])
-    assert mix_at(15.0, 30.0, 2).tolist() == pytest.approx([0.075, 0.925])
-    assert mix_at(25.0, 30.0, 2).tolist() == pytest.approx([0.925, 0.075])
+    assert mix_at(elapsed_s, 30.0, 2).tolist() == pytest.approx([first, 1 - first])
 
 
-def test_past_its_period_the_mix_goes_round() -> None:
-    assert mix_at(35.0, 30.0, 2).tolist() == mix_at(15.0, 30.0, 2).tolist()
-
-
-def test_every_mix_sums_to_one() -> None:
+@pytest.mark.parametrize("num_domains", [1, 3])
+def test_every_mix_sums_to_one(num_domains: int) -> None:
     for elapsed in np.linspace(0, 100, 73):
-        mix = mix_at(float(elapsed), 30.0, 3)
+        mix = mix_at(float(elapsed), 30.0, num_domains)
         assert mix.sum() == pytest.approx(1.0)
         assert mix.min() > 0
-
-
-def test_one_domain_is_all_of_the_mix() -> None:
-    assert mix_at(7.0, 30.0, 1).tolist() == pytest.approx([1.0])
 
 
 def test_tokens_of_a_text_never_change() -> None:
@@ -52,20 +45,15 @@ def test_tokens_of_a_text_never_change() -> None:
     assert tokenize("a").tolist() == [0xE8B7BE43 % VOCABULARY]
 
 
-def test_domains_that_every_machine_has_are_three_and_large() -> None:
+def test_domains_that_every_machine_has_are_large_and_differ_in_their_words() -> None:
     domains = standard_domains()
 
     assert [domain.name for domain in domains] == ["data", "code", "prose"]
     assert all(len(domain.tokens) > 50_000 for domain in domains)
-    assert all(d.tokens.min() >= 0 and d.tokens.max() < VOCABULARY for d in domains)
-
-
-def test_domains_differ_in_the_words_that_they_use() -> None:
     frequencies = [
-        np.bincount(domain.tokens, minlength=VOCABULARY) / len(domain.tokens)
-        for domain in standard_domains()
+        np.bincount(domain.tokens, minlength=VOCABULARY) / len(domain.tokens) for domain in domains
     ]
-
+    assert {len(one) for one in frequencies} == {VOCABULARY}
     for first, second in combinations(frequencies, 2):
         overlap = np.minimum(first, second).sum()  # 1: the same words as often
         assert overlap < 0.7
@@ -96,19 +84,15 @@ def test_domains_are_drawn_in_proportion_to_the_mix() -> None:
 def test_each_path_is_a_domain_and_a_folder_is_all_of_its_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "a.txt").write_text("one two")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe word \x00")  # no text, and read all the same
     (tmp_path / "b" / "1.txt").write_text("three")
     (tmp_path / "b" / "2.txt").write_text("four")
 
-    first, second = domains_of([tmp_path / "a.txt", tmp_path / "b"])
+    first, second, third = domains_of([tmp_path / name for name in ("a.txt", "b", "bytes")])
 
     assert (first.name, first.tokens.tolist()) == ("a.txt", tokenize("one two").tolist())
     assert (second.name, second.tokens.tolist()) == ("b", tokenize("three\nfour").tolist())
-
-
-def test_bytes_that_are_no_text_are_read_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"\xff\xfe word \x00")
-
-    assert domains_of([tmp_path / "a.bin"])[0].tokens.size > 0
+    assert third.tokens.size > 0
 
 
 def test_path_without_text_is_refused(tmp_path: Path) -> None:
@@ -116,7 +100,7 @@ def test_path_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
 
     for path in (tmp_path / "empty.txt", tmp_path / "folder"):
-        with pytest.raises(ConfigError, match=f"text {path} holds no words, expected some"):
+        with pytest.raises(ConfigError, match=str(path)):
             domains_of([path])
-    with pytest.raises(ConfigError, match=r"none\.txt cannot be read: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"none\.txt"):
         domains_of([tmp_path / "none.txt"])
