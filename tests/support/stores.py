@@ -29,11 +29,13 @@ PATIENT = Limits(
 )
 
 
-def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
-    """A sample of one step, one layer and two slots."""
+def make_sample(rank: int, sequence: int, /, **changes: Any) -> LoadSample:
+    """A sample of one step, one layer and two slots; ``changes`` by the names of its fields."""
     fields: dict[str, Any] = {
         "deployment": "demo",
         "run": "run-1",
+        "rank": rank,
+        "sequence": sequence,
         "time": float(sequence),
         "first_step": sequence,
         "last_step": sequence,
@@ -42,7 +44,7 @@ def make_sample(rank: int, sequence: int, **changes: Any) -> LoadSample:
         "slot_to_expert": [[0, 1]],
         "tokens": [[rank, sequence]],
     }
-    return LoadSample(rank=rank, sequence=sequence, **(fields | changes))
+    return LoadSample(**(fields | changes))
 
 
 def make_placement(generation: int, held: list[int] | None = None) -> Placement:

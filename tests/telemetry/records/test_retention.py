@@ -29,6 +29,7 @@ from telemetry.retention.rollup import HOUR, MINUTE, Rollup
 from telemetry.store import LoadStore, RunInfo
 from telemetry.stores.memory import MemoryStore
 from telemetry.stores.sqlite.store import SqliteStore
+from tests.support.stores import make_sample as make_any_sample
 
 DAY = 24 * HOUR
 START = 100 * DAY  # of the simulated clock
@@ -44,17 +45,9 @@ def make_run(run: str) -> RunInfo:
 
 
 def make_sample(rank: int, sequence: int, time: float, **changes: Any) -> LoadSample:
-    fields: dict[str, Any] = {
-        "deployment": "demo",
-        "run": "run-1",
-        "first_step": sequence * 10,
-        "last_step": sequence * 10 + 9,
-        "phase": "decode",
-        "generation": 1,
-        "slot_to_expert": [[0, rank + 1]],
-        "tokens": [[10, 1]],
-    }
-    return LoadSample(rank=rank, sequence=sequence, time=START + time, **(fields | changes))
+    steps = {"first_step": sequence * 10, "last_step": sequence * 10 + 9}
+    fields = {"time": START + time, "slot_to_expert": [[0, rank + 1]], "tokens": [[10, 1]]} | steps
+    return make_any_sample(rank, sequence, **(fields | changes))
 
 
 def started(store: LoadStore, *runs: str) -> LoadStore:

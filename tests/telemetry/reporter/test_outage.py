@@ -210,10 +210,9 @@ def report_until_killed(pipe: Connection, folder: Path, run: str, seed: int) -> 
 def killed_rank(folder: Path, run: str, seed: int) -> int:
     """Run a rank and kill it in the middle of its work; return how many samples it had secured."""
     rank = ForkedProcess(report_until_killed, folder, run, seed)
-    for _ in range(random.Random(seed).randrange(1, 30)):
-        secured: int = rank.receive()
+    told: list[int] = [rank.receive() for _ in range(random.Random(seed).randrange(1, 30))]
     rank.kill()
-    return max([secured, *rank.remaining()])
+    return max(told + rank.remaining())
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,16 @@ def same(one: object, other: object) -> bool:
 # -- the first writer wins
 
 Race = Callable[[LoadStore, int], object]
+
+
+def publish(store: LoadStore, n: int) -> bool:
+    store.publish(migration(n + 1))
+    return True
+
+
 RACES: dict[str, Race] = {
     "commit": lambda store, n: store.commit(make_placement(2), expected=1, reason=str(n)),
-    "publish": lambda store, n: store.publish(migration(n + 1)) or True,
+    "publish": publish,
     "lease": lambda store, n: store.acquire_lease(str(n), 30.0),
     "live": lambda store, n: store.change_live({"max_moves": n}, expected=0, reason="race"),
     "claim": lambda store, n: store.claim(),

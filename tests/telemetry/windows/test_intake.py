@@ -10,25 +10,16 @@ from eplb.core.load import LoadSample
 from telemetry.windows.cuts import CutBySteps, CutByTime
 from telemetry.windows.folder import WindowFolder
 from telemetry.windows.intake import OUTCOMES, Intake
+from tests.support.stores import make_sample as make_any_sample
 
 NOW = 1000.0
 RUN = ("demo", "run-1")
 
 
 def make_sample(rank: int, window: int, **changes: Any) -> LoadSample:
-    fields: dict[str, Any] = {
-        "deployment": "demo",
-        "run": "run-1",
-        "sequence": window,
-        "time": NOW,
-        "first_step": window * 10,
-        "last_step": window * 10 + 9,
-        "phase": "decode",
-        "generation": 1,
-        "slot_to_expert": [[0, 1]],
-        "tokens": [[3, 4]],
-    }
-    return LoadSample(rank=rank, **(fields | changes))
+    steps = {"first_step": window * 10, "last_step": window * 10 + 9}
+    fields = steps | {"time": NOW, "tokens": [[3, 4]]}
+    return make_any_sample(rank, window, **(fields | changes))
 
 
 def make_intake(num_ranks: int = 4, keep: int = 8) -> Intake:

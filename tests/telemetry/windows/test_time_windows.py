@@ -10,20 +10,12 @@ from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
 from telemetry.windows.cuts import CutByTime
 from telemetry.windows.folder import WindowFolder
+from tests.support.stores import make_sample as make_any_sample
 
 
-def make_sample(rank: int, sequence: int, time: float, **changes: Any) -> LoadSample:
-    fields: dict[str, Any] = {
-        "deployment": "demo",
-        "run": "run-1",
-        "first_step": sequence * 10,
-        "last_step": sequence * 10 + 9,
-        "phase": "decode",
-        "generation": 1,
-        "slot_to_expert": [[0, 1]],
-        "tokens": [[1, sequence]],
-    }
-    return LoadSample(rank=rank, sequence=sequence, time=time, **(fields | changes))
+def make_sample(rank: int, sequence: int, time: float) -> LoadSample:
+    steps = {"first_step": sequence * 10, "last_step": sequence * 10 + 9}
+    return make_any_sample(rank, sequence, time=time, tokens=[[1, sequence]], **steps)
 
 
 def folder_of(*samples: LoadSample, **changes: Any) -> WindowFolder:

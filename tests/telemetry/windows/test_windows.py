@@ -13,6 +13,7 @@ from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
 from telemetry.windows.cuts import CutBySteps
 from telemetry.windows.folder import Window, WindowFolder, excluded, history
+from tests.support.stores import make_sample as make_any_sample
 
 # Two ranks of two slots, one layer, three experts: expert 0 has a replica on each rank.
 HELD = ([[0, 1]], [[0, 2]])
@@ -26,20 +27,8 @@ def fold(samples: Iterable[LoadSample], *, num_ranks: int, num_experts: int) -> 
 
 
 def make_sample(rank: int, first_step: int, tokens: list[int], /, **changes: Any) -> LoadSample:
-    fields: dict[str, Any] = {
-        "deployment": "demo",
-        "run": "run-1",
-        "rank": rank,
-        "sequence": first_step,
-        "time": 0.0,
-        "first_step": first_step,
-        "last_step": first_step + 9,
-        "phase": "decode",
-        "generation": 1,
-        "slot_to_expert": HELD[rank],
-        "tokens": [tokens],
-    }
-    return LoadSample(**(fields | changes))
+    fields = {"last_step": first_step + 9, "slot_to_expert": HELD[rank], "tokens": [tokens]}
+    return make_any_sample(rank, first_step, **(fields | changes))
 
 
 def folded(*samples: LoadSample) -> list[Window]:
