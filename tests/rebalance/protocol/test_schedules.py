@@ -12,6 +12,21 @@ from benchmarks.schedules.mutants import MUTANTS
 from benchmarks.schedules.run import run_one
 
 MOST_SEEDS = 6000  # that a mutant may survive
+# A schedule that finds it. Where the ranks' order of turns changes, look for another one with
+# ``seed_that_finds``.
+FOUND_BY = {
+    "own flag": 1,
+    "deaf": 171,
+    "ring freed when ordered": 4,
+    "reads_after ignored": 29,
+    "staged unadopted": 1,
+    "digest not checked": 4,
+    "applied when ordered": 68,
+    "skipped when prepared": 1,
+    "not drained": 265,
+    "not rolled forward": 94,
+}
+RARE = ("adopted early",)  # takes thousands of schedules to be found
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +46,17 @@ def total_of(seeds: range) -> Counter[str]:
     return total
 
 
-def test_no_event_order_gives_wrong_bytes_two_placements_or_a_hang() -> None:
-    total = total_of(range(100))
+# Few of these in each, and all of them together: they are not right for want of trying.
+EVENTS = ("committed", "dropped", "deaths", "recoveries", "updates", "bytes refused")
 
-    # Not for want of trying: the seeds have everything in them.
-    for what in ("committed", "dropped", "deaths", "recoveries", "updates", "bytes refused"):
-        assert total[what] > 0, what
+
+@pytest.mark.parametrize(
+    "num_seeds", [20, pytest.param(100, marks=pytest.mark.system)], ids=lambda number: f"{number}"
+)
+def test_no_event_order_gives_wrong_bytes_two_placements_or_a_hang(num_seeds: int) -> None:
+    total = total_of(range(num_seeds))
+
+    assert [what for what in EVENTS if not total[what]] == []
 
 
 @pytest.mark.slow
@@ -51,28 +71,30 @@ def test_seed_is_the_same_schedule_every_time() -> None:
     assert first.counts == again.counts
 
 
-# Take hundreds or thousands of schedules to be found.
-RARE = ("adopted early", "applied when ordered", "deaf", "not drained", "not rolled forward")
+def finds(name: str, seed: int) -> bool:
+    with MUTANTS[name]():
+        found = run_one(seed)
+    if found.violation:
+        # A claim that was broken, or one of the ranks' own; not a mutant out of date.
+        assert isinstance(found.cause, AssertionError), found.violation
+        assert f"--first {seed} --count 1" in found.story(seed)
+    return bool(found.violation)
 
 
 def seed_that_finds(name: str) -> int:
-    with MUTANTS[name]():
-        for seed in range(MOST_SEEDS):
-            found = run_one(seed)
-            if found.violation:
-                # A claim that was broken, or one of the ranks' own; not a mutant out of date.
-                assert isinstance(found.cause, AssertionError), found.violation
-                assert f"--first {seed} --count 1" in found.story(seed)
-                return seed
-    raise AssertionError(f"{MOST_SEEDS} schedules do not find {name!r}")
+    return next(seed for seed in range(MOST_SEEDS) if finds(name, seed))
 
 
-@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in RARE])
+@pytest.mark.parametrize("name", FOUND_BY)
 def test_broken_rank_is_found(name: str) -> None:
-    assert seed_that_finds(name) < 500
+    assert finds(name, FOUND_BY[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RARE)
 def test_rank_that_is_seldom_wrong_is_found_too(name: str) -> None:
     seed_that_finds(name)
+
+
+def test_every_mutant_is_looked_for() -> None:
+    assert {*FOUND_BY, *RARE} == set(MUTANTS)
