@@ -103,7 +103,7 @@ def test_random_damage_of_a_header_is_refused_or_harmless(folder: Path) -> None:
     length = int.from_bytes(whole[:8], "little")
     num_refused = 0
 
-    for _ in range(300):
+    for _ in range(100):
         damaged = bytearray(whole)
         for _ in range(random.randint(1, 4)):
             damaged[random.randrange(8 + length)] = random.randrange(256)
@@ -114,7 +114,7 @@ def test_random_damage_of_a_header_is_refused_or_harmless(folder: Path) -> None:
         except CheckpointError:
             num_refused += 1
 
-    assert num_refused > 200  # the rest hit text that nobody reads, or offsets that fit
+    assert num_refused > 65  # the rest hit text that nobody reads, or offsets that fit
 
 
 def test_four_bit_floats_are_carried_as_bytes(folder: Path) -> None:
