@@ -128,7 +128,7 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., int]]:
             server = tls.server_context() if tls is not None else None
             listener = ConnectionListener(
                 bound,
-                ListenerSettings("host", "echo-1", SECRET, NEVER_S, tls=server),
+                ListenerSettings("host", "echo-1", SECRET, NEVER_S, NEVER_S, tls=server),
                 dict,
                 echo,
                 ended,

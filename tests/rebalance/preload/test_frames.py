@@ -8,14 +8,14 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
 from eplb.errors import MigrationError
-from rebalance.network.frames import DisconnectedError, Message, Wire, connect
+from rebalance.network.frames import DisconnectedError, Message, RefusedError, Wire, connect
 from rebalance.network.handshake import MAX_PROOF_BYTES, client_handshake
-from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.network.listener import MAX_CLIENTS, ConnectionListener, ListenerSettings, listen
 from tests.support.limits import NEVER_S
 
 SECRET, PROTOCOL = b"secret", "test-1"
@@ -33,7 +33,7 @@ def address() -> Iterator[tuple[str, int]]:
         address = free.getsockname()[:2]
     listener = ConnectionListener(
         listen(address, "rank"),
-        ListenerSettings("rank", PROTOCOL, SECRET, NEVER_S),
+        ListenerSettings("rank", PROTOCOL, SECRET, NEVER_S, handshake_s=NEVER_S),
         lambda: {"rank": 7},
         lambda wire: None,
         threading.Event(),
@@ -42,14 +42,33 @@ def address() -> Iterator[tuple[str, int]]:
     listener.close()
 
 
-def greeted(address: tuple[str, int], protocol: str = PROTOCOL) -> object:
+def greeted(address: tuple[str, int], protocol: str = PROTOCOL, secret: bytes = SECRET) -> object:
     with closing(connect(address, NEVER_S)) as end:
         wire = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
-        return client_handshake(wire, SECRET, protocol=protocol)["rank"]
+        return client_handshake(wire, secret, protocol=protocol)["rank"]
+
+
+def test_client_with_another_secret_is_refused_and_others_are_served(
+    address: tuple[str, int],
+) -> None:
+    with pytest.raises(MigrationError, match="the secrets differ"):
+        greeted(address, secret=b"found on a street corner")
+
+    assert greeted(address) == 7
+
+
+def test_clients_beyond_the_limit_are_refused_with_a_reason(address: tuple[str, int]) -> None:
+    with ExitStack() as stack:
+        for _ in range(MAX_CLIENTS):
+            silent = stack.enter_context(closing(connect(address, NEVER_S)))
+            assert silent.recv(1), "it was not greeted"
+
+        with pytest.raises(RefusedError, match=f"{MAX_CLIENTS} clients"):
+            greeted(address)
 
 
 def test_client_of_another_protocol_version_is_refused(address: tuple[str, int]) -> None:
-    with pytest.raises(MigrationError, match="protocol 'test-1', expected 'test-2'"):
+    with pytest.raises(MigrationError, match="'test-1', expected 'test-2'"):
         greeted(address, "test-2")
 
 
@@ -113,5 +132,5 @@ def test_client_rejects_a_hostile_frame_of_a_false_listener(turn: str, text: byt
         false.shutdown(socket.SHUT_WR)
         with pytest.raises(MigrationError):
             client_handshake(
-                Wire(client, time.monotonic() + NEVER_S, 1.0), SECRET, protocol=PROTOCOL
+                Wire(client, time.monotonic() + NEVER_S, NEVER_S), SECRET, protocol=PROTOCOL
             )

@@ -209,6 +209,7 @@ def test_weight_file_cut_short_is_an_error_and_not_a_signal(
 # -- crashes and other processes
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("after", [1, 3, 9])
 def test_writer_killed_at_any_record_leaves_complete_ones(
     path: Path,

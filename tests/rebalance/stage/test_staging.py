@@ -489,7 +489,7 @@ def test_expired_hold_delays_a_migration_and_does_not_end_it() -> None:
     assert made.clock.now == 5.0
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_staged_records_stay_right_under_random_faults(seed: int) -> None:
     draw = np.random.default_rng(seed)
     receiver = int(draw.integers(4))

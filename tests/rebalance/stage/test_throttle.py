@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import time
 
 import pytest
 
-from eplb.errors import ConfigError
-from rebalance.network.throttle import Hold, TokenBucket
+from eplb.errors import ConfigError, MigrationError
+from rebalance.network.throttle import CHUNK_BYTES, Budget, Hold, TokenBucket
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 10.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.limits import NEVER_S
+from tests.support.simulated_time import Clock
 
 
 def test_full_bucket_allows_a_burst_and_then_the_rate() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     bucket = TokenBucket(100.0, 50, clock)
 
     assert bucket.ready_at(50) <= clock.now
@@ -32,7 +28,7 @@ def test_full_bucket_allows_a_burst_and_then_the_rate() -> None:
 
 
 def test_idle_bucket_accumulates_at_most_the_burst() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     bucket = TokenBucket(100.0, 50, clock)
     bucket.take(50)
 
@@ -43,7 +39,7 @@ def test_idle_bucket_accumulates_at_most_the_burst() -> None:
 
 
 def test_more_than_the_burst_is_paid_for_afterwards() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     bucket = TokenBucket(100.0, 50, clock)
     assert bucket.ready_at(150) <= clock.now
 
@@ -53,7 +49,7 @@ def test_more_than_the_burst_is_paid_for_afterwards() -> None:
 
 
 def test_bucket_without_a_rate_never_holds_back() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     bucket = TokenBucket(math.inf, 50, clock)
     for _ in range(3):
         bucket.take(1000)
@@ -61,8 +57,18 @@ def test_bucket_without_a_rate_never_holds_back() -> None:
     assert bucket.ready_at(1000) <= clock.now
 
 
+def test_budget_waits_for_its_turn_and_refuses_what_comes_too_late() -> None:
+    quick, slow = (Budget(rate, threading.Event()) for rate in (1e8, 1.0))
+    for budget in (quick, slow):
+        budget.spend(CHUNK_BYTES, time.monotonic())  # what a time of silence has saved up
+
+    quick.spend(1000, time.monotonic() + NEVER_S)
+    with pytest.raises(MigrationError, match="budget"):
+        slow.spend(CHUNK_BYTES, time.monotonic() + NEVER_S)
+
+
 def test_hold_lasts_until_it_is_taken_back() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     hold = Hold(clock)
     assert hold.ready_at() <= clock.now
 
@@ -74,7 +80,7 @@ def test_hold_lasts_until_it_is_taken_back() -> None:
 
 
 def test_changed_rate_counts_from_the_change_on() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     bucket = TokenBucket(100.0, 50, clock)
     bucket.take(50)
     clock.now += 0.2  # 20 bytes
@@ -85,7 +91,7 @@ def test_changed_rate_counts_from_the_change_on() -> None:
 
 
 def test_hold_lasts_until_each_pause_was_taken_back() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     hold = Hold(clock)
     hold.pause(5.0, "one")
     hold.pause(9.0, "another")
@@ -101,7 +107,7 @@ def test_hold_lasts_until_each_pause_was_taken_back() -> None:
 def test_expired_hold_ends_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     hold = Hold(clock)
     hold.pause(5.0)
     clock.now = 15.0

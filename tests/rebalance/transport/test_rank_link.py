@@ -20,10 +20,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from api.config.migration import HostCache
-from api.config.tree import Settings
-from api.demo.settings import DemoSettings
-from api.demo.setup import _rank_links
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -33,7 +29,6 @@ from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.network.frames import RefusedError, Wire, connect
 from rebalance.network.handshake import client_handshake
-from rebalance.network.listener import MAX_CLIENTS
 from rebalance.preload.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
 from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
@@ -62,7 +57,6 @@ from telemetry.stores.memory import MemoryStore
 from tests.support.agent_group import StepClock
 from tests.support.limits import NEVER_S
 
-SHORT_S = 0.6  # of silence, where it is silence that is tested: a busy machine is slow to answer
 SECRET = b"known to the ranks of one deployment"
 PORT = 23722
 GROUP = GroupName("run", 0)
@@ -163,13 +157,15 @@ def test_record_of_several_pieces_is_complete(start: Start) -> None:
     assert torch.equal(whole, record_of(5, BIG_SCHEMA))
 
 
-def test_connection_is_reused_and_reopened_after_it_was_closed(
-    start: Start,
-) -> None:
+def num_connections() -> int:
+    return sum(thread.name == "rank-client" for thread in threading.enumerate())
+
+
+def test_connection_is_reused_and_reopened_after_it_was_closed(start: Start) -> None:
     rank, asks = start()
     for _ in range(3):
         taken(asks)
-    assert len(rank.server._listener._clients) == 1
+    assert num_connections() == 1
 
     rank.server.close()
     rank.open()
@@ -209,7 +205,7 @@ def test_while_the_weights_are_replaced_nothing_is_given(start: Start) -> None:
     rank, asks = start()
     rank.served = replace(rank.served, is_open=False)
 
-    with pytest.raises(RefusedError, match="the weights are being replaced"):
+    with pytest.raises(RefusedError, match="being replaced"):
         taken(asks)
 
 
@@ -243,87 +239,53 @@ def test_client_of_another_run_or_membership_is_refused(start: Start, group: Gro
         taken(asks)
 
 
-def test_client_without_the_secret_fails_authentication(start: Start) -> None:
+def test_rank_that_is_another_one_is_refused(start: Start) -> None:
     rank, _ = start()
-    settings = replace(rank.settings, secret=b"found on a street corner")
-
-    with closing(OtherRanks(settings, 0, GROUP, SIZE)) as stranger:
-        with pytest.raises(MigrationError, match="authentication failed: the secrets differ"):
-            taken(stranger)
-        with pytest.raises(
-            RefusedError, match=r"in back-off for .* after: authentication failed: the secrets"
-        ):
-            taken(stranger)
-
-    assert rank.server.num_bytes_sent == 0
-
-
-def test_client_of_another_protocol_or_rank_gets_an_error(
-    start: Start,
-) -> None:
-    rank, _ = start()
-    with closing(connect(rank.settings.addresses[1], NEVER_S)) as end:
-        wire = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
-        with pytest.raises(MigrationError, match="protocol 'eplb-ranks-1', expected 'eplb-hosts"):
-            client_handshake(wire, SECRET)
-
     astray = replace(rank.settings, addresses=rank.settings.addresses[::-1])
+
     with closing(OtherRanks(astray, 1, GROUP, SIZE)) as asks:
         into = torch.zeros(SIZE, dtype=torch.uint8)
-        with pytest.raises(MigrationError, match=r"found rank 1 with .*, expected rank 0 with"):
+        with pytest.raises(MigrationError, match=r"found rank 1 .*, expected rank 0"):
             asks.pull(0, PART, into)
+
+
+@contextmanager
+def greeted(rank: Rank) -> Iterator[Wire]:
+    """A connection to a rank, spoken by hand."""
+    with closing(connect(rank.settings.addresses[1], NEVER_S)) as end:
+        wire = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
+        client_handshake(wire, SECRET, protocol=PROTOCOL)
+        yield wire
 
 
 def test_client_with_malformed_requests_is_disconnected_others_are_served(start: Start) -> None:
     rank, asks = start()
-    with closing(connect(rank.settings.addresses[1], NEVER_S)) as end:
-        wire = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
-        client_handshake(wire, SECRET, protocol=PROTOCOL)
+    with greeted(rank) as wire:
         wire.send({"layer": "the first one"})
         assert not wire.wait_for_data(NEVER_S)
 
     assert torch.equal(taken(asks), record_of(5))
 
 
-def test_clients_beyond_the_limit_are_refused_with_a_reason(start: Start) -> None:
-    rank, asks = start()
-    with ExitStack() as stack:
-        for _ in range(MAX_CLIENTS):
-            silent = stack.enter_context(closing(connect(rank.settings.addresses[1], NEVER_S)))
-            assert silent.recv(1), "it was not greeted"
-
-        with pytest.raises(
-            RefusedError, match=f"connection limit reached: {MAX_CLIENTS} clients connected"
-        ):
-            taken(asks)
-
-
 def test_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
     rank, _ = start(settings=links(2, max_transfers=1), schema=BIG_SCHEMA)
     size = BIG_SCHEMA.record_bytes
-    with closing(connect(rank.settings.addresses[1], NEVER_S)) as end:
-        slow = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
-        client_handshake(slow, SECRET, protocol=PROTOCOL)
-        part = replace(PART, num_bytes=size)
-        slow.send(PartRequest(GROUP, part, NEVER_S, NEVER_S).message())
+    with greeted(rank) as slow, greeted(rank) as in_a_hurry:
+        slow.send(PartRequest(GROUP, replace(PART, num_bytes=size), NEVER_S, NEVER_S).message())
         assert slow.receive() == {"num_bytes": size}  # and takes none of it in
 
-        in_a_hurry = replace(rank.settings, silence_s=SHORT_S)
-        with (
-            closing(OtherRanks(in_a_hurry, 0, GROUP, size)) as asks,
-            pytest.raises(RefusedError, match="transfer limit reached: 1 parts are being sent"),
-        ):
-            taken(asks)
+        in_a_hurry.send(PartRequest(GROUP, PART, 0.01, NEVER_S).message())
+        with pytest.raises(RefusedError, match="1 parts are being sent"):
+            in_a_hurry.receive_answer()
 
 
 def test_rank_gives_no_more_than_its_budget(start: Start) -> None:
-    settings = links(2, bytes_per_second=1e3, silence_s=SHORT_S)
-    _, asks = start(settings=settings, schema=BIG_SCHEMA)
+    _, asks = start(settings=links(2, bytes_per_second=1.0), schema=BIG_SCHEMA)
     two_pieces = replace(PART, num_bytes=2 * PIECE_BYTES)
     for _ in range(2):
         taken(asks, two_pieces)  # what a time of silence has saved up
 
-    with pytest.raises(RefusedError, match="bandwidth budget exhausted"):
+    with pytest.raises(RefusedError, match="budget"):
         taken(asks, two_pieces)
 
 
@@ -336,14 +298,16 @@ def test_unreachable_rank_is_in_back_off_and_used_once_reachable() -> None:
         with pytest.raises(MigrationError, match=r"rank 1 at .* port .*: cannot connect"):
             taken(asks)
         with closing(Rank(settings).server):
-            while True:
-                try:
-                    found = taken(asks)
-                    break
-                except RefusedError as exc:
-                    assert "in back-off" in str(exc)
+            assert torch.equal(taken_after_back_off(asks), record_of(5))
 
-    assert torch.equal(found, record_of(5))
+
+def taken_after_back_off(asks: OtherRanks) -> torch.Tensor:
+    while True:
+        try:
+            return taken(asks)
+        except RefusedError as exc:
+            if "in back-off" not in str(exc):
+                raise
 
 
 def test_rank_link_leaves_no_threads_or_files() -> None:
@@ -351,44 +315,47 @@ def test_rank_link_leaves_no_threads_or_files() -> None:
         is_socket = [one.is_socket() for one in Path("/proc/self/fd").iterdir() if one.exists()]
         return threading.active_count(), sum(is_socket)
 
-    def ask_once() -> None:
+    before = standing()
+    for _ in range(3):
         rank = Rank(links(2))
         asks = OtherRanks(rank.settings, 0, GROUP, SIZE)
         taken(asks)
         asks.close()
         rank.server.close()
-        with pytest.raises(RefusedError, match="this rank is closing"):
+        with pytest.raises(RefusedError, match="closing"):
             taken(asks)
-
-    before = standing()
-    for _ in range(3):
-        ask_once()
 
     assert standing() == before
 
 
-def be_a_rank(
-    pipe: Connection,
-    settings: RankLinkSettings,
-    rank: int,
-    how: signal.Signals | None,
-    corrupt: int,
-) -> None:
-    """Hold expert 0 in slot 1; signal itself once its bytes are sent, before they count."""
-    threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
+@contextmanager
+def rank_with_expert_0(
+    settings: RankLinkSettings, rank: int, corrupt: int = 0, at_the_end: Callable[[], object] = int
+) -> Iterator[None]:
+    """Hold expert 0 in slot 1; do something once its bytes are sent, before they count."""
     bank, looks = ExpertBank(SCHEMA, 1, 2, num_staging=0), itertools.count()
     bank.live(0, 1).copy_(record_of(0))
     bank.live(0, 1)[17] ^= corrupt
 
     def served() -> Served:
-        if how is not None and next(looks) == 1:
-            # The thread itself: a stop of the process may strike a thread after this one has sent.
-            signal.pthread_kill(threading.get_ident(), how)
+        if next(looks) == 1:
+            at_the_end()
         return Served(np.array([[EMPTY, 0]], dtype=np.int32), 0, is_open=True)
 
     with closing(RankLinkServer(settings, rank, GROUP, bank, served)):
+        yield
+
+
+def be_a_rank(pipe: Connection, settings: RankLinkSettings, how: signal.Signals) -> None:
+    """Rank 1, as a process that signals itself."""
+
+    def signal_itself() -> None:
+        # The thread itself: a stop of the process may strike a thread after this one has sent.
+        signal.pthread_kill(threading.get_ident(), how)
+
+    with rank_with_expert_0(settings, 1, at_the_end=signal_itself):
         pipe.send("ready")
-        pipe.poll(None)
+        pipe.recv()
 
 
 # One host, of which no GPU maps another's memory: ranks 1, 2 and 3 hold expert 0, rank 0 wants it.
@@ -431,7 +398,7 @@ class Receiver:
 
 @pytest.fixture
 def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
-    """Rank 0, and others as processes: ``receiver(how rank 1 ends, its corruption)``."""
+    """Rank 0 and others: ``receiver(how rank 1 ends, as a process then; its corruption)``."""
     with ExitStack() as stack:
 
         def started(
@@ -440,10 +407,15 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
             topology: Topology = UNMAPPED,
             present: tuple[int, ...] = (1, 2, 3),
         ) -> Receiver:
-            settings = links(topology.num_ranks, silence_s=SHORT_S)
+            # Only a rank that is stopped is silent: a busy one has as long as it takes.
+            silence_s = 0.6 if how is signal.SIGSTOP else NEVER_S
+            settings = links(topology.num_ranks, silence_s=silence_s)
             for rank in present:
-                harm = (how, corrupt) if rank == 1 else (None, 0)
-                assert fork(be_a_rank, settings, rank, *harm).receive() == "ready"
+                if rank == 1 and how is not None:
+                    assert fork(be_a_rank, settings, how).receive() == "ready"
+                else:
+                    spoilt = corrupt if rank == 1 else 0
+                    stack.enter_context(rank_with_expert_0(settings, rank, spoilt))
             others = OtherRanks(settings, 0, GROUP, SIZE)
             stack.callback(others.close)
             bank: Any = ExpertBank(SCHEMA, 1, 2, num_staging=1)
@@ -473,24 +445,14 @@ def test_expert_missing_in_the_host_cache_is_read_from_another_rank(
 
 
 @pytest.mark.system
-def test_source_killed_in_mid_transfer_is_left_for_the_next_replica(
-    receiver: Callable[..., Receiver],
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_source_that_dies_or_stops_in_mid_transfer_is_left_for_the_next_replica(
+    receiver: Callable[..., Receiver], how: signal.Signals
 ) -> None:
-    made = receiver(signal.SIGKILL)
+    made = receiver(how)
 
-    assert torch.equal(made.stage(), record_of(0))
-    assert made.figures().num_retries == 1
-
-
-@pytest.mark.system
-def test_stopped_source_times_out_and_the_next_replica_is_used(
-    receiver: Callable[..., Receiver],
-) -> None:
-    made = receiver(signal.SIGSTOP)
-
-    assert torch.equal(made.stage(), record_of(0))
-    assert torch.equal(made.stage(), record_of(0))  # it is left alone: nobody waits for it again
-
+    for _ in range(2):  # the second time nobody asks it
+        assert torch.equal(made.stage(), record_of(0))
     assert made.figures().num_retries == 2
 
 
@@ -520,12 +482,8 @@ def test_record_on_no_host_is_an_error_that_names_each_host(
 ) -> None:
     made = receiver()
 
-    with pytest.raises(MigrationError) as refusal:
+    with pytest.raises(MigrationError, match=r"layer 0 expert 1: .*no such version"):
         made.stage(replace(WANTED, expert=1))
-
-    assert str(refusal.value) == (
-        "layer 0 expert 1: no source is left (the host: the host cache has no such version)"
-    )
 
 
 # -- in its turn, and never a slot that is being written
@@ -728,39 +686,15 @@ def test_move_without_links_is_aborted_and_serving_continues(
     assert "weights version 1 is not in the host" in said
 
 
-# -- settings
-
-
-def test_demo_s_ranks_are_asked_at_addresses_of_their_hosts() -> None:
-    demo = DemoSettings(ranks=4, nodes=2)
-    assert _rank_links(Settings(demo=demo)) is None
-    made = _rank_links(Settings(demo=demo, host_cache=HostCache(other_hosts="after_disk")))
-    assert made is not None
-
-    made.check(4)
-    first, second, third, _ = made.addresses
-    assert first[0] == second[0] != third[0]
-    assert (second[1], third[1]) == (first[1] + 1, first[1])
-
-
-def test_settings_that_cannot_be_used_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a secret of 5 bytes between ranks, expected 16"):
-        links(2, secret=b"short")
-    with pytest.raises(ConfigError, match="max_transfers is 0, expected 1 or more"):
-        links(2, max_transfers=0)
-    with pytest.raises(ConfigError, match="deadline_s is 0, expected more than 0"):
-        links(2, deadline_s=0)
-    with pytest.raises(ConfigError, match="host 'node-7', expected a numeric address"):
-        RankLinkSettings((("node-7", PORT),), SECRET)
-    with pytest.raises(ConfigError, match="have one address, expected one each"):
+def test_addresses_that_do_not_fit_the_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one address"):
         RankLinkSettings((("127.0.0.1", PORT),) * 2, SECRET)
-    with pytest.raises(ConfigError, match="addresses of 3 ranks, expected one for each of 2"):
+    with pytest.raises(ConfigError, match=r"3 ranks, .* of 2"):
         AgentSettings("test", "run", TWO_HOSTS, sample_steps=4, rank_links=links(3))
-    assert "known" not in repr(links(1))
 
 
 def test_address_that_is_taken_is_named(start: Start) -> None:
     rank, _ = start()
 
-    with pytest.raises(MigrationError, match=r"cannot listen for other ranks on 127"):
+    with pytest.raises(MigrationError, match=r"cannot listen .* 127"):
         rank.open()

@@ -175,6 +175,7 @@ def test_vote_is_late_until_the_last_rank_has_cast_it(run_voters: RunVoters) -> 
     assert results == [[late, late, value, value]] * 2 + [[value, value]]
 
 
+@pytest.mark.system
 def test_vote_that_ends_at_its_deadline_is_never_broken(
     run_voters: RunVoters,
 ) -> None:
