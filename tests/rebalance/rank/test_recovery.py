@@ -345,10 +345,14 @@ def test_nothing_is_committed_when_nothing_was_swapped(group: Group) -> None:
     assert len(group.store.placements()) == 1
 
 
-def test_no_step_follows_a_recovery(group: Group) -> None:
+def test_no_step_follows_a_recovery_and_the_next_start_has_a_greater_membership(
+    group: Group,
+) -> None:
+    assert membership_of_start(group.store) == 0
     group.votes.kill(1)
     group.recover([0, 2, 3])
 
+    assert membership_of_start(group.store) == 2
     with pytest.raises(RankError, match="rank 0"):
         group.agents[0].step()
 
@@ -430,14 +434,6 @@ def test_survivor_of_an_older_group_is_excluded(group: Group) -> None:
     (told,) = group.recover([0])
 
     assert "membership 0; found membership 5 of run 'run-9'" in str(told)
-
-
-def test_every_start_has_a_membership_above_all_before(group: Group) -> None:
-    assert membership_of_start(group.store) == 0
-    group.votes.kill(3)
-    group.recover([0, 1, 2])
-
-    assert membership_of_start(group.store) == 2
 
 
 def test_survivors_that_hold_different_placements_do_not_end_as_agreed() -> None:
