@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,35 @@ SMALL_DEMO = {
 def events_of(store: LoadStore, kind: str, *, after: int = 0) -> list[Event]:
     """All events of a kind, in order."""
     return [event for event in store.events(after=after, limit=1_000_000) if event.kind == kind]
+
+
+def deaths_in(store: LoadStore) -> list[str]:
+    """What was noted of each process that was killed.
+
+    Other notes do not count: a rank that a busy machine leaves behind is noted too.
+    """
+    notes = [str(event.detail["message"]) for event in events_of(store, "error")]
+    return [note for note in notes if "killed by" in note]
+
+
+def shared_memory() -> set[str]:
+    """Names of shared memory on this machine; other processes have some too."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def wait_until_freed(before: set[str]) -> None:
+    """Wait until shared memory that is new since ``before`` is gone, or is a living process's."""
+    left = shared_memory() - before
+    while left := {name for name in left & shared_memory() if not _is_mapped(name)}:
+        threading.Event().wait(0.05)
+
+
+def _is_mapped(name: str) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if f"/dev/shm/{name}" in maps.read_text():
+                return True
+    return False
 
 
 class DemoProcess:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from telemetry import open_store
 from telemetry.store import LoadStore
-from tests.support.demo import events_of
+from tests.support.demo import deaths_in, events_of
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
@@ -320,7 +320,7 @@ def test_demo_survives_two_rank_exits_and_reports_them(
     assert summary["deaths"] == 2
     assert summary["unserved_s"] > 0
     with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
-        errors = [event.detail["message"] for event in events_of(store, "error")]
+        errors = deaths_in(store)
     assert errors == [
         "rank 1 was killed by SIGKILL; restarting all ranks",
         "rank 0 was killed by SIGKILL; restarting all ranks",

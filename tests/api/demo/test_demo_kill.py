@@ -16,7 +16,7 @@ import pytest
 
 from telemetry import open_store
 from telemetry.store import LoadStore
-from tests.support.demo import events_of
+from tests.support.demo import deaths_in, shared_memory, wait_until_freed
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
@@ -43,7 +43,7 @@ def kill_the_controller(demo: Any, moment: random.Random, times: int) -> None:
 
 
 def errors_in(store: LoadStore) -> int:
-    return len(events_of(store, "error"))
+    return len(deaths_in(store))
 
 
 def a_plan_after_the_last_kill(store: LoadStore) -> bool:
@@ -78,10 +78,6 @@ def whole_is_killed(folder: Path, start_demo: StartDemo, after_s: float) -> None
             assert store.version() >= 0
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
 @pytest.mark.slow
 def test_killed_demo_is_resumed_and_then_outlives_its_controller(
     tmp_path: Path, start_demo: StartDemo
@@ -92,7 +88,7 @@ def test_killed_demo_is_resumed_and_then_outlives_its_controller(
     demo.wait_for_line(" commit plan=1")
     os.kill(demo.process.pid, signal.SIGKILL)
     demo.leaves_nothing()
-    assert shared_memory() <= before
+    wait_until_freed(before)
 
     summary = controller_is_killed(tmp_path, start_demo, "--resume", times=1)
     assert summary["imbalance_series"][0]["generation"] >= 1
@@ -111,7 +107,7 @@ def test_demo_survives_kills_at_ten_random_moments(tmp_path: Path, start_demo: S
     before = shared_memory()
     for kill in range(KILLS):
         whole_is_killed(tmp_path, start_demo, moment.uniform(0.0, LONGEST_LIFE_S))
-        assert shared_memory() <= before
+        wait_until_freed(before)
         flags = ("--resume", *TEXT) if kill % 2 else TEXT
         start_demo(tmp_path, *flags, seconds=1).ends_right()
         assert not list(tmp_path.glob("state/**/*.unfinished"))

@@ -23,6 +23,7 @@ import pytest
 from rebalance.protocol.journal import JOURNAL_FOLDER
 from telemetry import open_store
 from telemetry.store import Control, LoadStore
+from tests.support.demo import deaths_in, shared_memory, wait_until_freed
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
@@ -204,7 +205,7 @@ class Target:
         return sum(int(state.detail["stage"]["num_wrong_digests"]) for state in states)
 
     def errors(self) -> list[str]:
-        return [event.detail["message"] for event in self.events() if event.kind == "error"]
+        return deaths_in(self.store)
 
     def hears_of_errors(self, number: int) -> None:
         self.wait_for("news of the kill", lambda: len(self.errors()) == number)
@@ -255,10 +256,6 @@ def orphaned_memory(pids: Any) -> set[int]:
     return mapped - owned
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
 @pytest.fixture
 def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Target]]:
     """Start a demo that serves until halted, and wait until it rebalances."""
@@ -274,7 +271,7 @@ def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Targe
 
         names = shared_memory()
         yield start
-        assert shared_memory() <= names
+        wait_until_freed(names)
 
 
 def damage_host_records(pid: int) -> None:
