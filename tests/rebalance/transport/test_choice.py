@@ -85,8 +85,8 @@ def test_ranks_that_read_right_bytes_everywhere_use_their_peers(
 ) -> None:
     said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, nothing))
 
-    why = "peers' slots and the host cache passed the start-up check on 3 ranks"
-    assert said == [(why, [0, 1]), (why, [0, 1]), (why, [2])]
+    assert [readable for _, readable in said] == [[0, 1], [0, 1], [2]]
+    assert len({why for why, _ in said}) == 1
 
 
 def test_one_rank_that_cannot_attach_a_peer_sends_all_through_the_host(
@@ -100,10 +100,7 @@ def test_one_rank_that_cannot_attach_a_peer_sends_all_through_the_host(
 
     assert [readable for _, readable in said] == [[0], [1], [2]]
     assert len({why for why, _ in said}) == 1
-    assert said[0][0] == (
-        "weights are read from the host, not from peers: rank 1: arena "
-        "/proc/1/fd/none cannot be attached, is its owner alive?"
-    )
+    assert "rank 1: arena /proc/1/fd/none" in said[0][0]
 
 
 def test_peer_memory_with_other_bytes_is_detected(
@@ -130,11 +127,7 @@ def test_rank_whose_own_reads_fail_the_check_stops_all_reads(
 
     said = run_ranks(3, lambda rank: choose(rank, host_cache, small_schema, corrupt))
 
-    refusal = (
-        "start-up check failed for a rank's own slots or its host cache: rank 2: layer 1 expert 7 "
-        "from"
-    )
-    assert all(why.startswith(refusal) for why, _ in said)
+    assert all("rank 2: layer 1 expert 7 from" in why for why, _ in said)
 
 
 def test_place_on_another_host_names_itself() -> None:
