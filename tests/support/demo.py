@@ -276,9 +276,10 @@ def watched_demo(
     A test leaves the switches as they were.
     """
     folder = tmp_path_factory.mktemp("watched")
-    demo = start_demo(
-        folder, serve=True, pay_back_s=0, **{"log.format": "json", "log.level": "info"}
-    )
+    given = {"log.format": "json", "log.level": "info"}
+    # A rank counts as silent after three such intervals; its state goes with its samples meanwhile.
+    given["state_interval"] = str(NEVER_S)
+    demo = start_demo(folder, serve=True, pay_back_s=0, **given)
     (folder / ".eplb").symlink_to(demo.state_dir)
     demo.sees("a plan", lambda store: events_of(store, "plan"))
     demo.sees("that all ranks report", lambda _: demo.get("/readyz").is_success)

@@ -69,10 +69,9 @@ def test_demo_with_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path: 
     )
 
     assert ended.returncode == 2
-    assert ended.stderr == (
-        f"eplb: TMPDIR: found the folder {folder}, where the socket of the fork server cannot be "
-        "made (AF_UNIX path too long), expected a writable folder of at most 75 characters\n"
-    )
+    assert ended.stderr.startswith("eplb: TMPDIR")
+    assert str(folder) in ended.stderr
+    assert "at most 75 characters" in ended.stderr
 
 
 @pytest.mark.slow
