@@ -84,13 +84,14 @@ def test_first_plan_is_due_at_once() -> None:
     assert due(TriggerRules(interval_tokens=1000), TriggerState(), CALM)[0] == "first"
 
 
-def test_cool_down_holds_back_load_but_not_membership() -> None:
+def test_cool_down_holds_back_load_but_neither_membership_nor_a_drain() -> None:
     rules = TriggerRules(cool_down_s=30.0)
     cooling = replace(CALM, committed_at=990.0)
 
     assert fired(rules, [cooling, replace(cooling, now=1020.0)]) == [None, "load"]
     state = replace(PLANNED, is_member_change=True)
     assert due(rules, state, cooling)[0] == "membership"
+    assert due(rules, PLANNED, replace(cooling, is_draining=True))[0] == "drain"
     assert due(rules, PLANNED, replace(cooling, is_rebalanced=False))[0] == "load"
 
 

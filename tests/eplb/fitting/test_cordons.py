@@ -18,6 +18,7 @@ from eplb.fitting.cordons import (
     fitting_cordons,
     slots_in_use,
     sole_experts,
+    uncovered_experts,
     undrained,
 )
 from eplb.planner import plan_to
@@ -39,6 +40,23 @@ def test_ranks_know_their_slots_in_use_and_what_their_loss_costs() -> None:
     assert slots_in_use(CURRENT, TOPOLOGY).tolist() == [[2, 2, 2, 2]]
     assert sole_experts(CURRENT, TOPOLOGY).tolist() == [0, 1, 1, 2]
     assert undrained(CURRENT, drained(3)) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "uncovered"),
+    [
+        ((0,), []),
+        ((1,), [(0, 2)]),  # others have more replicas, and the last rank stays
+        ((3,), [(0, 4), (0, 5)]),
+        ((0, 2), [(0, 1), (0, 3)]),
+    ],
+)
+def test_experts_that_no_rank_which_stays_holds_are_uncovered(
+    leaves: tuple[int, ...], uncovered: list[tuple[int, int]]
+) -> None:
+    is_left = ~np.isin(np.arange(4), leaves)
+
+    assert uncovered_experts(CURRENT, TOPOLOGY, is_left) == uncovered
 
 
 def test_cordons_and_drains_that_fit_are_taken_together() -> None:

@@ -71,6 +71,26 @@ def test_migration_round_trips_with_the_same_hash(
     assert found.placement_after(1).hash == migration.placement_after(1).hash
 
 
+def test_migration_read_back_has_the_shares_of_each_source_node() -> None:
+    two_nodes = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
+    base = Placement(
+        np.array([[0, 1, 0, 2]]), 3, source_share=np.array([[[1, 1, 0, 1]], [[0.25, 1, 0.75, 1]]])
+    )
+    target = Placement(
+        np.array([[1, 0, 2, 0]]), 3, source_share=np.array([[[1, 0.5, 1, 0.5]], [[1, 0, 1, 1]]])
+    )
+    migration = build_migration(base, target, two_nodes, plan_id=12)
+
+    found = migration_from_bytes(migration_to_bytes(migration))
+
+    for read, written in ((found.base, migration.base), (found.target, migration.target)):
+        assert read.source_share is not None
+        assert written.source_share is not None
+        assert read.source_share.tolist() == written.source_share.tolist()
+        assert read.hash == written.hash
+    assert found.hash == migration.hash
+
+
 def test_migration_at_the_pace_of_release_0_1_has_its_hash_and_no_later_name() -> None:
     target = Placement(np.array([[1, 0, 0, 2]]), num_experts=3)
     base = Placement(np.array([[0, 1, 0, 2]]), num_experts=3)

@@ -110,6 +110,22 @@ def test_roll_ups_of_a_minute_become_those_of_an_hour(store: LoadStore) -> None:
     assert [rollup.start - START for rollup in store.rollups(HOUR)] == [7200]
 
 
+def test_hour_has_all_its_minutes_where_retention_runs_every_minute(store: LoadStore) -> None:
+    started(store)
+    keeper = Keeper(store, Retention(samples_s=120.0, minutes_s=600.0, hours_s=10.0 * HOUR))
+    due: list[int] = []  # minutes at which an hour was rolled up
+    for minute in range(1, 140):
+        if minute <= 120:
+            store.append([make_sample(0, minute, time=60.0 * (minute - 1))])
+        due += [minute] * keeper.turn(START + 60.0 * minute).hours
+
+    assert due == [70, 130]  # each hour as a whole, once its last minute is ten minutes old
+    assert [summary(rollup) for rollup in store.rollups(HOUR)] == [
+        (0.0, [[600, 60, 0]], [[660, 0]]),
+        (3600.0, [[600, 60, 0]], [[660, 0]]),
+    ]
+
+
 def test_late_and_disordered_samples_count_as_long_as_their_minute_is_kept(
     store: LoadStore,
 ) -> None:

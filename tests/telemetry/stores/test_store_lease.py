@@ -120,6 +120,18 @@ def test_holder_that_was_superseded_and_a_token_never_given_out_are_fenced_out(
         write(store, old.token)
 
 
+@EVERY_WRITE
+@pytest.mark.parametrize("has_lease", [False, True], ids=["none on record", "one on record"])
+def test_token_beyond_the_newest_is_fenced_out(
+    store: LoadStore, write: Write, has_lease: bool
+) -> None:
+    newest = acquired(store, "one").token if has_lease else 0
+
+    for beyond in (1, 2**31):
+        with pytest.raises(FencedOut, match=rf"\b{newest + beyond}\b"):
+            write(store, newest + beyond)
+
+
 def test_fenced_out_write_changes_nothing(store: LoadStore, pass_time: PassTime) -> None:
     old = acquired(store, "one")
     migration = make_migration(store)
