@@ -266,12 +266,13 @@ def start_demo() -> Iterator[StartDemo]:
         demo.leaves_nothing()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def watched_demo(
     tmp_path_factory: pytest.TempPathFactory, start_demo: StartDemo
 ) -> Iterator[DemoProcess]:
     """A demo that serves, for every test that only watches; its folder has ``.eplb``, its state.
 
+    It ends with the file: its ranks compute all the time, beside every other test of the worker.
     It logs in JSON, and moves nothing by itself: no migration is open when a test asks for a plan.
     A test leaves the switches as they were.
     """
