@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -80,6 +81,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.line(f"{number} skipped: {reason}")
     if config.option.markexpr:
         terminalreporter.line(f"selected: {config.option.markexpr} (CONTRIBUTING.md has the tiers)")
+
+
+@pytest.fixture(autouse=True)
+def logging_of_each_test() -> Iterator[None]:
+    """A command that a test runs in this process sets up logging; later tests do not print it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(False)
 
 
 @pytest.fixture
