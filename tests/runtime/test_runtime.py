@@ -343,3 +343,14 @@ def test_library_error_is_reported_without_source_and_advice() -> None:
     )
 
     assert first_sentence(said) == "Read error [127.0.0.1]:21421: Connection reset by peer"
+
+
+def test_counter_that_wraps_between_two_samples_gives_the_tokens_between() -> None:
+    counter = SlotCounter(num_layers=1, num_slots=3)
+    # Slot 0 passes the largest signed number; slot 1 comes back to 0 from the largest unsigned.
+    counter.add(0, torch.tensor([2**31 - 4, -4, 0], dtype=torch.int32))
+    counter.drain()
+
+    counter.add(0, torch.tensor([10, 10, 10], dtype=torch.int32))
+
+    assert counter.drain().tolist() == [[10, 10, 10]]

@@ -119,6 +119,41 @@ def test_request_without_a_controller_is_queued_and_cancelled(
         assert (status, "cancelled: from the command line" in text) == (0, True), text
 
 
+THROTTLE = {"experts_per_transaction": 3, "layers_per_transaction": 2, "link_part": 0.25}
+THROTTLED = [
+    word for name, limit in THROTTLE.items() for word in (f"--{name.replace('_', '-')}", str(limit))
+]
+ASKED: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "propose": (
+        ["--policy", "greedy", "--expires-s", "60"],
+        {"policy": "greedy", "expires_s": 60},
+    ),
+    "rebalance": (
+        ["--policy", "greedy", "--move", *THROTTLED],
+        {"policy": "greedy", "dry_run": False, "throttle": THROTTLE},
+    ),
+    "rollback": (
+        ["0", "--move", *THROTTLED],
+        {"generation": 0, "dry_run": False, "throttle": THROTTLE},
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ASKED)
+def test_every_option_of_a_command_reaches_the_request_of_its_task(
+    tmp_path: Path, on_store: Shell, command: str
+) -> None:
+    words, expected = ASKED[command]
+    with closing(open_store(tmp_path / "store.sqlite", "test")) as store:
+        store.commit(START, expected=None, reason="start")
+        Deployment(store)
+
+        task = on_store.json(command, *words, "--reason", "slowly", "--wait", "0", status=3)
+
+        assert {name: task["request"][name] for name in expected} == expected
+        assert task["request"]["reason"] == "slowly"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -72,6 +72,22 @@ def test_client_of_another_protocol_version_is_refused(address: tuple[str, int])
         greeted(address, "test-2")
 
 
+def test_client_refuses_its_own_proof_from_a_server_without_the_secret() -> None:
+    ends = socket.socketpair()
+    client, false = (Wire(end, time.monotonic() + NEVER_S, NEVER_S) for end in ends)
+
+    def send_back() -> None:
+        false.send({"protocol": PROTOCOL, "nonce": "0"})
+        false.send(false.receive() | {"rank": 7})
+
+    mirror = threading.Thread(target=send_back)
+    mirror.start()
+    with closing(client), closing(false):
+        with pytest.raises(MigrationError):
+            client_handshake(client, SECRET, protocol=PROTOCOL)
+        mirror.join()
+
+
 def test_wire_receives_while_another_thread_sends() -> None:
     ends = socket.socketpair()
     left, right = (Wire(end, time.monotonic() + NEVER_S, NEVER_S) for end in ends)

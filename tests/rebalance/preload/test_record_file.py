@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -280,6 +281,24 @@ def test_full_disk_is_an_error_and_what_was_complete_stays(
     assert pipe.recv() == "refused"
     with closing(RecordFile(path, origin)) as file:
         assert file.num_complete == 5
+
+
+def test_record_whose_sync_fails_is_never_complete(
+    path: Path, origin: RecordOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    sevens = record_of(origin, 7)
+    with closing(RecordFile.open_or_make(path, origin)) as file:
+        file.write((0, 4), sevens, digest(sevens))
+        monkeypatch.setattr(os, "fdatasync", fail)
+        with pytest.raises(OSError, match="broken"):
+            file.flush()
+
+        assert (file.num_complete, file.digest_of((0, 4))) == (0, None)
+    with closing(RecordFile(path, origin)) as opened_again:
+        assert (opened_again.num_complete, opened_again.digest_of((0, 4))) == (0, None)
 
 
 def test_without_o_direct_the_page_cache_is_used_and_logged(

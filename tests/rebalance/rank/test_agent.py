@@ -231,6 +231,18 @@ def test_all_ranks_halt_at_one_step_when_one_asks(group: Group) -> None:
     assert group.votes.num_votes == cast, "nobody votes any more"
 
 
+def test_rank_that_reads_the_halt_late_halts_at_the_step_of_the_others() -> None:
+    with closing(new_group(vote_every=4)) as group:
+        group.agents[2].request_halt()
+        ahead = [group.step([0]) for _ in range(2)]  # it voted; the others have not
+
+        answers = [group.step() for _ in range(10)]
+
+    steps = [sum(answer[rank] for answer in answers) for rank in range(4)]
+    assert ahead == [[True]] * 2
+    assert [2 + steps[0], *steps[1:]] == [4] * 4, "the vote of step 0, and one interval"
+
+
 def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) -> None:
     group.publish(FULL)
     group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))

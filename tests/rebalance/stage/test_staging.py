@@ -268,6 +268,18 @@ def test_wrong_digest_of_the_only_peer_falls_back_to_the_host() -> None:
     assert (figures.num_retries, figures.num_wrong_digests, figures.num_quarantined) == (1, 1, 1)
 
 
+def test_slot_that_gave_wrong_bytes_is_not_read_again_however_late() -> None:
+    made = bench(0, corrupted={ON_3})
+    made.stage(FROM_3)
+
+    for _ in range(3):
+        made.clock.now += 1000 * HOST_RETRY_S
+        made.stage(FROM_3)
+
+    assert made.places() == [ON_3, HOST]
+    assert (made.figures().num_wrong_digests, made.figures().num_quarantined) == (1, 1)
+
+
 def test_damaged_host_record_is_read_again_by_the_host_and_then_right() -> None:
     made = bench(0, readable=frozenset([0]), corrupted={HOST})
 

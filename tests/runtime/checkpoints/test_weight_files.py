@@ -14,7 +14,7 @@ import torch
 
 from eplb.errors import CheckpointError
 from runtime import Checkpoint, ExpertSchema
-from runtime.checkpoints.identity import Identity
+from runtime.checkpoints.identity import SINGLE_FILE, Identity, identity_of
 from tests.support.folders import INDEX, rewrite_header, shard_of, write_shards
 
 Tensors = dict[str, torch.Tensor]
@@ -173,6 +173,24 @@ def test_changed_checkpoint_is_refused_at_the_next_start(folder: Path, tensors: 
     write_shards(folder, tensors, num_files=4)
     with pytest.raises(CheckpointError, match=r"changed .*: .*part-3\.safetensors is new"):
         Checkpoint(folder, expected=before)
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_file_with_another_byte_at_one_end_is_another(tmp_path: Path, place: int) -> None:
+    header, data = b"\x02" + b"\0" * 7 + b"{}", bytearray(2**20)  # of which 32 KiB are read
+    weights = tmp_path / SINGLE_FILE
+    weights.write_bytes(header + data)
+    os.utime(weights, ns=(0, 0))
+    before = identity_of(tmp_path)
+
+    data[place] = 1
+    weights.write_bytes(header + data)
+    os.utime(weights, ns=(0, 0))
+    now = identity_of(tmp_path)
+
+    assert now.files == before.files, "its size and time are the same"
+    assert now.contents != before.contents
+    assert before.difference(now, tmp_path)
 
 
 # -- two layouts of one expert
