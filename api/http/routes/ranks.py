@@ -67,6 +67,13 @@ class RanksAnswer(Answer):
     reason: str | None
 
 
+class UncoveredExpert(Answer):
+    """An expert that no rank would hold."""
+
+    layer: int
+    expert: int
+
+
 class LossAnswer(Answer):
     """What the loss of ranks would leave, by the placement that serves."""
 
@@ -80,8 +87,8 @@ class LossAnswer(Answer):
         description="experts of all layers that no other rank holds: nothing serves their tokens "
         "until their weights are read again"
     )
-    uncovered_experts: list[tuple[int, int]] = Field(
-        description=f"(layer, expert), in order, at most {MOST_UNCOVERED}"
+    uncovered_experts: list[UncoveredExpert] = Field(
+        description=f"by layer and expert, at most {MOST_UNCOVERED}"
     )
 
 
@@ -110,7 +117,10 @@ def get_loss(
         is_feasible=spare >= 0,
         spare_slots=spare,
         uncovered=len(uncovered),
-        uncovered_experts=uncovered[:MOST_UNCOVERED],
+        uncovered_experts=[
+            UncoveredExpert(layer=layer, expert=expert)
+            for layer, expert in uncovered[:MOST_UNCOVERED]
+        ],
     )
 
 
