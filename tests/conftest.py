@@ -31,6 +31,8 @@ LONGEST_FILES: tuple[str, ...] = ()
 
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
+# A thread that logs between two tests, where pytest captures nothing, prints nothing either.
+logging.getLogger().addHandler(logging.NullHandler())
 # Children that tests start have these imported already: a second for each of them.
 preload_modules("api.processes.children", "pytest")
 
@@ -89,9 +91,10 @@ def logging_of_each_test() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
-    for handler in root.handlers[:]:
-        if handler not in handlers:
-            root.removeHandler(handler)
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+    for handler in set(handlers) - set(root.handlers):
+        root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(False)
 
