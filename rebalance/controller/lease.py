@@ -6,9 +6,10 @@
         +------- another has it, or it was not renewed in time ---------+
 
 Each turn of the controller asks for the lease. The leader renews it at a third of the time to live,
-in the same thread as its work: a controller that hangs must lose the lease. Each write carries the
-lease's fencing token, and the store rejects all but the newest. So a controller that was suspended
-past the end of its lease cannot do harm.
+and every 10 s where that is longer: readiness and alerts judge a controller by its renewals. It
+does so in the same thread as its work: a controller that hangs must lose the lease. Each write
+carries the lease's fencing token, and the store rejects all but the newest. So a controller that
+was suspended past the end of its lease cannot do harm.
 
 A plan that takes longer than the time to live loses the lease to a standby: configure more.
 """
@@ -26,6 +27,7 @@ from telemetry.stores.holder import new_holder
 __all__ = ["ControllerLease", "new_holder"]
 
 RENEWALS = 3  # within one time to live
+LONGEST_RENEWAL_S = 10.0  # less than the 30 s without a renewal after which a service is not ready
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,8 @@ class ControllerLease:
             StoreError: the store failed; no process may act until it answers.
         """
         now = self._clock()
-        if self._lease is not None and now < self._asked_at + self._ttl_s / RENEWALS:
+        renews_after_s = min(self._ttl_s / RENEWALS, LONGEST_RENEWAL_S)
+        if self._lease is not None and now < self._asked_at + renews_after_s:
             return True
         try:
             found = self._store.acquire_lease(self.holder, self._ttl_s, self._of)

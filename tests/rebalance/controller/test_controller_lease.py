@@ -91,11 +91,14 @@ def two_leases(store: LoadStore, clock: Clock) -> tuple[ControllerLease, Control
     return one, two
 
 
-def test_lease_is_renewed_at_a_third_of_its_time_and_not_before(store: Asked, clock: Clock) -> None:
-    lease = ControllerLease(store, "one", 9.0, clock=clock)
+@pytest.mark.parametrize(("ttl_s", "every_s"), [(9.0, 3.0), (3600.0, 10.0)])
+def test_lease_is_renewed_at_a_third_of_its_time_or_every_ten_seconds(
+    store: Asked, clock: Clock, ttl_s: float, every_s: float
+) -> None:
+    lease = ControllerLease(store, "one", ttl_s, clock=clock)
     asked = []
-    for now in (1000.0, 1002.9, 1003.0, 1005.9, 1006.0):
-        clock.now = now
+    for passed_s in (0.0, every_s - 0.1, every_s, 2 * every_s - 0.1, 2 * every_s):
+        clock.now = 1000.0 + passed_s
         assert lease.is_held()
         asked.append(store.num_asked)
 
