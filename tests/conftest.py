@@ -26,9 +26,6 @@ from tests.support.repository import ROOT
 
 pytest_plugins = ("tests.support.demo", "tests.support.stores")
 
-# Begun first: a file is run by one worker, and one of these begun last would run on alone.
-LONGEST_FILES: tuple[str, ...] = ()
-
 # Ranks are forked; a library thread of the parent would leave its locks held in the child.
 torch.set_num_threads(1)
 # A thread that logs between two tests, where pytest captures nothing, prints nothing either.
@@ -66,12 +63,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, check=True)
         if cache is not None:
             cache.set("eplb/compiled", stamp)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first; the order within a file stays."""
-    longest = {ROOT / name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: longest.get(item.path, len(longest)))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
