@@ -12,7 +12,7 @@ from collections.abc import Callable
 from eplb.core.placement import Placement
 from eplb.errors import EplbError
 from eplb.migration.build import Migration
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 CLOSE_DEADLINE_S = 15.0  # a store of SQLite lets a writer wait for 10 s
 
@@ -28,7 +28,7 @@ class Publisher:
         poll_s: how often to ask where nothing changes.
     """
 
-    def __init__(self, store: LoadStore, next_migration: NextMigration, *, poll_s: float) -> None:
+    def __init__(self, store: StateStore, next_migration: NextMigration, *, poll_s: float) -> None:
         self._store, self._next_migration, self._poll_s = store, next_migration, poll_s
         self._is_wanted, self._is_closing = threading.Event(), threading.Event()
         self._failure: BaseException | None = None

@@ -6,8 +6,10 @@ processes work together where each one's protocol is at least the oldest that th
 What ranks write, controllers and host caches read: neither may be older than the ranks.
 
     protocol   software
-    1          0.1.0, and everything that announces no version
     2          0.2.0
+
+A process that has not announced its version is of none: who joins waits for the announcement
+(``telemetry/joining.py``).
 """
 
 from __future__ import annotations
@@ -40,11 +42,6 @@ class Announcement:
     def version(self) -> str:
         """For people."""
         return f"eplb {self.software} (protocol {self.protocol})"
-
-
-def unannounced(component: str, name: str) -> Announcement:
-    """What a process is of that announces no version."""
-    return Announcement(component, name, "0.1.0 or earlier", protocol=1, oldest=1)
 
 
 def announcement_to_dict(announced: Announcement) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
 from rebalance.transport.ranks.server import RankLinkServer
 from runtime.streams import Completion
-from telemetry.store import EXPERT_TIMES, REPORT_EVERY_S, Control, RankState
+from telemetry.state.live import Control
+from telemetry.state.runs import EXPERT_TIMES, REPORT_EVERY_S, RankState
 
 
 class RankAgent:

@@ -18,7 +18,7 @@ from eplb.decision.promises import ENOUGH, Promise, Record
 from eplb.dispatch_rules.rules import DispatchRule, effective_shares
 from eplb.planner import Plan, plan
 from eplb.policies.objectives import realised
-from telemetry.drift.detector import planning_history
+from telemetry.load.drift import planning_history
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory, Phase
 from eplb.core.model import ModelShape
 from eplb.errors import HistoryError
-from telemetry.drift.detector import LOOK_BACK
+from telemetry.load.drift import LOOK_BACK
 
 Tokens = NDArray[np.int64]  # [L, E] of one window
 

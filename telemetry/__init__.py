@@ -5,37 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eplb.lazy import lazy_exports
-from telemetry.store import (
-    CommittedPlacement,
-    Control,
-    Event,
-    Lease,
-    LoadStore,
-    RankState,
-    RunInfo,
-    Task,
-    TaskResult,
-)
-from telemetry.stores.opener import deployments_of, file_of, open_store
+from telemetry.state.events import Event
+from telemetry.state.lease import Lease
+from telemetry.state.live import Control
+from telemetry.state.placements import CommittedPlacement
+from telemetry.state.runs import RankState, RunInfo
+from telemetry.state.store import StateStore, deployments_of, file_of, open_store
+from telemetry.state.tasks import Task, TaskResult
 
 if TYPE_CHECKING:
-    from telemetry.reporter.reporter import Reporter
-    from telemetry.stores.memory import MemoryStore
-    from telemetry.stores.redis.store import RedisStore
-    from telemetry.stores.sqlite.store import SqliteStore
+    from telemetry.load.reporter import Reporter
 
 __all__ = [
     "CommittedPlacement",
     "Control",
     "Event",
     "Lease",
-    "LoadStore",
-    "MemoryStore",
     "RankState",
-    "RedisStore",
     "Reporter",
     "RunInfo",
-    "SqliteStore",
+    "StateStore",
     "Task",
     "TaskResult",
     "deployments_of",
@@ -43,10 +32,5 @@ __all__ = [
     "open_store",
 ]
 
-_EXPORTS = {
-    "telemetry.reporter.reporter": "Reporter",
-    "telemetry.stores.memory": "MemoryStore",
-    "telemetry.stores.redis.store": "RedisStore",
-    "telemetry.stores.sqlite.store": "SqliteStore",
-}
+_EXPORTS = {"telemetry.load.reporter": "Reporter"}
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -20,8 +20,8 @@ from eplb.core.model import ModelShape
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
-from telemetry.stores.redis.connection.local_server import RedisClusterProcesses, RedisProcess
 from tests.support.processes import ForkedProcess, RankFunction, run_ranks_in
+from tests.support.redis_servers import RedisClusterProcesses, RedisProcess
 from tests.support.repository import ROOT
 
 pytest_plugins = ("tests.support.demo", "tests.support.stores")

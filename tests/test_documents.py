@@ -24,7 +24,6 @@ from rebalance.engines import gauge
 from rebalance.engines.vllm.tools.replay import STRATEGY
 from telemetry import open_store
 from telemetry.formats.engines.vllm import STATS
-from telemetry.stores.redis.connection.local_server import RedisProcess
 from tests.support.documents import (
     GENERATED,
     PACKAGES,
@@ -43,6 +42,7 @@ from tests.support.pages.document_facts import (
     run_to_end,
     shell_lines,
 )
+from tests.support.redis_servers import RedisProcess
 from tests.support.repository import ROOT
 
 SERVICE = "127.0.0.1:8765"  # of the pages; the test's own demo takes any free port
@@ -268,7 +268,7 @@ def test_store_opens_on_redis_with_the_settings_of_the_page(tmp_path: Path) -> N
         RedisProcess(tmp_path, dict(lines)) as server,
         closing(open_store(server.url, "documents")) as store,
     ):
-        assert getattr(store, "durability", None) == "always"
+        assert getattr(store.backend, "durability", None) == "always"
 
 
 # -- what pages name

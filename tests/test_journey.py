@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 from tests.support.demo import DemoProcess, StartDemo
 from tests.support.documents import blocks
 from tests.support.limits import NEVER_S
@@ -28,12 +28,12 @@ from tests.support.repository import ROOT
 RUN_BLOCKS = ROOT / "tests" / "support" / "pages" / "run_blocks.py"
 
 
-def generation(store: LoadStore) -> int:
+def generation(store: StateStore) -> int:
     committed = store.committed()
     return -1 if committed is None else committed.placement.generation
 
 
-def starts(store: LoadStore) -> int:
+def starts(store: StateStore) -> int:
     """How often the ranks of the demo have started."""
     return sum(event.kind == "run" for event in store.events(limit=100_000))
 

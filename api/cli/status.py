@@ -15,7 +15,7 @@ from api.cli.store_place import configured_store, open_existing
 from api.interrupts import StopSignals
 from api.terminal.console import unbreakable_console
 from eplb.errors import EplbError
-from telemetry.stores.redis.connection.address import without_password
+from telemetry.state.store import without_password
 
 NOT_OK = 1
 LOOK_S = 0.25

@@ -27,10 +27,10 @@ from api.terminal.table import print_table
 from eplb.errors import ConfigError, EplbError
 from rebalance.engines.profiles import PROFILE_VARIABLE
 from telemetry import deployments_of
-from telemetry.retention.rollup import HOUR, MINUTE
-from telemetry.stores.redis.connection.address import without_password
-from telemetry.stores.sqlite.backup import backup as copy_store
-from telemetry.stores.sqlite.backup import shrink as shrink_file
+from telemetry.load.rollup import HOUR, MINUTE
+from telemetry.state.sqlite_backup import backup as copy_store
+from telemetry.state.sqlite_backup import shrink as shrink_file
+from telemetry.state.store import without_password
 
 BAD_INPUT = 2
 LISTED = ("deployment", "verdict", "ranks", "generation", "imbalance", "stage")

@@ -16,8 +16,7 @@ from api.demo.state_dir import STORE_FILE
 from eplb.errors import ConfigError, StoreError
 from rebalance.engines.profiles import PROFILE_VARIABLE
 from telemetry import file_of, open_store
-from telemetry.store import LoadStore
-from telemetry.stores.redis.connection.address import without_password
+from telemetry.state.store import StateStore, without_password
 
 DEFAULT_STORE = ".eplb/store.sqlite"
 
@@ -66,7 +65,7 @@ def audit_folder(url: str) -> Path:
     return load({}, config=None, environ=os.environ).settings.deployment.state_dir
 
 
-def open_existing(url: str, deployment: str) -> LoadStore:
+def open_existing(url: str, deployment: str) -> StateStore:
     """Open a store that a deployment has run in.
 
     Raises:

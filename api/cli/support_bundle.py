@@ -33,7 +33,7 @@ from api.demo.state_dir import SETTINGS_FILE, STORE_FILE
 from api.terminal.printable import print_error
 from eplb import __version__
 from eplb.errors import ConfigError, EplbError
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 BAD_INPUT = 2
 MB = 1_000_000
@@ -174,7 +174,7 @@ def _text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _add_state(bundle: Bundle, store: LoadStore) -> None:
+def _add_state(bundle: Bundle, store: StateStore) -> None:
     # Imported here: it needs the extra "api".
     from api.http.routes.placements.answers import Placements
     from api.http.service import AdminService

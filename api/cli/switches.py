@@ -11,7 +11,8 @@ from api.cli.admin.asking import at
 from api.cli.store_place import audit_folder, open_existing
 from eplb.clock import Clock, Deadline
 from eplb.migration.serialisation import topology_from_dict
-from telemetry.store import LoadStore, RunInfo
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 
 REPORTS_DEADLINE_S = 3.0  # ranks report every 0.25 s; a busy machine is slower
 _LOOK_S = 0.05
@@ -44,7 +45,7 @@ def switch_movement(
     return f"{change}; {ranks} of run {info.run} reported since", reported > 0
 
 
-def _reported(store: LoadStore, info: RunInfo, clock: Clock = time.monotonic) -> tuple[int, int]:
+def _reported(store: StateStore, info: RunInfo, clock: Clock = time.monotonic) -> tuple[int, int]:
     """Wait for reports of all ranks; the number that came in time, and the number expected."""
     known = {state.rank: state for state in store.rank_states(info.run)}
     expected = topology_from_dict(dict(info.topology)).num_ranks if info.topology else 0

@@ -15,8 +15,8 @@ from rebalance.controller.loop import ControllerSettings
 from rebalance.controller.plans.planner_request import PlannerRequest
 from rebalance.preload.cache.cache_settings import NUM_READERS, HostCacheSettings
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
-from telemetry.reporter.drain import Tempo
-from telemetry.retention.pruning import Retention
+from telemetry.load.pruning import Retention
+from telemetry.load.reporter import Tempo
 
 SPOOL_FOLDER = "spool"  # in the state folder
 
@@ -79,7 +79,6 @@ def reporting(settings: Settings, state_dir: Path) -> ReportingConfig:
         settings.telemetry.spool_dir or state_dir / SPOOL_FOLDER,
         settings.telemetry.spool_mb * 1_000_000,
         Tempo(settings.telemetry.store_interval, settings.telemetry.state_interval),
-        settings.telemetry.sample_version,
     )
 
 

@@ -18,7 +18,7 @@ from rebalance.controller.plans.planner_request import (
     redundancy_of,
     speeds_of,
 )
-from telemetry.live import LiveChange, LiveSettings, LiveState, Value
+from telemetry.state.live import LiveChange, LiveSettings, LiveState, Value
 
 
 @cache

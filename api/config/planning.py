@@ -90,14 +90,6 @@ class Planner(Section):
         max_length=20_000,
         live=True,
     )
-    forecast_weight: Number = setting(
-        PlannerRequest.forecast_weight,
-        "weight of a forecast of the next window beside the past windows; 0: no forecast",
-        unit="",
-        ge=0,
-        le=0.99,
-        live=True,
-    )
     decode_weight: Number = setting(
         PlannerRequest.decode_weight,
         "weight of decode in a plan, for ranks that serve prefill too; 0: phases are summed",

@@ -18,9 +18,8 @@ from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
 from rebalance.engines.plugin_settings import EngineSettings
 from rebalance.network.tls import Certificate
-from telemetry.records.sample_codec import READABLE_VERSIONS, SAMPLE_VERSION
-from telemetry.reporter.drain import Tempo
-from telemetry.retention.pruning import Retention
+from telemetry.load.pruning import Retention
+from telemetry.load.reporter import Tempo
 
 EVERY = "*"  # in place of the names of deployments
 
@@ -110,12 +109,6 @@ class Telemetry(Section):
         ge=0,
         le=HOUR_S,
     )
-    sample_version: Whole = setting(
-        SAMPLE_VERSION,
-        "format in which ranks write samples; an older one during an upgrade",
-        ge=1,
-        le=max(READABLE_VERSIONS),
-    )
     spool_dir: Path | None = setting(
         None, "where ranks keep samples that the store lacks; none: the state folder"
     )
@@ -144,13 +137,6 @@ class Telemetry(Section):
     keep_events: Whole = setting(
         Retention.events, "events that are kept, the latest", unit="events", ge=0, le=10_000_000
     )
-
-    @field_validator("sample_version")
-    @classmethod
-    def _version_is_known(cls, version: int) -> int:
-        if version not in READABLE_VERSIONS:
-            raise ValueError(f"expected one of {', '.join(map(str, READABLE_VERSIONS))}")
-        return version
 
 
 class Http(Section):

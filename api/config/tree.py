@@ -28,7 +28,7 @@ from api.config.sections import (
     Telemetry,
 )
 from api.demo.settings import DemoSettings
-from telemetry.stores.redis.connection.address import without_password
+from telemetry.state.store import without_password
 
 ENV_PREFIX = "EPLB_"
 

@@ -29,7 +29,7 @@ from api.processes.children import Child, refusal
 from api.processes.supervision import Kill, Supervised, Supervisor
 from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError, StoreError
 from eplb.migration.recovery import Recovery
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 if TYPE_CHECKING:
     pass
@@ -60,7 +60,7 @@ def name_of_host(host: int) -> str:
 class DemoProcesses:
     """The demo's processes, and their reports."""
 
-    def __init__(self, plan: WorkerPlan, store: LoadStore, supervisor: Supervisor) -> None:
+    def __init__(self, plan: WorkerPlan, store: StateStore, supervisor: Supervisor) -> None:
         self._plan, self._store, self._supervisor = plan, store, supervisor
         self._children: list[Child] = []
         self._ranks: list[Child] = []

@@ -34,7 +34,7 @@ from api.terminal.live import LiveView
 from eplb.core.placement import Placement
 from eplb.errors import BrokenGroup, RankError, StoreError
 from telemetry import open_store
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 HALT_DEADLINE_S = 60.0
 CHECKS_DEADLINE_S = 60.0
@@ -96,7 +96,7 @@ class Demo:
         self,
         settings: Settings,
         plan: WorkerPlan,
-        store: LoadStore,
+        store: StateStore,
         console: Console,
         deployment: DeploymentLease,
         supervisor: Supervisor,

@@ -42,7 +42,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
 from telemetry.formats.routing import read_expert_ids
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 SAMPLES_PER_WINDOW = 4
 HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
@@ -114,7 +114,7 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
     )
 
 
-def begin(settings: Settings, plan: WorkerPlan, store: LoadStore) -> Placement:
+def begin(settings: Settings, plan: WorkerPlan, store: StateStore) -> Placement:
     """Record the start of a run, and the placement that it starts from.
 
     Contiguous, or with ``resume`` the one that the last run ended with.
@@ -146,7 +146,7 @@ def begin(settings: Settings, plan: WorkerPlan, store: LoadStore) -> Placement:
     return start
 
 
-def begin_again(plan: WorkerPlan, store: LoadStore, start: Placement) -> WorkerPlan:
+def begin_again(plan: WorkerPlan, store: StateStore, start: Placement) -> WorkerPlan:
     """Record another start after a death, from what is committed; return the plan for it.
 
     With a new run name: sequences start from zero, so samples would look like repeats otherwise.
@@ -164,7 +164,7 @@ def begin_again(plan: WorkerPlan, store: LoadStore, start: Placement) -> WorkerP
     return plan
 
 
-def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
+def give_up_lease(plan: WorkerPlan, store: StateStore) -> None:
     """Release the lease of this demo's controller, which has ended: the next one need not wait."""
     try:
         lease = store.lease()
@@ -174,7 +174,7 @@ def give_up_lease(plan: WorkerPlan, store: LoadStore) -> None:
         log.warning("the lease was not released: %s", exc)
 
 
-def _record_start(plan: WorkerPlan, store: LoadStore) -> None:
+def _record_start(plan: WorkerPlan, store: StateStore) -> None:
     windows = plan.window_steps, plan.window_seconds
     record_start(store, plan.run, plan.model, plan.topology, windows)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from eplb.errors import CheckpointError
 from runtime.checkpoints.identity import INDEX_FILE, SINGLE_FILE, Identity, identity_of
-from telemetry.store import Event, LoadStore, events_backwards
+from telemetry.state.events import Event
+from telemetry.state.store import StateStore
 
 CHECKPOINT_EVENT = "checkpoint"
 # The store forgets old events: a start writes the identity again after so many others.
@@ -29,7 +30,7 @@ class ServedCheckpoint:
     layout: str = "eplb"  # of records, model.layout
 
 
-def check_same_checkpoint(store: LoadStore, served: ServedCheckpoint | None) -> None:
+def check_same_checkpoint(store: StateStore, served: ServedCheckpoint | None) -> None:
     """Refuse a checkpoint that is not the one of the first start; reads only.
 
     Args:
@@ -43,7 +44,7 @@ def check_same_checkpoint(store: LoadStore, served: ServedCheckpoint | None) -> 
     _compared(store, served)
 
 
-def record_checkpoint(store: LoadStore, served: ServedCheckpoint | None, by: str) -> None:
+def record_checkpoint(store: StateStore, served: ServedCheckpoint | None, by: str) -> None:
     """Store which checkpoint the deployment serves, at its first start; later compare.
 
     Raises:
@@ -57,7 +58,7 @@ def record_checkpoint(store: LoadStore, served: ServedCheckpoint | None, by: str
         _write(store, served, found, by)
 
 
-def accept_checkpoint(store: LoadStore, served: ServedCheckpoint | None, by: str) -> str:
+def accept_checkpoint(store: StateStore, served: ServedCheckpoint | None, by: str) -> str:
     """Make the checkpoint of this host the deployment's; returns what that changes.
 
     Raises:
@@ -72,7 +73,7 @@ def accept_checkpoint(store: LoadStore, served: ServedCheckpoint | None, by: str
     return f"accepted {served.folder}: {change or 'it is the one that was stored'}"
 
 
-def _write(store: LoadStore, served: ServedCheckpoint, found: Identity, by: str) -> None:
+def _write(store: StateStore, served: ServedCheckpoint, found: Identity, by: str) -> None:
     detail = {"by": by, "identity": asdict(found), "layout": served.layout}
     store.add_event(CHECKPOINT_EVENT, detail)
 
@@ -82,18 +83,18 @@ def _difference(known: Event, served: ServedCheckpoint, found: Identity) -> str:
     before = Identity.parse(known.detail.get("identity"), f"store: event {known.id}")
     if change := before.difference(found, served.folder):
         return change
-    layout = known.detail.get("layout", ServedCheckpoint.layout)  # earlier releases had one alone
+    layout = known.detail.get("layout")
     if layout == served.layout:
         return ""
     return f"records have layout {served.layout} (model.layout) here and {layout} there"
 
 
-def _known(store: LoadStore) -> Event | None:
-    return next(events_backwards(store, {CHECKPOINT_EVENT}), None)
+def _known(store: StateStore) -> Event | None:
+    return next(store.events_backwards({CHECKPOINT_EVENT}), None)
 
 
 def _compared(
-    store: LoadStore, served: ServedCheckpoint | None
+    store: StateStore, served: ServedCheckpoint | None
 ) -> tuple[Event | None, Identity | None]:
     if served is None or not any(
         (served.folder / name).exists() for name in (INDEX_FILE, SINGLE_FILE)

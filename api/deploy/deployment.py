@@ -34,9 +34,8 @@ from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from telemetry import file_of, open_store
-from telemetry.live import LiveSettings
-from telemetry.store import LoadStore
-from telemetry.stores.redis.connection.address import without_password
+from telemetry.state.live import LiveSettings
+from telemetry.state.store import StateStore, without_password
 
 if TYPE_CHECKING:
     from rebalance.build.description import DeploymentDescription
@@ -157,7 +156,7 @@ class Deployment:
         weights = self.settings.model.checkpoint
         return host_cache_settings(self.settings, weights, record_bytes, self.host_links)
 
-    def opened_store(self) -> LoadStore:
+    def opened_store(self) -> StateStore:
         """Open its store.
 
         Raises:
@@ -165,8 +164,7 @@ class Deployment:
         """
         if (path := file_of(self.store_url)) is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        version = self.settings.telemetry.sample_version
-        return open_store(self.store_url, self.name, sample_version=version)
+        return open_store(self.store_url, self.name)
 
     def ranks_of(self, host: int) -> range:
         """The ranks of a host."""

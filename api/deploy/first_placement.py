@@ -25,8 +25,9 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
-from telemetry.live import LiveSettings
-from telemetry.store import Event, LoadStore, events_backwards
+from telemetry.state.events import Event
+from telemetry.state.live import LiveSettings
+from telemetry.state.store import StateStore
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 START_EVENT = "deployment"  # a process of the deployment started
@@ -73,7 +74,7 @@ def contiguous_placement(model: ModelShape, topology: Topology) -> Placement:
 
 
 def ensure_first_placement(
-    store: LoadStore,
+    store: StateStore,
     starting: Starting,
     by: str,
     *,
@@ -118,7 +119,7 @@ def ensure_first_placement(
     return committed.placement, wrote
 
 
-def _record_start(store: LoadStore, starting: Starting, by: str, clock: Clock) -> None:
+def _record_start(store: StateStore, starting: Starting, by: str, clock: Clock) -> None:
     detail = {"by": by, "secret": starting.secret.fingerprint}
     offset_s, error_s = clock_offset(store, START_EVENT, detail, clock)
     if abs(offset_s) > CLOCK_TOLERANCE_S + error_s:
@@ -130,7 +131,7 @@ def _record_start(store: LoadStore, starting: Starting, by: str, clock: Clock) -
         )
 
 
-def check_belongs(store: LoadStore, starting: Starting) -> None:
+def check_belongs(store: StateStore, starting: Starting) -> None:
     """Refuse a store that another deployment of this name uses; reads only.
 
     Raises:
@@ -143,7 +144,7 @@ def check_belongs(store: LoadStore, starting: Starting) -> None:
         _check_placement(committed.placement, starting)
 
 
-def check_secret(store: LoadStore, secret: Secret) -> None:
+def check_secret(store: StateStore, secret: Secret) -> None:
     """Refuse another secret than the one that the deployment of a store was started with.
 
     Raises:
@@ -160,9 +161,9 @@ def check_secret(store: LoadStore, secret: Secret) -> None:
         )
 
 
-def last_start(store: LoadStore) -> Event | None:
+def last_start(store: StateStore) -> Event | None:
     """The latest start of a process of the deployment; None: it was not started by commands."""
-    return next(events_backwards(store, {START_EVENT}), None)
+    return next(store.events_backwards({START_EVENT}), None)
 
 
 def _check_placement(placement: Placement, starting: Starting) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.errors import ConfigError
-from telemetry.store import Details, EventStore
+from telemetry.state.runs import Details
+from telemetry.state.store import StateStore
 
 if TYPE_CHECKING:
     from api.deploy.deployment import Deployment
@@ -59,7 +60,7 @@ def is_own(address: str) -> bool:
 
 
 def clock_offset(
-    store: EventStore, kind: str, detail: Details, clock: Clock
+    store: StateStore, kind: str, detail: Details, clock: Clock
 ) -> tuple[float, float]:
     """Write an event; seconds by which this host is ahead of the store, and how wrong that may be.
 

@@ -32,7 +32,7 @@ from eplb.errors import ConfigError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
 from rebalance.build.description import RANK_FILE_VARIABLE
 from rebalance.build.places import holder_of
-from telemetry.joining import check_versions
+from telemetry.state.joining import check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
 # What a rank needs none of: the secret itself, and a store's password.

@@ -20,7 +20,7 @@ from api.interrupts import StopSignals
 from api.processes.controller import ControllerJob, keep_planning
 from eplb.errors import ConfigError, StoreError
 from eplb.versions import HOST_CACHE, Announcement
-from telemetry.joining import check_versions
+from telemetry.state.joining import check_versions
 
 POLL_S = 0.25
 Say = Callable[[str], None]
@@ -37,7 +37,6 @@ def controller_job(deployment: Deployment, holder: str | None = None) -> Control
         deployment.controller,
         holder,
         settings.controller.poll_s,
-        settings.telemetry.sample_version,
     )
 
 

@@ -32,8 +32,8 @@ from eplb import versions
 from eplb.errors import StoreError
 from rebalance.controller.lease import new_holder
 from telemetry import deployments_of, open_store
-from telemetry.joining import check_versions
-from telemetry.store import LoadStore
+from telemetry.state.joining import check_versions
+from telemetry.state.store import StateStore
 
 POLL_S = 0.25
 LEASE_LOOK_S = 1.0
@@ -160,7 +160,7 @@ class Helpers:
     def __init__(
         self,
         deployment: Deployment,
-        store: LoadStore,
+        store: StateStore,
         supervisor: Supervisor,
         services: Mapping[str, HttpService],
     ) -> None:

@@ -17,8 +17,8 @@ from api.monitor.verdict import Around, Grade, verdict
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import topology_from_dict
 from eplb.versions import HOST_CACHE
-from telemetry.joining import host_caches, serving
-from telemetry.store import LoadStore
+from telemetry.state.joining import host_caches, serving
+from telemetry.state.store import StateStore
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Status:
         return {"ok": self.is_ok} | asdict(self)
 
 
-def check_configured(store: LoadStore, settings: Settings, environ: Mapping[str, str]) -> None:
+def check_configured(store: StateStore, settings: Settings, environ: Mapping[str, str]) -> None:
     """Refuse a configuration that is another one than that of the deployment; reads only.
 
     A store of the demo has nothing to compare with.
@@ -82,7 +82,7 @@ def check_configured(store: LoadStore, settings: Settings, environ: Mapping[str,
         )
 
 
-def read_status(store: LoadStore, store_shown: str, now: float | None = None) -> Status:
+def read_status(store: StateStore, store_shown: str, now: float | None = None) -> Status:
     """Read how a deployment stands.
 
     Raises:
@@ -120,7 +120,7 @@ def read_status(store: LoadStore, store_shown: str, now: float | None = None) ->
     )
 
 
-def _versions(store: LoadStore, now: float) -> dict[str, str]:
+def _versions(store: StateStore, now: float) -> dict[str, str]:
     found = {one.component: one.version for one in serving(store, now)}
     return found | {
         f"{HOST_CACHE} {one.name}": one.version

@@ -81,7 +81,7 @@ from api.metrics.definitions import Level
 from api.metrics.exposition import metrics_text
 from api.processes.supervision import SupervisionView
 from eplb import __version__
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 TITLE = "EPLB admin API"
 STATIC = Path(__file__).parent / "static"
@@ -285,7 +285,7 @@ def _tagged(answer: SettingsAnswer, response: Response) -> SettingsAnswer:
 
 
 def create_app(
-    store: LoadStore,
+    store: StateStore,
     *,
     plan_wait_s: float = 10.0,
     probe_wait_s: float = WAIT_S,
@@ -313,7 +313,7 @@ def create_app(
     is_simulating = threading.Lock()
 
     def serve(
-        of: LoadStore, supervision: Callable[[], SupervisionView] = SupervisionView
+        of: StateStore, supervision: Callable[[], SupervisionView] = SupervisionView
     ) -> Served:
         service = AdminService(
             of, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision

@@ -16,8 +16,8 @@ from api.http.requests import WHOLE, Body, Policy, Reason
 from api.http.schemas import Answer
 from api.http.service import ANY
 from eplb.errors import StaleRevision
-from telemetry.live import LiveState
-from telemetry.store import LiveStore
+from telemetry.state.live import LiveState
+from telemetry.state.store import StateStore
 
 
 class SettingAnswer(Answer):
@@ -102,7 +102,7 @@ def settings_answer(state: LiveState) -> SettingsAnswer:
     )
 
 
-def change_settings(store: LiveStore, body: _SettingsBody, if_match: str) -> SettingsAnswer:
+def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> SettingsAnswer:
     """Change live settings at the revision that the client has read.
 
     Args:

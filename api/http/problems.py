@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 
 from api.http.schemas import Answer
 from eplb.errors import ConfigError, EplbError
-from telemetry.refusals import Refusal
+from telemetry.state.tasks import Refusal
 
 MAX_DETAIL = 500  # characters
 MAX_FOUND = 100  # of a refused value
@@ -99,7 +99,7 @@ class ProblemType(Enum):
     IMPOSSIBLE_THROTTLE = (
         409,
         "Impossible throttle",
-        "the ranks are of a release without it, or the mode of migrations has no such limit",
+        "a limit is out of range, or the mode of migrations has no such limit",
     )
     TASK_EXPIRED = 409, "Task expired", "no controller began it within `task_expiry_s`: ask again"
     TASK_ABANDONED = 409, "Task abandoned", "the controller exited during it: ask again"

@@ -1,4 +1,4 @@
-"""Proposals over HTTP: plans that wait for an approval; see ``telemetry/proposals.py``.
+"""Proposals over HTTP: plans that wait for an approval; see ``telemetry/state/proposals.py``.
 
 The controller makes them and carries them out, so both are tasks in the store. A rejection moves
 nothing, and is written at once.
@@ -14,7 +14,7 @@ from api.http.schemas import ProposalAnswer, ProposalLine, ProposalsPage, TaskAn
 from api.http.service import AdminService, page_of
 from api.monitor.plan_ends import plan_end
 from eplb.policies.table import policy_named
-from telemetry.proposals import Proposal, ProposalEnded, ProposalState, base_moved, check_open
+from telemetry.state.proposals import Proposal, ProposalEnded, ProposalState, base_moved, check_open
 
 
 class Proposals:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eplb.policies.table import POLICIES
-from telemetry.proposals import LASTS_S
+from telemetry.state.proposals import LASTS_S
 
 MAX_ID = 2**53 - 1  # of tasks, events and generations: what every reader of JSON holds exactly
 MOST_LASTS_S = 7 * 86_400

@@ -54,7 +54,10 @@ from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.errors import StaleRevision
 from eplb.policies.table import policy_named
-from telemetry.store import CommittedPlacement, Event, LoadStore, Task, TaskState
+from telemetry.state.events import Event
+from telemetry.state.placements import CommittedPlacement
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
 
@@ -76,7 +79,7 @@ class AdminService:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         *,
         plan_wait_s: float = 10.0,
         stalled_after_s: float = 30.0,

@@ -24,8 +24,8 @@ from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
 from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
-from telemetry.drift.detector import Drift
-from telemetry.windows.folder import Window
+from telemetry.load.drift import Drift
+from telemetry.load.folder import Window
 
 Level = Literal["default", "layer", "rank"]
 Figure = float | Durations

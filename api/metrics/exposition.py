@@ -21,9 +21,9 @@ from api.monitor.reader import Reader
 from api.monitor.snapshot import Snapshot
 from api.monitor.tally import BUCKETS_S, Durations
 from eplb.errors import ConfigError, StoreError
-from telemetry.drift.detector import Drift
-from telemetry.store import LoadStore
-from telemetry.windows.folder import Window
+from telemetry.load.drift import Drift
+from telemetry.load.folder import Window
+from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Exposition:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         monitor: Monitor,
         level: Level = "default",
         *,
@@ -127,7 +127,7 @@ class Exposition:
             migration=self._store.published(),
             samples_stored=sum(counts.values()),
             leads=reading.leads,
-            backend=type(self._store).__name__.removesuffix("Store").lower(),
+            backend=self._store.backend.kind,
             received=self._monitor.received() if self._level == "rank" else None,
             event_streams=(self._feed.num_clients, self._feed.dropped) if self._feed else None,
         )

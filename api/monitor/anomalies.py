@@ -17,7 +17,7 @@ from typing import Literal
 from api.monitor.snapshot import Snapshot
 from api.monitor.tally import anomaly_of
 from api.monitor.verdict import Finding, FindingKind, Grade
-from telemetry.store import Event
+from telemetry.state.events import Event
 
 KEPT = 1000
 REOPENED_S = 60.0  # a finding that comes back within this is the same one

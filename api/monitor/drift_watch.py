@@ -8,10 +8,9 @@ import numpy as np
 
 from api.monitor.snapshot import Snapshot
 from eplb.core.load import LoadHistory
-from telemetry.drift.detector import Drift, drift
-from telemetry.events import PlanEnd, read_event
-from telemetry.store import Event
-from telemetry.windows.folder import Window, history
+from telemetry.load.drift import Drift, drift
+from telemetry.load.folder import Window, history
+from telemetry.state.events import Event, PlanEnd, read_event
 
 COMPARED_WINDOWS = 4  # the latest ones
 PLANNED_WINDOWS = 4  # windows of a plan whose event does not name them

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from telemetry.events import STARTING
-from telemetry.store import LoadStore, events_backwards
-from telemetry.stores.holder import is_dead, shown
+from telemetry.state.events import STARTING
+from telemetry.state.holder import is_dead, shown
+from telemetry.state.store import StateStore
 
 STARTING_SHOWN_S = 600.0  # longer than any supervisor waits for progress of a start
 
@@ -24,7 +24,7 @@ class Leadership:
     held_s: float = 0.0  # that this leader has led
 
 
-def leadership(store: LoadStore, now: float) -> Leadership:
+def leadership(store: StateStore, now: float) -> Leadership:
     """Find the process that leads; a lease that ran out, or of a process that exited, is none.
 
     Raises:
@@ -47,8 +47,8 @@ def leadership(store: LoadStore, now: float) -> Leadership:
     return Leadership("", 0.0, "", why, age_s)
 
 
-def _starting(store: LoadStore, now: float) -> str:
-    latest = next(events_backwards(store, {STARTING, "lease"}), None)
+def _starting(store: StateStore, now: float) -> str:
+    latest = next(store.events_backwards({STARTING, "lease"}), None)
     if latest is None or latest.kind != STARTING or now - latest.time > STARTING_SHOWN_S:
         return ""
     holder = str(latest.detail.get("holder"))

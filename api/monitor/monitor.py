@@ -1,10 +1,10 @@
 """The one reader behind every view: it follows a store and gives a Snapshot.
 
 It reads only what is new (samples and events past its cursors) and folds samples with the same
-intake into the same windows as the controller, so a viewer sees what plans use. A sample that
+reader into the same windows as the controller, so a viewer sees what plans use. A sample that
 does not fit ends no refresh; the controller reports what was wrong with it.
 
-    LoadStore -> refresh() -> windows, scores, marks, decisions -> snapshot() -> terminal, HTTP
+    StateStore -> refresh() -> windows, scores, marks, decisions -> snapshot() -> terminal, HTTP
 """
 
 from __future__ import annotations
@@ -53,14 +53,12 @@ from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange
 from eplb.errors import HistoryError
 from eplb.fitting.cordons import Cordon
-from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from rebalance.controller.plans.planner_request import read_cordons
-from telemetry.events import PlanEnd, pace_change, plan_end
-from telemetry.retention.folding import RunShape
-from telemetry.store import Event, LoadStore, RankState, RunInfo
-from telemetry.windows.folder import Window
-from telemetry.windows.intake import Intake
-from telemetry.windows.run_windows import folder_of
+from telemetry.load.folder import Window
+from telemetry.load.reader import RunReader
+from telemetry.state.events import Event, PlanEnd, pace_change, plan_end
+from telemetry.state.runs import RankState, RunInfo
+from telemetry.state.store import StateStore
 
 SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
@@ -80,7 +78,7 @@ class Monitor:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         *,
         history: History | None = None,
         clock: Clock = time.time,
@@ -106,7 +104,9 @@ class Monitor:
 
     def _follow(self, info: RunInfo | None) -> None:
         """Start on another run, with nothing read of it."""
-        self._info, self._cursor, self._samples_read = info, 0, 0
+        if info is not None:  # first: a start that cannot be read leaves the monitor where it is
+            self._reader = RunReader(self._store, info, keep=KEPT_WINDOWS, clock=self._clock)
+        self._info = info
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
         self._samples = SampleTally()
@@ -116,12 +116,9 @@ class Monitor:
         self._time_of: dict[int, float] = {}  # window -> time of its newest sample
         if info is None:
             return
-        self._topology = topology_from_dict(dict(info.topology))
-        self._model = model_from_dict(dict(info.model))
+        self._model, self._topology = self._reader.model, self._reader.topology
         self._holders = Holders(self._store, self._topology)
         self._scale = self._topology  # of the latest window
-        self._folder = folder_of(info, self._model, self._topology, keep=KEPT_WINDOWS)
-        self._intake = Intake(self._folder, (self._store.deployment, info.run))
 
     def refresh(self) -> None:
         """Read what is new in the store.
@@ -142,7 +139,7 @@ class Monitor:
             if self._info is not None:
                 self._states = self._store.rank_states(self._info.run)
                 self._note_steps()
-                self._read_samples(self._info.run)
+                self._read_samples()
             if self._history is not None:
                 self._history.age(self._clock())
 
@@ -156,11 +153,10 @@ class Monitor:
                 continue
             if known is None or info.run != known.run:
                 try:
-                    RunShape.of(info)
+                    self._follow(info)
                 except HistoryError:
                     continue  # its samples are in no window of any reader
-                self._follow(info)
-            self._read_samples(info.run)
+            self._read_samples()
             counts = self._store.sample_counts(info.run)
             self._carried = self._carried.plus(
                 self._store.rank_states(info.run), sum(counts.values())
@@ -201,29 +197,25 @@ class Monitor:
             why = event.detail.get("message") or event.detail.get("reason")
             self._death = Death(event.time, str(why or "a rank died"))
 
-    def _read_samples(self, run: str) -> None:
+    def _read_samples(self) -> None:
         # Windows are scored before the folder drops them: a page is half of what it keeps.
         page = min(SAMPLES_PER_READ, max(1, self._topology.num_ranks * KEPT_WINDOWS // 2))
-        while True:
-            rows = self._store.samples(run, after=self._cursor, limit=page)
-            if not rows:
-                break
-            self._intake.take([sample for _, sample in rows], self._clock(), self._note_sample)
-            self._samples_read += len(rows)
-            self._cursor = rows[-1][0]
+        for accepted in self._reader.read(page):
+            for sample in accepted:
+                self._note_sample(sample)
             self._score_windows()
         self._score_windows()
 
     def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
-        index = self._folder.index_of(sample)
+        index = self._reader.folder.index_of(sample)
         self._samples.note(sample, index)
         self._time_of[index] = max(sample.time, self._time_of.get(index, sample.time))
 
     def _score_windows(self) -> None:
         """Score what is new or changed; a late sample changes an old window."""
-        held = self._folder.windows()
+        held = self._reader.folder.windows()
         oldest, newest = (held[0].index, held[-1].index) if held else (0, 0)
         in_migration = self._samples.windows_in_migration(oldest)
         # The newest windows are still filling: ranks report at their own times. One that stays
@@ -315,7 +307,7 @@ class Monitor:
                 swap_pauses_ms=swap_pauses_ms(self._states),
                 decisions=self._rebalances.followed(self._decisions),
                 events=tuple(self._events),
-                samples_stored=self._samples_read,
+                samples_stored=self._reader.num_read if info else 0,
                 samples_lost=detail_sum(self._states, "samples_lost"),
                 movement=self._live.control.movement,
                 observe=self._live.control.observe,

@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from api.http.schemas import PlanEnd, TaskAnswer
-from telemetry import events
-from telemetry.events import OUTCOME_OF_EVENT
-from telemetry.store import EventStore, Task, events_backwards
+from telemetry.state import events
+from telemetry.state.events import OUTCOME_OF_EVENT
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import Task
 
 
-def task_answer(store: EventStore, task: Task) -> TaskAnswer:
+def task_answer(store: StateStore, task: Task) -> TaskAnswer:
     """A task with the end of its plan, once it has published one."""
     end = plan_end(store, task.result.plan_id) if task.result.plan_id else None
     return TaskAnswer(**vars(task) | {"result": _shown(task)}, plan_end=end)
 
 
-def plan_end(store: EventStore, plan_id: int) -> PlanEnd | None:
+def plan_end(store: StateStore, plan_id: int) -> PlanEnd | None:
     """How a plan has ended, and why; None while it is open, or once its event was removed."""
-    for event in events_backwards(store, OUTCOME_OF_EVENT):
+    for event in store.events_backwards(OUTCOME_OF_EVENT):
         end = events.plan_end(event)
         if end is not None and end.plan_id == plan_id:
             outcome = OUTCOME_OF_EVENT[event.kind]

@@ -20,7 +20,7 @@ from api.monitor.snapshot import Snapshot
 from api.monitor.verdict import STALLED_AFTER_S, Around, Verdict, verdict
 from eplb.clock import Clock
 from eplb.errors import EplbError
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 PERIOD_S = 1.0
 LEAST_S = 0.2  # between two readings, however often the store changes
@@ -51,7 +51,7 @@ class Reader:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         monitor: Monitor,
         *,
         stalled_after_s: float = STALLED_AFTER_S,

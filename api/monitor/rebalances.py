@@ -12,8 +12,14 @@ from dataclasses import dataclass, replace
 
 from api.monitor.history import History, HistoryMark, MarkKind
 from api.monitor.snapshot import Decision
-from telemetry.events import OUTCOME_OF_EVENT, PlanEnd, plan_end, plan_offer, read_event
-from telemetry.store import Event
+from telemetry.state.events import (
+    OUTCOME_OF_EVENT,
+    Event,
+    PlanEnd,
+    plan_end,
+    plan_offer,
+    read_event,
+)
 
 KEPT = 200
 HELD_BACK = " (not moved: "  # in the reason of a plan that was not published

@@ -22,9 +22,10 @@ from eplb.errors import EplbError
 from eplb.fitting.cordons import slots_in_use
 from eplb.measure.balance import imbalance_of
 from eplb.migration.serialisation import topology_from_dict
-from telemetry.retention.reading import rollups_after
-from telemetry.retention.rollup import MINUTE, Rollup
-from telemetry.store import LoadStore, PlacementStore, RunInfo
+from telemetry.load.pruning import rollups_after
+from telemetry.load.rollup import MINUTE, Rollup, joined
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 
 KEPT_PLACEMENTS = 64
 
@@ -36,7 +37,7 @@ class Holders:
     rank that holds some and gets no token counts: it is idle, or its counter fails.
     """
 
-    def __init__(self, store: PlacementStore, topology: Topology) -> None:
+    def __init__(self, store: StateStore, topology: Topology) -> None:
         self._store, self._topology = store, topology
         self._empty = lru_cache(KEPT_PLACEMENTS)(self._read)
 
@@ -102,7 +103,9 @@ def relative(
     return ratio
 
 
-def minute_scores(store: LoadStore, runs: Sequence[RunInfo], since: float) -> Iterator[MinuteScore]:
+def minute_scores(
+    store: StateStore, runs: Sequence[RunInfo], since: float
+) -> Iterator[MinuteScore]:
     """Score the roll-ups of a minute that start past a time, oldest first.
 
     Raises:
@@ -117,7 +120,7 @@ def minute_scores(store: LoadStore, runs: Sequence[RunInfo], since: float) -> It
             yield _score(run, start, list(of_phases), of_run)
 
 
-def _holders(store: LoadStore, info: RunInfo) -> Holders | None:
+def _holders(store: StateStore, info: RunInfo) -> Holders | None:
     try:
         return Holders(store, topology_from_dict(dict(info.topology)))
     except (EplbError, LookupError, TypeError, ValueError):
@@ -125,15 +128,13 @@ def _holders(store: LoadStore, info: RunInfo) -> Holders | None:
 
 
 def _score(run: str, start: float, parts: Sequence[Rollup], holders: Holders) -> MinuteScore:
-    tokens = np.sum([part.tokens for part in parts], axis=0)
-    received = np.sum([part.received for part in parts], axis=0)
-    generations = frozenset[int]().union(*(part.generations for part in parts))
-    topology = holders.topology(received, generations)
+    minute = joined(parts, MINUTE, start, "mixed")
+    topology = holders.topology(minute.received, minute.generations)
     return MinuteScore(
         run=run,
         start=start,
-        measured=mean_imbalance(received, topology),
-        contiguous=mean_imbalance(contiguous_load(tokens, topology), topology),
-        generation=max(generations, default=0),
-        is_migrating=len(generations) > 1,
+        measured=mean_imbalance(minute.received, topology),
+        contiguous=mean_imbalance(contiguous_load(minute.tokens, topology), topology),
+        generation=max(minute.generations, default=0),
+        is_migrating=len(minute.generations) > 1,
     )

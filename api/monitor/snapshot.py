@@ -19,7 +19,8 @@ from eplb.decision.pace import PaceChange, pace_now
 from eplb.fitting.cordons import Cordon
 from eplb.migration.build import Migration
 from rebalance.controller.plans.planner_request import curve_of
-from telemetry.store import BATCH, BATCH_FAULTS, LEAST_SILENCE_S, STEP_TIMES, Event, RankState
+from telemetry.state.events import Event
+from telemetry.state.runs import BATCH, BATCH_FAULTS, LEAST_SILENCE_S, STEP_TIMES, RankState
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
 # In the order in which they are tried. The last two fill the host cache, not a slot.

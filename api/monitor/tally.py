@@ -19,15 +19,22 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY
 from eplb.decision.pace import PaceChange
 from eplb.decision.triggers import ACTS
-from telemetry.events import OUTCOME_OF_EVENT, pace_change, plan_end, plan_offer
-from telemetry.store import Event, Outcome, RankState
+from telemetry.state.events import (
+    OUTCOME_OF_EVENT,
+    Event,
+    Outcome,
+    pace_change,
+    plan_end,
+    plan_offer,
+)
+from telemetry.state.runs import RankState
 
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
 UNTOLD = "untold"  # a migration that no noted plan led to
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".
 ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
 # What the controller makes of samples that it does not count as load;
-# telemetry.windows.intake.OUTCOMES.
+# telemetry.load.counts.OUTCOMES.
 EXCLUDED = ("repeated", "late", "future", "stale", "malformed", "unreadable")
 PACE_RESULTS = ("raised", "kept", "halved")  # of a judged migration, for the next one
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

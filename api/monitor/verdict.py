@@ -24,7 +24,7 @@ from api.monitor.snapshot import RankView, Snapshot
 from api.processes.supervision import ProcessState
 from eplb.fitting.cordons import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
-from telemetry.events import OUTCOME_OF_EVENT, plan_end
+from telemetry.state.events import OUTCOME_OF_EVENT, plan_end
 
 CLOCK_TOLERANCE_S = 1.0
 STALLED_AFTER_S = 30.0  # without a step or a token

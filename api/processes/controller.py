@@ -18,9 +18,8 @@ from rebalance.build.controller import build_controller
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import ControllerSettings
 from telemetry import open_store
-from telemetry.events import STARTING
-from telemetry.records.sample_codec import SAMPLE_VERSION
-from telemetry.store import LoadStore
+from telemetry.state.events import STARTING
+from telemetry.state.store import StateStore
 
 RETRY_S = 0.5
 START_EVENT_S = 5.0  # from one event of a start to the next
@@ -38,11 +37,10 @@ class ControllerJob:
     # Of the lease: a supervisor restarts a controller only once it has exited, so one name will do.
     holder: str | None = None
     poll_s: float = 0.2
-    sample_version: int = SAMPLE_VERSION
 
-    def opened_store(self) -> LoadStore:
+    def opened_store(self) -> StateStore:
         """Open its store."""
-        return open_store(self.store, self.deployment, sample_version=self.sample_version)
+        return open_store(self.store, self.deployment)
 
 
 def run_controller(parent: Parent, job: ControllerJob) -> None:
@@ -75,7 +73,7 @@ class StartReports:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         holder: str,
         report: Callable[[str], None],
         clock: Clock = time.monotonic,

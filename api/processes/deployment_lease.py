@@ -1,7 +1,7 @@
 """The lease of a deployment in a store, which its parent process holds while it runs.
 
 A second start is refused; the error names the holder. The lease shows whether the holder is alive
-(``telemetry/stores/lease_watch.py``): it is renewed at a third of its time to live, so a
+(``telemetry/state/lease.py``): it is renewed at a third of its time to live, so a
 refusal comes within that time. After an exit of the holder, a start on the same host continues at
 once, and on another host after one time to live.
 """
@@ -14,8 +14,9 @@ import time
 
 from eplb.errors import ConfigError, StoreError
 from rebalance.controller.lease import RENEWALS, ControllerLease
-from telemetry.store import Lease, LoadStore
-from telemetry.stores.holder import new_holder, shown
+from telemetry.state.holder import new_holder, shown
+from telemetry.state.lease import Lease
+from telemetry.state.store import StateStore
 
 _ASK_S = 0.2  # while another holds it
 
@@ -29,7 +30,7 @@ class DeploymentLease:
         joins: run beside another deployment of the name: both write, and neither is refused.
     """
 
-    def __init__(self, store: LoadStore, ttl_s: float, *, joins: bool = False) -> None:
+    def __init__(self, store: StateStore, ttl_s: float, *, joins: bool = False) -> None:
         self._store, self._ttl_s, self._joins = store, ttl_s, joins
         self._hold = ControllerLease(store, new_holder(), ttl_s, of="deployment")
         self._is_taken, self._lost_to = False, ""

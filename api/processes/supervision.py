@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from eplb.errors import EplbError
-from telemetry.store import Lease
+from telemetry.state.lease import Lease
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again

@@ -13,7 +13,7 @@ from api.monitor.monitor import Monitor
 from api.monitor.snapshot import Snapshot, WindowScore
 from api.terminal.picture import render
 from api.terminal.printable import printable
-from telemetry.store import Event
+from telemetry.state.events import Event
 
 PERIOD_S = 0.5
 STOP_TIMEOUT_S = 10.0

@@ -18,11 +18,10 @@ from benchmarks.attack import Attack, Outcome
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.events import plan_end
-from telemetry.store import LoadStore
-from telemetry.stores.redis.connection.local_server import RedisProcess
-from telemetry.stores.redis.store import RedisStore
-from telemetry.stores.sqlite.store import SqliteStore
+from telemetry.state.events import plan_end
+from telemetry.state.store import StateStore
+from tests.support.redis_servers import RedisProcess
+from tests.support.stores import redis_store, sqlite_store
 
 EPLB = Path(sys.executable).with_name("eplb")
 HERE = Path(__file__).resolve().parents[2]
@@ -69,19 +68,19 @@ def found_in_time(what: str, look: Callable[[], Any], within_s: float) -> Any:
         Event().wait(LOOK_S)
 
 
-def commits(store: LoadStore, after: int = 0) -> int:
+def commits(store: StateStore, after: int = 0) -> int:
     """Migrations that were committed by events past an id."""
     events = store.events(after=after, limit=100_000)
     return sum(one.kind == "commit" and plan_end(one) is not None for one in events)
 
 
-def decisions(store: LoadStore, after: int) -> int:
+def decisions(store: StateStore, after: int) -> int:
     """Plans by events past an id: a KEEP is one, too, where nothing is left to gain."""
     return sum(one.kind == "plan" for one in store.events(after=after, limit=100_000))
 
 
 @contextmanager
-def serving_demo(folder: Path, url: str) -> Iterator[LoadStore]:
+def serving_demo(folder: Path, url: str) -> Iterator[StateStore]:
     """A demo that has rebalanced once; ended with the attack, whatever came of it."""
     errors = (folder / "errors.txt").open("w")
     with errors:
@@ -183,13 +182,11 @@ def make_sample(sequence: int) -> LoadSample:
 
 def torn_append(folder: Path) -> Outcome:
     """Cut the append-only file at many places in its last transaction, and start it twice."""
-    logging.getLogger("telemetry.stores.redis.samples").setLevel(
-        logging.ERROR
-    )  # it says each repair
+    logging.getLogger("telemetry.state.redis").setLevel(logging.ERROR)  # it says each repair
     settings = {"appendonly": "yes", "appendfsync": "always"}
     torn = list[str]()
     with RedisProcess(folder / "redis", settings) as server:
-        with closing(RedisStore(server.address, "demo")) as store:
+        with closing(redis_store(server.address, "demo")) as store:
             store.append([make_sample(1)])
             (journal,) = [
                 *server.folder.glob("appendonly.aof"),
@@ -203,11 +200,11 @@ def torn_append(folder: Path) -> Outcome:
         for cut in cuts:
             journal.write_bytes(whole[:cut])
             server.start()
-            with closing(RedisStore(server.address, "demo")) as store:
+            with closing(redis_store(server.address, "demo")) as store:
                 store.append([make_sample(2), make_sample(4)])
             server.kill()
             server.start()
-            with closing(RedisStore(server.address, "demo")) as store:
+            with closing(redis_store(server.address, "demo")) as store:
                 found = [sample.sequence for _, sample in store.samples("run-1")]
                 parts = (len(set(found)), store.sample_counts("run-1")[0], store.prune(1e9))
                 if {1, 2, 4} - set(found) or set(parts) != {len(found)}:
@@ -223,8 +220,8 @@ def clock_set(folder: Path) -> Outcome:
         path = folder / f"{jump_s:g}.sqlite"
         clocks = {"clock": lambda now=now: now["day"], "monotonic": lambda now=now: now["passed"]}
         with (
-            closing(SqliteStore(path, "demo", **clocks)) as leader,
-            closing(SqliteStore(path, "demo", **clocks)) as other,
+            closing(sqlite_store(path, "demo", **clocks)) as leader,
+            closing(sqlite_store(path, "demo", **clocks)) as other,
         ):
             leader.acquire_lease("one", 10.0)
             other.acquire_lease("two", 10.0)

@@ -32,8 +32,9 @@ from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry import open_store
-from telemetry.store import LoadStore, RankState, RunInfo
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from telemetry.state.runs import RankState, RunInfo
+from telemetry.state.store import StateStore
+from tests.support.redis_servers import RedisProcess
 
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 MODEL = ModelShape((0,), 4, 2, hidden=16, intermediate=8)
@@ -93,7 +94,7 @@ class Crew:
 class Ranks:
     """What two ranks would write."""
 
-    def __init__(self, store: LoadStore) -> None:
+    def __init__(self, store: StateStore) -> None:
         self.store, self._window = store, 0
         store.commit(START, expected=None, reason="start")
         described = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
@@ -122,7 +123,7 @@ class Ranks:
         self._window += 1
 
 
-def wait_for(store: LoadStore, what: str, look: Callable[[], Any]) -> Any:
+def wait_for(store: StateStore, what: str, look: Callable[[], Any]) -> Any:
     """Look with each change of the store until something is found."""
     deadline, version = time.monotonic() + DEADLINE_S, -1
     while not (found := look()):
@@ -174,7 +175,7 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
     return {"takeovers": takeovers, "quantiles": figures, "unclean": unclean} | ends
 
 
-def _other(store: LoadStore, leader: str) -> Any:
+def _other(store: StateStore, leader: str) -> Any:
     lease = store.lease()
     return lease if lease is not None and lease.holder != leader else None
 

@@ -34,8 +34,9 @@ from eplb.planner import plan
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry import open_store
-from telemetry.store import LoadStore, RankState, RunInfo
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from telemetry.state.runs import RankState, RunInfo
+from telemetry.state.store import StateStore
+from tests.support.redis_servers import RedisProcess
 
 LAYERS, EXPERTS, RANKS, TOP_K, WINDOW_STEPS = 58, 256, 320, 8, 16
 MODEL = ModelShape(tuple(range(3, 3 + LAYERS)), EXPERTS, TOP_K, 7168, 2048)
@@ -45,7 +46,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Ranks:
     """What the ranks of a deployment would write to its store."""
 
-    def __init__(self, store: LoadStore, topology: Topology, first: Placement) -> None:
+    def __init__(self, store: StateStore, topology: Topology, first: Placement) -> None:
         self._store, self._topology, self._window = store, topology, 0
         described = model_to_dict(MODEL), topology_to_dict(topology)
         store.commit(first, expected=None, reason="start")
@@ -140,7 +141,7 @@ def main() -> None:
 def row(
     kind: str,
     name: str,
-    store: LoadStore,
+    store: StateStore,
     settings: ControllerSettings,
     topology: Topology,
     first: Placement,

@@ -36,7 +36,7 @@ from rebalance.preload.disk.expert_loader import make_all
 from rebalance.preload.disk.record_file import record_file_beside
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
-from telemetry.stores.redis.connection.local_server import free_port
+from tests.support.redis_servers import free_port
 
 ROOT = Path(__file__).parents[2]
 EPLB = Path(sys.executable).with_name("eplb")

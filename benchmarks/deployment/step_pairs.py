@@ -27,7 +27,7 @@ from runtime.model.compute import Experts, GroupedExperts, LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.streams import Completion
 from telemetry import open_store
-from telemetry.reporter.reporter import Reporter
+from telemetry.load.reporter import Reporter
 
 SETTLE_STEPS = 20  # of each block, not counted
 SAMPLE_STEPS = 16

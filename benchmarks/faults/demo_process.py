@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from telemetry import open_store
-from telemetry.store import Event, LoadStore
+from telemetry.state.events import Event
+from telemetry.state.store import StateStore
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, NODES = 4, 2
@@ -62,7 +63,7 @@ class FaultyDemo:
         self.folder, self.state_dir = folder, folder / "state"
         self._settings = dict(SETTINGS) | dict(settings or {})
         self._seed, self._lives, self._told_before = seed, 0, 0
-        self.store: LoadStore
+        self.store: StateStore
 
     # -- a life
 
@@ -104,7 +105,7 @@ class FaultyDemo:
         return {info.run} if info else set()
 
     @staticmethod
-    def _opened(path: Path) -> LoadStore | None:
+    def _opened(path: Path) -> StateStore | None:
         return open_store(path, "demo") if path.stat().st_size else None
 
     def halt(self) -> int:

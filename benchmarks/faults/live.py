@@ -41,7 +41,7 @@ from benchmarks.faults.demo_process import (
     memory_files,
     shared_memory_names,
 )
-from telemetry.store import Control
+from telemetry.state.live import Control
 
 # -- The kinds of faults that are drawn from, each injected from outside.
 

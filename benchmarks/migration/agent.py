@@ -27,8 +27,9 @@ from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
 from runtime.routing import RoutingTable
 from telemetry import open_store
-from telemetry.reporter.reporter import Reporter
-from telemetry.store import LoadStore, RunInfo
+from telemetry.load.reporter import Reporter
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 
 DEPLOYMENT = "bench"
 POLL_S = 0.005
@@ -109,7 +110,7 @@ class BackAndForth:
         mode: copy, flip, or host: copy mode with every byte from the host.
     """
 
-    store: LoadStore
+    store: StateStore
     big: BigRank
     mode: str
     _ends: tuple[Placement, Placement] = field(init=False)

@@ -18,7 +18,8 @@ from eplb import LoadSample, ModelShape, Placement, Plan, Topology, build_migrat
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.plans.planning import summary
 from rebalance.controller.plans.proposals import Why, drafted
-from telemetry.store import REPORT_EVERY_S, LoadStore, RankState, RunInfo
+from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
+from telemetry.state.store import StateStore
 
 RANKS_PER_NODE = 8
 SPARE_SLOTS = 32
@@ -62,7 +63,7 @@ class Now:
 class SeededDeployment:
     """A deployment whose ranks are drawn: two runs, and a rebalance in the second."""
 
-    def __init__(self, store: LoadStore, size: Size, clock: Now) -> None:
+    def __init__(self, store: StateStore, size: Size, clock: Now) -> None:
         self._store, self.size, self._clock = store, size, clock
         self._rng = np.random.default_rng(size.seed)
         slots = -(-(size.experts + SPARE_SLOTS) // size.ranks)
@@ -176,7 +177,7 @@ class SeededDeployment:
             self._store.report(state)
 
 
-def fill(store: LoadStore, size: Size, clock: Now) -> SeededDeployment:
+def fill(store: StateStore, size: Size, clock: Now) -> SeededDeployment:
     """Write a run that ended half-way, and one with a rebalance in its middle."""
     made, now = SeededDeployment(store, size, clock), clock.time
     half, quarter = size.windows // 2, size.windows // 4
@@ -214,7 +215,7 @@ def fill(store: LoadStore, size: Size, clock: Now) -> SeededDeployment:
     return made
 
 
-def _keep(store: LoadStore, size: Size, clock: Now, made: SeededDeployment, now: float) -> None:
+def _keep(store: StateStore, size: Size, clock: Now, made: SeededDeployment, now: float) -> None:
     """Decide so many times to keep the placement, until now."""
     score = made.plan(current=made.placement).before
     between_s = (now - clock.time) / (size.events + 1)

@@ -24,8 +24,8 @@ from api.http.app import create_app
 from api.http.server import HttpService
 from benchmarks.operating.load import Now, Size, fill
 from telemetry import open_store
-from telemetry.retention.rollup import MINUTE, Rollup
-from telemetry.store import LoadStore
+from telemetry.load.rollup import MINUTE, Rollup
+from telemetry.state.store import StateStore
 
 RATE = 200.0
 READS = (
@@ -82,7 +82,7 @@ def main() -> None:
     print(f"{len(every)} requests in {wall:.1f} s, peak memory {peak_mb:.0f} MB")
 
 
-def prepare(store: LoadStore, size: Size, now: float) -> None:
+def prepare(store: StateStore, size: Size, now: float) -> None:
     """Fill the store, with a day of roll-ups before its hour of samples."""
     fill(store, size, Now(now))
     rng = np.random.default_rng(size.seed)

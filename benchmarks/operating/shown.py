@@ -22,8 +22,8 @@ from api.http.app import create_app
 from api.http.deployments.served import Others
 from api.http.server import HttpService
 from benchmarks.operating.load import Now, SeededDeployment, Size, fill
-from telemetry.store import LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.store import StateStore
+from tests.support.stores import MemoryStore
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 DEADLINE_MS = 60_000.0
@@ -78,7 +78,7 @@ def shown(size: Size, *, others: tuple[str, ...] = ()) -> Iterator[ShownPage]:
     """
     from playwright.sync_api import sync_playwright
 
-    stores: dict[str, LoadStore] = {}
+    stores: dict[str, StateStore] = {}
     with ExitStack() as stack:
         small = Size(ranks=8, layers=6, windows=40, events=20)
         for name, its in (("west", size), *((one, small) for one in others)):

@@ -23,8 +23,8 @@ from eplb.decision.allowance import moves_per_layer
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.policies.table import contiguous_policy, policy_named
 from rebalance.controller.loop import Controller, ControllerSettings
-from telemetry.store import RankState, RunInfo
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.runs import RankState, RunInfo
+from tests.support.stores import MemoryStore
 
 MOST_HISTORY = 16  # windows that a compared policy sees
 WINDOW_SECONDS = 60.0

@@ -55,7 +55,7 @@ from benchmarks.over_time.replay import (
 from eplb.core.load import LoadHistory
 from rebalance.controller.loop import ControllerSettings
 from simulations.peers import PEERS, register_peers
-from telemetry.drift.detector import LOOK_BACK, last_change
+from telemetry.load.drift import LOOK_BACK, last_change
 
 # -- The tables: what was found, beside what is wanted.
 

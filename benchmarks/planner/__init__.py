@@ -1,1 +1,1 @@
-"""The planner: plans, effort, price, dispatch rules, forecasts."""
+"""The planner: plans, effort, price, dispatch rules."""

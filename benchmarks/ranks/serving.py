@@ -36,7 +36,8 @@ from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.streams import Completion
 from telemetry import open_store
-from telemetry.store import LoadStore, RunInfo
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 
 # -- What the benchmarks of live ranks share: a small model, its plan, its start, its messages.
 
@@ -88,7 +89,7 @@ def plan_of(
     )
 
 
-def begin_run(plan: WorkerPlan) -> LoadStore:
+def begin_run(plan: WorkerPlan) -> StateStore:
     """Open the store with a random first placement and this run in it."""
     store = open_store(plan.store, DEPLOYMENT)
     start = random_placement(plan, np.random.default_rng(0))
@@ -149,7 +150,7 @@ class RandomPlans:
     """
 
     def __init__(
-        self, store: LoadStore, plan: WorkerPlan, steps: Callable[[], int], swap_every: int
+        self, store: StateStore, plan: WorkerPlan, steps: Callable[[], int], swap_every: int
     ) -> None:
         self._store, self._plan, self._steps = store, plan, steps
         self._swap_every, self._due = swap_every, swap_every

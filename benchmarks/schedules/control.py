@@ -30,8 +30,8 @@ from eplb.core.placement import EMPTY
 from eplb.migration.build import Source
 from rebalance.protocol.phases import Phase
 from rebalance.transport.interface import HOST, Place
-from telemetry.events import plan_end
-from telemetry.store import Control as Switches
+from telemetry.state.events import plan_end
+from telemetry.state.live import Control as Switches
 
 # -- What must hold, checked where it could be broken.
 #
@@ -289,7 +289,8 @@ class Control:
         """As the real controller does: no migration is open for ever, e.g. one for old weights."""
         deadline_s = QUIET_DEADLINE_S if self.program.is_quiet else DEADLINE_S
         is_old = self._schedule.now - self._published_at > deadline_s
-        return is_old and not self._store.is_down and self._store.ledger.published is not None
+        is_open = self._store.peek(self._store.published) is not None
+        return is_old and not self._store.is_down and is_open
 
     def _has_updated(self) -> bool:
         return all(rank.core.fence.version == self.version for rank in self._schedule.ranks)
@@ -302,8 +303,8 @@ class Control:
     def _may(self, doing: Doing) -> bool:
         if doing is Doing.PUBLISH:
             # A plan may wait for the switch for ever.
-            is_held = not self._store.ledger.live().control.movement
-            is_open = self._store.ledger.published is not None
+            is_held = not self._store.peek(self._store.control).movement
+            is_open = self._store.peek(self._store.published) is not None
             return not self._store.is_down and (is_held or not is_open)
         if doing in (Doing.SWITCH_OFF, Doing.SWITCH_ON, Doing.WITHDRAW):
             return not self._store.is_down
@@ -398,7 +399,7 @@ class Control:
             return all(rank.life in (Life.RECOVERED, Life.REFUSED) for rank in alive)
         if self.updates_at != NEVER and not self._has_updated():
             return False
-        return self._store.ledger.published is None
+        return self._store.peek(self._store.published) is None
 
     def _is_at_rest(self, rank: Rank) -> bool:
         if rank.life is Life.REFUSED:
@@ -415,7 +416,7 @@ class Control:
             f"{r.wait.what if r.wait else 'nothing'} {r.update_waits_for} {r.why}"
             for r in self._schedule.ranks
         ]
-        opened = self._store.ledger.published
+        opened = self._store.peek(self._store.published)
         left = [doing.value for doing in self._left]
         return f"left {left}, open plan {opened and opened.plan_id}\n" + "\n".join(ranks)
 

@@ -36,7 +36,7 @@ from rebalance.recovery.survivors import Deadlines, recover
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.threads.waiting import WAIT_S, Wait
 from runtime.counters import SlotCounter
-from telemetry.store import RankState
+from telemetry.state.runs import RankState
 
 # -- A real rank agent without its threads, and the settings that all schedules share.
 
@@ -253,9 +253,9 @@ class Rank:
         """Say whether the store has news, or it is time to look again all the same."""
         if not self.is_alive:
             return False
-        if self.seen_version != self.world.store.ledger.version:
+        if self.seen_version != self.world.store.peek(self.world.store.version):
             return True
-        opened = self.world.store.ledger.published
+        opened = self.world.store.peek(self.world.store.published)
         is_news = (opened.plan_id if opened else 0) != self._plan_id()
         return is_news and self.world.clock() >= self.polls_at
 

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eplb.clock import Clock
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, PlacementError, StoreError
@@ -22,7 +24,10 @@ from rebalance.transport.processes import ranks_beside
 from rebalance.types import Outcome, Record
 from runtime.memory.shared import digest
 from runtime.streams import Completion
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.memory import MemoryBackend
+from telemetry.state.store import StateStore
+
+T = TypeVar("T")
 
 # -- Votes that arrive late at some ranks, or break when a rank dies.
 
@@ -498,18 +503,43 @@ class Transport:
 # -- the store
 
 
-class Store(MemoryStore):
-    """A store that may fail for a time, and that never blocks."""
+class Failing(MemoryBackend):
+    """A back end that may fail for a time."""
 
     is_down = False
+
+    def _check_open(self) -> None:
+        if self.is_down:
+            raise StoreError("the disk is full")
+        super()._check_open()
+
+
+class Store(StateStore):
+    """A store that may fail for a time, and that never blocks."""
+
+    def __init__(self, deployment: str, *, clock: Clock) -> None:
+        self.failing = Failing(deployment, clock=clock)
+        super().__init__(self.failing, monotonic=clock)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether every call fails."""
+        return self.failing.is_down
+
+    @is_down.setter
+    def is_down(self, is_down: bool) -> None:
+        self.failing.is_down = is_down
+
+    def peek(self, read: Callable[[], T]) -> T:
+        """Read what a call would, if the store did not fail: for the schedule alone."""
+        was_down, self.is_down = self.is_down, False
+        try:
+            return read()
+        finally:
+            self.is_down = was_down
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Return the version, or raise NotYet instead of waiting."""
         if timeout_s > 0 and version == self.version():
             raise NotYet
         return self.version()
-
-    def _check_open(self) -> None:
-        if self.is_down:
-            raise StoreError("the disk is full")
-        super()._check_open()

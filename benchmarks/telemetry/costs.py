@@ -49,12 +49,12 @@ from benchmarks.telemetry.ranks import (
 )
 from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.reporter.drain import AT_ONCE, Tempo
-from telemetry.reporter.reporter import Reporter
-from telemetry.reporter.spool import Spool
-from telemetry.stores.redis.connection.local_server import RedisProcess
-from telemetry.windows.cuts import CutBySteps
-from telemetry.windows.folder import WindowFolder, history
+from telemetry.load.counts import RunShape
+from telemetry.load.cuts import CutBySteps
+from telemetry.load.folder import WindowFolder, history
+from telemetry.load.reporter import AT_ONCE, Reporter, Tempo
+from telemetry.load.spool import Spool
+from tests.support.redis_servers import RedisProcess
 
 # -- Rows of the benchmark of telemetry that need a Redis server, which they start and kill.
 
@@ -222,11 +222,13 @@ def folding(run: Run) -> Iterator[Row]:
     counts, num_windows = token_counts(run.seed), 16
     samples = [sample_of(rank, n, counts) for n in range(num_windows) for rank in range(NUM_RANKS)]
     taken_ms: list[float] = []
+    first = samples[0]
+    shape = RunShape(first.deployment, first.run, NUM_RANKS, EXPERTS, len(first.tokens))
     # Compiled, if it is, and not counted.
-    WindowFolder(CutBySteps(10), NUM_RANKS, EXPERTS).add_all(samples)
+    WindowFolder(CutBySteps(10), shape).add_all(samples)
     for _ in range(5):
         started = time.perf_counter()
-        folder = WindowFolder(CutBySteps(10), NUM_RANKS, EXPERTS)
+        folder = WindowFolder(CutBySteps(10), shape)
         folder.add_all(samples)
         folded = history(folder.windows(), last=num_windows)
         taken_ms.append((time.perf_counter() - started) * 1e3)

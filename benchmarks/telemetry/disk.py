@@ -23,12 +23,12 @@ from eplb.core.load import LoadSample
 from eplb.core.model import PRESETS
 from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.records.rollup_codec import rollup_to_bytes
-from telemetry.records.sample_codec import sample_to_bytes
-from telemetry.retention.pruning import Keeper
-from telemetry.retention.rollup import HOUR, MINUTE
-from telemetry.store import RunInfo
-from telemetry.stores.sqlite.store import SqliteStore
+from telemetry.load.pruning import Keeper
+from telemetry.load.rollup import HOUR, MINUTE, rollup_to_bytes
+from telemetry.load.sample_codec import sample_to_bytes
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from tests.support.stores import sqlite_store
 
 START = 20_000 * 24 * HOUR  # of the simulated clock
 TOKENS_PER_SECOND = 32 * 128 * 20 * 8  # 32 ranks x 128 requests x 20 steps/s, top-8
@@ -93,7 +93,7 @@ def main() -> None:
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.sqlite"
-        with closing(SqliteStore(path, "v3-decode", clock=lambda: START)) as store:
+        with closing(sqlite_store(path, "v3-decode", clock=lambda: START)) as store:
             topology = Topology.uniform(
                 num_nodes=1, ranks_per_node=args.ranks, slots_per_rank=args.slots
             )
@@ -110,7 +110,7 @@ def main() -> None:
     print(f"all of it took {time.process_time() - began:.0f} s of CPU time")
 
 
-def report(store: SqliteStore, path: Path, samples: list[LoadSample], turns_s: list[float]) -> None:
+def report(store: StateStore, path: Path, samples: list[LoadSample], turns_s: list[float]) -> None:
     """Print what is kept, and what it takes."""
     minutes, hours = store.rollups(MINUTE, limit=10**6), store.rollups(HOUR, limit=10**6)
     num_samples = len(store.samples_before(np.inf, limit=10**9))

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadSample
 from eplb.errors import RankError
 from telemetry import open_store
-from telemetry.records.sample_codec import sample_to_bytes
-from telemetry.reporter.drain import AT_ONCE, Tempo
-from telemetry.reporter.reporter import Reporter, ReporterStats
-from telemetry.reporter.spool import Spool
-from telemetry.store import LoadStore, RankState
+from telemetry.load.reporter import AT_ONCE, Reporter, ReporterStats, Tempo
+from telemetry.load.sample_codec import sample_to_bytes
+from telemetry.load.spool import Spool
+from telemetry.state.runs import RankState
+from telemetry.state.store import StateStore
 
 LAYERS, SLOTS, EXPERTS = 58, 9, 256
 DEPLOYMENT, RUN = "bench", "bench-1"
@@ -159,7 +159,7 @@ def _write(plan: Writing, number: int, pipe: Connection) -> None:
     pipe.send(([reporter.stats() for reporter in reporters], append_ms, cpu_s))
 
 
-def _timed(store: LoadStore, append_ms: list[float]) -> LoadStore:
+def _timed(store: StateStore, append_ms: list[float]) -> StateStore:
     append = store.append
 
     def timed(samples: Any) -> int:
@@ -200,7 +200,7 @@ def milliseconds(values: list[float]) -> str:
     return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, worst {max(values):.1f} ms"
 
 
-def result_text(plan: Writing, written: Written, store: LoadStore) -> str:
+def result_text(plan: Writing, written: Written, store: StateStore) -> str:
     stored = sum(store.sample_counts(RUN).values())
     lost = plan.expected * plan.num_ranks - stored
     share = written.cpu_s / written.wall_s

@@ -26,10 +26,12 @@ import numpy as np
 
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from telemetry.stores.redis.connection.local_server import RedisProcess
-from telemetry.stores.redis.store import RedisStore
-from telemetry.windows.cuts import CutBySteps
-from telemetry.windows.folder import WindowFolder
+from telemetry.load.counts import RunShape
+from telemetry.load.cuts import CutBySteps
+from telemetry.load.folder import WindowFolder
+from telemetry.state.store import StateStore
+from tests.support.redis_servers import RedisProcess
+from tests.support.stores import redis_store
 
 LAYERS, EXPERTS, SLOTS_PER_RANK = 58, 256, 9
 PERIOD_S = 0.5
@@ -64,7 +66,7 @@ def samples_of(rank: int, count: int, seed: int) -> list[LoadSample]:
 def write(url: str, ranks: range, seconds: float, pipe: Connection) -> None:
     """Send each rank's samples at its own moments, until the time is over."""
     drawn = [samples_of(rank, 16, seed=1) for rank in ranks]
-    stores = [RedisStore(url, "demo") for _ in ranks]
+    stores = [redis_store(url, "demo") for _ in ranks]
     pipe.send("ready")
     pipe.recv()
     began, cpu = time.monotonic(), time.process_time()
@@ -109,7 +111,7 @@ def measure_writers(
         pipes.append(ours)
     for pipe in pipes:
         assert pipe.recv() == "ready"
-    with closing(RedisStore(server.url, "demo")) as store:
+    with closing(redis_store(server.url, "demo")) as store:
         server_cpu = cpu_of_server(store)
         for pipe in pipes:
             pipe.send("go")
@@ -122,18 +124,21 @@ def measure_writers(
     return writer_rows(written, stored, server_cpu, seconds, memory)
 
 
-def keep(store: RedisStore, seconds: float) -> Iterable[tuple[float, int]]:
+def keep(store: StateStore, seconds: float) -> Iterable[tuple[float, int]]:
     """Prune every second; give (seconds since the start, bytes of data)."""
     began = time.monotonic()
     for tick in range(int(seconds)):
         Event().wait(max(0.0, began + tick + 1 - time.monotonic()))
         store.prune(time.time() - RETENTION_S)
-        yield time.monotonic() - began, int(store.link.ask("", "INFO")["used_memory_dataset"])
+        yield (
+            time.monotonic() - began,
+            int(store.backend.link.ask("", "INFO")["used_memory_dataset"]),
+        )
 
 
-def cpu_of_server(store: RedisStore) -> float:
+def cpu_of_server(store: StateStore) -> float:
     """Seconds of CPU that the server has used."""
-    info = store.link.ask("", "INFO")
+    info = store.backend.link.ask("", "INFO")
     return float(info["used_cpu_sys"]) + float(info["used_cpu_user"])
 
 
@@ -168,7 +173,7 @@ def writer_rows(
 
 def measure_append(server: RedisProcess) -> Row:
     """One writer with the server to itself."""
-    with closing(RedisStore(server.url, "alone")) as store:
+    with closing(redis_store(server.url, "alone")) as store:
         taken = []
         for n, sample in enumerate(samples_of(0, 2000, seed=2)):
             alone = LoadSample(
@@ -183,7 +188,7 @@ def measure_append(server: RedisProcess) -> Row:
 
 def measure_reading(server: RedisProcess, num_ranks: int, num_windows: int = 16) -> list[Row]:
     """Read back and fold windows of all ranks."""
-    with closing(RedisStore(server.url, "demo")) as store:
+    with closing(redis_store(server.url, "demo")) as store:
         for rank in range(num_ranks):
             made = samples_of(rank, num_windows, seed=3)
             store.append(
@@ -210,7 +215,9 @@ def measure_reading(server: RedisProcess, num_ranks: int, num_windows: int = 16)
             found = [sample for _, sample in store.samples("read", limit=num_ranks * num_windows)]
             read_ms.append(1e3 * (time.perf_counter() - asked))
             asked = time.perf_counter()
-            folder = WindowFolder(CutBySteps(1), num_ranks, EXPERTS)
+            first = found[0]
+            shape = RunShape(first.deployment, first.run, num_ranks, EXPERTS, len(first.tokens))
+            folder = WindowFolder(CutBySteps(1), shape)
             folder.add_all(found)
             assert len(folder.windows()) == num_windows
             fold_ms.append(1e3 * (time.perf_counter() - asked))

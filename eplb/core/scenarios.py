@@ -22,7 +22,7 @@ SURE = 2.0  # standard deviations above chance before windows count as different
 
 @dataclass(frozen=True, eq=False)
 class Scenarios:
-    """Possible future windows, such as a tenant's burst or a forecast.
+    """Possible future windows, such as a tenant's burst.
 
     Raises:
         HistoryError: loads that cannot be planned on.

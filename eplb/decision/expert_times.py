@@ -58,7 +58,7 @@ def chosen_curve(given: Curve, measured: Sequence[ExpertTimes]) -> ChosenCurve:
 
     Args:
         given: by the user; the constant is that of a user who gave none.
-        measured: by the ranks that serve; those of earlier releases and most CPU ranks have none.
+        measured: by the ranks that serve; most CPU ranks measure none.
     """
     if given != GROUPED_GEMM_H200:
         return ChosenCurve(given, "given by the configuration")

@@ -82,7 +82,7 @@ def pace_now(budget: float, latest: PaceChange | None, *, is_measured: bool) -> 
     Args:
         budget: by what part the 95th percentile of step time may be longer; 0: any.
         latest: the latest judgement; None: there was none.
-        is_measured: whether a rank reports times of its steps; earlier releases do not.
+        is_measured: whether a rank reports times of its steps.
     """
     if not budget:
         return PaceNow(1.0, "fixed: step_time_budget is 0")

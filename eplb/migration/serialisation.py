@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def migration_to_bytes(migration: Migration) -> bytes:
         "reads_after": [txn.reads_after for txn in migration.transactions],
         "frees": [[list(freed) for freed in txn.frees] for txn in migration.transactions],
         "weights_version": migration.weights_version,
-        "pace": migration.pace.recorded,
+        "pace": asdict(migration.pace),
     }
     arrays = {"moves": np.array(rows, dtype=np.int64).reshape(-1, 7)}
     arrays |= _placement_arrays("base_", migration.base)
@@ -75,10 +76,6 @@ def migration_from_bytes(record: bytes) -> Migration:
         while len(rounds[txn]) <= one_round:
             rounds[txn].append([])
         rounds[txn][one_round].append(Move(layer, expert, dst_slot, Source(source), src_slot))
-    # Records from before flip mode have none of the last three, and no mode in their pace. A pace
-    # may lack what is at its default.
-    reads_after = meta.get("reads_after", [0] * len(rounds))
-    frees = meta.get("frees", [[]] * len(rounds))
     transactions = tuple(
         Transaction(
             tuple(layers),
@@ -87,7 +84,7 @@ def migration_from_bytes(record: bytes) -> Migration:
             tuple((layer, slot) for layer, slot in freed),
         )
         for layers, rounds_of_txn, after, freed in zip(
-            meta["layers"], rounds, reads_after, frees, strict=True
+            meta["layers"], rounds, meta["reads_after"], meta["frees"], strict=True
         )
     )
     return Migration(
@@ -96,7 +93,7 @@ def migration_from_bytes(record: bytes) -> Migration:
         _placement("target_", arrays),
         transactions,
         Pace(**meta["pace"]),
-        meta.get("weights_version", 0),
+        meta["weights_version"],
     )
 
 

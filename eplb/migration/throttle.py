@@ -30,11 +30,6 @@ class Throttle:
                 f"throttle: link_part is {self.link_part}, expected more than 0 and at most 1"
             )
 
-    @property
-    def changes_what_is_new(self) -> bool:
-        """Whether it changes what ranks of release 0.1 refuse."""
-        return self.experts_per_transaction is not None or self.link_part is not None
-
     def of(self, pace: Pace) -> Pace:
         """Return the slower of the two in each figure.
 

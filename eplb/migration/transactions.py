@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Transaction:
         return tuple(move for one_round in self.rounds for move in one_round)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Pace:
     """The mode of a migration, and how much it moves at a time; frozen in each Migration.
 
@@ -81,23 +81,6 @@ class Pace:
             raise ConfigError(
                 f"pace: link_part is {self.link_part}, expected more than 0 and at most 1"
             )
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """What a migration's record and hash have of it.
-
-        That is what a pace of release 0.1 has, and later fields that differ from their defaults:
-        ranks of 0.1 refuse other names, and compute the hash from the text of their own pace. They
-        report no times of steps, so that later fields are at their defaults for them.
-        """
-        later = {
-            "experts_per_transaction": Pace.experts_per_transaction,
-            "link_part": Pace.link_part,
-        }
-        return {name: value for name, value in vars(self).items() if later.get(name) != value}
-
-    def __repr__(self) -> str:
-        return f"Pace({', '.join(f'{name}={value!r}' for name, value in self.recorded.items())})"
 
 
 def copy_transactions(

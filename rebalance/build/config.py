@@ -15,9 +15,8 @@ from eplb.errors import ConfigError
 from eplb.shares.switches import BatchSwitches
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
-from telemetry.records.sample_codec import SAMPLE_VERSION
-from telemetry.reporter.drain import AT_ONCE, Tempo
-from telemetry.reporter.spool import DEFAULT_BYTES, Spool
+from telemetry.load.reporter import AT_ONCE, Tempo
+from telemetry.load.spool import DEFAULT_BYTES, Spool
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class ReportingConfig:
     spool_dir: Path | None = None  # of all ranks of a host; None: samples wait in memory
     spool_bytes: int = DEFAULT_BYTES  # of each rank
     tempo: Tempo = AT_ONCE
-    sample_version: int = SAMPLE_VERSION
 
     def spool_of(self, rank: int) -> Spool | None:
         """Open a rank's spool; with what an earlier process of that rank left in it.

@@ -11,13 +11,13 @@ from eplb.versions import CONTROLLER, Announcement
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry import open_store
-from telemetry.joining import check_versions
-from telemetry.store import LoadStore
+from telemetry.state.joining import check_versions
+from telemetry.state.store import StateStore
 
 
 def build_controller(
     settings: ControllerSettings,
-    store: LoadStore | Path | str,
+    store: StateStore | Path | str,
     deployment: str,
     *,
     holder: str | None = None,
@@ -45,7 +45,6 @@ def build_controller(
     joining = Announcement(CONTROLLER, holder or new_holder())
     check_versions(store, joining)
     controller = Controller(store, settings, holder=joining.name)
-    store.announce(joining)
     with compiler_passes(on_compile):
         warm_up(settings.policy)
     return controller

@@ -25,7 +25,7 @@ from rebalance.build.plain import from_plain, to_plain
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime.experts import ExpertSchema
 from telemetry import open_store
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 RANK_FILE_VARIABLE = "EPLB_RANK_FILE"
 VERSION = 3
@@ -67,14 +67,13 @@ class DeploymentDescription:
             )
         self.config.check_ranks(self.topology.num_ranks)
 
-    def opened_store(self) -> LoadStore:
+    def opened_store(self) -> StateStore:
         """Open the deployment's store.
 
         Raises:
             StoreError: it cannot be used.
         """
-        version = self.config.reporting.sample_version
-        return open_store(self.store, self.config.deployment, sample_version=version)
+        return open_store(self.store, self.config.deployment)
 
     def summary(self) -> Mapping[str, str]:
         """What must be alike on every host, in few words; keys, paths and addresses left out."""

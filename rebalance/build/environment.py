@@ -50,8 +50,8 @@ from runtime.experts import ExpertBank
 from runtime.group.agreement import gathered
 from runtime.group.listeners import gloo_listeners_closed
 from runtime.routing import RoutingTable
-from telemetry.joining import check_versions
-from telemetry.store import LoadStore
+from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
+from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ def _joined(
 
 
 def _begun_run(
-    deployment: DeploymentDescription, store: LoadStore, rank: int, groups: RankGroups
+    deployment: DeploymentDescription, store: StateStore, rank: int, groups: RankGroups
 ) -> str:
     """Have rank 0 record this start under a new name, and give the name on every rank."""
     said = {"run": "", "refusal": ""}
@@ -267,10 +267,12 @@ def _begun_run(
     return str(first["run"])
 
 
-def _begin(deployment: DeploymentDescription, store: LoadStore) -> str:
+def _begin(deployment: DeploymentDescription, store: StateStore) -> str:
     """Record a start of all ranks under a new name."""
     run = new_run_name()
-    check_versions(store, Announcement(RANKS, run))
+    # The other ranks wait for this one, for as long as ranks may take to join.
+    wait_s = min(ANNOUNCED_WITHIN_S, deployment.config.network.join_deadline_s / 2)
+    check_versions(store, Announcement(RANKS, run), wait_s=wait_s)
     model = replace(deployment.model, expert_bytes=deployment.schema.record_bytes)
     windows = deployment.window_steps, deployment.window_seconds
     record_start(store, run, model, deployment.topology, windows)

@@ -42,8 +42,9 @@ from runtime.model.compute import Experts
 from runtime.model.expert_times import measure_experts
 from runtime.routing import RoutingTable
 from telemetry import open_store
-from telemetry.reporter.reporter import Reporter
-from telemetry.store import BATCH, LoadStore, RunInfo
+from telemetry.load.reporter import Reporter
+from telemetry.state.runs import BATCH, RunInfo
+from telemetry.state.store import StateStore
 
 FLUSH_DEADLINE_S = 20.0
 
@@ -58,7 +59,7 @@ class BuiltRank:
     bank: ExpertBank  # the live slots, which the model's kernels read
     table: RoutingTable  # chooses the slot of each routed token
     counter: SlotCounter  # counts what each slot of this rank receives
-    store: LoadStore
+    store: StateStore
     reporter: Reporter
     journal: Journal | None
     config: RankConfig
@@ -140,7 +141,7 @@ def build_rank(
     place: RankPlace,
     model: ModelShape,
     experts: ExpertSchema | ExpertBank,
-    store: LoadStore | Path | str,
+    store: StateStore | Path | str,
     passes: StepCounter | None = None,
 ) -> BuiltRank:
     """Build a rank up to the point where its agent can start; collective.
@@ -205,7 +206,7 @@ def new_run_name() -> str:
 
 
 def record_start(
-    store: LoadStore, run: str, model: ModelShape, topology: Topology, windows: tuple[int, float]
+    store: StateStore, run: str, model: ModelShape, topology: Topology, windows: tuple[int, float]
 ) -> None:
     """Record a start of all ranks. A migration that an earlier start left open is withdrawn.
 
@@ -245,7 +246,7 @@ def agent_settings(
     )
 
 
-def committed_placement(store: LoadStore) -> Placement:
+def committed_placement(store: StateStore) -> Placement:
     """The placement that ranks start from.
 
     Raises:
@@ -260,10 +261,10 @@ def committed_placement(store: LoadStore) -> Placement:
     return committed.placement
 
 
-def _opened(store: LoadStore | Path | str, config: RankConfig) -> LoadStore:
+def _opened(store: StateStore | Path | str, config: RankConfig) -> StateStore:
     if not isinstance(store, Path | str):
         return store
-    return open_store(store, config.deployment, sample_version=config.reporting.sample_version)
+    return open_store(store, config.deployment)
 
 
 def _check_fit(

@@ -14,8 +14,8 @@ from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
 from eplb.measure.balance import imbalance
 from rebalance.controller.load import Group
 from rebalance.controller.plans.planning import Past
-from telemetry.store import CommittedPlacement
-from telemetry.windows.folder import Window
+from telemetry.load.folder import Window
+from telemetry.state.placements import CommittedPlacement
 
 
 class Due:

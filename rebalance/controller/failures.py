@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from eplb.clock import Clock
 from rebalance.controller.open_migration import SWITCHED_OFF
-from telemetry.events import OUTCOME_OF_EVENT, plan_end
-from telemetry.store import Event, EventStore, events_backwards
+from telemetry.state.events import OUTCOME_OF_EVENT, Event, plan_end
+from telemetry.state.store import StateStore
 
 LONGEST_S = 600.0  # unless the first wait is longer
 MOST_READ = 32  # ends of migrations that a new leader looks back on
@@ -30,7 +30,7 @@ class Failures:
         clock: of seconds since the epoch, as of the store.
     """
 
-    def __init__(self, store: EventStore, clock: Clock) -> None:
+    def __init__(self, store: StateStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._seen: int | None = None  # id of the newest event that was read
         self._num_failed, self._failed_at, self._reason = 0, 0.0, ""
@@ -66,7 +66,7 @@ class Failures:
     def _since_commit(self) -> list[Event]:
         """Return the latest ends of migrations, newest first, back to a commit."""
         found = []
-        for event in events_backwards(self._store, OUTCOME_OF_EVENT):
+        for event in self._store.events_backwards(OUTCOME_OF_EVENT):
             found.append(event)
             if OUTCOME_OF_EVENT[event.kind] == "committed" or len(found) == MOST_READ:
                 break

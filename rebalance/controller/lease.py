@@ -11,6 +11,9 @@ does so in the same thread as its work: a controller that hangs must lose the le
 carries the lease's fencing token, and the store rejects all but the newest. So a controller that
 was suspended past the end of its lease cannot do harm.
 
+Whoever acquires the controller's lease announces its version then. A store that lost its contents
+has lost lease and announcement together, so the leader announces itself again when it renews.
+
 A plan that takes longer than the time to live loses the lease to a standby: configure more.
 """
 
@@ -21,8 +24,10 @@ import time
 
 from eplb.clock import Clock
 from eplb.errors import FencedOut, StoreError
-from telemetry.store import ElectionStore, Lease, LeaseOf
-from telemetry.stores.holder import new_holder
+from eplb.versions import CONTROLLER, Announcement
+from telemetry.state.holder import new_holder
+from telemetry.state.lease import Lease, LeaseOf
+from telemetry.state.store import StateStore
 
 __all__ = ["ControllerLease", "new_holder"]
 
@@ -43,7 +48,7 @@ class ControllerLease:
 
     def __init__(
         self,
-        store: ElectionStore,
+        store: StateStore,
         holder: str,
         ttl_s: float,
         *,
@@ -111,6 +116,10 @@ class ControllerLease:
 
     def _lead(self, lease: Lease, now: float) -> None:
         is_news = self._lease is None or self._lease.token != lease.token
+        if is_news and self._of == "controller":
+            # Before the lease counts as held: after a failure here the next turn tries again. And
+            # before the event below, for which a joining process waits.
+            self._store.announce(Announcement(CONTROLLER, self.holder))
         self._lease, self._asked_at, self._is_standing_by = lease, now, False
         self._report_loss()
         if is_news:

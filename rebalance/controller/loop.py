@@ -42,9 +42,10 @@ from rebalance.controller.plans.track_record import Judged
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
 from rebalance.controller.tasks import Tasks
-from telemetry.joining import ranks_of
-from telemetry.retention.pruning import Keeper
-from telemetry.store import Control, LoadStore
+from telemetry.load.pruning import Keeper
+from telemetry.state.joining import ranks_of
+from telemetry.state.live import Control
+from telemetry.state.store import StateStore
 
 KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
 PAUSE_WINDOWS = 16  # after a rollback by rule: the history is then of windows after it
@@ -68,7 +69,7 @@ class Controller:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         settings: ControllerSettings,
         *,
         holder: str | None = None,
@@ -130,8 +131,8 @@ class Controller:
 
     def _check_version(self, group: Group) -> None:
         """Stop leading while the ranks are of a version that this controller cannot work with."""
-        joining = Announcement(COMPONENT, self._lease.holder)
-        why = refusal(joining, ranks_of(self._store, group.run.run))
+        ranks = ranks_of(self._store, group.run.run)  # stored in one change with their start
+        why = refusal(Announcement(COMPONENT, self._lease.holder), ranks) if ranks else ""
         self._fits_ranks = not why
         if why:
             self._note_error("version", ConfigError(why))

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from eplb.clock import Clock
 from eplb.migration.build import Migration
-from telemetry.store import LoadStore, Outcome, RankState
+from telemetry.state.events import Outcome
+from telemetry.state.runs import RankState
+from telemetry.state.store import StateStore
 
 SWITCHED_OFF = "movement is switched off"
 NOT_FINISHED = "not finished in"  # begins the reason
@@ -27,7 +29,7 @@ class OpenPlan:
         clock: of seconds; one that is never set.
     """
 
-    def __init__(self, store: LoadStore, clock: Clock) -> None:
+    def __init__(self, store: StateStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._open_since: tuple[int, float] = (0, 0.0)  # plan id, and when it was first seen open
 

@@ -1,4 +1,4 @@
-"""Which reason of ``telemetry.refusals`` an error of a task is."""
+"""Which reason of ``telemetry.state.tasks.Refusal`` an error of a task is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from eplb.errors import (
     StaleGeneration,
     TopologyError,
 )
-from telemetry.proposals import ProposalEnded
-from telemetry.refusals import Refusal
+from telemetry.state.proposals import ProposalEnded
+from telemetry.state.tasks import Refusal
 
 OF_TARGET = ("rollback", "approve")  # kinds of tasks that name a placement
 

@@ -16,9 +16,9 @@ from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from eplb.policies.table import policy_named
 from rebalance.controller.plans.planner_request import PlannerRequest
-from telemetry.live import SWITCHES, LiveSettings
-from telemetry.retention.pruning import Retention
-from telemetry.store import LiveStore
+from telemetry.load.pruning import Retention
+from telemetry.state.live import SWITCHES, LiveSettings
+from telemetry.state.store import StateStore
 
 OF_COST = (
     "pay_back_s",
@@ -106,7 +106,7 @@ class ControllerSettings:
 class LiveReader:
     """Reads a controller's settings: its static ones, with the live values of the store."""
 
-    def __init__(self, store: LiveStore, static: ControllerSettings) -> None:
+    def __init__(self, store: StateStore, static: ControllerSettings) -> None:
         self._store, self._static = store, static
         self._live = LiveSettings()
         self.settings = static  # as of the latest ``read``

@@ -12,8 +12,9 @@ import logging
 from typing import Protocol
 
 from eplb.core.placement import Placement
-from telemetry.live import LiveState
-from telemetry.store import LoadStore, RankState, RunInfo
+from telemetry.state.live import LiveState
+from telemetry.state.runs import RankState, RunInfo
+from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Serving(Protocol):
 class StoreLoss:
     """One rank's copy of the store's state; called by its watcher alone."""
 
-    def __init__(self, store: LoadStore, serving: Serving) -> None:
+    def __init__(self, store: StateStore, serving: Serving) -> None:
         self._store, self._serving = store, serving
         self._run: RunInfo | None = None
         self._live: LiveState | None = None

@@ -20,9 +20,9 @@ from rebalance.controller.plans.publishing import Publisher
 from rebalance.controller.refusals import TaskRefused, refusal_of
 from rebalance.controller.settings import LiveReader
 from telemetry.log_context import set_log_fields
-from telemetry.proposals import LASTS_S, Approval
-from telemetry.refusals import Refusal
-from telemetry.store import LoadStore, Task, TaskResult
+from telemetry.state.proposals import LASTS_S, Approval
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import Refusal, Task, TaskResult
 
 KINDS = ("rebalance", "rollback", "explain", "propose", "approve")
 
@@ -38,7 +38,7 @@ class Tasks:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         live: LiveReader,
         lease: ControllerLease,
         planning: Planning,
@@ -94,7 +94,7 @@ class Tasks:
             why = "no complete window of load yet, expected at least one to plan on"
             raise TaskRefused(Refusal.NO_LOAD, why)
         serving, newest = committed.placement, windows[-1].index
-        throttle = self._throttle(group, task)
+        throttle = self._throttle(task)
         _refuse_if_stale(task, serving)
         if task.kind == "approve":
             return self._approve(group, task, past.history, serving, newest)
@@ -133,8 +133,8 @@ class Tasks:
         pace = vars(migration.pace) if migration is not None else {}
         return TaskResult(plan_id=plan_id, detail=detail | {"pace": pace})
 
-    def _throttle(self, group: Group, task: Task) -> Throttle | None:
-        """Return the throttle of a request, which these ranks can take."""
+    def _throttle(self, task: Task) -> Throttle | None:
+        """Return the throttle of a request, which the deployment's pace can take."""
         asked = task.request.get("throttle")
         if asked is None:
             return None
@@ -143,13 +143,6 @@ class Tasks:
             throttle.of(self._live.settings.pace)
         except ConfigError as exc:
             raise TaskRefused(Refusal.IMPOSSIBLE_THROTTLE, str(exc)) from exc
-        states = self._store.rank_states(group.run.run)
-        if throttle.changes_what_is_new and any(state.step_times is None for state in states):
-            raise TaskRefused(
-                Refusal.IMPOSSIBLE_THROTTLE,
-                "throttle: found ranks that report no times of steps, expected none: ranks of "
-                "release 0.1 refuse experts_per_transaction and link_part",
-            )
         return throttle
 
     def _propose(self, group: Group, task: Task, proposal: Plan, serving: Placement) -> TaskResult:

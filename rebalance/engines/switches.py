@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from telemetry.store import LiveStore
+from telemetry.state.store import StateStore
 
 
-def why_kept(store: LiveStore) -> str:
+def why_kept(store: StateStore) -> str:
     """Why a plug-in may move nothing now; "" where it may.
 
     A plug-in's plan knows no cordons and no pins, so while there are any it keeps the map: a

@@ -20,7 +20,7 @@ from rebalance.types import StepCounter, VoteGroup
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Links:
 
     votes: VoteGroup
     transport: WeightTransport
-    store: LoadStore
+    store: StateStore
     reporter: SampleSink
     clock: Clock = time.time
     journal: JournalSink = field(default_factory=NoJournal)

@@ -12,7 +12,7 @@ import numpy as np
 
 from eplb.core.topology import Topology
 from rebalance.types import Record
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 
 class ReadAhead:
@@ -29,7 +29,7 @@ class ReadAhead:
         self,
         rank: int,
         topology: Topology,
-        store: LoadStore,
+        store: StateStore,
         order: Callable[[Sequence[Record]], None],
     ) -> None:
         self._store, self._order = store, order

@@ -7,7 +7,7 @@ from typing import Any
 
 from rebalance.rank.core import RankCore
 from rebalance.stage.figures import StageFigures
-from telemetry.store import BATCH_FAULTS, STEP_TIMES, RankState
+from telemetry.state.runs import BATCH_FAULTS, STEP_TIMES, RankState
 
 REPORTED_PAUSES = 256  # of the latest swaps
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,7 +47,10 @@ class Sampler:
         self._strays, self._last_strays = strays, Cut(strays, np.zeros(1, dtype=np.int64))
         self._first_unsampled = 0
         self.faults = BatchFaults(label.rank)
-        self._on_the_way: deque[tuple[LoadSample, Cut, Mapping[str, Cut], Cut]] = deque()
+        # Samples without their tokens, and the figures that are copied to the host.
+        self._on_the_way: deque[tuple[Callable[..., LoadSample], Cut, Mapping[str, Cut], Cut]] = (
+            deque()
+        )
         self._phase: Phase | None = None  # of the passes since the last cut
         self.num_cut = 0
 
@@ -59,8 +63,8 @@ class Sampler:
         if step == self._first_unsampled:
             return
         assert self._phase is not None, "a pass has begun since the last cut"
-        held = placement.slot_to_expert[:, self._slots]
-        sample = LoadSample(
+        make_sample = partial(
+            LoadSample,
             deployment=self._label.deployment,
             run=self._label.run,
             rank=self._label.rank,
@@ -70,13 +74,12 @@ class Sampler:
             last_step=step - 1,
             phase=self._phase,
             generation=placement.generation,
-            slot_to_expert=held,
-            tokens=np.zeros(held.shape, dtype=np.int64),
+            slot_to_expert=placement.slot_to_expert[:, self._slots],
         )
         cut, faults = self._counter.cut(), self.faults.cut()
         # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
-        self._on_the_way.append((sample, cut, faults, self._last_strays))
+        self._on_the_way.append((make_sample, cut, faults, self._last_strays))
         self._first_unsampled, self._phase = step, None
         self.num_cut += 1
 
@@ -93,15 +96,13 @@ class Sampler:
                 since the previous sample are wrong. Or ranks decided different pulls.
         """
         while self._on_the_way and (wait or self._on_the_way[0][-1].is_ready()):
-            sample, cut, faults, strays = self._on_the_way.popleft()
-            self._refuse_strays(int(strays.tokens()[0]), sample)
+            make_sample, cut, faults, strays = self._on_the_way.popleft()
+            sample = make_sample(tokens=cut.tokens())
+            if num_strays := int(strays.tokens()[0]):
+                raise RankError(
+                    f"rank {self._label.rank}: {num_strays} expert ids of steps "
+                    f"{sample.first_step} to {sample.last_step} are too high, expected them below "
+                    "the number of experts: their tokens were dropped"
+                )
             self.faults.read(faults)
-            self._sink.offer(replace(sample, tokens=cut.tokens()))
-
-    def _refuse_strays(self, found: int, sample: LoadSample) -> None:
-        if found:
-            raise RankError(
-                f"rank {self._label.rank}: {found} expert ids of steps {sample.first_step} to "
-                f"{sample.last_step} are too high, expected them below the number of experts: "
-                "their tokens were dropped"
-            )
+            self._sink.offer(sample)

@@ -27,7 +27,10 @@ from rebalance.protocol.ballot import NO_PLAN
 from rebalance.stage.mover import Mover
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
-from telemetry.store import Control, Details, LoadStore, Outcome, RankState
+from telemetry.state.events import Outcome
+from telemetry.state.live import Control
+from telemetry.state.runs import Details, RankState
+from telemetry.state.store import StateStore
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
 SOON_S = 0.005  # how soon to look again at a plan that could not be adopted yet
@@ -39,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class SampleSink(Protocol):
-    """Takes samples off the step path (telemetry.reporter.reporter.Reporter)."""
+    """Takes samples off the step path (telemetry.load.reporter.Reporter)."""
 
     def offer(self, sample: LoadSample) -> bool:
         """Accept a sample; never blocks, never raises. False if one was dropped for it."""
@@ -76,7 +79,7 @@ class Watcher:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         agent: WatchedAgent,
         mover: Mover,
         shared: SharedPhase,

@@ -32,7 +32,7 @@ from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import Phase, RankPhase
 from rebalance.types import Outcome, PendingVote, VoteGroup
 from runtime.group.listeners import gloo_listeners_closed
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
 REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its report
@@ -68,7 +68,7 @@ class Deadlines:
     group_s: float = 20.0  # for the new group, and for its vote
 
 
-def membership_of_start(store: LoadStore) -> int:
+def membership_of_start(store: StateStore) -> int:
     """Number of the group of all ranks that starts now: greater than any before."""
     latest = store.recovery()
     return 0 if latest is None else latest.membership + 1
@@ -76,7 +76,7 @@ def membership_of_start(store: LoadStore) -> int:
 
 def recover(
     survivor: Survivor,
-    store: LoadStore,
+    store: StateStore,
     *,
     num_ranks: int,
     deadlines: Deadlines | None = None,
@@ -129,7 +129,11 @@ def recover(
 
 
 def _agree(
-    survivor: Survivor, store: LoadStore, report: SurvivorReport, num_ranks: int, deadline: Deadline
+    survivor: Survivor,
+    store: StateStore,
+    report: SurvivorReport,
+    num_ranks: int,
+    deadline: Deadline,
 ) -> Recovery:
     """Return another survivor's record, or write one once all live ranks have reported."""
     overtaken_by: int | None = None
@@ -158,7 +162,9 @@ def _agree(
         store.wait(version, min(deadline.left_s, RETRY_S))
 
 
-def _written_end(survivor: Survivor, store: LoadStore, report: SurvivorReport) -> WrittenEnd | None:
+def _written_end(
+    survivor: Survivor, store: StateStore, report: SurvivorReport
+) -> WrittenEnd | None:
     """The end of this rank's migration in the store, if a dead rank has written it."""
     committed = store.committed()
     if committed is None or committed.plan_id != report.plan_id or report.plan_id == NO_PLAN:
@@ -179,7 +185,7 @@ def _own_run(record: Recovery, report: SurvivorReport) -> Recovery:
 
 
 def _await_commit(
-    store: LoadStore, survivor: Survivor, record: Recovery, retries: _Retries
+    store: StateStore, survivor: Survivor, record: Recovery, retries: _Retries
 ) -> None:
     """Wait until the store names what the survivors hold. Their commit writers write it."""
     mine = survivor.placement

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration
-from telemetry.store import Details, Outcome
+from telemetry.state.events import Outcome
+from telemetry.state.runs import Details
 
 
 class Orders(Protocol):

@@ -28,7 +28,7 @@ from simulations.course import Course, Terms, as_served
 from simulations.shadow.accounts import Account
 from simulations.shadow.fitting import Fit
 from simulations.shadow.windows import Observed, Skips
-from telemetry.drift.detector import LOOK_BACK
+from telemetry.load.drift import LOOK_BACK
 
 EnginePlans = Literal["auto", "maps", "deepseek", "none"]
 

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import EplbError, StoreError
-from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from eplb.migration.spares import compact, without_spares
 from simulations.shadow.windows import Observed, Skips, System
 from telemetry import file_of, open_store
 from telemetry.formats.types import Layers, ReadOptions, resolve
-from telemetry.store import RunInfo
-from telemetry.windows.folder import Window, WindowFolder
-from telemetry.windows.run_windows import folder_of
+from telemetry.load.folder import Window
+from telemetry.load.reader import RunReader, model_and_topology
 
 PATIENCE = 2  # later complete windows, after which an incomplete one is given up
 BATCH_WINDOWS = 64  # whose samples are read at a time, if ranks write one for each
@@ -39,8 +37,8 @@ class StoreSource:
         if path is not None and not path.is_file():
             raise StoreError(f"there is no store at {path}, expected the file of a deployment")
         self._store = open_store(url, options.deployment)
-        self._info: RunInfo | None = None
-        self._cursor = self._next = self._spares = 0
+        self._reader: RunReader | None = None
+        self._next = self._spares = 0
         self._maps: dict[int, Placement | None] = {}
 
     def close(self) -> None:
@@ -52,8 +50,7 @@ class StoreSource:
         info = self._store.current_run()
         if info is None:
             return None
-        topology = topology_from_dict(dict(info.topology))
-        model = model_from_dict(dict(info.model))
+        model, topology = model_and_topology(info)
         committed = self._store.committed()
         if committed is not None and committed.placement.num_slots == topology.num_slots:
             self._spares = _spares(committed.placement, topology)
@@ -62,18 +59,15 @@ class StoreSource:
 
     def poll(self, *, is_last: bool) -> Iterator[Observed]:
         """Give the windows that are complete now."""
-        folder = self._follow()
-        if folder is None or self._info is None:
+        reader = self._follow()
+        if reader is None:
             return
-        limit = BATCH_WINDOWS * folder.num_ranks
-        while arrived := self._store.samples(self._info.run, after=self._cursor, limit=limit):
-            folder.add_all([sample for _, sample in arrived])
-            self._cursor = arrived[-1][0]
-            yield from self._complete(folder, is_last=False)
-        yield from self._complete(folder, is_last=is_last)
+        for _ in reader.read(BATCH_WINDOWS * reader.topology.num_ranks):
+            yield from self._complete(reader, is_last=False)
+        yield from self._complete(reader, is_last=is_last)
 
-    def _complete(self, folder: WindowFolder, *, is_last: bool) -> Iterator[Observed]:
-        windows = [one for one in folder.windows() if one.index >= self._next]
+    def _complete(self, reader: RunReader, *, is_last: bool) -> Iterator[Observed]:
+        windows = [window for window in reader.folder.windows() if window.index >= self._next]
         for place, window in enumerate(windows):
             later = sum(one.is_complete for one in windows[place + 1 :])
             if not window.is_complete and later < PATIENCE and not is_last:
@@ -90,18 +84,16 @@ class StoreSource:
                 why = f"no samples of every step from ranks {missing}"
                 self.skips.add(f"window {window.index}", "an incomplete window", why)
 
-    def _follow(self) -> WindowFolder | None:
+    def _follow(self) -> RunReader | None:
         """Begin anew where the engine was started again."""
         info = self._store.current_run()
-        if info is not None and (self._info is None or info.run != self._info.run):
-            if self._info is not None:
+        if info is not None and (self._reader is None or info.run != self._reader.run.run):
+            if self._reader is not None:
                 self.notes["the engine was started again; later windows are of its new run"] = None
-            self._info, self._cursor, self._next = info, 0, 0
-            self._topology = topology_from_dict(dict(info.topology))
-            model = model_from_dict(dict(info.model))
-            self._folder = folder_of(info, model, self._topology)
-            self._stored = Layers(tuple(model.layer_ids), "model")
-        return None if self._info is None else self._folder
+            self._reader, self._next = RunReader(self._store, info), 0
+            self._topology = self._reader.topology
+            self._stored = Layers(tuple(self._reader.model.layer_ids), "model")
+        return self._reader
 
     def _observed(self, window: Window) -> Observed:
         rows, layers, notes = resolve(self._stored, self._options)

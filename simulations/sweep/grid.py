@@ -22,7 +22,7 @@ from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 
 # What a replay runs: the planner, the simulator and the cut at sudden changes of load.
-SOURCES = ("eplb", "simulations", "telemetry/drift")
+SOURCES = ("eplb", "simulations", "telemetry/load/drift.py", "telemetry/load/chance.py")
 LIBRARIES = ("numpy", "scipy", "numba", "ortools")  # generators, sums and solvers differ by version
 
 
@@ -99,5 +99,6 @@ def software() -> str:
 
 
 def _files(root: Path) -> Iterable[Path]:
-    for folder in SOURCES:
-        yield from sorted((root / folder).rglob("*.py"))
+    for source in SOURCES:
+        path = root / source
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]

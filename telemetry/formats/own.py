@@ -25,7 +25,6 @@ from safetensors.numpy import load, save
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.errors import HistoryError, PlacementError, StoreError
-from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from telemetry import file_of, open_store
 from telemetry.formats.arrays import loaded
 from telemetry.formats.bounded import (
@@ -38,9 +37,9 @@ from telemetry.formats.bounded import (
     whole_number,
 )
 from telemetry.formats.types import Axis, Layers, LoadFile, PlacementFile, ReadOptions, resolve
-from telemetry.store import LoadStore
-from telemetry.windows.folder import history
-from telemetry.windows.run_windows import folder_of
+from telemetry.load.folder import history
+from telemetry.load.reader import RunReader
+from telemetry.state.store import StateStore
 
 PLACEMENT, TRACE = "eplb-placement/1", "eplb-trace/1"
 COUNTS_FILE, MANIFEST = "counts.safetensors", "manifest.json"
@@ -179,18 +178,15 @@ def read_store(url: str, options: ReadOptions) -> LoadFile:
         return load_of_store(store, options)
 
 
-def load_of_store(store: LoadStore, options: ReadOptions) -> LoadFile:
+def load_of_store(store: StateStore, options: ReadOptions) -> LoadFile:
     """As ``read_store``, of a store that is open."""
     info = store.current_run()
     if info is None:
         raise StoreError(f"deployment {options.deployment!r} has no run, expected one")
-    model, topology = model_from_dict(dict(info.model)), topology_from_dict(dict(info.topology))
-    folder = folder_of(info, model, topology, keep=options.max_windows)
-    cursor = 0
-    while arrived := store.samples(info.run, after=cursor):
-        folder.add_all([sample for _, sample in arrived])
-        cursor = arrived[-1][0]
-    windows = folder.windows()
+    reader = RunReader(store, info, keep=options.max_windows)
+    for _ in reader.read():
+        pass  # the latest windows are what is exported
+    model, topology, windows = reader.model, reader.topology, reader.folder.windows()
     complete = history(windows, last=options.max_windows)
     if complete is None:
         raise HistoryError(f"none of {len(windows)} windows is complete, expected one")

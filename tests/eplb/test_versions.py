@@ -14,7 +14,6 @@ from eplb.versions import (
     announcement_from_dict,
     announcement_to_dict,
     refusal,
-    unannounced,
 )
 
 
@@ -65,11 +64,6 @@ def test_refusal_names_both_versions_and_the_one_expected(
     assert f"of eplb {joining.software} (protocol {joining.protocol}) cannot join: found" in said
     assert f"of eplb {present.software} (protocol {present.protocol}), expected" in said
     assert expected in said
-
-
-def test_program_that_announces_nothing_is_of_protocol_1() -> None:
-    assert unannounced(RANKS, "a").protocol == 1
-    assert refusal(Announcement(CONTROLLER, "c"), unannounced(RANKS, "a")) == ""
 
 
 def test_announcement_is_of_this_release_and_read_back() -> None:

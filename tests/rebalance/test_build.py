@@ -44,11 +44,12 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.launch import launch
 from telemetry import open_store
-from telemetry.reporter.drain import Tempo
-from telemetry.store import RunInfo
-from telemetry.stores.memory import MemoryStore
+from telemetry.load.reporter import Tempo
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 from tests.support.models.engine_rank import EngineSetup, serve
+from tests.support.stores import MemoryStore
 
 SECRET = bytes(range(16))
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
@@ -223,7 +224,7 @@ def test_addresses_of_another_number_of_ranks_are_refused() -> None:
 def refusal(
     model: ModelShape,
     experts: ExpertSchema | ExpertBank,
-    store: MemoryStore,
+    store: StateStore,
 ) -> str:
     """Why the one rank of a group cannot be built."""
     group = dist.group.WORLD

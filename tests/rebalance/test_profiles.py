@@ -11,8 +11,8 @@ import pytest
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from telemetry.store import Control, LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
+from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import (
     SETTINGS,
     SKEWED,
@@ -21,6 +21,7 @@ from tests.support.controlled_deployment import (
     decisions,
     events,
 )
+from tests.support.stores import MemoryStore
 
 # Prefill: 4 experts on 2 ranks of 3 slots. Decode: the same experts on 4 ranks of 2 slots.
 PREFILL = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -32,13 +33,13 @@ STARTS = {
 # Each hot expert of decode is cold in prefill.
 HOT_IN_DECODE = [5_000, 5_000, 10_000, 80_000]
 
-OpenStore = Callable[[str], LoadStore]
+OpenStore = Callable[[str], StateStore]
 
 
 class Profile:
     """A deployment with its ranks, and a controller of its own."""
 
-    def __init__(self, name: str, store: LoadStore, clock: Clock) -> None:
+    def __init__(self, name: str, store: StateStore, clock: Clock) -> None:
         topology, start = STARTS[name]
         self.store = store
         store.commit(start, expected=None, reason="start")

@@ -25,8 +25,9 @@ from simulations.shadow.store_source import StoreSource
 from simulations.shadow.windows import Observed, Source, SourceOptions
 from simulations.workloads import Workload, generate
 from telemetry.formats.types import ReadOptions
-from telemetry.store import RunInfo
-from telemetry.stores.sqlite.store import SqliteStore
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from tests.support.stores import sqlite_store
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 MAP, PHYSICAL = seeds.MAP.tolist(), seeds.PHYSICAL.tolist()
@@ -198,15 +199,15 @@ STORED = np.array([[0, 1, 0, EMPTY, 2, 3, EMPTY, 2]], dtype=np.int32)  # a spare
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> SqliteStore:
+def store(tmp_path: Path) -> StateStore:
     """A run of one layer, with a spare slot on each of two ranks, in windows of ten steps."""
-    found = SqliteStore(tmp_path / "demo.sqlite", "demo")
+    found = sqlite_store(tmp_path / "demo.sqlite", "demo")
     model = ModelShape((3,), 4, 1, 8, 8, expert_bytes=100)
     found.begin_run(RunInfo("run", 0.0, model_to_dict(model), topology_to_dict(SPARE), 10))
     return found
 
 
-def samples(store: SqliteStore, window: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+def samples(store: StateStore, window: int, ranks: tuple[int, ...] = (0, 1)) -> None:
     counted = np.array([[40, 10, 0, 0, 20, 30, 0, 0]])
     for rank in ranks:
         here = SPARE.slots_on(rank)
@@ -216,7 +217,7 @@ def samples(store: SqliteStore, window: int, ranks: tuple[int, ...] = (0, 1)) ->
 
 
 def test_store_gives_complete_windows_with_maps_without_spares(
-    tmp_path: Path, store: SqliteStore
+    tmp_path: Path, store: StateStore
 ) -> None:
     store.commit(Placement(STORED, 4, 1), expected=None, reason="start")
     for window in (0, 1, 4):
@@ -242,7 +243,7 @@ def test_store_gives_complete_windows_with_maps_without_spares(
 
 
 def test_store_without_maps_is_told_and_the_engine_is_replayed(
-    tmp_path: Path, store: SqliteStore
+    tmp_path: Path, store: StateStore
 ) -> None:
     for window in range(3):
         samples(store, window)
@@ -261,7 +262,7 @@ def test_store_without_maps_is_told_and_the_engine_is_replayed(
     assert "the source has no maps: the engine begins with experts in order" in found["sentences"]
 
 
-def test_window_still_open_is_waited_for_and_given_once(tmp_path: Path, store: SqliteStore) -> None:
+def test_window_still_open_is_waited_for_and_given_once(tmp_path: Path, store: StateStore) -> None:
     samples(store, 0, ranks=(0,))
     source = StoreSource(str(tmp_path / "demo.sqlite"), ReadOptions())
 

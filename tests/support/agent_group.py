@@ -33,10 +33,11 @@ from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
-from telemetry.store import RankState
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.runs import RankState
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 from tests.support.simulated_time import SkippingClock
+from tests.support.stores import MemoryStore
 
 FAR_OFF = {  # deadlines that no agent reaches, however busy the machine is
     "vote_deadline_s": NEVER_S,
@@ -66,7 +67,7 @@ class StepClock:
 class Sink:
     """Keeps the samples that an agent offers, and reports to the store."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: StateStore) -> None:
         self.samples: list[LoadSample] = []
         self._store = store
 

@@ -17,7 +17,11 @@ from eplb.core.topology import Topology
 from eplb.migration.build import Migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
-from telemetry.store import Control, Event, LoadStore, RunInfo, Task
+from telemetry.state.events import Event
+from telemetry.state.live import Control
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import Task
 from tests.support.rank_reports import rank_report
 
 # One layer of four experts over two ranks of three slots: one spare slot each.
@@ -43,7 +47,7 @@ class Deployment:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         run: str = "run-1",
         window_seconds: float = 0.0,
         topology: Topology = TOPOLOGY,
@@ -141,7 +145,7 @@ class Deployment:
 
 
 @contextmanager
-def planned_by_request(store: LoadStore) -> Iterator[Deployment]:
+def planned_by_request(store: StateStore) -> Iterator[Deployment]:
     """Give ranks that served skewed load, with a controller at work that plans when it is asked.
 
     Movement is off, so that it publishes no plan of its own.
@@ -162,11 +166,11 @@ def planned_by_request(store: LoadStore) -> Iterator[Deployment]:
         thread.join()
 
 
-def events(store: LoadStore, kind: str) -> list[Event]:
+def events(store: StateStore, kind: str) -> list[Event]:
     return [event for event in store.events() if event.kind == kind]
 
 
-def decisions(store: LoadStore) -> list[str]:
+def decisions(store: StateStore) -> list[str]:
     return [event.detail["decision"] for event in events(store, "plan")]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry import open_store
-from telemetry.store import LoadStore
-from telemetry.stores.holder import new_holder
+from telemetry.state.holder import new_holder
+from telemetry.state.store import StateStore
 from tests.support.processes import ForkedProcess
 
 
@@ -31,7 +31,7 @@ def begin(crew: list[ForkedProcess]) -> dict[str, ForkedProcess]:
     return {controller.receive(): controller for controller in crew}
 
 
-def wait_for(store: LoadStore, look: Callable[[], Any]) -> Any:
+def wait_for(store: StateStore, look: Callable[[], Any]) -> Any:
     """Look at the store with each of its changes, until something is found."""
     version = -1
     while not (found := look()):

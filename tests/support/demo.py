@@ -19,7 +19,8 @@ import httpx
 import pytest
 
 from telemetry import open_store
-from telemetry.store import Event, LoadStore
+from telemetry.state.events import Event
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 
 C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
@@ -52,12 +53,12 @@ SMALL_DEMO = {
 }
 
 
-def events_of(store: LoadStore, kind: str, *, after: int = 0) -> list[Event]:
+def events_of(store: StateStore, kind: str, *, after: int = 0) -> list[Event]:
     """All events of a kind, in order."""
     return [event for event in store.events(after=after, limit=1_000_000) if event.kind == kind]
 
 
-def deaths_in(store: LoadStore) -> list[str]:
+def deaths_in(store: StateStore) -> list[str]:
     """What was noted of each process that was killed.
 
     Other notes do not count: a rank that a busy machine leaves behind is noted too.
@@ -150,7 +151,7 @@ class DemoProcess:
         assert found(), f"no {words!r} before its end; {self.output_text()}"
         return found()[0]
 
-    def sees(self, what: str, look: Callable[[LoadStore], Any]) -> Any:
+    def sees(self, what: str, look: Callable[[StateStore], Any]) -> Any:
         """Wait until it serves and ``look`` finds something in the store; return that."""
         self.wait_for_line(" ranks, ")
         version = -1

@@ -1,6 +1,6 @@
 """The pages of the project: their blocks of code, and the sections that are written from the code.
 
-    python tests/support/documents.py    # write the generated sections again
+    python -m tests.support.documents    # write the generated sections again
 
 A generated section lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """

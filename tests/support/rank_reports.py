@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from telemetry.store import RankState
+from telemetry.state.runs import RankState
 
 _TYPED = {field.name for field in fields(RankState)}
 

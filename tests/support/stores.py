@@ -9,24 +9,60 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
-from telemetry.store import LoadStore
-from telemetry.stores.memory import MemoryStore
-from telemetry.stores.redis.connection.address import Limits, RedisAddress
-from telemetry.stores.redis.store import RedisStore
-from telemetry.stores.sqlite.store import SqliteStore
+from telemetry.state.memory import MemoryBackend
+from telemetry.state.redis import RedisBackend
+from telemetry.state.redis_address import Limits, RedisAddress
+from telemetry.state.sqlite import SqliteBackend
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 
 # A busy server is waited for; what happens when one is not waited for has tests of its own.
 PATIENT = Limits(
     connect_timeout_s=NEVER_S, timeout_s=NEVER_S, deadline_s=NEVER_S, breaker_failures=1_000_000
 )
+
+
+class MemoryStore(StateStore):
+    """A store in memory, with the clocks of a test; ``clock`` alone is the monotonic one too."""
+
+    def __init__(
+        self, deployment: str, *, clock: Clock | None = None, monotonic: Clock | None = None
+    ) -> None:
+        self.backend = MemoryBackend(deployment, clock=clock)
+        super().__init__(self.backend, monotonic=monotonic or clock)
+
+
+def sqlite_store(
+    path: str | Path,
+    deployment: str,
+    *,
+    busy_timeout_s: float = 10.0,
+    clock: Clock | None = None,
+    monotonic: Clock | None = None,
+) -> StateStore:
+    """Open a store in a file, with the clocks of a test."""
+    backend = SqliteBackend(path, deployment, busy_timeout_s=busy_timeout_s, clock=clock)
+    return StateStore(backend, monotonic=monotonic or clock)
+
+
+def redis_store(
+    url: str | RedisAddress,
+    deployment: str,
+    *,
+    clock: Clock | None = None,
+    monotonic: Clock | None = None,
+) -> StateStore:
+    """Open a store on a server, with the clocks of a test."""
+    return StateStore(RedisBackend(url, deployment, clock=clock), monotonic=monotonic or clock)
 
 
 def make_sample(rank: int, sequence: int, /, **changes: Any) -> LoadSample:
@@ -52,12 +88,12 @@ def make_placement(generation: int, held: list[int] | None = None) -> Placement:
     return Placement(np.array([held or [0, 1, 0, 2]]), num_experts=3, generation=generation)
 
 
-def sequences(store: LoadStore, run: str = "run-1") -> list[int]:
+def sequences(store: StateStore, run: str = "run-1") -> list[int]:
     """Sequences of all samples of a run, in order of arrival."""
     return [sample.sequence for _, sample in store.samples(run, limit=1_000_000)]
 
 
-def kinds(store: LoadStore) -> list[str]:
+def kinds(store: StateStore) -> list[str]:
     """Kinds of all events, oldest first."""
     return [event.kind for event in store.events(limit=1_000_000)]
 
@@ -78,12 +114,12 @@ class StoreClock:
         return self.passed
 
 
-OpenStore = Callable[[str], LoadStore]  # of a deployment; the same again sees the same store
+OpenStore = Callable[[str], StateStore]  # of a deployment; the same again sees the same store
 Place = Callable[[pytest.FixtureRequest, StoreClock], OpenStore]
 
 
 def _in_memory(_: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
-    opened: dict[str, LoadStore] = {}
+    opened: dict[str, StateStore] = {}
     return lambda deployment: opened.setdefault(
         deployment, MemoryStore(deployment, clock=clock, monotonic=clock.monotonic)
     )
@@ -91,7 +127,7 @@ def _in_memory(_: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
 
 def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
     path = request.getfixturevalue("tmp_path") / "store.sqlite"
-    return lambda deployment: SqliteStore(
+    return lambda deployment: sqlite_store(
         path, deployment, busy_timeout_s=NEVER_S, clock=clock, monotonic=clock.monotonic
     )
 
@@ -106,7 +142,7 @@ def own_address(address: RedisAddress) -> RedisAddress:
 
 def _on_server(address: RedisAddress, clock: StoreClock) -> OpenStore:
     own = own_address(address)
-    return lambda deployment: RedisStore(own, deployment, clock=clock, monotonic=clock.monotonic)
+    return lambda deployment: redis_store(own, deployment, clock=clock, monotonic=clock.monotonic)
 
 
 def _in_redis(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
@@ -140,9 +176,9 @@ def store_clock() -> StoreClock:
 )
 def open_stores(request: pytest.FixtureRequest, store_clock: StoreClock) -> Iterator[OpenStore]:
     """Open stores of one place: ``open_stores(deployment)``, again for another look at the same."""
-    place, opened = STORE_KINDS[request.param](request, store_clock), list[LoadStore]()
+    place, opened = STORE_KINDS[request.param](request, store_clock), list[StateStore]()
 
-    def open_one(deployment: str) -> LoadStore:
+    def open_one(deployment: str) -> StateStore:
         opened.append(place(deployment))
         return opened[-1]
 
@@ -152,13 +188,13 @@ def open_stores(request: pytest.FixtureRequest, store_clock: StoreClock) -> Iter
 
 
 @pytest.fixture
-def any_store(open_stores: OpenStore) -> LoadStore:
+def any_store(open_stores: OpenStore) -> StateStore:
     """A new store of each kind, of the deployment "demo"."""
     return open_stores("demo")
 
 
 @pytest.fixture
-def store(store_clock: StoreClock) -> Iterator[MemoryStore]:
+def store(store_clock: StoreClock) -> Iterator[StateStore]:
     """A new store in memory, of the deployment "demo"."""
     opened = MemoryStore("demo", clock=store_clock, monotonic=store_clock.monotonic)
     yield opened

@@ -10,7 +10,8 @@ import numpy as np
 from eplb import LoadSample, ModelShape, Placement, Topology
 from eplb.core.load import Phase
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.store import LoadStore, RunInfo
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -20,7 +21,7 @@ UNEVEN = ([60, 20], [20, 0])  # tokens in the slots of each rank: imbalance 1.6
 
 
 def begin_run(
-    store: LoadStore,
+    store: StateStore,
     run: str = "a",
     at: float = 0.0,
     *,
@@ -54,7 +55,7 @@ def sample(
 
 
 def serve(
-    store: LoadStore, window: int = 0, received: Sequence[Any] = UNEVEN, **others: Any
+    store: StateStore, window: int = 0, received: Sequence[Any] = UNEVEN, **others: Any
 ) -> None:
     """Have every rank report a window."""
     for rank, tokens in enumerate(received):

@@ -29,8 +29,8 @@ from runtime.group.rendezvous import reach
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.passes import PassCounter
 from telemetry import open_store
-from telemetry.reporter.reporter import Reporter
-from telemetry.store import LoadStore
+from telemetry.load.reporter import Reporter
+from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Rank:
         return self.parts.reporter
 
     @property
-    def store(self) -> LoadStore:
+    def store(self) -> StateStore:
         """The store of the deployment."""
         return self.parts.store
 
@@ -85,7 +85,7 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
         MigrationError: ranks hold different bytes of one expert.
     """
     device, topology, config = device_of(plan, rank), plan.topology, plan.rank_config
-    store = open_store(plan.store, DEPLOYMENT, sample_version=plan.reporting.sample_version)
+    store = open_store(plan.store, DEPLOYMENT)
     rendezvous = reach_rendezvous(plan)
     groups = join_ranks(config.network, rendezvous, rank, topology.num_ranks, device.device)
     host_cache = plan.host_caches[int(topology.host_of_rank[rank])]

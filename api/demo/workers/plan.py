@@ -18,7 +18,7 @@ from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.protocol.journal import JOURNAL_FOLDER
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
-from telemetry.stores.redis.connection.address import without_password
+from telemetry.state.store import without_password
 
 SEQUENCE_LENGTH = 64  # tokens of one sequence of text
 

@@ -27,8 +27,8 @@ from eplb.clock import Clock
 from eplb.errors import CheckpointError, ConfigError, EplbError
 from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.build.places import holder_of
-from telemetry.joining import check_versions, serving
-from telemetry.store import LoadStore
+from telemetry.state.joining import check_versions, serving
+from telemetry.state.store import StateStore
 
 
 def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> Iterator[Finding]:
@@ -153,7 +153,7 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
         return
     with closing(opened) as store:
         try:
-            versions = check_versions_here(store, clock())
+            versions = check_versions_here(store, clock)
             if not versions.is_ok:  # nothing else of the store can be relied on
                 yield versions
                 return
@@ -173,19 +173,20 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     yield versions
 
 
-def check_versions_here(store: LoadStore, now: float) -> Finding:
+def check_versions_here(store: StateStore, clock: Clock) -> Finding:
     """Compare this release with the processes of the deployment that serve."""
-    own, found = Announcement(RANKS, ""), list(serving(store, now))
+    own = Announcement(RANKS, "")
     try:
-        for component in (CONTROLLER, RANKS):
-            check_versions(store, Announcement(component, ""), now)
+        # A controller meets all that serves, so that one wait is enough.
+        check_versions(store, Announcement(CONTROLLER, ""), clock=clock)
+        check_versions(store, own, wait_s=0.0, clock=clock)
     except ConfigError as exc:
         return as_finding("versions", exc)
-    shown = "".join(f", {one.component} of {one.version} serve" for one in found)
+    shown = "".join(f", {one.component} of {one.version} serve" for one in serving(store, clock()))
     return Finding("versions", f"this is {own.version}{shown or ', nothing serves'}")
 
 
-def _check_same(store: LoadStore, deployment: Deployment) -> Iterator[Finding]:
+def _check_same(store: StateStore, deployment: Deployment) -> Iterator[Finding]:
     try:
         check_same_checkpoint(store, deployment.checkpoint)
     except CheckpointError as exc:

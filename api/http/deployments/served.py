@@ -19,7 +19,7 @@ from api.http.routes.simulations.runs import Simulations
 from api.http.service import AdminService
 from eplb.clock import Deadline
 from eplb.errors import EplbError
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 MOST = 64  # each takes a thread and some megabytes
 LOOK_S = 5.0  # after which the store is looked at for deployments that are new in it
@@ -47,7 +47,7 @@ class Others:
     """Deployments that are shown beside the service's own."""
 
     names: Callable[[], Sequence[str]]  # raises EplbError where the store cannot be read
-    open_store: Callable[[str], LoadStore]  # of a name; raises EplbError
+    open_store: Callable[[str], StateStore]  # of a name; raises EplbError
 
 
 class Deployments:
@@ -64,7 +64,7 @@ class Deployments:
         self,
         own: Served,
         others: Others | None,
-        serve: Callable[[LoadStore], Served],
+        serve: Callable[[StateStore], Served],
         *,
         is_watching: bool,
     ) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import EplbError
-from telemetry.retention.load_range import LoadRow
+from telemetry.load.load_range import LoadRow
 
 Format = Literal["json", "npy", "csv"]
 Of = Literal["tokens", "rank_load", "windows"]

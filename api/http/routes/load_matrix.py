@@ -23,7 +23,7 @@ from api.http.routes.load_files import (
 from api.http.routes.request_parts import service_of
 from api.http.schemas import Answer
 from eplb.core.load import Phase
-from telemetry.retention.load_range import load_rows
+from telemetry.load.load_range import load_rows
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

@@ -22,8 +22,8 @@ from eplb.errors import StaleRevision
 from eplb.fitting.cordons import FittingCordons
 from eplb.fitting.pins import Pins, fitting_pins
 from rebalance.controller.plans.planner_request import PlannerRequest, read_pins, written_pins
-from telemetry.live import LiveState
-from telemetry.store import LoadStore
+from telemetry.state.live import LiveState
+from telemetry.state.store import StateStore
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -128,7 +128,7 @@ def add_pin_routes(watch: APIRouter, act: APIRouter) -> None:
     )(delete_pins)
 
 
-def _changed(request: Request, store: LoadStore, pins: str | None, reason: str) -> LiveState:
+def _changed(request: Request, store: StateStore, pins: str | None, reason: str) -> LiveState:
     expected = revision_of(request)
     try:
         return store.change_live({"pins": pins}, expected=expected, reason=reason)
@@ -136,7 +136,7 @@ def _changed(request: Request, store: LoadStore, pins: str | None, reason: str) 
         raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
 
 
-def _answered(store: LoadStore, state: LiveState, response: Response) -> PinsAnswer:
+def _answered(store: StateStore, state: LiveState, response: Response) -> PinsAnswer:
     pins, change = read_pins(state.effective.pins or ""), state.changes.get("pins")
     response.headers["ETag"] = f'"{state.revision}"'
     return PinsAnswer(
@@ -152,7 +152,7 @@ def _answered(store: LoadStore, state: LiveState, response: Response) -> PinsAns
     )
 
 
-def _unmet(store: LoadStore, state: LiveState, pins: Pins) -> list[str]:
+def _unmet(store: StateStore, state: LiveState, pins: Pins) -> list[str]:
     """Why the current run cannot meet pins, as the planner will find it."""
     if not pins:
         return []

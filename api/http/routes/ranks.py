@@ -25,8 +25,8 @@ from eplb.fitting.cordons import (
     uncovered_experts,
 )
 from rebalance.controller.plans.planner_request import read_cordons, written_cordons
-from telemetry.live import LiveState
-from telemetry.store import LoadStore
+from telemetry.state.live import LiveState
+from telemetry.state.store import StateStore
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -205,7 +205,7 @@ def _change(
 
 
 def _refuse_if_impossible(
-    store: LoadStore, rank: int, cordon: Cordon | None, cordons: dict[int, Cordon]
+    store: StateStore, rank: int, cordon: Cordon | None, cordons: dict[int, Cordon]
 ) -> None:
     model, topology = shape_of_run(store)
     # A cordon may outlive its rank: it can be removed all the same.
@@ -223,7 +223,7 @@ def _refuse_if_impossible(
         raise Refused(ProblemType.IMPOSSIBLE_CORDON, found.unmet[-1])
 
 
-def _answered(store: LoadStore, state: LiveState, response: Response) -> RanksAnswer:
+def _answered(store: StateStore, state: LiveState, response: Response) -> RanksAnswer:
     model, topology = shape_of_run(store)
     cordons, change = read_cordons(state.effective.cordons or ""), state.changes.get("cordons")
     committed = store.committed()

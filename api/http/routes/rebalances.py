@@ -21,7 +21,7 @@ from api.http.requests import (
 from api.http.routes.request_parts import actor_of, header_document, service_of
 from api.http.schemas import ProposalAnswer, ProposalLine, ProposalsPage, TaskAnswer
 from api.http.service import ANY
-from telemetry.proposals import ProposalState
+from telemetry.state.proposals import ProposalState
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

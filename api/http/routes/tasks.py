@@ -11,7 +11,7 @@ from api.http.problems import ProblemType, documented
 from api.http.requests import MAX_ID, ReasonRequest
 from api.http.routes.request_parts import service_of
 from api.http.schemas import TaskAnswer, TasksPage
-from telemetry.store import TaskState
+from telemetry.state.tasks import TaskState
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

@@ -15,7 +15,7 @@ from eplb.decision.pace import PaceChange, PaceVerdict, StepTimes, next_part, pa
 from eplb.migration.build import Pace
 from rebalance.controller.open_migration import NOT_FINISHED
 from rebalance.controller.settings import ControllerSettings
-from telemetry.events import (
+from telemetry.state.events import (
     JUDGED_PACE,
     OUTCOME_OF_EVENT,
     PlanEnd,
@@ -24,7 +24,7 @@ from telemetry.events import (
     plan_end,
     plan_offer,
 )
-from telemetry.store import LoadStore, events_backwards
+from telemetry.state.store import StateStore
 
 _KINDS = {JUDGED_PACE, "publish", *OUTCOME_OF_EVENT}
 
@@ -49,7 +49,7 @@ class Last(NamedTuple):
 class Pacing:
     """Judges the latest migration once, when the next one is decided."""
 
-    def __init__(self, store: LoadStore) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
 
     def next(self, run: str, num_layers: int, settings: ControllerSettings) -> NextPace:
@@ -88,10 +88,10 @@ class Pacing:
         return change
 
 
-def _last(store: LoadStore) -> Last:
+def _last(store: StateStore) -> Last:
     """Read back to the latest judgement."""
     offer, ends = None, dict[int, PlanEnd]()
-    for event in events_backwards(store, _KINDS):
+    for event in store.events_backwards(_KINDS):
         change = pace_change(event)
         if change is not None:
             return Last(offer, ends.get(offer.plan_id) if offer else None, change)

@@ -1,4 +1,4 @@
-"""What the controller asks of the planner: objective, rule, constraints, speeds and a forecast.
+"""What the controller asks of the planner: objective, rule, constraints and speeds.
 
 All are settings of the deployment. What was asked is recorded with each plan.
 """
@@ -18,7 +18,6 @@ from eplb.core.constraints import Constraints, Which, room_of
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.problem import AskedObjective
-from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
 from eplb.decision.gate import GROUPED_GEMM_H200, CostModel, Curve
 from eplb.decision.redundancy import slots_per_layer
@@ -27,9 +26,7 @@ from eplb.errors import ConfigError
 from eplb.fitting.cordons import Cordon, Cordons, FittingCordons, fitting_cordons
 from eplb.fitting.coverage import Coverage, coverage_of
 from eplb.fitting.pins import Pins, fitting_pins
-from telemetry.forecast.forecasters import Ewma
 
-HALF_LIFE = 4.0  # windows, of the forecast
 SHOWN = 32  # uncovered experts, and pins, that an event lists
 MOST_SLOTS = 2**31
 _PIN = re.compile(
@@ -55,7 +52,6 @@ class PlannerRequest:
     redundancy: str = ""  # "layer:slots, ..."; redundant slots of a layer; the others use all
     pins: str = ""  # "layer/expert:rank+rank, ..."; ranks that must hold an expert; *: each layer
     cordons: str = ""  # "rank:cordon, rank:drain"; ranks that take nothing new, or hold nothing
-    forecast_weight: float = 0.0  # of the forecast beside the past windows; 0: no forecast
     # Of decode, where ranks serve both phases: its part of the windows. 0: phases are summed.
     decode_weight: float = 0.0
 
@@ -69,9 +65,10 @@ class PlannerRequest:
             )
         if self.min_domains < 1:
             raise ConfigError(f"min_domains is {self.min_domains}, expected 1 or more")
-        for name in ("forecast_weight", "decode_weight"):
-            if not 0 <= (weight := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} is {weight}, expected 0 or more and below 1")
+        if not 0 <= self.decode_weight < 1:
+            raise ConfigError(
+                f"decode_weight is {self.decode_weight}, expected 0 or more and below 1"
+            )
         curve_of(self.curve)
         speeds_of(self.rank_speed)
         redundancy_of(self.redundancy)
@@ -150,18 +147,6 @@ class PlannerRequest:
             counts[layer] = min(num_experts + redundant, live)
         return slots_per_layer(counts, topology)
 
-    def scenarios(self, past: LoadHistory) -> Scenarios | None:
-        """The forecast of the next window, one for each phase of ``past``; or None."""
-        if not self.forecast_weight:
-            return None
-        places = [
-            [place for place, found in enumerate(past.phases) if found == phase]
-            for phase in dict.fromkeys(past.phases)
-        ]
-        windows = [_next_window(LoadHistory(past.tokens[part])) for part in places]
-        parts = np.array([len(part) / past.num_windows for part in places])
-        return Scenarios(np.stack(windows), self.forecast_weight * parts)
-
     def recorded(self, coverage: Coverage) -> dict[str, Any]:
         """What was asked and what of it does not fit, as details of an event."""
         asked = dict(vars(self))
@@ -180,14 +165,6 @@ class PlannerRequest:
         if coverage.releases_groups:
             asked["releases_groups"] = True
         return asked
-
-
-def _next_window(past: LoadHistory) -> NDArray[np.float64]:
-    """[L, E] forecast tokens of the next window."""
-    shares = Ewma(HALF_LIFE).predict(past)
-    tokens = past.tokens.sum(axis=2).mean(axis=0)  # [L]
-    window: NDArray[np.float64] = shares * tokens[:, None]
-    return window
 
 
 def curve_of(text: str) -> Curve:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from eplb.clock import Clock
 from eplb.core.constraints import Constraints
@@ -30,21 +30,17 @@ from eplb.policies.legality import violations_of
 from eplb.policies.objectives import objective_for
 from rebalance.controller.load import Group
 from rebalance.controller.plans.planner_request import curve_of
-from rebalance.controller.plans.track_record import Judged, Promises, TrackRecord
+from rebalance.controller.plans.track_record import Judged, TrackRecord
 from rebalance.controller.refusals import TaskRefused
 from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
-from telemetry.drift.detector import LOOK_BACK, windows_since_change
+from telemetry.load.drift import LOOK_BACK, windows_since_change
+from telemetry.load.folder import Window, history
+from telemetry.load.phases import apart, weighted
 from telemetry.log_context import set_log_fields
-from telemetry.refusals import Refusal
-from telemetry.store import RunStore
-from telemetry.windows.folder import Window, history
-from telemetry.windows.phases import apart, weighted
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import Refusal
 
 log = logging.getLogger(__name__)
-
-
-class PlanningStore(Promises, RunStore, Protocol):
-    """Where earlier plans are, and what ranks report."""
 
 
 class Planning:
@@ -55,7 +51,7 @@ class Planning:
         clock: for how long a plan takes.
     """
 
-    def __init__(self, store: PlanningStore, clock: Clock) -> None:
+    def __init__(self, store: StateStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._track: TrackRecord | None = None
         self._curve_source = ""
@@ -98,7 +94,6 @@ class Planning:
             record=track.record,
             objective=settings.request.objective,
             constraints=coverage.constraints,
-            scenarios=settings.request.scenarios(past),
             dispatch=DispatchRule(settings.request.dispatch),
         )
         took_s = round(self._clock() - begun, 4)

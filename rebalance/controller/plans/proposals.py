@@ -11,8 +11,8 @@ from eplb.errors import StaleGeneration
 from eplb.explanation.explainer import explain_layer
 from eplb.planner import Plan
 from rebalance.controller.plans.planning import summary
-from telemetry.proposals import Content, Proposal, ProposalEnded, check_open
-from telemetry.store import ProposalStore
+from telemetry.state.proposals import Content, Proposal, ProposalEnded, check_open
+from telemetry.state.store import StateStore
 
 CONTROLLER = "controller"  # by whom its own proposals are
 EXPLAINED_LAYERS = 4  # that gain most
@@ -76,7 +76,7 @@ def _explained(plan: Plan) -> list[dict[str, Any]]:
 
 
 def to_carry_out(
-    store: ProposalStore, proposal_id: int, serving: Placement
+    store: StateStore, proposal_id: int, serving: Placement
 ) -> tuple[Proposal, Placement]:
     """Return an open proposal and its target.
 
@@ -97,7 +97,7 @@ def to_carry_out(
     return found, content.target
 
 
-def waiting(store: ProposalStore) -> Proposal | None:
+def waiting(store: StateStore) -> Proposal | None:
     """Return the controller's own open proposal: it makes no other while one waits."""
     open_ones = (one for one in store.proposals() if one.state == "open")
     return next((one for one in open_ones if one.by == CONTROLLER), None)

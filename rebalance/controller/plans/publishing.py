@@ -18,8 +18,9 @@ from rebalance.controller.plans.pacing import NextPace, Pacing
 from rebalance.controller.plans.planning import Planning, summary
 from rebalance.controller.plans.proposals import Why, drafted
 from rebalance.controller.settings import LiveReader
-from telemetry.proposals import LASTS_S, Approval, Proposal
-from telemetry.store import LoadStore, RankState
+from telemetry.state.proposals import LASTS_S, Approval, Proposal
+from telemetry.state.runs import RankState
+from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Publisher:
 
     def __init__(
         self,
-        store: LoadStore,
+        store: StateStore,
         live: LiveReader,
         lease: ControllerLease,
         planning: Planning,

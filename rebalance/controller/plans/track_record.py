@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,9 @@ from eplb.decision.gate import Decision
 from eplb.decision.outcome import Plan
 from eplb.decision.promises import ENOUGH, Promise, Record
 from eplb.policies.objectives import realised
-from telemetry.events import PlanOffer, plan_offer, read_event
-from telemetry.store import Event, EventStore, PlacementStore, events_backwards
-from telemetry.windows.folder import Window
+from telemetry.load.folder import Window
+from telemetry.state.events import Event, PlanOffer, plan_offer, read_event
+from telemetry.state.store import StateStore
 
 KIND = "promise"  # of the event
 MOST_OPEN = 8  # promises; one for each window until the first is judged, and some more
@@ -38,10 +38,6 @@ class Judgement:
     promised: float
     given: float
     record: list[float]  # promised, given
-
-
-class Promises(EventStore, PlacementStore, Protocol):
-    """Where decisions, judgements and placements are."""
 
 
 class Judged(NamedTuple):
@@ -58,7 +54,7 @@ class TrackRecord:
     plans may be open: a MOVE, and the shares that followed it.
     """
 
-    def __init__(self, store: Promises) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
         self.record = _latest(store)
         self._open = deque(_unjudged(store), MOST_OPEN)  # oldest first
@@ -148,12 +144,12 @@ def _may_serve(promise: Promise, committed: Placement) -> bool:
     return is_to_come or np.array_equal(committed.slot_to_expert, target.slot_to_expert)
 
 
-def _unjudged(store: Promises) -> list[Promise]:
+def _unjudged(store: StateStore) -> list[Promise]:
     """The promises of the latest published plans that nobody has judged, oldest first."""
     found: list[Promise] = []
     offer: PlanOffer | None = None
     judged, num_offers = -1, 0  # the newest generation that was judged
-    for event in events_backwards(store, {KIND, "publish", "plan"}):
+    for event in store.events_backwards({KIND, "publish", "plan"}):
         if event.kind == KIND:
             judged = max(judged, read_event(event, Judgement).generation)
         elif event.kind == "publish":
@@ -170,7 +166,7 @@ def _unjudged(store: Promises) -> list[Promise]:
     return found[::-1]
 
 
-def _promise(store: Promises, offer: PlanOffer, decision: Event) -> list[Promise]:
+def _promise(store: StateStore, offer: PlanOffer, decision: Event) -> list[Promise]:
     """The promise of a published plan; empty where it was dropped, or promised nothing."""
     detail = decision.detail
     before, after = detail.get("imbalance_before"), detail.get("imbalance_after")
@@ -188,8 +184,8 @@ def _promise(store: Promises, offer: PlanOffer, decision: Event) -> list[Promise
     return [Promise(base.placement, target.placement, before - after, objective)]
 
 
-def _latest(store: EventStore) -> Record:
-    newest = next(events_backwards(store, (KIND,)), None)
+def _latest(store: StateStore) -> Record:
+    newest = next(store.events_backwards((KIND,)), None)
     if newest is None:
         return Record()
     promised, given = read_event(newest, Judgement).record

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from telemetry.store import EventStore, RunStore, events_backwards
+from telemetry.state.store import StateStore
 
 BEGUN, ROUND, FAULT = "placement_check", "placement_round", "placement_fault"
-
-
-class CheckedStore(RunStore, EventStore, Protocol):
-    """What is read."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +28,14 @@ class Report:
         return [first, *refused, *self.faults, f"{len(self.faults)} faults"]
 
 
-def report_of(store: CheckedStore) -> Report:
+def report_of(store: StateStore) -> Report:
     """Read the events of the current run."""
     info = store.current_run()
     assert info is not None, "a deployment that never ran is refused before"
     ranks: dict[int, str] = {}
     rounds: dict[int, int] = {}
     faults = []
-    for event in events_backwards(store, (BEGUN, ROUND, FAULT)):
+    for event in store.events_backwards((BEGUN, ROUND, FAULT)):
         detail = event.detail
         if detail.get("run") != info.run:
             break

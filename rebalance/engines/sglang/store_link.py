@@ -19,15 +19,19 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import EplbError, StaleGeneration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.versions import CONTROLLER, Announcement
 from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
 from rebalance.engines.sglang.planner.link import MOST_WAITING, Outcome, PlannerLink, Question
 from rebalance.engines.sglang.windows import Shape, Window
 from rebalance.engines.switches import why_kept, why_refused
 from telemetry import open_store
-from telemetry.reporter.reporter import Reporter
-from telemetry.reporter.spool import Spool
-from telemetry.store import Lease, LoadStore, RunInfo, TaskResult
+from telemetry.load.reporter import Reporter
+from telemetry.load.spool import Spool
+from telemetry.state.lease import Lease
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import TaskResult
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class StoreLink:
         self.placements: deque[tuple[Placement, str, Question | None]] = deque()
         self.events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_EVENTS)
         self._sequence = 0
-        self._store: LoadStore | None = None
+        self._store: StateStore | None = None
         self._reporter: Reporter | None = None
         self._lease: Lease | None = None
         self._end = Event()
@@ -99,7 +103,10 @@ class StoreLink:
             self.events.popleft()
         if self._planner is None:
             return
-        self._lease = store.acquire_lease(self._holder, LEASE_S)
+        lease, before = store.acquire_lease(self._holder, LEASE_S), self._lease
+        if lease is not None and (before is None or before.token != lease.token):
+            store.announce(Announcement(CONTROLLER, self._holder))
+        self._lease = lease
         kept = why_kept(store)
         if kept != self._planner.why_kept:
             log.info("the map is kept: %s" if kept else "plans may move experts%s", kept)
@@ -123,7 +130,7 @@ class StoreLink:
     def _holder(self) -> str:
         return f"{self._shape.run}-rank-{self._shape.rank}"
 
-    def _opened(self) -> LoadStore:
+    def _opened(self) -> StateStore:
         settings, shape = self._settings, self._shape
         store = open_store(settings.store, settings.deployment)
         try:
@@ -137,7 +144,7 @@ class StoreLink:
         self._store = store
         return store
 
-    def _begin(self, store: LoadStore) -> None:
+    def _begin(self, store: StateStore) -> None:
         if self._planner is None:
             return
         shape = self._shape
@@ -160,7 +167,7 @@ class StoreLink:
             self._sequence += 1
             self._reporter.offer(sample)
 
-    def _commit(self, store: LoadStore) -> None:
+    def _commit(self, store: StateStore) -> None:
         """Write maps that serve, oldest first; one that cannot be written waits for the store."""
         while self.placements:
             placement, reason, question = self.placements[0]
@@ -175,7 +182,7 @@ class StoreLink:
             if question is not None and self._planner is not None:
                 self._planner.outcomes.append(Outcome(question, None))
 
-    def _finish(self, store: LoadStore, fence: int) -> None:
+    def _finish(self, store: StateStore, fence: int) -> None:
         assert self._planner is not None, "rank 0 plans"
         while self._planner.outcomes:
             outcome = self._planner.outcomes[0]

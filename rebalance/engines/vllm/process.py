@@ -36,8 +36,8 @@ from rebalance.engines.vllm.recorder import MapChange, Noted, Recorder, Recorder
 from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from runtime.group.agreement import gathered_large
-from telemetry.reporter.spool import Spool
-from telemetry.store import RunInfo
+from telemetry.load.spool import Spool
+from telemetry.state.runs import RunInfo
 
 PARTS = ("policy", "shares", "mover", "tap")
 DRAFT = "draft"  # what vLLM's configuration of a draft model has as its kind of runner

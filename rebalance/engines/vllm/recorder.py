@@ -26,9 +26,10 @@ from rebalance.engines.switches import why_kept
 from rebalance.engines.vllm.replica_lists import Ints
 from rebalance.engines.vllm.tap import Counted
 from telemetry import open_store
-from telemetry.reporter.reporter import Reporter
-from telemetry.reporter.spool import Spool
-from telemetry.store import LoadStore, RunInfo
+from telemetry.load.reporter import Reporter
+from telemetry.load.spool import Spool
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 
 ENTRIES = 4096  # of the queue: at 16 passes a sample an hour at 20 passes a second
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -135,7 +136,7 @@ class Recorder:
         except EplbError as exc:
             log.warning("%s", exc)
 
-    def _open(self) -> tuple[LoadStore, Reporter] | None:
+    def _open(self) -> tuple[StateStore, Reporter] | None:
         """Open the store; again and again until it opens, or this recorder is closed."""
         pause, identity = FIRST_PAUSE_S, self._identity
         while True:
@@ -180,7 +181,7 @@ class Recorder:
         )
         self._sequence += 1
 
-    def _write_events(self, store: LoadStore) -> None:
+    def _write_events(self, store: StateStore) -> None:
         try:
             while self._events:
                 store.add_event(self._events[0].kind, self._events[0].detail)
@@ -190,7 +191,7 @@ class Recorder:
             log.warning("%d events are not stored yet: %s", len(self._events), exc)
             self._is_closing.wait(FIRST_PAUSE_S)
 
-    def _read_switches(self, store: LoadStore) -> None:
+    def _read_switches(self, store: StateStore) -> None:
         """Rank 0's own: it plans. While the store does not answer, what was last read holds."""
         if not self._identity.writes_maps or time.monotonic() < self._next_look:
             return
@@ -202,7 +203,7 @@ class Recorder:
             self._next_look = time.monotonic() + LONGEST_PAUSE_S
             log.warning("the deployment's switches cannot be read: %s", exc)
 
-    def _write_map(self, store: LoadStore) -> None:
+    def _write_map(self, store: StateStore) -> None:
         if self._map is None or not self._identity.writes_maps:
             self._map = None
             return

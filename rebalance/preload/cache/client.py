@@ -19,14 +19,7 @@ from numpy.typing import NDArray
 
 from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.errors import MigrationError
-from eplb.versions import (
-    HOST_CACHE,
-    RANKS,
-    Announcement,
-    announcement_from_dict,
-    refusal,
-    unannounced,
-)
+from eplb.versions import RANKS, Announcement, announcement_from_dict, refusal
 from rebalance.network.frames import Message, malformed_responses_fail
 from rebalance.preload.cache.local_socket import HostCacheAddress, connect
 from rebalance.preload.cache.stats import HostCacheStats
@@ -79,10 +72,8 @@ class HostCacheClient:
 
     def _attach(self, hello: Message) -> NDArray[np.uint8]:
         """[entries, record_bytes] the memory of the host cache."""
-        cache = unannounced(HOST_CACHE, self._name)
-        if "version" in hello:
-            with malformed_responses_fail():
-                cache = announcement_from_dict(hello["version"])
+        with malformed_responses_fail():
+            cache = announcement_from_dict(hello["version"])
         if why := refusal(Announcement(RANKS, ""), cache):
             raise MigrationError(f"host {self._name}: {why}")
         found = hello["num_experts"], hello["record_bytes"]

@@ -18,7 +18,7 @@ from api.cli.main import EXAMPLES, app
 from api.http.app import create_app
 from api.http.server import HttpService
 from telemetry import open_store
-from telemetry.store import Control
+from telemetry.state.live import Control
 from tests.support.controlled_deployment import START, Deployment, planned_by_request
 
 

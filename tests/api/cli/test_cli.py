@@ -18,10 +18,12 @@ from api.cli import switches
 from api.cli.main import app
 from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.store import Control, LoadStore, RunInfo
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from telemetry.state.live import Control
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
+from tests.support.redis_servers import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}  # so that no word of the help is cut
@@ -104,14 +106,14 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[LoadStore]:
+def store(path: Path) -> Iterator[StateStore]:
     with closing(open_store(path, "demo")) as opened:
         opened.begin_run(RUN)
         yield opened
 
 
 @contextmanager
-def reporting(store: LoadStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reporting(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A rank that reports, as often as ranks do; it is waited for."""
     monkeypatch.setattr(switches, "REPORTS_DEADLINE_S", NEVER_S)
     is_over = threading.Event()
@@ -132,7 +134,7 @@ def reporting(store: LoadStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(
-    store: LoadStore, path: Path
+    store: StateStore, path: Path
 ) -> None:
     store.report(rank_report(RUN.run, 0))
 
@@ -144,7 +146,7 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(
     assert not store.control().movement
 
 
-def test_pause_for_a_time_prints_and_stores_its_end(store: LoadStore, path: Path) -> None:
+def test_pause_for_a_time_prints_and_stores_its_end(store: StateStore, path: Path) -> None:
     _, output, _ = run("pause", "--store", str(path), "--for", "2h")
 
     state = store.live()
@@ -154,7 +156,7 @@ def test_pause_for_a_time_prints_and_stores_its_end(store: LoadStore, path: Path
 
 
 @pytest.mark.parametrize("lasts", ["2", "0s", "-1h", "2 h", "8d", "forever"])
-def test_pause_for_an_impossible_time_is_refused(store: LoadStore, path: Path, lasts: str) -> None:
+def test_pause_for_an_impossible_time_is_refused(store: StateStore, path: Path, lasts: str) -> None:
     status, _, errors = run("pause", "--store", str(path), "--for", lasts)
 
     assert status == 2
@@ -164,7 +166,7 @@ def test_pause_for_an_impossible_time_is_refused(store: LoadStore, path: Path, l
 
 @pytest.mark.parametrize("ends", [["-wal", "-shm"], ["-wal"], ["-shm"]])
 def test_pause_after_the_log_was_removed_is_refused_or_reports_no_rank(
-    store: LoadStore, path: Path, ends: list[str]
+    store: StateStore, path: Path, ends: list[str]
 ) -> None:
     store.report(rank_report(RUN.run, 0))
     for end in ends:
@@ -180,7 +182,7 @@ def test_pause_after_the_log_was_removed_is_refused_or_reports_no_rank(
 
 
 def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(
-    store: LoadStore, path: Path, monkeypatch: pytest.MonkeyPatch
+    store: StateStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.set_control(Control(movement=True, observe=True), reason="a test")
 
@@ -198,7 +200,7 @@ def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(
     assert store.control() == Control(movement=True, observe=True)
 
 
-def test_deployment_that_never_ran_cannot_be_paused(store: LoadStore, path: Path) -> None:
+def test_deployment_that_never_ran_cannot_be_paused(store: StateStore, path: Path) -> None:
     status, _, errors = run("pause", "--store", str(path), "--deployment", "dmeo")
 
     assert status == 2

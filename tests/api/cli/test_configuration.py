@@ -34,10 +34,11 @@ from rebalance.rank.parts import AgentSettings
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from telemetry import open_store
-from telemetry.live import Control, LiveSettings
-from telemetry.reporter.drain import Tempo
-from telemetry.retention.pruning import Retention
-from telemetry.store import LoadStore, RunInfo
+from telemetry.load.pruning import Retention
+from telemetry.load.reporter import Tempo
+from telemetry.state.live import Control, LiveSettings
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -55,7 +56,7 @@ OLD_NAMES = """
     device precision dispatcher nodes ranks layers experts top_k slots spare_slots host_cache_mode
     host_cache_records other_hosts record_file hidden intermediate shared_experts tokens_per_rank
     window_tokens seconds text trace seed policy observe movement join serve host port json_path
-    state_dir store spool_dir spool_mb store_interval sample_version window_seconds keep_samples_s
+    state_dir store spool_dir spool_mb store_interval window_seconds keep_samples_s
     keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows resume
     restart_after_death process_restarts restart_window_s restart_delay_s hung_after_s
     scrub_every_steps plan_deadline_s vote_deadline_s check_every metrics_level view
@@ -212,7 +213,6 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
             "keep_hours_s": "240",
             "keep_events": "9",
             "lease_ttl_s": "3",
-            "sample_version": "1",
             "poll_s": "0.5",
             "migration_deadline_s": "7",
             "keep_every_windows": "2",
@@ -234,7 +234,7 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert (agent.vote_every, agent.scrub_every_steps, agent.membership) == (3, 7, 4)
     assert (agent.plan_deadline_s, agent.vote_deadline_s) == (2.5, 3.5)
     controller = plan.controller
-    assert (controller.lease_ttl_s, plan.reporting.sample_version) == (3.0, 1)
+    assert controller.lease_ttl_s == 3.0
     assert controller.retention == Retention(60.0, 120.0, 240.0, events=9)
     assert (controller.migration_deadline_s, controller.keep_every_windows) == (7.0, 2)
     assert (controller.budget.max_moves, controller.budget.target_imbalance) == (5, 1.5)
@@ -290,7 +290,7 @@ def test_config_command_refuses_a_wrong_value_in_one_line(pair: str, found: str)
 # -- live settings
 
 
-def started(path: Path) -> LoadStore:
+def started(path: Path) -> StateStore:
     store = open_store(path, "demo")
     store.begin_run(RunInfo("run-1", 1.0, {}, {}, 4))
     store.set_static(static_layer(load()), reason="start")

@@ -23,8 +23,8 @@ from api.terminal.printable import printable
 from eplb import ModelShape, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.log_context import set_log_fields
-from telemetry.store import RunInfo
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.runs import RunInfo
+from tests.support.stores import MemoryStore
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\rgood\ngeneration=9 decision=MOVE\u202egnp\u2028x\ud800\t"
 SHOWN = r"\x1b[2J\x1b]0;owned\x07\x9b31m\rgood\ngeneration=9 decision=MOVE\u202egnp\u2028x\ud800\t"

@@ -21,7 +21,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import open_store
 from telemetry.formats.table import read_placement
 from telemetry.formats.types import ReadOptions
-from telemetry.store import RunInfo
+from telemetry.state.runs import RunInfo
 
 MODEL = ModelShape((3, 5), num_experts=3, top_k=1, hidden=2, intermediate=2)  # 24 bytes each
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -20,7 +20,7 @@ from api.config.tree import Settings, known_names
 from api.demo.settings import DemoSettings
 from api.http.requests import ExplainRequest
 from eplb.errors import ConfigError
-from telemetry.stores.redis.connection.address import Limits, parse_address
+from telemetry.state.redis_address import Limits, parse_address
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -91,6 +91,16 @@ def test_unknown_key_is_refused_with_its_place_and_the_closest_known(tmp_path: P
     assert "EPLB_RANKS" in in_environ
 
 
+def test_removed_setting_is_refused_by_name_wherever_it_is_written(tmp_path: Path) -> None:
+    config = toml(tmp_path, "[planner]\nforecast_weight = 0.5\n")
+
+    in_file = refusal({}, config)
+    in_environ = refusal({}, EPLB_PLANNER__FORECAST_WEIGHT="0.5")
+
+    assert in_file.startswith(f"unknown key 'planner.forecast_weight' in {config}, closest known:")
+    assert in_environ.startswith("unknown key 'EPLB_PLANNER__FORECAST_WEIGHT' in the environment")
+
+
 def test_key_close_to_none_lists_them_all() -> None:
     assert "nodes, ranks, layers" in refusal({"zzzz": 1})
 
@@ -114,7 +124,6 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"keep_events": 10**23}, "in flag --keep-events", "at least 0 and at most 10000000"),
     ({"spool_mb": 0}, "0 in flag --spool-mb", "at least 1"),
     ({"store_interval": -1.0}, "-1.0 in flag --store-interval", "at least 0"),
-    ({"sample_version": 3}, "3 in flag --sample-version", "at least 1 and at most 2"),
     ({"policy": ""}, "'' in flag --policy", "at least 1 character"),
     ({"view": "big"}, "'big' in flag --view", "'auto', 'live', 'plain' or 'off'"),
     ({"text": ["a"], "trace": "t.npz"}, "'t.npz' in flag --trace", "not both"),

@@ -31,8 +31,8 @@ from simulations.shadow.report import Prices
 from simulations.shadow.sources import open_source
 from simulations.shadow.windows import SourceOptions
 from telemetry.formats.types import ReadOptions
-from telemetry.store import RunInfo
-from telemetry.stores.sqlite.store import SqliteStore
+from telemetry.state.runs import RunInfo
+from tests.support.stores import sqlite_store
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 HELD = [0, 1, 2, 3, 0, 1]  # experts 0 and 1 on both ranks; 2 on the first, 3 on the second
@@ -64,7 +64,7 @@ def dumps(path: Path) -> Path:
 
 
 def store(path: Path) -> Path:
-    found = SqliteStore(path / "engine.sqlite", "serving")
+    found = sqlite_store(path / "engine.sqlite", "serving")
     model = ModelShape((1,), 4, 1, 8, 8, expert_bytes=10**6)
     found.begin_run(RunInfo("run", 0.0, model_to_dict(model), topology_to_dict(TWO_RANKS), 10))
     found.commit(Placement(np.array([HELD], np.int32), 4, 1), expected=None, reason="start")

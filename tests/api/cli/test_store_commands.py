@@ -15,9 +15,10 @@ from typer.testing import CliRunner, Result
 from api.cli.main import app
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
-from telemetry.retention.rollup import HOUR, MINUTE, Rollup
-from telemetry.store import LoadStore, RunInfo
-from telemetry.stores.sqlite.store import SqliteStore
+from telemetry.load.rollup import HOUR, MINUTE, Rollup
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from tests.support.stores import sqlite_store
 
 HOURS_AGO = time.time() - 5 * HOUR
 
@@ -36,7 +37,7 @@ def make_rollup(seconds: int, start: float) -> Rollup:
 def path(tmp_path: Path) -> Path:
     """A store with samples and roll-ups of five hours ago, and new ones."""
     path = tmp_path / "store.sqlite"
-    with closing(SqliteStore(path, "demo")) as store:
+    with closing(sqlite_store(path, "demo")) as store:
         store.begin_run(RunInfo("run-1", 5.0, {}, {}, 10))
         placement = Placement(np.array([[0, 1]]), num_experts=2, generation=1)
         store.commit(placement, expected=None, reason="first")
@@ -51,7 +52,7 @@ def run(*words: str | Path) -> Result:
     return CliRunner().invoke(app, ["store", *map(str, words)])
 
 
-def content(store: LoadStore) -> object:
+def content(store: StateStore) -> object:
     samples = [sample.sequence for _, sample in store.samples("run-1")]
     lengths = (len(store.rollups(seconds)) for seconds in (MINUTE, HOUR))
     return samples, *lengths, [line.placement.hash for line in store.placements()], store.events()
@@ -63,13 +64,13 @@ def content(store: LoadStore) -> object:
 def test_copy_is_the_store_of_one_moment_in_one_file(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copies" / "store.sqlite"
     copy.parent.mkdir()
-    with closing(SqliteStore(path, "demo")) as store:  # in use
+    with closing(sqlite_store(path, "demo")) as store:  # in use
         done = run("backup", copy, "--store", path)
         assert done.exit_code == 0, done.output
         assert f"copied to {copy}: {copy.stat().st_size:,} bytes" in done.output.replace("\n", " ")
         assert [found.name for found in copy.parent.iterdir()] == ["store.sqlite"]
 
-        with closing(SqliteStore(copy, "demo")) as again:
+        with closing(sqlite_store(copy, "demo")) as again:
             assert content(again) == content(store)
 
 
@@ -79,7 +80,7 @@ def test_backup_during_writes_is_consistent(path: Path, tmp_path: Path) -> None:
 
     def write() -> None:
         nonlocal num_written
-        with closing(SqliteStore(path, "demo")) as store:
+        with closing(sqlite_store(path, "demo")) as store:
             while not is_over.is_set():
                 store.append([make_sample(num_written, time.time())])
                 num_written += 1
@@ -94,7 +95,7 @@ def test_backup_during_writes_is_consistent(path: Path, tmp_path: Path) -> None:
         writer.join()
 
     for copy in copies:
-        with closing(SqliteStore(copy, "demo")) as store:
+        with closing(sqlite_store(copy, "demo")) as store:
             sequences = [sample.sequence for _, sample in store.samples("run-1", limit=10**6)]
         assert sequences == list(range(len(sequences)))
         assert 5 <= len(sequences) <= num_written
@@ -134,7 +135,7 @@ def test_purge_removes_samples_and_roll_ups_before_a_time(path: Path, before: st
 
     assert done.exit_code == 0, done.output
     assert "demo: removed 3 samples, 1 roll-ups of a minute and 1 of an hour" in done.output
-    with closing(SqliteStore(path, "demo")) as store:
+    with closing(sqlite_store(path, "demo")) as store:
         assert [sample.sequence for _, sample in store.samples("run-1")] == [3, 4]
         assert [len(store.rollups(seconds)) for seconds in (MINUTE, HOUR)] == [1, 1]
         assert len(store.placements()) == 1
@@ -142,14 +143,14 @@ def test_purge_removes_samples_and_roll_ups_before_a_time(path: Path, before: st
 
 
 def test_purge_can_make_the_file_smaller(path: Path) -> None:
-    with closing(SqliteStore(path, "demo")) as store:
+    with closing(sqlite_store(path, "demo")) as store:
         store.append([make_sample(n, HOURS_AGO) for n in range(5, 2000)])
     before = path.stat().st_size
 
     assert run("purge", "--store", path, "--before", "1h", "--shrink").exit_code == 0
 
     assert path.stat().st_size < before / 3
-    with closing(SqliteStore(path, "demo")) as store:
+    with closing(sqlite_store(path, "demo")) as store:
         assert [sample.sequence for _, sample in store.samples("run-1")] == [3, 4]
 
 
@@ -172,5 +173,5 @@ def test_purge_with_a_wrong_time_removes_nothing(
 
     assert done.exit_code == 2
     assert message in done.stderr
-    with closing(SqliteStore(path, "demo")) as store:
+    with closing(sqlite_store(path, "demo")) as store:
         assert len(store.samples("run-1")) == 5

@@ -15,9 +15,12 @@ import pytest
 
 from eplb.core.placement import EMPTY
 from telemetry import open_store
-from telemetry.store import CommittedPlacement, Control, Event, LoadStore
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from telemetry.state.events import Event
+from telemetry.state.live import Control
+from telemetry.state.placements import CommittedPlacement
+from telemetry.state.store import StateStore
 from tests.support.demo import events_of
+from tests.support.redis_servers import RedisProcess
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "eplb"))
@@ -51,13 +54,13 @@ StartDemo = Callable[..., Any]
 pytestmark = pytest.mark.system
 
 
-def plans(words: str, *, after: int = 0) -> Callable[[LoadStore], list[Event]]:
+def plans(words: str, *, after: int = 0) -> Callable[[StateStore], list[Event]]:
     """Look for two plans whose reason has these words: the first may be older than a switch.
 
     Plans of an earlier run in the same store do not count.
     """
 
-    def look(store: LoadStore) -> list[Event]:
+    def look(store: StateStore) -> list[Event]:
         since = max(after, events_of(store, "run")[-1].id)
         seen = [e for e in events_of(store, "plan", after=since) if words in e.detail["reason"]]
         return seen if len(seen) >= 2 else []
@@ -65,7 +68,7 @@ def plans(words: str, *, after: int = 0) -> Callable[[LoadStore], list[Event]]:
     return look
 
 
-def committed(store: LoadStore) -> CommittedPlacement:
+def committed(store: StateStore) -> CommittedPlacement:
     found = store.committed()
     assert found is not None, "a demo commits a placement before it serves"
     return found
@@ -80,7 +83,7 @@ def kept(folder: Path) -> list[CommittedPlacement]:
 def stop_moving(demo: Any) -> None:
     """Let an open migration end, and no other begin."""
 
-    def observe(store: LoadStore) -> int:
+    def observe(store: StateStore) -> int:
         store.set_control(Control(observe=True), reason="the test has seen enough")
         return events_of(store, "control")[-1].id
 
@@ -172,7 +175,7 @@ def test_demo_whose_store_is_redis_rebalances_and_loses_nothing(
 ) -> None:
     with RedisProcess(tmp_path / "redis", {"requirepass": "open-sesame"}) as server:
         url = server.url.replace("//", "//:open-sesame@")
-        demo = start_demo(tmp_path, "--store", url, "--serve", *TEXT, sample_version=1)
+        demo = start_demo(tmp_path, "--store", url, "--serve", *TEXT)
         demo.wait_for_line(" ranks, ")
         with closing(open_store(url, "demo")) as store:
             demo.wait_for_line(" commit plan=2")
@@ -258,20 +261,20 @@ def switched(resumed: Summary, folder: Path, start_demo: StartDemo) -> dict[str,
     return seen | {"summary": summary, "told": demo.output_text(), "placements": kept(folder)}
 
 
-def control(store: LoadStore, wanted: Control) -> int:
+def control(store: StateStore, wanted: Control) -> int:
     """Throw the switches; number of the event that tells of it."""
     store.set_control(wanted, reason="a test")
     return events_of(store, "control")[-1].id
 
 
-def bytes_moved(store: LoadStore) -> list[int]:
+def bytes_moved(store: StateStore) -> list[int]:
     """Of each rank, once all have reported."""
     run = events_of(store, "run")[-1].detail["run"]
     found = [sum(s.detail["bytes_by_source"].values()) for s in store.rank_states(run)]
     return found if len(found) == 4 else []
 
 
-def steps_of_all(store: LoadStore, least: int) -> int:
+def steps_of_all(store: StateStore, least: int) -> int:
     """Steps that every rank is known to have begun, once there are so many."""
     run = events_of(store, "run")[-1].detail["run"]
     found = [state.step for state in store.rank_states(run)]

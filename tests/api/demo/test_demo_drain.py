@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from eplb.core.placement import EMPTY
 from telemetry import open_store
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 pytestmark = pytest.mark.slow  # a demo with its ranks
 SLOTS, RANK = 4, 3  # of each rank; the drained one
 
 
-def held(store: LoadStore) -> int:
+def held(store: StateStore) -> int:
     committed = store.committed()
     assert committed is not None
     mine = committed.placement.slot_to_expert[:, RANK * SLOTS : (RANK + 1) * SLOTS]

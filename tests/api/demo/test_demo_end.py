@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from tests.support.redis_servers import RedisProcess
 
 EPLB = Path(sys.executable).with_name("eplb")
 

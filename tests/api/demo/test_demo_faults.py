@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from telemetry import open_store
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 from tests.support.demo import deaths_in, events_of
 from tests.support.repository import ROOT
 
@@ -270,8 +270,8 @@ def ends_in_words(demo: Any, what: str) -> None:
     assert store_opens(demo.state_dir)
 
 
-def serves_in_start(number: int) -> Callable[[LoadStore], bool]:
-    def serves(store: LoadStore) -> bool:
+def serves_in_start(number: int) -> Callable[[StateStore], bool]:
+    def serves(store: StateStore) -> bool:
         starts = events_of(store, "run")
         if len(starts) != number:
             return False
@@ -327,7 +327,7 @@ def test_demo_survives_two_rank_exits_and_reports_them(
     ]
 
 
-def commits(store: LoadStore) -> int:
+def commits(store: StateStore) -> int:
     committed = store.committed()
     assert committed is not None
     return committed.placement.generation

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from telemetry import open_store
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 from tests.support.demo import deaths_in, shared_memory, wait_until_freed
 from tests.support.repository import ROOT
 
@@ -31,7 +31,7 @@ def kill_the_controller(demo: Any, moment: random.Random, times: int) -> None:
     first = demo.sees("the start", lambda store: 1 + errors_in(store)) - 1  # of an earlier run
     for number in range(times):
 
-        def is_back(store: LoadStore, number: int = number) -> bool:
+        def is_back(store: StateStore, number: int = number) -> bool:
             told = errors_in(store) - first
             return told == number and "controller" in demo.processes().values()
 
@@ -42,11 +42,11 @@ def kill_the_controller(demo: Any, moment: random.Random, times: int) -> None:
     demo.sees("news of the last kill", lambda store: errors_in(store) == first + times)
 
 
-def errors_in(store: LoadStore) -> int:
+def errors_in(store: StateStore) -> int:
     return len(deaths_in(store))
 
 
-def a_plan_after_the_last_kill(store: LoadStore) -> bool:
+def a_plan_after_the_last_kill(store: StateStore) -> bool:
     kinds = [event.kind for event in store.events(limit=100_000)]
     last_kill = max(i for i, kind in enumerate(kinds) if kind == "error")
     return "plan" in kinds[last_kill:]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 from tests.support.demo import events_of
 from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 
 StartDemo = Callable[..., Any]
-Found = Callable[[LoadStore], Any]
+Found = Callable[[StateStore], Any]
 
 
 def figure(demo: Any, start: str) -> float:
@@ -27,7 +27,7 @@ def is_not_ready(demo: Any, why: str) -> bool:
     return answer.status_code == 503 and why in answer.text
 
 
-def errors(store: LoadStore) -> list[str]:
+def errors(store: StateStore) -> list[str]:
     found = (event.detail for event in events_of(store, "error"))
     return [f"{detail['where']}: {detail['message']}" for detail in found]
 
@@ -37,7 +37,7 @@ def notes(words: str, times: int = 1) -> Found:
 
 
 def serves(step: int) -> Found:
-    def is_there(store: LoadStore) -> bool:
+    def is_there(store: StateStore) -> bool:
         info = store.current_run()
         states = store.rank_states(info.run) if info else []
         return len(states) == 4 and min(state.step for state in states) > step
@@ -45,7 +45,7 @@ def serves(step: int) -> Found:
     return is_there
 
 
-def step_of(store: LoadStore) -> int:
+def step_of(store: StateStore) -> int:
     info = store.current_run()
     assert info is not None
     return min(state.step for state in store.rank_states(info.run))
@@ -125,7 +125,7 @@ def test_killed_host_cache_restarts_and_migrations_resume(
 
 
 def next_plan(demo: Any) -> int:
-    def newest(store: LoadStore) -> int:
+    def newest(store: StateStore) -> int:
         published = (int(event.detail["plan_id"]) for event in events_of(store, "publish"))
         return 1 + max(published, default=0)
 

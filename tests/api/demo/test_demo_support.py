@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from telemetry import open_store
-from telemetry.stores.redis.connection.local_server import RedisProcess
 from tests.support.controlled_deployment import START, Deployment
+from tests.support.redis_servers import RedisProcess
 
 SECRET = "open-sesame"
 MB = 1_000_000

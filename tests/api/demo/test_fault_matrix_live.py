@@ -22,7 +22,8 @@ import pytest
 
 from rebalance.protocol.journal import JOURNAL_FOLDER
 from telemetry import open_store
-from telemetry.store import Control, LoadStore
+from telemetry.state.live import Control
+from telemetry.state.store import StateStore
 from tests.support.demo import deaths_in, shared_memory, wait_until_freed
 from tests.support.repository import ROOT
 
@@ -78,7 +79,7 @@ class Whereabouts:
 class Target:
     """A demo that serves, its store, and where the two ranks of one of its hosts are."""
 
-    def __init__(self, demo: Any, store: LoadStore, host: int) -> None:
+    def __init__(self, demo: Any, store: StateStore, host: int) -> None:
         self.demo, self.store, self._host = demo, store, host
         self._other_cache = 0  # process id
         folder, ranks = demo.state_dir / JOURNAL_FOLDER, (2 * host, 2 * host + 1)

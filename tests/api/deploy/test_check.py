@@ -29,9 +29,9 @@ from rebalance.build.places import claim_place
 from rebalance.network.tls import TlsFiles
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
-from telemetry.stores.redis.connection.local_server import RedisProcess
 from tests.support.certificates import Authority
 from tests.support.deployments import SMALL, deployment_in, free_ports
+from tests.support.redis_servers import RedisProcess
 
 GIB = 2**30
 

@@ -18,17 +18,18 @@ from api.deploy.first_placement import check_belongs, ensure_first_placement
 from api.deploy.hosts import host_here
 from api.deploy.model import model_shape
 from eplb.errors import CheckpointError, ConfigError
-from telemetry.store import Control, LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
+from telemetry.state.store import StateStore
 from tests.support.deployments import deployment_in
 from tests.support.repository import ROOT
+from tests.support.stores import MemoryStore
 
 SECRET = {"EPLB_SECRET": "0123456789abcdef"}
 TWO_HOSTS = {"topology__nodes": 2, "topology__hosts": ["10.0.0.1", "10.0.0.2"]}
 
 
 @pytest.fixture
-def store() -> Iterator[LoadStore]:
+def store() -> Iterator[StateStore]:
     with closing(MemoryStore("demo")) as opened:
         yield opened
 
@@ -154,7 +155,7 @@ def test_host_is_found_by_its_address_and_a_machine_without_one_is_refused(tmp_p
 
 
 def test_first_starter_writes_the_placement_and_the_second_keeps_it(
-    tmp_path: Path, store: LoadStore
+    tmp_path: Path, store: StateStore
 ) -> None:
     deployment = deployment_in(tmp_path)
 
@@ -184,7 +185,7 @@ def test_start_on_a_host_whose_clock_is_off_logs_by_how_much(
     assert words in "".join(found)
 
 
-def test_restart_keeps_a_pause_and_a_serving_placement(tmp_path: Path, store: LoadStore) -> None:
+def test_restart_keeps_a_pause_and_a_serving_placement(tmp_path: Path, store: StateStore) -> None:
     deployment = deployment_in(tmp_path)
     first, _ = ensure_first_placement(store, deployment, "eplb serve")
     store.commit(first.with_generation(7), expected=0, reason="a plan")
@@ -197,7 +198,7 @@ def test_restart_keeps_a_pause_and_a_serving_placement(tmp_path: Path, store: Lo
 
 
 def test_configuration_that_forbids_movement_yields_to_an_operator_until_it_changes(
-    tmp_path: Path, store: LoadStore
+    tmp_path: Path, store: StateStore
 ) -> None:
     still = deployment_in(tmp_path, controller__movement=False)
     ensure_first_placement(store, still, "eplb serve")
@@ -213,7 +214,7 @@ def test_configuration_that_forbids_movement_yields_to_an_operator_until_it_chan
     assert store.live().effective.pay_back_s == 30.0
 
 
-def test_start_with_another_configuration_keeps_a_pause(tmp_path: Path, store: LoadStore) -> None:
+def test_start_with_another_configuration_keeps_a_pause(tmp_path: Path, store: StateStore) -> None:
     ensure_first_placement(store, deployment_in(tmp_path), "eplb serve")
     store.change_live({"movement": False}, reason="an operator")
 
@@ -223,7 +224,7 @@ def test_start_with_another_configuration_keeps_a_pause(tmp_path: Path, store: L
 
 
 def test_store_that_lost_its_contents_gets_a_later_generation(
-    tmp_path: Path, store: LoadStore
+    tmp_path: Path, store: StateStore
 ) -> None:
     found, _ = ensure_first_placement(store, deployment_in(tmp_path), "x", lost_after=41)
 
@@ -241,7 +242,7 @@ def other_deployments() -> list[Any]:
 @pytest.mark.parametrize(("changes", "environ", "expected"), other_deployments())
 def test_store_of_another_deployment_is_refused(
     tmp_path: Path,
-    store: LoadStore,
+    store: StateStore,
     changes: dict[str, Any],
     environ: dict[str, str],
     expected: str,
@@ -255,7 +256,7 @@ def test_store_of_another_deployment_is_refused(
         ensure_first_placement(store, other, "eplb launch")
 
 
-def test_spare_slots_stay_empty_in_the_first_placement(tmp_path: Path, store: LoadStore) -> None:
+def test_spare_slots_stay_empty_in_the_first_placement(tmp_path: Path, store: StateStore) -> None:
     deployment = deployment_in(tmp_path, topology__spare_slots=1)
 
     found, _ = ensure_first_placement(store, deployment, "eplb serve")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.stores.redis.connection.local_server import find_redis_server
 from tests.support.deployments import EPLB, CommandProcess, clean_environ
 from tests.support.documents import blocks, files_of, text_of
+from tests.support.redis_servers import find_redis_server
 from tests.support.repository import ROOT
 from tests.support.two_hosts import ADDRESSES, TwoHosts, folders
 

@@ -23,12 +23,12 @@ from eplb.errors import CheckpointError, ConfigError
 from rebalance.build.environment import build_rank_from_env
 from rebalance.build.host_cache import build_host_cache
 from runtime.integrations.transformers import prove_experts
-from telemetry.stores.redis.connection.local_server import RedisProcess
 from tests.support.deployments import OneHost
 from tests.support.documents import files_of
 from tests.support.folders import write_shards
 from tests.support.models import library_models
 from tests.support.models.library_models import CASES, transformers
+from tests.support.redis_servers import RedisProcess
 
 MODELS = ("DeepSeek-V3, R1", "Qwen3-MoE", "gpt-oss")
 PAGE = "docs/deployment.md"

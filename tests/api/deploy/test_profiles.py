@@ -22,10 +22,10 @@ from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.plugin_settings import PluginSettings, settings_of
 from telemetry import open_store
-from telemetry.store import RunInfo
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from telemetry.state.runs import RunInfo
 from tests.support.deployments import EPLB, TOY_MODEL, CommandProcess, clean_environ, free_ports
 from tests.support.documents import blocks
+from tests.support.redis_servers import RedisProcess
 
 PAGE = "docs/deployment-profiles.md"
 BLOCKS = list(blocks(PAGE))

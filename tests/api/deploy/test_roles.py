@@ -25,7 +25,9 @@ from eplb.errors import EplbError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry import open_store
-from telemetry.store import Event, LoadStore, RunInfo
+from telemetry.state.events import Event
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 from tests.support.deployments import OneHost, deployment_in
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -47,13 +49,13 @@ def host(tmp_path: Path, small_checkpoint: Checkpoint) -> Iterator[OneHost]:
 
 
 @pytest.fixture
-def store(host: OneHost) -> Iterator[LoadStore]:
+def store(host: OneHost) -> Iterator[StateStore]:
     (host.folder / ".eplb").mkdir()
     with closing(open_store(host.folder / ".eplb" / "store.sqlite", host.name)) as opened:
         yield opened
 
 
-def next_event(store: LoadStore, is_it: Callable[[Event], bool], after: int = 0) -> Event:
+def next_event(store: StateStore, is_it: Callable[[Event], bool], after: int = 0) -> Event:
     """Wait for an event."""
     while True:
         version = store.version()
@@ -79,7 +81,7 @@ def pid_of(title: str, session: int) -> int:
     raise AssertionError(f"no process {title!r} in session {session}")
 
 
-def begin_run(store: LoadStore) -> None:
+def begin_run(store: StateStore) -> None:
     """A controller leads ranks that have begun to serve."""
     shapes = model_to_dict(MODEL), topology_to_dict(Topology.uniform(1, 2, 5))
     store.begin_run(RunInfo("a", time.time(), *shapes, window_steps=4))
@@ -87,7 +89,7 @@ def begin_run(store: LoadStore) -> None:
 
 @pytest.mark.slow
 def test_controller_of_serve_is_started_again_after_it_was_killed(
-    host: OneHost, store: LoadStore
+    host: OneHost, store: StateStore
 ) -> None:
     serve = host.start("eplb", "serve")
     serve.wait_for("eplb serve: wrote the first placement, generation 0")
@@ -184,7 +186,7 @@ START: dict[str, Callable[[Deployment], object]] = {
 }
 
 
-def contents(store: LoadStore) -> list[Any]:
+def contents(store: StateStore) -> list[Any]:
     """What a start may write."""
     placed = [(one.placement.generation, one.reason) for one in store.placements()]
     return [store.events(), store.live(), placed, store.announced()]

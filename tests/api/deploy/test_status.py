@@ -24,7 +24,9 @@ from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import RANKS, Announcement
 from telemetry import open_store
-from telemetry.store import REPORT_EVERY_S, Control, LoadStore, RankState, RunInfo
+from telemetry.state.live import Control
+from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
+from telemetry.state.store import StateStore
 
 SECRET = "0123456789abcdef"
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
@@ -34,7 +36,7 @@ SECOND = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=2)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LoadStore]:
+def store(tmp_path: Path) -> Iterator[StateStore]:
     """Two ranks that serve one complete window of 80 and 20 tokens, and a leader."""
     with closing(open_store(tmp_path / "store.sqlite", "west")) as opened:
         shapes = model_to_dict(MODEL), topology_to_dict(TOPOLOGY)
@@ -51,7 +53,7 @@ def store(tmp_path: Path) -> Iterator[LoadStore]:
         yield opened
 
 
-def report(store: LoadStore, at: float) -> None:
+def report(store: StateStore, at: float) -> None:
     """Reports of ranks that count as silent after 3 minutes: a busy host reads them late."""
     for rank in range(2):
         detail = {REPORT_EVERY_S: 60.0}
@@ -66,7 +68,7 @@ def run(tmp_path: Path, *words: str, **environ: str) -> tuple[int, str]:
 
 
 def test_deployment_that_serves_has_status_0_and_shows_its_leader(
-    tmp_path: Path, store: LoadStore
+    tmp_path: Path, store: StateStore
 ) -> None:
     status, shown = run(tmp_path)
 
@@ -79,12 +81,12 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     constant = "the constant, of DeepSeek-V3's experts in FP8 on an H200"
     assert f"curve      {constant}: no rank measured its experts" in shown
     assert "switches   movement on, observe off" in shown
-    ours, unknown = Announcement(RANKS, "a").version, "eplb 0.1.0 or earlier (protocol 1)"
-    assert f"versions   ranks: {ours}; controller: {unknown}" in shown
+    ours = Announcement(RANKS, "a").version
+    assert f"versions   ranks: {ours}; controller: a version not announced" in shown
     assert shown.startswith("serving: 2 ranks serve, at step 7\n")
 
 
-def test_json_has_what_the_text_has(tmp_path: Path, store: LoadStore) -> None:
+def test_json_has_what_the_text_has(tmp_path: Path, store: StateStore) -> None:
     store.publish(build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id()))
     store.set_control(Control(movement=False), reason="an operator")
 
@@ -141,7 +143,7 @@ def test_rank_whose_counters_stay_at_zero_is_a_problem(
     ids=["another secret", "another number of ranks", "its own"],
 )
 def test_status_by_another_configuration_is_refused(
-    tmp_path: Path, store: LoadStore, secret: str, ranks: int, refusal: str
+    tmp_path: Path, store: StateStore, secret: str, ranks: int, refusal: str
 ) -> None:
     known = deployment_secret(None, {"EPLB_SECRET": SECRET}, addresses={}, state_dir=tmp_path)
     store.add_event(START_EVENT, {"by": "eplb serve", "secret": known.fingerprint})
@@ -154,7 +156,7 @@ def test_status_by_another_configuration_is_refused(
     assert refusal in shown
 
 
-def test_status_without_the_host_s_own_secret_makes_none(tmp_path: Path, store: LoadStore) -> None:
+def test_status_without_the_host_s_own_secret_makes_none(tmp_path: Path, store: StateStore) -> None:
     store.add_event(START_EVENT, {"by": "eplb serve", "secret": "0123456789abcdef"})
 
     status, shown = run(tmp_path, "--setting", f"deployment.state_dir={tmp_path}/state")
@@ -169,7 +171,7 @@ def test_status_without_the_host_s_own_secret_makes_none(tmp_path: Path, store: 
 
 @pytest.mark.parametrize(("age_s", "is_ok"), [(170.0, True), (190.0, False)])
 def test_rank_is_silent_after_three_of_its_own_intervals(
-    store: LoadStore, age_s: float, is_ok: bool
+    store: StateStore, age_s: float, is_ok: bool
 ) -> None:
     now = time.time()
     for rank in range(2):
@@ -182,7 +184,7 @@ def test_rank_is_silent_after_three_of_its_own_intervals(
     assert any(one.startswith(silent) for one in found) is not is_ok
 
 
-def test_rank_whose_clock_is_ahead_is_a_problem(store: LoadStore) -> None:
+def test_rank_whose_clock_is_ahead_is_a_problem(store: StateStore) -> None:
     report(store, time.time() + 3600.0)
 
     (found,) = read_status(store, "here").problems
@@ -190,7 +192,7 @@ def test_rank_whose_clock_is_ahead_is_a_problem(store: LoadStore) -> None:
     assert found.startswith("rank 0, 1: reports are dated 3600 s ahead of this host's clock, ")
 
 
-def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: LoadStore) -> None:
+def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: StateStore) -> None:
     lease = store.lease()
     assert lease is not None
     store.release_lease(lease)
@@ -203,7 +205,7 @@ def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: Loa
     assert "problem    silent ranks: 0, 1" in shown
 
 
-def test_lease_that_ran_out_names_who_led(tmp_path: Path, store: LoadStore) -> None:
+def test_lease_that_ran_out_names_who_led(tmp_path: Path, store: StateStore) -> None:
     found = read_status(store, "s", now=time.time() + 100.0)
 
     assert found.leader == ""
@@ -212,7 +214,7 @@ def test_lease_that_ran_out_names_who_led(tmp_path: Path, store: LoadStore) -> N
     assert "leader     none" in render(found)
 
 
-def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: LoadStore) -> None:
+def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: StateStore) -> None:
     lease = store.lease()
     assert lease is not None
     store.release_lease(lease)
@@ -255,7 +257,7 @@ def test_deployment_that_cannot_be_read_has_status_2(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["eplb.toml"]
 
 
-def test_top_shows_the_verdict_in_its_first_line_and_why(tmp_path: Path, store: LoadStore) -> None:
+def test_top_shows_the_verdict_in_its_first_line_and_why(tmp_path: Path, store: StateStore) -> None:
     file = tmp_path / "eplb.toml"
     file.write_text(f'[deployment]\nname = "west"\nstore = "{tmp_path}/store.sqlite"\n')
     report(store, time.time() - 600.0)

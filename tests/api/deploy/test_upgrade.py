@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -16,16 +15,10 @@ import pytest
 
 from eplb.versions import PROTOCOL
 from runtime.checkpoints.checkpoint import Checkpoint
-from telemetry import file_of, open_store
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from telemetry import open_store
 from tests.support.deployments import CommandProcess, OneHost
-from tests.support.installed.releases import (
-    RELEASE_0_1,
-    Release,
-    installed,
-    other_release,
-    source_of,
-)
+from tests.support.redis_servers import RedisProcess
+from tests.support.releases import Release, installed, other_release
 from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow  # wheels and kernels included
@@ -41,15 +34,6 @@ ENGINE = ("eplb", "launch", "--", sys.executable, "engine.py")
 @pytest.fixture(scope="module")
 def this(tmp_path_factory: pytest.TempPathFactory) -> Release:
     return installed(ROOT, tmp_path_factory.mktemp("releases") / "this")
-
-
-@pytest.fixture(scope="module")
-def release_0_1(tmp_path_factory: pytest.TempPathFactory) -> Release:
-    folder = tmp_path_factory.mktemp("release-0-1")
-    source = source_of(RELEASE_0_1, folder)
-    if source is None:
-        pytest.skip(f"commit {RELEASE_0_1} is not in this clone, expected its whole history")
-    return installed(source, folder / "installed")
 
 
 @pytest.fixture
@@ -107,101 +91,12 @@ def assert_right(*engines: CommandProcess) -> None:
     assert all(wrong == "0" and int(checked) > 0 for _, wrong, checked in ended), ended
 
 
-class FirstRelease:
-    """Processes of 0.1.0, which had no commands."""
-
-    def __init__(self, deployed: Upgraded, release: Release, weights: Path, slots: int) -> None:
-        folder = deployed.host.folder
-        self._deployed, self._release = deployed, release
-        self._given = json.dumps(
-            {
-                "store": deployed.store_url,
-                "name": deployed.host.name,
-                "slots": slots,
-                "window_steps": 64,
-                "sample_steps": 16,
-                "weights": str(weights),
-                "key": secrets.token_hex(16),
-                "rendezvous": str(folder / "rendezvous"),
-            }
-        )
-        script = ROOT / "tests" / "support" / "installed" / "release_0_1.py"
-        (folder / "release_0_1.py").write_text(script.read_text())
-        engine = (folder / "engine.py").read_text()
-        (folder / "engine_0_1.py").write_text(
-            engine.replace("rebalance.build.environment import", "release_0_1 import")
-        )
-
-    def start(self, *words: str, **environ: str) -> CommandProcess:
-        given = {"RELEASE_0_1": self._given} | environ
-        return self._deployed.start(self._release, sys.executable, *words, **given)
-
-    def start_ranks(self) -> list[CommandProcess]:
-        return [self.start("engine_0_1.py", RANK=str(rank)) for rank in range(2)]
-
-
 @pytest.fixture(params=["sqlite", "redis"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return str(tmp_path / "store.sqlite")
     server: RedisProcess = request.getfixturevalue("redis_server")
     return f"{server.url}?prefix=upgrade-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def test_ranks_of_0_1_serve_while_controller_and_store_are_upgraded(
-    stack: ExitStack,
-    tmp_path: Path,
-    small_checkpoint: Checkpoint,
-    this: Release,
-    release_0_1: Release,
-    store_url: str,
-) -> None:
-    deployed = Upgraded(stack, tmp_path, small_checkpoint.path, store_url)
-    old = FirstRelease(deployed, release_0_1, small_checkpoint.path, slots=5)
-    assert old.start("release_0_1.py", "start").ends() == 0
-    old_cache = old.start("release_0_1.py", "cache")
-    old_cache.wait_for("cache: ready")
-    old_controller = old.start("release_0_1.py", "controller")
-    old_controller.wait_for("controller: ready")
-    ranks = old.start_ranks()
-    ranks[0].wait_for("engine: generation 1 serves")
-
-    controller = deployed.start(this, "eplb", "controller")
-    controller.wait_for("eplb controller: ready")
-    assert old_controller.ends(signal.SIGTERM) in (0, -signal.SIGTERM), old_controller.lines
-    wait_for_swap(ranks[0])
-    wait_for_swap(ranks[0])  # the first may be of a plan that the old controller left
-    assert deployed.plans_of(controller.process.pid) > 0
-
-    status, shown = deployed.run(this, "eplb", "status")
-    assert f"controller: eplb 0.2.0 (protocol {PROTOCOL})" in shown, shown
-    assert "ranks: eplb 0.1.0 or earlier (protocol 1)" in shown, shown
-    assert status == 0, shown
-    status, shown = deployed.run(this, "eplb", "pause", "--reason", "an upgrade")
-    assert status == 0, shown
-    status, shown = deployed.run(this, "eplb", "resume", "--reason", "an upgrade")
-    assert status == 0, shown
-    if file_of(store_url) is not None:  # what is started again is refused by the file's version
-        late = old.start("release_0_1.py", "controller")
-        assert late.ends() != 0
-        assert "has schema version 8, expected 7" in "\n".join(late.lines)
-
-    cache = deployed.host.start("eplb", "host-cache", **this.environ)
-    cache.wait_for("ready: 16 records")
-    wait_for_swap(ranks[0])
-    for rank in ranks:
-        rank.process.send_signal(signal.SIGTERM)
-    assert [rank.ends() for rank in ranks] == [0, 0], ranks[0].lines
-    assert_right(*ranks)
-    assert old_cache.ends(signal.SIGTERM) == 0, old_cache.lines
-
-    served = deployed.generation()
-    launch = deployed.start(this, *ENGINE)
-    launch.wait_for(f"found a placement, generation {served}")
-    launch.wait_for(f"engine: generation {served} serves")
-    wait_for_swap(launch)
-    assert launch.ends(signal.SIGTERM) == 0, launch.lines
-    assert_right(launch)
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ from api.http.app import create_app
 from api.http.limits import HttpLimits
 from api.http.problems import ProblemType
 from eplb.errors import ConfigError
-from telemetry.stores.memory import MemoryStore
 from tests.support.http import client_of, problem_of
 from tests.support.limits import NEVER_S
+from tests.support.stores import MemoryStore
 
 PAUSE = {"reason": "maintenance"}
 

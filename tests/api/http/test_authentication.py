@@ -7,8 +7,8 @@ import pytest
 
 from api.http.app import create_app
 from api.http.problems import ProblemType
-from telemetry.stores.memory import MemoryStore
 from tests.support.http import client_of, problem_of
+from tests.support.stores import MemoryStore
 
 TOKEN = "t" * 64
 BEARER = f"Bearer {TOKEN}"

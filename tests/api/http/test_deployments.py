@@ -22,9 +22,9 @@ from api.http.deployments import served
 from api.http.deployments.served import Others
 from api.http.problems import ProblemType
 from eplb.errors import StoreError
-from telemetry.store import LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.store import StateStore
 from tests.support.http import IN_PROCESS, client_of, client_on, problem_of, serving
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, begin_run
 
 PAUSE = {"reason": "hot rack"}
@@ -36,7 +36,7 @@ class Shown:
     """Two deployments, and a service that shows both."""
 
     def __init__(self, folder: Path, **others: Any) -> None:
-        self.folder, self.stores = folder, dict[str, MemoryStore]()
+        self.folder, self.stores = folder, dict[str, StateStore]()
         for name in (OWN, OTHER):
             self.begin(name)
         self.app = create_app(
@@ -234,7 +234,7 @@ def test_end_of_the_service_ends_streams_and_readers_of_every_deployment(tmp_pat
 
 
 def test_deployment_whose_store_cannot_be_opened_is_listed_with_the_reason() -> None:
-    def broken(name: str) -> LoadStore:
+    def broken(name: str) -> StateStore:
         raise StoreError(f"no store of {name}")
 
     app = create_app(MemoryStore(OWN), others=Others(lambda: ["lost"], broken))

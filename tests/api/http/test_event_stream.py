@@ -17,10 +17,10 @@ from api.http.app import create_app
 from api.http.limits import DEFAULT_LIMITS
 from api.http.problems import ProblemType
 from api.http.server import HttpService
-from telemetry.store import Event
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.events import Event
 from tests.support.http import client_of, client_on, problem_of, serving
 from tests.support.limits import NEVER_S
+from tests.support.stores import MemoryStore
 
 PATH = "/api/v1/events/stream"
 LIMITS = replace(DEFAULT_LIMITS, max_streams=2, stream_s=NEVER_S, request_deadline_s=NEVER_S)

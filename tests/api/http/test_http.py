@@ -16,13 +16,14 @@ from api.config.live import live_settings
 from api.http.app import create_app
 from api.http.problems import OF_REFUSAL, ProblemType
 from eplb import build_migration
-from telemetry.live import LiveSettings, LiveState
-from telemetry.refusals import Refusal
-from telemetry.store import REPORT_EVERY_S, Control, TaskResult
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control, LiveSettings, LiveState
+from telemetry.state.runs import REPORT_EVERY_S
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import Refusal, TaskResult
 from tests.support.http import IN_PROCESS, client_of, problem_of
 from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run, serve
 
 EndTasks = Callable[[str, TaskResult], None]
@@ -41,7 +42,7 @@ MEDIA_TYPES = {
 
 
 @pytest.fixture
-def store() -> Iterator[MemoryStore]:
+def store() -> Iterator[StateStore]:
     """Two ranks that serve, and one complete window of 80 and 20 tokens."""
     with closing(MemoryStore("d")) as opened:
         begin_run(opened)
@@ -51,7 +52,7 @@ def store() -> Iterator[MemoryStore]:
 
 
 @pytest.fixture
-def client(store: MemoryStore, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+def client(store: StateStore, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """A client of a service that waits for a controller where the test has one, and else not."""
     plan_wait_s = NEVER_S if "controller" in request.fixturenames else 0.0
     app = create_app(store, plan_wait_s=plan_wait_s, probe_wait_s=NEVER_S)
@@ -59,19 +60,19 @@ def client(store: MemoryStore, request: pytest.FixtureRequest) -> Iterator[httpx
         yield opened
 
 
-def ranks_report(store: MemoryStore, **detail: Any) -> None:
+def ranks_report(store: StateStore, **detail: Any) -> None:
     for rank in range(2):
         # Silent only long after the test.
         now = {"time": time.time(), "step": 7, "generation": 1, REPORT_EVERY_S: NEVER_S}
         store.report(rank_report("a", rank, **now | detail))
 
 
-def publish_second(store: MemoryStore) -> None:
+def publish_second(store: StateStore) -> None:
     store.publish(build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id()))
 
 
 @pytest.fixture
-def controller(store: MemoryStore) -> Iterator[EndTasks]:
+def controller(store: StateStore) -> Iterator[EndTasks]:
     """A controller that ends every task in the state and with the result that the test sets."""
     ending: list[tuple[Any, Any]] = []
     is_stopping = threading.Event()
@@ -94,7 +95,7 @@ def controller(store: MemoryStore) -> Iterator[EndTasks]:
 
 
 def test_probes_answer_while_the_store_does_and_report_when_it_does_not(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     assert client.get(f"{IN_PROCESS}/livez").json()["status"] == "ok"
     assert client.get(f"{IN_PROCESS}/healthz").json()["detail"].endswith(str(store.version()))
@@ -106,7 +107,7 @@ def test_probes_answer_while_the_store_does_and_report_when_it_does_not(
 
 
 def test_only_ranks_that_report_and_make_progress_are_ready(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     ready = f"{IN_PROCESS}/readyz"
     kind, why = problem_of(client.get(ready))
@@ -135,7 +136,7 @@ def test_state_load_and_drift_are_those_of_the_store(client: httpx.Client) -> No
 
 
 def test_imbalance_and_its_rebalances_are_given_over_time(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     publish_second(store)
     store.commit(SECOND, expected=1, plan_id=1, reason="drift")
@@ -146,7 +147,7 @@ def test_imbalance_and_its_rebalances_are_given_over_time(
     assert [(mark["generation"], mark["reason"]) for mark in answer["rebalances"]] == [(2, "drift")]
 
 
-def test_placements_are_given_by_generation(client: httpx.Client, store: MemoryStore) -> None:
+def test_placements_are_given_by_generation(client: httpx.Client, store: StateStore) -> None:
     store.commit(SECOND, expected=1, reason="by hand")
 
     assert client.get("/placement").json()["slot_to_expert"] == [[0, 1, 0, 2]]
@@ -160,7 +161,7 @@ def test_placements_are_given_by_generation(client: httpx.Client, store: MemoryS
 
 
 def test_rebalances_are_given_newest_first_page_by_page(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     for plan_id in (1, 2):
         publish_second(store)
@@ -175,7 +176,7 @@ def test_rebalances_are_given_newest_first_page_by_page(
 
 
 def test_open_migration_is_shown_with_its_moves_and_is_a_conflict(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     store.add_event("plan", {"decision": "MOVE", "reason": "worth it", "generation": 1})
     publish_second(store)
@@ -190,7 +191,7 @@ def test_open_migration_is_shown_with_its_moves_and_is_a_conflict(
     assert (refused[0], "plan 1" in refused[1]) == (ProblemType.MIGRATION_OPEN, True)
 
 
-def test_events_are_read_on_from_an_id(client: httpx.Client, store: MemoryStore) -> None:
+def test_events_are_read_on_from_an_id(client: httpx.Client, store: StateStore) -> None:
     last = client.get("/events").json()["events"][-1]["id"]
     store.add_event("error", {"where": "rank 1", "message": "lost"})
 
@@ -254,7 +255,7 @@ def test_each_reason_of_the_controller_has_a_problem_type(
 
 
 def test_only_dry_runs_are_accepted_while_movement_is_off(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     for off in (Control(movement=False), Control(observe=True)):
         store.set_control(off, reason="test")
@@ -267,7 +268,7 @@ def test_only_dry_runs_are_accepted_while_movement_is_off(
 # -- switches and live settings
 
 
-def test_switches_are_set_with_a_reason(client: httpx.Client, store: MemoryStore) -> None:
+def test_switches_are_set_with_a_reason(client: httpx.Client, store: StateStore) -> None:
     paused = client.post("/pause", json={"reason": "maintenance"}).json()
     assert paused == {"movement": False, "observe": False, "until": None}
 
@@ -280,7 +281,7 @@ def test_switches_are_set_with_a_reason(client: httpx.Client, store: MemoryStore
     assert reasons == ["maintenance", "watch", "done"]
 
 
-def test_pause_for_a_time_says_until_when(client: httpx.Client, store: MemoryStore) -> None:
+def test_pause_for_a_time_says_until_when(client: httpx.Client, store: StateStore) -> None:
     body = {"reason": "change 4711", "expires_s": 7200}
 
     paused = client.post("/pause", json=body).json()
@@ -302,7 +303,7 @@ def test_pause_for_a_time_says_until_when(client: httpx.Client, store: MemorySto
     ],
 )
 def test_of_two_changes_at_one_revision_one_is_refused(
-    client: httpx.Client, store: MemoryStore, method: str, path: str, body: dict[str, Any]
+    client: httpx.Client, store: StateStore, method: str, path: str, body: dict[str, Any]
 ) -> None:
     body = body | {"reason": "r"}
     tag = {"If-Match": client.get("/settings").headers["etag"]}
@@ -325,7 +326,7 @@ def setting(answer: httpx.Response, name: str) -> dict[str, Any]:
 
 
 def test_live_settings_are_shown_with_source_and_revision(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     store.set_static(LiveSettings(pay_back_s=60.0), reason="start")
     store.change_live({"movement": False}, reason="incident 7")
@@ -342,7 +343,7 @@ def test_live_settings_are_shown_with_source_and_revision(
 
 
 def test_live_setting_is_changed_at_its_revision_and_removed(
-    client: httpx.Client, store: MemoryStore
+    client: httpx.Client, store: StateStore
 ) -> None:
     store.set_static(LiveSettings(pay_back_s=60.0), reason="start")
     tag = client.get("/settings").headers["etag"]
@@ -394,7 +395,7 @@ def test_live_setting_is_changed_at_its_revision_and_removed(
     ],
 )
 def test_body_that_does_not_fit_is_refused_by_key_and_changes_nothing(
-    client: httpx.Client, store: MemoryStore, path: str, body: dict[str, Any], named: str
+    client: httpx.Client, store: StateStore, path: str, body: dict[str, Any], named: str
 ) -> None:
     before = store.version()
     method, tag = ("PATCH", '"0"') if path in ("control", "settings") else ("POST", '"1"')
@@ -409,7 +410,7 @@ def test_body_that_does_not_fit_is_refused_by_key_and_changes_nothing(
 
 @pytest.mark.parametrize("tag", [None, "0", 'W/"0"'])
 def test_settings_change_only_at_a_revision(
-    client: httpx.Client, store: MemoryStore, tag: str | None
+    client: httpx.Client, store: StateStore, tag: str | None
 ) -> None:
     headers = {} if tag is None else {"If-Match": tag}
     body = {"reason": "a test", "observe": True}
@@ -464,7 +465,7 @@ def test_names_of_other_sites_are_not_served(client: httpx.Client) -> None:
     ],
 )
 def test_page_of_another_site_cannot_change_state_and_the_own_one_can(
-    client: httpx.Client, store: MemoryStore, header: dict[str, str], kind: ProblemType | None
+    client: httpx.Client, store: StateStore, header: dict[str, str], kind: ProblemType | None
 ) -> None:
     given = {"Content-Type": "application/json"} | header
 

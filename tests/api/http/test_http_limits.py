@@ -27,10 +27,10 @@ from api.http.problems import ProblemType, Refused
 from api.http.schemas import Health
 from api.http.server import HttpService
 from eplb.errors import ConfigError
-from telemetry.stores.memory import MemoryStore
 from tests.support.certificates import Authority
 from tests.support.http import client_on, problem_of, serving
 from tests.support.limits import NEVER_S
+from tests.support.stores import MemoryStore
 
 MAX_BODY_BYTES, MAX_REQUESTS = HttpLimits.max_body_bytes, HttpLimits.max_requests
 # No limit of time that a busy machine could reach.

@@ -14,7 +14,9 @@ import pytest
 from api.http.app import create_app
 from api.http.limits import DEFAULT_LIMITS
 from telemetry import open_store
-from telemetry.store import REPORT_EVERY_S, LoadStore, TaskResult
+from telemetry.state.runs import REPORT_EVERY_S
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import TaskResult
 from tests.support.http import serving
 from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
@@ -22,7 +24,7 @@ from tests.support.two_ranks import FIRST, begin_run
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LoadStore]:
+def store(tmp_path: Path) -> Iterator[StateStore]:
     """Two ranks that serve for as long as the test lasts."""
     with closing(open_store(tmp_path / "store.sqlite", "d")) as opened:
         begin_run(opened)
@@ -34,7 +36,7 @@ def store(tmp_path: Path) -> Iterator[LoadStore]:
 
 
 @pytest.fixture
-def controller(store: LoadStore) -> Iterator[None]:
+def controller(store: StateStore) -> Iterator[None]:
     """Works off every task."""
     is_stopping = threading.Event()
 
@@ -55,7 +57,7 @@ def controller(store: LoadStore) -> Iterator[None]:
 @pytest.mark.system
 @pytest.mark.usefixtures("controller")
 def test_schemathesis_finds_no_answer_that_the_document_does_not_name(
-    store: LoadStore, tmp_path: Path
+    store: StateStore, tmp_path: Path
 ) -> None:
     # A stream has no end of its own that a reader of its document could wait for.
     app = create_app(store, limits=replace(DEFAULT_LIMITS, stream_s=0.1))

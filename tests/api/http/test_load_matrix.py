@@ -16,10 +16,10 @@ from api.http.app import create_app
 from api.http.problems import ProblemType
 from api.http.routes import load_matrix
 from eplb import ModelShape, Placement
-from telemetry.retention.load_range import load_rows
-from telemetry.retention.rollup import Rollup
-from telemetry.stores.memory import MemoryStore
+from telemetry.load.load_range import load_rows
+from telemetry.load.rollup import Rollup
 from tests.support.http import client_of, problem_of
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import begin_run, serve
 
 MODEL = ModelShape((0, 1), num_experts=3, top_k=1, hidden=2, intermediate=2)

@@ -21,11 +21,13 @@ from api.http.deployments.served import Others
 from api.http.routes.anomalies import KINDS
 from eplb import ModelShape, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
-from telemetry.store import REPORT_EVERY_S, STEP_TIMES, TaskResult
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.runs import REPORT_EVERY_S, STEP_TIMES
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import TaskResult
 from tests.support.http import serving
 from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run, serve
 
 pytestmark = pytest.mark.system
@@ -54,7 +56,7 @@ TWO_DRAWS = """new Promise((done) => {
 })"""
 
 
-def stored() -> MemoryStore:
+def stored() -> StateStore:
     """One window of 80 and 20 tokens, and a decision with markup in its reason."""
     opened = MemoryStore("d")
     begin_run(opened, model=MODEL)
@@ -65,7 +67,7 @@ def stored() -> MemoryStore:
 
 
 @pytest.fixture
-def store() -> Iterator[MemoryStore]:
+def store() -> Iterator[StateStore]:
     with closing(stored()) as opened:
         yield opened
 
@@ -82,7 +84,7 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def opened_page(browser: Any, store: MemoryStore, folder: Path, *others: str) -> Iterator[Any]:
+def opened_page(browser: Any, store: StateStore, folder: Path, *others: str) -> Iterator[Any]:
     """The page of a store; what its console says of errors fails the test.
 
     Args:
@@ -101,7 +103,7 @@ def opened_page(browser: Any, store: MemoryStore, folder: Path, *others: str) ->
 
 
 @pytest.fixture
-def page(browser: Any, store: MemoryStore, tmp_path: Path) -> Iterator[Any]:
+def page(browser: Any, store: StateStore, tmp_path: Path) -> Iterator[Any]:
     with opened_page(browser, store, tmp_path) as opened:
         yield opened
 
@@ -113,7 +115,7 @@ def seen(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
         yield opened
 
 
-def report(store: MemoryStore) -> None:
+def report(store: StateStore) -> None:
     """Have both ranks report. They are silent, and without tokens stopped, long after the test."""
     for rank in range(2):
         now = {"time": time.time(), "step": 7, "generation": 1, REPORT_EVERY_S: NEVER_S}
@@ -142,7 +144,7 @@ def test_page_shows_heatmap_and_last_decision(seen: Any) -> None:
 
 
 def test_page_begins_with_the_verdict_and_what_balancing_gains(
-    page: Any, store: MemoryStore
+    page: Any, store: StateStore
 ) -> None:
     page.locator("#verdict.blind").wait_for()
 
@@ -175,7 +177,7 @@ def test_page_begins_with_the_verdict_and_what_balancing_gains(
     assert page.locator("#anomalies").is_hidden()
 
 
-def test_events_are_sentences_with_a_time_zone(page: Any, store: MemoryStore) -> None:
+def test_events_are_sentences_with_a_time_zone(page: Any, store: StateStore) -> None:
     view(page, "History")
     store.add_event("publish", PUBLISHED)
     store.add_event("starting", {"holder": "gpu7:1:9f31c2aa-8-5be012", "work": "compiling"})
@@ -208,7 +210,7 @@ def test_page_fits_its_window_and_the_header_of_a_wide_one_is_one_line(seen: Any
     seen.set_viewport_size({"width": 1280, "height": 720})
 
 
-def test_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: MemoryStore) -> None:
+def test_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: StateStore) -> None:
     asked: list[dict[str, Any]] = []
 
     def controller() -> None:
@@ -232,7 +234,7 @@ def test_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: Memo
 
 
 def test_movement_is_switched_with_the_keyboard_and_weights_move_after_a_second_question(
-    page: Any, store: MemoryStore
+    page: Any, store: StateStore
 ) -> None:
     page.get_by_role("button", name="Pause movement").press("Enter")
     page.locator(".switches", has_text="movement off").wait_for()
@@ -248,7 +250,7 @@ def test_movement_is_switched_with_the_keyboard_and_weights_move_after_a_second_
     assert store.claim() is None
 
 
-def test_selection_focus_and_nodes_survive_updates(page: Any, store: MemoryStore) -> None:
+def test_selection_focus_and_nodes_survive_updates(page: Any, store: StateStore) -> None:
     page.locator("#anomalies .entry").first.wait_for()
     page.locator("#chart .measured[d]").wait_for(state="attached")
     page.evaluate("""() => {
@@ -288,7 +290,7 @@ def test_range_is_chosen_by_a_button_and_is_the_address(page: Any) -> None:
 
 
 def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
-    page: Any, store: MemoryStore
+    page: Any, store: StateStore
 ) -> None:
     decided = {"decision": "MOVE", "reason": "worth it", "bytes": 7_000_000}
     decided |= {"trigger": "request", "actor": "task 3", "stage": "propose"}
@@ -317,7 +319,7 @@ def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
 
 
 def test_page_shows_why_the_pace_changed_and_how_many_experts_stay_uncovered(
-    page: Any, store: MemoryStore
+    page: Any, store: StateStore
 ) -> None:
     store.report(rank_report("a", 0, time=0.0, **{STEP_TIMES: vars(StepTimes())}))
     store.change_live({"step_time_budget": 0.05}, reason="decode must not slow down")
@@ -335,7 +337,7 @@ def test_page_shows_why_the_pace_changed_and_how_many_experts_stay_uncovered(
 
 
 def test_many_ranks_are_a_picture_that_fits_and_names_the_cell_under_the_pointer(
-    page: Any, store: MemoryStore
+    page: Any, store: StateStore
 ) -> None:
     topology = Topology.uniform(num_nodes=40, ranks_per_node=8, slots_per_rank=1)
     model = ModelShape((3, 4), num_experts=320, top_k=1, hidden=2, intermediate=2)
@@ -357,7 +359,7 @@ def test_many_ranks_are_a_picture_that_fits_and_names_the_cell_under_the_pointer
 
 
 def test_anomalies_have_severity_begin_and_what_to_do_and_stay_in_history_when_they_end(
-    page: Any, store: MemoryStore
+    page: Any, store: StateStore
 ) -> None:
     silent = page.locator("#anomalies .entry", has_text="silent ranks: 0, 1")
     silent.wait_for()
@@ -371,7 +373,7 @@ def test_anomalies_have_severity_begin_and_what_to_do_and_stay_in_history_when_t
 
 
 def test_history_has_open_requests_to_cancel_and_who_changed_what(
-    page: Any, store: MemoryStore
+    page: Any, store: StateStore
 ) -> None:
     task = store.submit("rebalance", {"reason": "curious", "dry_run": True}).id
     view(page, "History")
@@ -387,7 +389,7 @@ def test_history_has_open_requests_to_cancel_and_who_changed_what(
     page.locator("#no-task").wait_for()
 
 
-def test_rank_is_cordoned_with_a_reason_and_opened_again(page: Any, store: MemoryStore) -> None:
+def test_rank_is_cordoned_with_a_reason_and_opened_again(page: Any, store: StateStore) -> None:
     report(store)
     view(page, "Ranks")
     rank = page.locator("#rank-table tr[data-key='1']")
@@ -420,7 +422,7 @@ def test_view_is_the_address_and_back_leads_to_the_one_before(page: Any) -> None
 
 
 def test_deployment_is_chosen_and_its_address_keeps_the_view(
-    browser: Any, store: MemoryStore, seen: Any, tmp_path: Path
+    browser: Any, store: StateStore, seen: Any, tmp_path: Path
 ) -> None:
     assert seen.locator("#deployments").is_hidden()  # where there is one alone
     with opened_page(browser, store, tmp_path, "other") as page:
@@ -479,7 +481,7 @@ LOW_CONTRAST = """() => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_of_every_view_has_the_contrast_of_wcag_aa(
-    page: Any, store: MemoryStore, scheme: str
+    page: Any, store: StateStore, scheme: str
 ) -> None:
     page.emulate_media(color_scheme=scheme)
     store.change_live({"cordons": "1:drain"}, reason="its fan")

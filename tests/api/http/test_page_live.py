@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 pytestmark = pytest.mark.slow  # a demo with its ranks, and a browser
 
@@ -57,8 +57,8 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=Path(SHOWN) / f"{name}.png", full_page=True)
 
 
-def committed(at_least: int) -> Callable[[LoadStore], Any]:
-    def look(store: LoadStore) -> Any:
+def committed(at_least: int) -> Callable[[StateStore], Any]:
+    def look(store: StateStore) -> Any:
         found = store.committed()
         return found if found and found.placement.generation >= at_least else None
 
@@ -136,7 +136,7 @@ def test_death_of_a_rank_is_found_out_later_on_a_page_that_was_not_open(
     assert page.locator("#events .entry", has_text="from generation").count() == 0
 
 
-def runs(store: LoadStore) -> set[str]:
+def runs(store: StateStore) -> set[str]:
     return {
         str(event.detail["run"]) for event in store.events(limit=100_000) if event.kind == "run"
     }

@@ -14,10 +14,11 @@ import pytest
 from api.http.app import create_app
 from api.http.problems import BLANK, OF_REFUSAL, ProblemType
 from eplb import Placement
-from telemetry.store import Control, LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
+from telemetry.state.store import StateStore
 from tests.support.http import client_of, problem_of
 from tests.support.repository import ROOT
+from tests.support.stores import MemoryStore
 
 FIRST = Placement(np.array([[0, 1]]), num_experts=2, generation=1)
 WHY: dict[str, Any] = {"reason": "a test"}
@@ -26,7 +27,7 @@ MAKERS = ("problem", "Refused", "_refused")  # of refusals
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[LoadStore]:
+def store() -> Iterator[StateStore]:
     store = MemoryStore("d")
     store.commit(FIRST, expected=None, reason="start")
     store.set_control(Control(movement=False), reason="held")
@@ -35,7 +36,7 @@ def store() -> Iterator[LoadStore]:
 
 
 @pytest.fixture(scope="module")
-def client(store: LoadStore) -> Iterator[httpx.Client]:
+def client(store: StateStore) -> Iterator[httpx.Client]:
     with client_of(create_app(store, plan_wait_s=0.0)) as opened:
         yield opened
 
@@ -60,7 +61,7 @@ def test_refusal_has_the_type_of_its_cause(
     assert kind_of(client.get(path)) is kind
 
 
-def test_task_that_ended_has_its_type(client: httpx.Client, store: LoadStore) -> None:
+def test_task_that_ended_has_its_type(client: httpx.Client, store: StateStore) -> None:
     task = store.submit("rebalance", WHY)
     first, again = (client.post(f"{V1}/tasks/{task.id}/cancel", json=WHY) for _ in range(2))
 

@@ -13,7 +13,8 @@ from api.http.app import create_app
 from api.http.problems import ProblemType
 from eplb.core.placement import Placement
 from telemetry import open_store
-from telemetry.store import Control, LoadStore
+from telemetry.state.live import Control
+from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import EVEN, START, Deployment, planned_by_request
 from tests.support.http import client_of, problem_of
 from tests.support.limits import NEVER_S
@@ -24,19 +25,19 @@ Open = Callable[[], httpx.Client]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LoadStore]:
+def store(tmp_path: Path) -> Iterator[StateStore]:
     with closing(open_store(tmp_path / "store.sqlite", "test")) as opened:
         yield opened
 
 
 @pytest.fixture
-def deployment(store: LoadStore) -> Iterator[Deployment]:
+def deployment(store: StateStore) -> Iterator[Deployment]:
     with planned_by_request(store) as served:
         yield served
 
 
 @pytest.fixture
-def open_service(store: LoadStore) -> Iterator[Open]:
+def open_service(store: StateStore) -> Iterator[Open]:
     """Open a service on the store; each call another, as after a restart."""
     with ExitStack() as stack:
 
@@ -91,7 +92,7 @@ def test_proposal_is_made_read_and_carried_out_after_a_restart(
 
 
 def test_proposal_that_is_not_open_is_refused(
-    deployment: Deployment, open_service: Open, store: LoadStore
+    deployment: Deployment, open_service: Open, store: StateStore
 ) -> None:
     client = open_service()
     first, second = (client.post("/proposals", json=WHY).json()["id"] for _ in range(2))
@@ -118,7 +119,7 @@ def test_proposal_that_is_not_open_is_refused(
     ("path", "body"), [("rebalances", WHY), ("rollbacks", WHY | {"generation": 0})]
 )
 def test_change_with_a_stale_tag_is_refused_before_it_is_a_task(
-    store: LoadStore, open_service: Open, path: str, body: dict[str, object]
+    store: StateStore, open_service: Open, path: str, body: dict[str, object]
 ) -> None:
     store.commit(START, expected=None, reason="start")
 

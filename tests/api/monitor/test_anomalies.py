@@ -24,9 +24,9 @@ from api.monitor.verdict import (
     unready,
     verdict,
 )
-from telemetry.store import Event
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.events import Event
 from tests.support.repository import ROOT
+from tests.support.stores import MemoryStore
 
 NOW = 10_000.0
 EMPTY = Monitor(MemoryStore("d"), clock=lambda: NOW).snapshot()

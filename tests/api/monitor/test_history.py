@@ -16,15 +16,16 @@ from api.monitor.verdict import Grade
 from eplb import build_migration
 from eplb.errors import StoreError
 from telemetry import open_store
-from telemetry.retention.pruning import Keeper, Retention
-from telemetry.store import LoadStore, RunInfo
-from telemetry.stores.memory import MemoryStore
+from telemetry.load.pruning import Keeper, Retention
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run, sample
 
 START = 120_000.0  # a whole minute
 
 
-def serve(store: LoadStore, run: str, windows: range, at: float, tokens: int = 60) -> None:
+def serve(store: StateStore, run: str, windows: range, at: float, tokens: int = 60) -> None:
     """One window a second, of imbalance 1.6 with 60 tokens, of none with none."""
     received = [tokens, tokens // 3], [tokens // 3, 0]
     store.append(
@@ -36,7 +37,7 @@ def serve(store: LoadStore, run: str, windows: range, at: float, tokens: int = 6
     )
 
 
-def watched(store: LoadStore, now: float) -> Monitor:
+def watched(store: StateStore, now: float) -> Monitor:
     monitor = Monitor(store, history=History(), clock=lambda: now)
     monitor.refresh()
     return monitor

@@ -12,10 +12,11 @@ from api.http.problems import ProblemType, Refused
 from api.http.service import AdminService
 from api.metrics.exposition import metrics_text
 from api.monitor.health import leadership
-from telemetry.store import REPORT_EVERY_S
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.runs import REPORT_EVERY_S
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, begin_run
 
 TTL_S = NEVER_S  # however busy the machine is
@@ -37,7 +38,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(clock: Clock) -> MemoryStore:
+def store(clock: Clock) -> StateStore:
     """Two ranks that serve."""
     opened = MemoryStore("d", clock=clock)
     begin_run(opened)
@@ -54,7 +55,7 @@ def metric(service: AdminService, name: str) -> float | None:
     return found[0] if found else None
 
 
-def led(store: MemoryStore, clock: Clock, *ago_s: float) -> AdminService:
+def led(store: StateStore, clock: Clock, *ago_s: float) -> AdminService:
     """The service once a controller has had its turns, the last of them so long ago."""
     for ago in ago_s:
         clock.ago_s = ago
@@ -67,7 +68,7 @@ def about(seconds: float) -> Any:
     return pytest.approx(seconds, abs=NEVER_S / 10)  # real time passes too
 
 
-def test_leader_is_shown_with_the_age_of_its_last_turn(store: MemoryStore, clock: Clock) -> None:
+def test_leader_is_shown_with_the_age_of_its_last_turn(store: StateStore, clock: Clock) -> None:
     service = led(store, clock, 3000.0, 2000.0)
 
     state = service.state()
@@ -80,7 +81,7 @@ def test_leader_is_shown_with_the_age_of_its_last_turn(store: MemoryStore, clock
 
 
 def test_leader_that_is_gone_is_not_ready_and_raises_the_alert(
-    store: MemoryStore, clock: Clock
+    store: StateStore, clock: Clock
 ) -> None:
     service = led(store, clock, 100_000.0)
 
@@ -94,7 +95,7 @@ def test_leader_that_is_gone_is_not_ready_and_raises_the_alert(
     assert [one for one in service.state().problems if one.startswith(told)]
 
 
-def test_lease_that_was_given_up_has_the_age_of_its_end(store: MemoryStore, clock: Clock) -> None:
+def test_lease_that_was_given_up_has_the_age_of_its_end(store: StateStore, clock: Clock) -> None:
     lease = store.acquire_lease("one", TTL_S)
     assert lease is not None
     released = clock()
@@ -106,7 +107,7 @@ def test_lease_that_was_given_up_has_the_age_of_its_end(store: MemoryStore, cloc
     assert found.turn_age_s == pytest.approx(55.0, abs=1.0)
 
 
-def test_deployment_that_never_had_a_controller_is_ready(store: MemoryStore) -> None:
+def test_deployment_that_never_had_a_controller_is_ready(store: StateStore) -> None:
     service = AdminService(store)
 
     assert service.readiness().detail.startswith("2 ranks")

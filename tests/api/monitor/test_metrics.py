@@ -26,12 +26,13 @@ from eplb.decision.pace import PaceChange, StepTimes
 from eplb.decision.triggers import ACTS
 from eplb.errors import ConfigError
 from telemetry import open_store
-from telemetry.store import Control, LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
+from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.http import client_of
 from tests.support.rank_reports import rank_report
 from tests.support.repository import ROOT
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import TOPOLOGY, begin_run
 
 NUM_SERIES = 120  # of any deployment, unless more are asked for
@@ -46,7 +47,7 @@ EXCLUDED = {(outcome,): 0 for outcome in OUTCOMES}
 Figures = dict[str, dict[tuple[str, ...], float]]
 
 
-def a_busy_run(store: LoadStore) -> None:
+def a_busy_run(store: StateStore) -> None:
     """Two windows, a decision and a rebalance between them, and two ranks that count."""
     begin_run(store, "a", NOW, model=MODEL, window_steps=2)
     store.commit(FIRST, expected=None, reason="start")
@@ -61,12 +62,12 @@ def a_busy_run(store: LoadStore) -> None:
     ranks_report(store)
 
 
-def serve(store: LoadStore, placement: Placement, window: int, *received: list[list[int]]) -> None:
+def serve(store: StateStore, placement: Placement, window: int, *received: list[list[int]]) -> None:
     """Both ranks report a window: [L, C] tokens for each, in the slots of ``placement``."""
     two_ranks.serve(store, window, received, placement=placement, at=NOW - 4, steps=2)
 
 
-def ranks_report(store: LoadStore, **more: Any) -> None:
+def ranks_report(store: StateStore, **more: Any) -> None:
     detail = {
         "bytes_by_source": {
             "peer": 300,
@@ -91,14 +92,14 @@ def ranks_report(store: LoadStore, **more: Any) -> None:
 
 
 @pytest.fixture
-def store() -> Iterator[MemoryStore]:
+def store() -> Iterator[StateStore]:
     opened = MemoryStore("d", clock=lambda: NOW)
     a_busy_run(opened)
     yield opened
     opened.close()
 
 
-def text_of(store: LoadStore, now: float = NOW + 1, level: Level = "default") -> str:
+def text_of(store: StateStore, now: float = NOW + 1, level: Level = "default") -> str:
     """What a process that has just been started exposes."""
     monitor = Monitor(store, history=History(), clock=lambda: now)
     return metrics_text([Exposition(store, monitor, level)])[0].decode()
@@ -131,7 +132,7 @@ def documented_kinds() -> dict[str, set[str]]:
     }
 
 
-def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: MemoryStore) -> None:
+def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: StateStore) -> None:
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1, 0.1, 0.0)
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
@@ -153,7 +154,7 @@ def num_series(text: str) -> int:
     return sum(len(family.samples) for family in families)
 
 
-def test_pace_and_slowdown_are_those_of_the_latest_judgement(store: MemoryStore) -> None:
+def test_pace_and_slowdown_are_those_of_the_latest_judgement(store: StateStore) -> None:
     before = figures_in(text_of(store))
     store.report(rank_report("a", 0, step_times=vars(StepTimes())))
     store.change_live({"step_time_budget": 0.05}, reason="a test")
@@ -168,7 +169,7 @@ def test_pace_and_slowdown_are_those_of_the_latest_judgement(store: MemoryStore)
     assert found["eplb_pace_judgements_total"] == judged
 
 
-def test_series_by_layer_and_rank_need_a_metrics_level(store: MemoryStore) -> None:
+def test_series_by_layer_and_rank_need_a_metrics_level(store: StateStore) -> None:
     big = MemoryStore("d", clock=lambda: NOW)
     a_run_of(big, num_layers=5, num_experts=8, num_ranks=4)
     few, by_layer, by_rank = (num_series(text_of(big, level=level)) for level in get_args(Level))
@@ -178,7 +179,7 @@ def test_series_by_layer_and_rank_need_a_metrics_level(store: MemoryStore) -> No
     assert by_rank == few + 5 + 5 * 4
 
 
-def a_run_of(store: LoadStore, num_layers: int, num_experts: int, num_ranks: int) -> None:
+def a_run_of(store: StateStore, num_layers: int, num_experts: int, num_ranks: int) -> None:
     """One window of a larger model, whose rank r received r + 1 tokens in each of its slots."""
     layers = tuple(range(num_layers))
     model = ModelShape(layers, num_experts=num_experts, top_k=1, hidden=2, intermediate=2)
@@ -202,12 +203,12 @@ def test_tokens_of_each_rank_are_counted_when_asked_for() -> None:
     assert {phase for _, phase in found["eplb_balancedness"]} == {"decode"}
 
 
-def test_unknown_metrics_level_is_refused(store: MemoryStore) -> None:
+def test_unknown_metrics_level_is_refused(store: StateStore) -> None:
     with pytest.raises(ConfigError, match=r"'expert'.*default"):
         text_of(store, level="expert")  # type: ignore[arg-type]
 
 
-def test_figures_are_those_of_the_run(store: MemoryStore) -> None:
+def test_figures_are_those_of_the_run(store: StateStore) -> None:
     found = figures_in(text_of(store))
 
     # Rank loads are 80 and 20, then 50 and 50: busiest over mean is 1.6, then 1.
@@ -232,7 +233,7 @@ def test_figures_are_those_of_the_run(store: MemoryStore) -> None:
     )
 
 
-def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
+def test_counters_are_those_of_the_run(store: StateStore) -> None:
     found = figures_in(text_of(store))
 
     # Each trigger has its series from the start, so that its first migration is an increase.
@@ -255,7 +256,7 @@ def test_counters_are_those_of_the_run(store: MemoryStore) -> None:
 
 
 def test_samples_that_the_controller_excluded_or_that_do_not_fit_are_counted(
-    store: MemoryStore,
+    store: StateStore,
 ) -> None:
     for late, malformed in ((1, 0), (2, 3)):
         counts = {"accepted": 9, "late": late, "malformed": malformed}
@@ -270,7 +271,7 @@ def test_samples_that_the_controller_excluded_or_that_do_not_fit_are_counted(
     assert found["eplb_telemetry_lag_seconds"] == {(): 5}  # that of the samples that fit
 
 
-def test_plans_and_rebalances_are_timed(store: MemoryStore) -> None:
+def test_plans_and_rebalances_are_timed(store: StateStore) -> None:
     found = figures_in(text_of(store))
 
     assert found["eplb_plan_duration_seconds_sum"] == {(): 0.02}
@@ -280,7 +281,7 @@ def test_plans_and_rebalances_are_timed(store: MemoryStore) -> None:
     assert found["eplb_rebalance_duration_seconds_count"] == {("all",): 1}
 
 
-def test_open_migration_and_a_pause_are_shown(store: MemoryStore) -> None:
+def test_open_migration_and_a_pause_are_shown(store: StateStore) -> None:
     third = Placement(FIRST.slot_to_expert, num_experts=3, generation=3)
     store.publish(build_migration(SECOND, third, TOPOLOGY, plan_id=store.next_plan_id()))
     store.set_control(Control(movement=False), reason="test")
@@ -289,7 +290,7 @@ def test_open_migration_and_a_pause_are_shown(store: MemoryStore) -> None:
     assert (found["eplb_layers_pending"], found["eplb_paused"]) == ({(): 2}, {(): 1})
 
 
-def test_drift_is_measured_from_the_load_that_was_planned_on(store: MemoryStore) -> None:
+def test_drift_is_measured_from_the_load_that_was_planned_on(store: StateStore) -> None:
     before = figures_in(text_of(store))["eplb_drift_score"]
     serve(store, SECOND, 2, [[0, 900], [50, 50]], [[0, 0], [0, 0]])
     after = figures_in(text_of(store))["eplb_drift_score"]
@@ -302,7 +303,7 @@ def test_drift_is_measured_from_the_load_that_was_planned_on(store: MemoryStore)
     assert shown == (2, after[("all",)], after[("worst_layer",)])
 
 
-def test_anomalies_are_counted_by_type(store: MemoryStore) -> None:
+def test_anomalies_are_counted_by_type(store: StateStore) -> None:
     for where in ("load", "load", "plan", "a place without a name"):
         store.add_event("error", {"where": where, "message": "test"})
     found = figures_in(text_of(store))["eplb_anomalies_total"]
@@ -311,7 +312,7 @@ def test_anomalies_are_counted_by_type(store: MemoryStore) -> None:
     assert found == {("load",): 2, ("plan",): 1, ("other",): 1} | none
 
 
-def test_one_phase_is_marked_that_of_the_slowest_rank(store: MemoryStore) -> None:
+def test_one_phase_is_marked_that_of_the_slowest_rank(store: StateStore) -> None:
     phases = figures_in(text_of(store))["eplb_rebalance_phase"]
 
     others = dict.fromkeys([("idle",), ("preload",), ("stage",), ("aborted",)], 0)
@@ -319,7 +320,7 @@ def test_one_phase_is_marked_that_of_the_slowest_rank(store: MemoryStore) -> Non
 
 
 def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
-    store: MemoryStore,
+    store: StateStore,
 ) -> None:
     both = view_of(0.5, ProcessState.RUNNING, 1), view_of(7.0, ProcessState.DEGRADED, 2)
     seen = SupervisionView(both, token_age_s=0.1, lease_age_s=3.0, unserved_s=50.0)
@@ -367,7 +368,7 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
     assert after["eplb_telemetry_samples_total"][("stored",)] == 4
 
 
-def test_no_counter_falls_when_the_ranks_start_again(store: MemoryStore) -> None:
+def test_no_counter_falls_when_the_ranks_start_again(store: StateStore) -> None:
     monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
     watching = Exposition(store, monitor)
     store.add_event("error", {"where": "load", "message": "m", "samples": {"late": 3}})
@@ -384,7 +385,7 @@ def test_no_counter_falls_when_the_ranks_start_again(store: MemoryStore) -> None
         assert after["eplb_telemetry_samples_total"]["stored",] == 4
 
 
-def test_metrics_are_served_and_the_global_registry_gains_none(store: MemoryStore) -> None:
+def test_metrics_are_served_and_the_global_registry_gains_none(store: StateStore) -> None:
     before = [family.name for family in REGISTRY.collect()]  # a gauge of engines may be there
     with client_of(create_app(store, metrics_level="layer")) as client:
         answer = client.get("/metrics")

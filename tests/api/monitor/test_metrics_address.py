@@ -18,10 +18,10 @@ from api.http.app import create_app, create_metrics_app
 from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 from eplb.errors import ConfigError
 from runtime.checkpoints.checkpoint import Checkpoint
-from telemetry.stores.memory import MemoryStore
 from tests.support.deployments import OneHost, deployment_in
 from tests.support.documents import files_of
 from tests.support.http import client_of, serving
+from tests.support.stores import MemoryStore
 
 ADMIN, SCRAPE = "token-of-the-admin", "token-of-a-scrape"
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -18,16 +18,18 @@ from api.terminal.live import LiveView, PlainLines, window_line
 from api.terminal.picture import in_time, in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
-from telemetry.store import Control, RankState
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
+from telemetry.state.runs import RankState
+from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.rank_reports import rank_report
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run
 
 NOW = 1000.0
 
 
-def a_run(store: MemoryStore, name: str = "a") -> None:
+def a_run(store: StateStore, name: str = "a") -> None:
     begin_run(store, name, NOW, window_steps=2)
 
 
@@ -41,7 +43,7 @@ def state(rank: int, *, plan_id: int = 0, phase: str = "idle", **more: Any) -> R
 
 
 @pytest.fixture
-def store() -> Iterator[MemoryStore]:
+def store() -> Iterator[StateStore]:
     """A run of two ranks, two complete windows, and a rebalance between them."""
     opened = MemoryStore("d", clock=lambda: NOW)
     a_run(opened)
@@ -57,13 +59,13 @@ def store() -> Iterator[MemoryStore]:
     opened.close()
 
 
-def seen_by(store: MemoryStore, now: float = NOW) -> Any:
+def seen_by(store: StateStore, now: float = NOW) -> Any:
     monitor = Monitor(store, clock=lambda: now)
     monitor.refresh()
     return monitor.snapshot()
 
 
-def test_windows_are_scored_as_measured_and_as_if_experts_lay_in_order(store: MemoryStore) -> None:
+def test_windows_are_scored_as_measured_and_as_if_experts_lay_in_order(store: StateStore) -> None:
     seen = seen_by(store)
 
     first, second = seen.series
@@ -74,7 +76,7 @@ def test_windows_are_scored_as_measured_and_as_if_experts_lay_in_order(store: Me
     assert seen.expert_heat[0].tolist() == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
 
 
-def test_decision_and_commit_are_kept_with_reason_and_first_step(store: MemoryStore) -> None:
+def test_decision_and_commit_are_kept_with_reason_and_first_step(store: StateStore) -> None:
     seen = seen_by(store)
 
     (decision,), (mark,) = seen.decisions, seen.marks
@@ -82,7 +84,7 @@ def test_decision_and_commit_are_kept_with_reason_and_first_step(store: MemorySt
     assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
 
 
-def test_window_in_which_a_commit_falls_is_migrating(store: MemoryStore) -> None:
+def test_window_in_which_a_commit_falls_is_migrating(store: StateStore) -> None:
     third = SECOND.with_generation(3)
     before = [replace(sample(rank, 2, [30, 20], SECOND), last_step=4) for rank in (0, 1)]
     after = [replace(sample(rank, 2, [30, 20], third), first_step=5) for rank in (0, 1)]
@@ -94,7 +96,7 @@ def test_window_in_which_a_commit_falls_is_migrating(store: MemoryStore) -> None
 
 
 def test_window_in_mid_migration_is_not_scored_as_its_base(
-    store: MemoryStore,
+    store: StateStore,
 ) -> None:
     """Expert 2 comes to rank 0 by the first transaction; expert 1 to rank 1 by the last, at once
     with the commit.
@@ -115,7 +117,7 @@ def test_experts_that_ranks_do_not_divide_leave_one_more_on_the_first() -> None:
     assert contiguous_load(np.array([[5, 3, 2]]), without_first).tolist() == [[0, 10]]
 
 
-def test_window_is_scored_once_it_is_complete_or_stays_incomplete(store: MemoryStore) -> None:
+def test_window_is_scored_once_it_is_complete_or_stays_incomplete(store: StateStore) -> None:
     store.append([sample(0, 2, [1, 1], SECOND)])
     assert [score.index for score in seen_by(store).series] == [0, 1]
 
@@ -125,7 +127,7 @@ def test_window_is_scored_once_it_is_complete_or_stays_incomplete(store: MemoryS
     assert seen.last_score.index == 1
 
 
-def test_samples_that_do_not_fit_end_no_refresh(store: MemoryStore) -> None:
+def test_samples_that_do_not_fit_end_no_refresh(store: StateStore) -> None:
     good = sample(0, 2, [1, 1], SECOND)
     wrong = [replace(good, sequence=7, last_step=9), replace(good, sequence=8, time=NOW + 1e6)]
     store.append([*wrong, good, sample(1, 2, [1, 1], SECOND)])
@@ -149,7 +151,7 @@ def test_windows_of_seconds_are_scored_like_those_of_steps() -> None:
     assert (first.measured, second.measured) == (1.6, 1.6)
 
 
-def test_monitor_reads_each_sample_once(store: MemoryStore) -> None:
+def test_monitor_reads_each_sample_once(store: StateStore) -> None:
     monitor = Monitor(store, clock=lambda: NOW)
     monitor.refresh()
     store.append([sample(0, 2, [1, 1], SECOND), sample(1, 2, [1, 1], SECOND)])
@@ -161,7 +163,7 @@ def test_monitor_reads_each_sample_once(store: MemoryStore) -> None:
     assert (seen.samples_stored, len(seen.decisions), len(seen.marks)) == (6, 1, 1)
 
 
-def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: MemoryStore) -> None:
+def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: StateStore) -> None:
     monitor = Monitor(store, clock=lambda: NOW)
     monitor.refresh()
     a_run(store, "b")
@@ -173,7 +175,7 @@ def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: MemorySt
     assert (seen.samples_stored, seen.generation) == (0, 2)
 
 
-def test_counters_are_summed_over_ranks_and_unknown_sources_are_shown(store: MemoryStore) -> None:
+def test_counters_are_summed_over_ranks_and_unknown_sources_are_shown(store: StateStore) -> None:
     store.report(state(0, bytes_by_source={"peer": 3, "rejected": 1}, experts_moved=2))
     store.report(state(1, bytes_by_source={"peer": 4, "host": 5}, samples_lost=1))
 
@@ -185,7 +187,7 @@ def test_counters_are_summed_over_ranks_and_unknown_sources_are_shown(store: Mem
     assert (seen.experts_moved, seen.samples_lost) == (2, 1)
 
 
-def open_migration(store: MemoryStore) -> int:
+def open_migration(store: StateStore) -> int:
     third = Placement(np.array([[1, 0, 2, 1]]), num_experts=3, generation=3)
     plan_id = store.next_plan_id()
     store.publish(build_migration(SECOND, third, TOPOLOGY, plan_id=plan_id, pace=Pace()))
@@ -193,7 +195,7 @@ def open_migration(store: MemoryStore) -> int:
 
 
 def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_are_counted(
-    store: MemoryStore,
+    store: StateStore,
 ) -> None:
     plan_id = open_migration(store)
     store.report(state(0, plan_id=plan_id, phase="swap", prepared=1))
@@ -212,7 +214,7 @@ def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_a
 JUDGED = PaceChange(1, 0.2, 0.05, 1.0, 0.5, "plan 1 made the p95 of step time +20.0%")
 
 
-def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: MemoryStore) -> None:
+def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: StateStore) -> None:
     store.report(state(0, step_times=vars(StepTimes())))
     store.change_live({"step_time_budget": 0.05}, reason="a test")
     first = seen_by(store).pace
@@ -233,7 +235,7 @@ def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: Memory
     )
 
 
-def test_pace_of_ranks_that_report_no_times_is_fixed(store: MemoryStore) -> None:
+def test_pace_of_ranks_that_report_no_times_is_fixed(store: StateStore) -> None:
     store.report(state(0))
     store.change_live({"step_time_budget": 0.05}, reason="a test")
     store.add_event("pace", vars(JUDGED))
@@ -254,7 +256,7 @@ def test_pace_of_ranks_that_report_no_times_is_fixed(store: MemoryStore) -> None
     ],
 )
 def test_readiness_is_judged_by_what_ranks_report(
-    store: MemoryStore, now: float, details: list[dict[str, Any]], why: str
+    store: StateStore, now: float, details: list[dict[str, Any]], why: str
 ) -> None:
     for rank, detail in enumerate(details):
         store.report(state(rank, **detail))
@@ -278,7 +280,7 @@ def printed(seen: Any, width: int, height: int) -> str:
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
 def test_picture_fits_and_shows_load_marks_and_reasons(
-    store: MemoryStore, width: int, height: int
+    store: StateStore, width: int, height: int
 ) -> None:
     store.set_control(Control(movement=False), reason="test")
     text = printed(seen_by(store), width, height)
@@ -292,7 +294,7 @@ def test_picture_fits_and_shows_load_marks_and_reasons(
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
 def test_picture_shows_the_latest_anomalies_that_are_not_in_its_first_line(
-    store: MemoryStore, width: int, height: int
+    store: StateStore, width: int, height: int
 ) -> None:
     for number in range(4):
         store.add_event("error", {"where": "ranks", "message": f"rank {number} was killed"})
@@ -329,7 +331,7 @@ def test_many_layers_and_ranks_are_cut_to_the_height() -> None:
     assert any("more layers" in line for line in lines)
 
 
-def test_plain_lines_print_each_event_once(store: MemoryStore) -> None:
+def test_plain_lines_print_each_event_once(store: StateStore) -> None:
     lines, seen = PlainLines(), seen_by(store)
 
     assert list(lines.new(seen)) == [
@@ -359,7 +361,7 @@ def test_plain_line_marks_a_window_as_migrating_and_incomplete() -> None:
     ],
 )
 def test_view_is_drawn_on_a_terminal_alone_and_gives_it_back(
-    store: MemoryStore, terminal: dict[str, bool], shown: list[str]
+    store: StateStore, terminal: dict[str, bool], shown: list[str]
 ) -> None:
     out = io.StringIO()
     with LiveView(Monitor(store), console=Console(file=out, width=100, height=30, **terminal)):

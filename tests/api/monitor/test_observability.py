@@ -24,9 +24,9 @@ from api.metrics.observability import ALERTS, DASHBOARD
 from api.monitor.health import Leadership
 from api.monitor.monitor import Monitor
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
-from telemetry.drift.detector import Drift
-from telemetry.stores.memory import MemoryStore
-from telemetry.windows.folder import Window
+from telemetry.load.drift import Drift
+from telemetry.load.folder import Window
+from tests.support.stores import MemoryStore
 
 TARGET_LABELS = {"instance", "job"}  # Prometheus adds them itself
 HISTOGRAM_PARTS = ("_bucket", "_count", "_sum")

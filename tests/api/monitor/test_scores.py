@@ -13,9 +13,9 @@ from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.scores import minute_scores
 from eplb import ModelShape, Placement, Topology
-from telemetry.retention.pruning import Keeper, Retention
-from telemetry.store import LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.load.pruning import Keeper, Retention
+from telemetry.state.store import StateStore
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import begin_run, serve
 
 NOW = 1200.0
@@ -25,13 +25,13 @@ WIDE = Placement(np.array([[0, 1, 0]]), num_experts=2, generation=1)
 DRAINED = Placement(np.array([[0, 1, -1]]), num_experts=2, generation=2)
 
 
-def report(store: LoadStore, window: int, serving: Placement, tokens: Sequence[int]) -> None:
+def report(store: StateStore, window: int, serving: Placement, tokens: Sequence[int]) -> None:
     received = [[count] for count in tokens]
     serve(store, window, received, placement=serving, topology=TOPOLOGY, at=NOW + window)
 
 
 @pytest.fixture
-def store() -> Iterator[LoadStore]:
+def store() -> Iterator[StateStore]:
     with closing(MemoryStore("d", clock=lambda: NOW)) as opened:
         begin_run(opened, "a", NOW, model=MODEL, topology=TOPOLOGY)
         opened.commit(WIDE, expected=None, reason="start")
@@ -39,13 +39,13 @@ def store() -> Iterator[LoadStore]:
         yield opened
 
 
-def monitor_of(store: LoadStore) -> Monitor:
+def monitor_of(store: StateStore) -> Monitor:
     monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
     monitor.refresh()
     return monitor
 
 
-def test_drained_rank_is_out_of_the_mean_everywhere(store: LoadStore) -> None:
+def test_drained_rank_is_out_of_the_mean_everywhere(store: StateStore) -> None:
     report(store, 0, DRAINED, (30, 30, 0))
     monitor = monitor_of(store)
     seen = monitor.snapshot()
@@ -60,7 +60,7 @@ def test_drained_rank_is_out_of_the_mean_everywhere(store: LoadStore) -> None:
         assert {one.value for one in families[name].samples} == {value}, name
 
 
-def test_rank_that_holds_experts_and_gets_no_token_counts(store: LoadStore) -> None:
+def test_rank_that_holds_experts_and_gets_no_token_counts(store: StateStore) -> None:
     report(store, 0, WIDE, (30, 30, 0))
 
     score = monitor_of(store).snapshot().last_score
@@ -68,7 +68,7 @@ def test_rank_that_holds_experts_and_gets_no_token_counts(store: LoadStore) -> N
     assert score.measured == 1.5
 
 
-def test_rank_that_is_drained_within_a_window_counts_in_it(store: LoadStore) -> None:
+def test_rank_that_is_drained_within_a_window_counts_in_it(store: StateStore) -> None:
     """A window of both generations, in which the rank got nothing from its last step on."""
     report(store, 0, WIDE, (20, 20, 20))
     report(store, 1, DRAINED, (30, 30, 0))
@@ -77,7 +77,7 @@ def test_rank_that_is_drained_within_a_window_counts_in_it(store: LoadStore) -> 
     assert found == [1.0, 1.0]
 
 
-def test_drained_rank_is_out_of_the_mean_of_a_rolled_up_minute(store: LoadStore) -> None:
+def test_drained_rank_is_out_of_the_mean_of_a_rolled_up_minute(store: StateStore) -> None:
     report(store, 0, DRAINED, (30, 30, 0))
     Keeper(store, Retention(samples_s=60.0)).turn(NOW + 600)
 

@@ -18,7 +18,7 @@ from api.monitor.verdict import Around, Grade, findings, unready, verdict
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
 from eplb.fitting.cordons import Cordon
-from telemetry.stores.memory import MemoryStore
+from tests.support.stores import MemoryStore
 
 NOW = 1000.0
 NO_LEADER = Leadership("", 0.0, "", "no controller leads")

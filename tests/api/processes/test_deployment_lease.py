@@ -16,9 +16,9 @@ import pytest
 from api.processes.deployment_lease import DeploymentLease
 from eplb.errors import ConfigError, StoreError
 from telemetry import open_store
-from telemetry.store import LoadStore
-from telemetry.stores.redis.connection.local_server import RedisProcess
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.redis_servers import RedisProcess
 from tests.support.stores import OpenStore, StoreClock
 
 # An owner renews at a sixth of the time to live. The clocks of stores stand still here: no lease
@@ -106,7 +106,7 @@ def test_start_on_the_same_host_after_a_kill_need_not_wait(
 
 
 def test_overtaken_owner_ends_and_names_the_new_holder(
-    store: LoadStore, store_clock: StoreClock
+    store: StateStore, store_clock: StoreClock
 ) -> None:
     first = DeploymentLease(store, OFTEN_S)
     first.take()

@@ -11,7 +11,7 @@ from api.processes.supervision import (
     UnservedTime,
     last_token,
 )
-from telemetry.store import Lease
+from telemetry.state.lease import Lease
 
 
 class Clock:

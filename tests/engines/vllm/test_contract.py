@@ -12,10 +12,8 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 
 from rebalance.engines.fsck import check
 from telemetry import open_store
-from telemetry.windows.cuts import CutBySteps
-from telemetry.windows.folder import WindowFolder
+from telemetry.load.reader import RunReader
 from tests.support.engines.vllm_ranks import (
-    NUM_EXPERTS,
     NUM_LAYERS,
     NUM_SLOTS,
     ROWS,
@@ -99,6 +97,9 @@ def test_store_has_every_token_by_phase_and_the_map_that_serves(tmp_path: Path) 
         assert run is not None
         assert committed is not None
         samples = [sample for _, sample in store.samples(run.run)]
+        reader = RunReader(store, run)
+        assert sum(len(accepted) for accepted in reader.read()) == len(samples)
+        windows = reader.folder.windows()
     assert sum(int(one.tokens.sum()) for one in samples) == sum(tokens for tokens, _ in found)
     by_phase = [
         sum(int(one.tokens.sum()) for one in samples if one.phase == phase)
@@ -108,6 +109,4 @@ def test_store_has_every_token_by_phase_and_the_map_that_serves(tmp_path: Path) 
     assert run.model["layer_ids"] == [3, 4, 5]
     assert committed.placement.generation == found[0][1]
     assert (committed.placement.slot_share < 1).any()
-    folder = WindowFolder(CutBySteps(8), 4, NUM_EXPERTS)
-    folder.add_all(samples)
-    assert sum(window.is_complete for window in folder.windows()) == 8
+    assert sum(window.is_complete for window in windows) == 8

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.stores.memory import MemoryStore
-from telemetry.stores.redis.connection.local_server import RedisProcess
 from tests.support.controlled_deployment import START, Clock, Deployment
+from tests.support.redis_servers import RedisProcess
+from tests.support.stores import MemoryStore
 
 
 @pytest.fixture

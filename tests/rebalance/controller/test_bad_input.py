@@ -1,4 +1,4 @@
-"""Wrong forecasts, orders against constraints, ranks that are gone, clocks that jump, late stores.
+"""Orders against constraints, ranks that are gone, clocks that jump, late stores.
 
 Each is refused with its reason or bounded, and nothing that was committed is lost.
 """
@@ -13,79 +13,22 @@ import pytest
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.decision.promises import ENOUGH
-from eplb.decision.triggers import TriggerRules
 from eplb.errors import StoreError
-from eplb.measure.balance import imbalance
 from eplb.migration.build import Migration
-from rebalance.controller.plans.planner_request import PlannerRequest
-from telemetry.proposals import Approval
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.proposals import Approval
 from tests.support.controlled_deployment import (
     EVEN,
     SETTINGS,
     SKEWED,
     START,
-    TOPOLOGY,
     Clock,
     Deployment,
     events,
     worked_off,
 )
+from tests.support.stores import MemoryStore
 
-HOUR_S, WINDOW_S, NUM_WINDOWS = 3600.0, 60.0, 30
-TURNS_AFTER = 3  # windows, in which the forecast learns the load
-MILD = [36_000, 27_000, 20_000, 17_000]  # turned round, it is no change that the controller detects
-
-
-# -- a forecast that is wrong for an hour
-
-
-def served_for_a_while(forecast_weight: float, cool_down_s: float = 0.0) -> tuple[float, int]:
-    """Serve load that turns round whenever the forecast has learnt it.
-
-    Returns:
-        Mean imbalance, and the number of migrations.
-    """
-    clock = Clock()
-    store = MemoryStore("test", clock=clock)
-    store.commit(START, expected=None, reason="start")
-    deployment = Deployment(store, clock=clock)
-    controller = deployment.controller(
-        request=PlannerRequest(forecast_weight=forecast_weight),
-        triggers=TriggerRules(cool_down_s=cool_down_s),
-    )
-    found, migrations = [], 0
-    for window in range(NUM_WINDOWS):
-        load = MILD if window // TURNS_AFTER % 2 == 0 else MILD[::-1]
-        committed = store.committed()
-        assert committed is not None
-        found.append(imbalance(np.array([load]), committed.placement, TOPOLOGY).mean())
-        deployment.serve(load)
-        clock.now += WINDOW_S
-        controller.turn()
-        if store.published() is not None:
-            deployment.swap()
-            migrations += 1
-    assert events(store, "error") == []
-    kept = {one.placement.generation for one in store.placements()}
-    assert kept == set(range(migrations + 1))
-    return float(np.mean(found)), migrations
-
-
-def test_forecast_that_is_wrong_all_the_time_costs_less_than_no_balancing() -> None:
-    never = imbalance(np.array([MILD]), START, TOPOLOGY).mean()
-    without, _ = served_for_a_while(forecast_weight=0.0)
-
-    wrong, migrations = served_for_a_while(forecast_weight=0.9)
-
-    assert without < wrong < never
-    assert migrations <= NUM_WINDOWS / 2
-
-
-def test_cool_down_bounds_the_moves_that_a_wrong_forecast_causes() -> None:
-    _, migrations = served_for_a_while(forecast_weight=0.9, cool_down_s=10 * WINDOW_S)
-
-    assert 1 <= migrations <= NUM_WINDOWS / 10
+HOUR_S = 3600.0
 
 
 # -- orders against constraints

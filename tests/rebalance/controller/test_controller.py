@@ -19,9 +19,7 @@ from eplb.measure.balance import imbalance
 from eplb.migration.build import Pace
 from eplb.migration.candidates import Candidates
 from rebalance.controller.loop import Controller
-from telemetry.live import LIVE_NAMES, SWITCHES, LiveSettings
-from telemetry.store import Control
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import LIVE_NAMES, SWITCHES, Control, LiveSettings
 from tests.support.controlled_deployment import (
     EVEN,
     SETTINGS,
@@ -36,6 +34,7 @@ from tests.support.controlled_deployment import (
     worked_off,
 )
 from tests.support.rank_reports import rank_report
+from tests.support.stores import MemoryStore
 
 REVERSED = SKEWED[::-1]
 
@@ -357,7 +356,6 @@ def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
         "redundancy": "0:1",
         "pins": "0/3:1",
         "cordons": "1:cordon",
-        "forecast_weight": 0.25,
         "decode_weight": 0.5,
         "expert_part": 0.5,
         "bytes_per_s": 1e9,

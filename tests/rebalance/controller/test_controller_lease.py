@@ -18,8 +18,9 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import PROTOCOL, RANKS, Announcement
 from rebalance.controller.lease import ControllerLease
 from telemetry import open_store
-from telemetry.store import Lease, LeaseOf, LoadStore, RunInfo
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.lease import Lease, LeaseOf
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import (
     MODEL,
     SETTINGS,
@@ -33,6 +34,7 @@ from tests.support.controlled_deployment import (
 from tests.support.controller_processes import begin, control_until_killed, wait_for
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess
+from tests.support.stores import MemoryStore
 
 TTL_S = SETTINGS.lease_ttl_s
 
@@ -66,25 +68,25 @@ def deployment(store: Asked, clock: Clock) -> Deployment:
     return begun(store, clock)
 
 
-def begun(store: LoadStore, clock: Clock | None = None) -> Deployment:
+def begun(store: StateStore, clock: Clock | None = None) -> Deployment:
     store.commit(START, expected=None, reason="start")
     deployment = Deployment(store, clock=clock)
     deployment.serve(SKEWED)
     return deployment
 
 
-def details(store: LoadStore, kind: str) -> list[dict[str, Any]]:
+def details(store: StateStore, kind: str) -> list[dict[str, Any]]:
     return [dict(event.detail) for event in events(store, kind)]
 
 
-def lease_states(store: LoadStore) -> list[tuple[str, str]]:
+def lease_states(store: StateStore) -> list[tuple[str, str]]:
     return [(detail["holder"], detail["state"]) for detail in details(store, "lease")]
 
 
 # -- the hold on the lease
 
 
-def two_leases(store: LoadStore, clock: Clock) -> tuple[ControllerLease, ControllerLease]:
+def two_leases(store: StateStore, clock: Clock) -> tuple[ControllerLease, ControllerLease]:
     """The first is held."""
     one, two = (ControllerLease(store, name, TTL_S, clock=clock) for name in ("one", "two"))
     assert (one.is_held(), two.is_held()) == (True, False)
@@ -161,7 +163,7 @@ def test_controller_detects_work_longer_than_its_lease(store: Asked, clock: Cloc
 
 
 def test_of_two_controllers_on_a_store_one_leads_until_its_lease_is_over(
-    any_store: LoadStore, pass_time: Callable[[float], None]
+    any_store: StateStore, pass_time: Callable[[float], None]
 ) -> None:
     deployment = begun(any_store)
     first, second = deployment.controller(holder="one"), deployment.controller(holder="two")
@@ -271,7 +273,7 @@ def test_open_migration_is_watched_by_the_next_leader(
 # -- two real processes
 
 
-def leaders(store: LoadStore) -> list[str]:
+def leaders(store: StateStore) -> list[str]:
     return [holder for holder, state in lease_states(store) if state == "leads"]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import SETTINGS, SKEWED, START, Deployment, events
 
 
 @pytest.fixture
-def deployment(any_store: LoadStore) -> Deployment:
+def deployment(any_store: StateStore) -> Deployment:
     any_store.commit(START, expected=None, reason="start")
     deployment = Deployment(any_store)
     deployment.serve(SKEWED)

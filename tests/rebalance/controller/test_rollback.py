@@ -11,7 +11,7 @@ from eplb.measure.balance import imbalance
 from eplb.migration.build import Pace
 from rebalance.controller.failures import back_off
 from rebalance.controller.loop import PAUSE_WINDOWS, Controller
-from telemetry.store import Control
+from telemetry.state.live import Control
 from tests.support.controlled_deployment import (
     EVEN,
     SKEWED,

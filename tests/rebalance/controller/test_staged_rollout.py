@@ -13,9 +13,9 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.decision.promises import ENOUGH
 from eplb.decision.rollout import Stage
 from rebalance.controller.loop import Controller
-from telemetry.live import LiveState, Value
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import LiveState, Value
 from tests.support.controlled_deployment import Clock, Deployment, events
+from tests.support.stores import MemoryStore
 
 MODEL = ModelShape((0, 1, 2), 4, 2, hidden=16, intermediate=8)
 START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 3), num_experts=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,12 +18,13 @@ from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.lease import ControllerLease
 from runtime.experts import ExpertSchema
-from telemetry.store import Control, LoadStore, RunInfo
-from telemetry.stores.memory_ledger import MemoryLedger
-from telemetry.stores.redis.connection.local_server import RedisProcess
-from telemetry.stores.redis.store import RedisStore
+from telemetry.state.live import Control
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, QuickStore, records_of
 from tests.support.limits import NEVER_S
+from tests.support.redis_servers import RedisProcess
+from tests.support.stores import redis_store
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 MODEL = ModelShape((0,), 4, 2, hidden=8, intermediate=4)
@@ -38,7 +38,7 @@ RECORDS = records_of(SCHEMA, 1, 4)
 RUN = RunInfo("run", 5.0, model_to_dict(MODEL), topology_to_dict(TOPOLOGY), window_steps=4)
 
 
-def kinds(store: LoadStore) -> list[str]:
+def kinds(store: StateStore) -> list[str]:
     return [event.kind for event in store.events()]
 
 
@@ -89,11 +89,11 @@ FAR_OFF = f"connect_timeout_s={NEVER_S}&timeout_s={NEVER_S}&deadline_s={NEVER_S}
 def losing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Losing]:
     if request.param == "memory":
         store = QuickStore("test")
-        yield store, lambda: setattr(store, "ledger", MemoryLedger(time.time))
+        yield store, store.backend.lose
         return
     with (
         RedisProcess(tmp_path) as server,
-        closing(RedisStore(f"{server.url}?{FAR_OFF}", "test")) as on_server,
+        closing(redis_store(f"{server.url}?{FAR_OFF}", "test")) as on_server,
     ):
 
         def restart() -> None:
@@ -179,7 +179,7 @@ def test_commit_refused_by_a_store_restored_since_is_retried_unless_it_is_done(
 
 @pytest.mark.system
 def test_token_from_before_a_store_loss_is_not_reused(tmp_path: Path) -> None:
-    with RedisProcess(tmp_path) as server, closing(RedisStore(server.url, "test")) as store:
+    with RedisProcess(tmp_path) as server, closing(redis_store(server.url, "test")) as store:
         tokens = []
         for _ in range(5):
             lease = store.acquire_lease("one", 30.0)

@@ -9,7 +9,8 @@ from contextlib import closing
 import pytest
 
 from telemetry import open_store
-from telemetry.store import LoadStore, Task
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import Task
 from tests.support.controlled_deployment import SKEWED, START, Deployment, events
 from tests.support.controller_processes import begin, control_until_killed, wait_for
 from tests.support.limits import NEVER_S
@@ -20,7 +21,7 @@ NUM_TASKS = 6
 pytestmark = pytest.mark.system
 
 
-def ended(store: LoadStore) -> list[Task]:
+def ended(store: StateStore) -> list[Task]:
     return store.tasks("done") + store.tasks("failed")
 
 

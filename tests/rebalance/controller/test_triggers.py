@@ -13,7 +13,6 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.decision.promises import ENOUGH
 from eplb.decision.triggers import TriggerRules
 from rebalance.controller.settings import OF_BUDGET, OF_COST
-from telemetry.stores.memory import MemoryStore
 from tests.support.controlled_deployment import (
     SETTINGS,
     SKEWED,
@@ -22,6 +21,7 @@ from tests.support.controlled_deployment import (
     Deployment,
     events,
 )
+from tests.support.stores import MemoryStore
 
 RARELY_S = 1e6
 REVERSED = SKEWED[::-1]

@@ -44,7 +44,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup
 from tests.support.certificates import Authority
 from tests.support.limits import NEVER_S
@@ -680,7 +680,7 @@ def test_hosts_of_a_demo_give_each_other_what_they_hold(
 ) -> None:
     demo = start_demo(tmp_path, other_hosts="before_disk", seconds=NEVER_S)
 
-    def bytes_of_other_hosts(store: LoadStore) -> int:
+    def bytes_of_other_hosts(store: StateStore) -> int:
         run = store.current_run()
         states = store.rank_states(run.run) if run is not None else []
         return sum(state.detail.get("bytes_by_source", {}).get("other_host", 0) for state in states)

@@ -18,10 +18,12 @@ from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.rank.watcher import DEFERS_S, Watcher
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
-from telemetry.store import Control, Details, LoadStore, RankState
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
+from telemetry.state.runs import Details, RankState
+from telemetry.state.store import StateStore
 from tests.support.agent_group import AGENT_THREADS
 from tests.support.simulated_time import Clock
+from tests.support.stores import MemoryStore
 
 PULLING = "pulling layer 3 expert 17 from rank 2"
 PLAN = phases.see_plan(RankPhase(generation=0), PlanRef(3, 99, 0, 2, 1))
@@ -243,7 +245,7 @@ def open_plan() -> Migration:
 
 
 @pytest.fixture
-def watchers(clock: Clock, open_plan: Migration) -> Iterator[tuple[Watcher, Watcher, MemoryStore]]:
+def watchers(clock: Clock, open_plan: Migration) -> Iterator[tuple[Watcher, Watcher, StateStore]]:
     """Watchers of two ranks, and their store, where a plan is open."""
     store = MemoryStore("test")
     store.commit(FROM, expected=None, reason="start")
@@ -264,7 +266,7 @@ def watchers(clock: Clock, open_plan: Migration) -> Iterator[tuple[Watcher, Watc
         watcher.close()
 
 
-def reasons(store: LoadStore) -> list[str]:
+def reasons(store: StateStore) -> list[str]:
     """Why the plan was dropped, once it is."""
     while store.published() is not None:
         threading.Event().wait(0.001)
@@ -272,7 +274,7 @@ def reasons(store: LoadStore) -> list[str]:
 
 
 def test_abort_reason_is_that_of_the_requesting_rank(
-    watchers: tuple[Watcher, Watcher, MemoryStore], open_plan: Migration
+    watchers: tuple[Watcher, Watcher, StateStore], open_plan: Migration
 ) -> None:
     another, knowing, store = watchers
     another.commit(open_plan, open_plan.base, "aborted", phases.ELSEWHERE)
@@ -284,7 +286,7 @@ def test_abort_reason_is_that_of_the_requesting_rank(
 
 
 def test_end_of_a_plan_is_written_when_the_aborting_rank_is_dead(
-    watchers: tuple[Watcher, Watcher, MemoryStore], open_plan: Migration, clock: Clock
+    watchers: tuple[Watcher, Watcher, StateStore], open_plan: Migration, clock: Clock
 ) -> None:
     another, _, store = watchers
     another.commit(open_plan, open_plan.base, "aborted", phases.ELSEWHERE)

@@ -22,7 +22,7 @@ from rebalance.agent import RankAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.experts import ExpertSchema
 from runtime.streams import Completion
-from telemetry.store import Control
+from telemetry.state.live import Control
 from tests.support.agent_group import AGENT_THREADS, AgentGroup, held_in, records_of
 
 NUM_LAYERS, NUM_EXPERTS = 3, 4

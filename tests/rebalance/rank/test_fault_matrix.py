@@ -52,7 +52,7 @@ from rebalance.types import Outcome, PendingVote, Record, VoteGroup
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
-from telemetry.store import RunInfo
+from telemetry.state.runs import RunInfo
 from tests.support.agent_group import AgentGroup, Notes
 from tests.support.http import client_of
 from tests.support.limits import NEVER_S

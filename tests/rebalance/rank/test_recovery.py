@@ -30,9 +30,10 @@ from rebalance.recovery.survivors import (
     recover,
 )
 from runtime.experts import ExpertSchema
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, held_in, records_of
 from tests.support.limits import NEVER_S
+from tests.support.stores import MemoryStore
 
 # -- the decision
 
@@ -418,7 +419,7 @@ def test_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
     for agent in group.agents:
         agent.survivor_report()
     for rank in (1, 2):
-        MemoryStore.add_survivor_report(failing, group.agents[rank].survivor_report())
+        StateStore.add_survivor_report(failing, group.agents[rank].survivor_report())
 
     record = recover(group.agents[0], failing, num_ranks=NUM_RANKS, deadlines=FAR_OFF)
 

@@ -52,10 +52,11 @@ from rebalance.recovery.survivors import (
 from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.rendezvous import Rendezvous, reach
-from telemetry.store import LoadStore, RankState
-from telemetry.stores.sqlite.store import SqliteStore
+from telemetry.state.runs import RankState
+from telemetry.state.store import StateStore
 from tests.support.agent_group import digests_of, held_in, records_of
 from tests.support.limits import NEVER_S
+from tests.support.stores import sqlite_store
 
 FORK = multiprocessing.get_context("fork")
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 4, 4
@@ -169,7 +170,7 @@ class Ranks:
         assert isinstance(votes, dist.ProcessGroup)
         assert dist.group.WORLD is not None
         tokens = Tokens(dist.group.WORLD)
-        store = SqliteStore(self.store, "test")
+        store = sqlite_store(self.store, "test")
         agent = self._agent(rank, store, GlooVotes(votes), tokens)
         agent.start()
         threading.Thread(target=lambda: (pipe.recv(), agent.request_halt()), daemon=True).start()
@@ -188,7 +189,7 @@ class Ranks:
             record, (placement.generation, placement.hash), held_in(self.banks[rank], NUM_EXPERTS)
         )
 
-    def _agent(self, rank: int, store: LoadStore, votes: GlooVotes, tokens: Tokens) -> RankAgent:
+    def _agent(self, rank: int, store: StateStore, votes: GlooVotes, tokens: Tokens) -> RankAgent:
         committed = store.committed()
         assert committed is not None
         placement, bank = committed.placement, self.banks[rank]
@@ -219,7 +220,7 @@ class Ranks:
         ).agent
 
 
-def publish_next(store: LoadStore) -> None:
+def publish_next(store: StateStore) -> None:
     """Offer a migration to the other of the two placements, layer by layer, unless one is open."""
     committed = store.committed()
     assert committed is not None
@@ -234,7 +235,7 @@ def publish_next(store: LoadStore) -> None:
         return  # something was committed in between
 
 
-def drive(store: LoadStore, ranks: Ranks, until_generation: int | None) -> list[Any]:
+def drive(store: StateStore, ranks: Ranks, until_generation: int | None) -> list[Any]:
     """Publish migrations until every rank has said its last; None of one that was killed."""
     results: dict[int, Any] = {}
     pipes = ranks.pipes
@@ -260,7 +261,7 @@ def drive(store: LoadStore, ranks: Ranks, until_generation: int | None) -> list[
     return [results[rank] for rank in range(NUM_RANKS)]
 
 
-def check_survivors(store: LoadStore, results: list[Any], victim: int) -> None:
+def check_survivors(store: StateStore, results: list[Any], victim: int) -> None:
     survivors = [rank for rank in range(NUM_RANKS) if rank != victim]
     assert results[victim] is None, results[victim]
     record, committed = store.recovery(), store.committed()
@@ -281,7 +282,7 @@ def check_survivors(store: LoadStore, results: list[Any], victim: int) -> None:
 def serve(ranks: Ranks, until_generation: int | None = None) -> list[Any]:
     """Let ranks live to their end; what each said last."""
     # The store after the ranks: no connection to it is ever forked.
-    with ranks, closing(SqliteStore(ranks.store, "test")) as store:
+    with ranks, closing(sqlite_store(ranks.store, "test")) as store:
         return drive(store, ranks, until_generation)
 
 
@@ -291,10 +292,10 @@ def live_and_die(folder: Path, seed: int) -> Recovery:
     victim, dies_at = draw.randrange(NUM_RANKS), draw.randint(2, MOST_NOTES)
     path = folder / f"store-{seed}.sqlite"
     banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
-    with closing(SqliteStore(path, "test")) as store:
+    with closing(sqlite_store(path, "test")) as store:
         store.commit(ONE, expected=None, reason="start")
     results = serve(Ranks(path, "first", banks, {victim: dies_at}))
-    with closing(SqliteStore(path, "test")) as store:
+    with closing(sqlite_store(path, "test")) as store:
         check_survivors(store, results, victim)
         record, committed = store.recovery(), store.committed()
         assert record is not None
@@ -302,7 +303,7 @@ def live_and_die(folder: Path, seed: int) -> Recovery:
         if (left_open := store.published()) is not None:
             store.withdraw(left_open.plan_id, outcome="rejected", reason="its run has ended")
     results = serve(Ranks(path, "again", banks, {}), committed.placement.generation + 1)
-    with closing(SqliteStore(path, "test")) as store:
+    with closing(sqlite_store(path, "test")) as store:
         committed = store.committed()
         assert committed is not None
     for rank, one in enumerate(results):

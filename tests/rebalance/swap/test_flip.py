@@ -17,7 +17,7 @@ from rebalance.transport.local import LocalTransport
 from rebalance.types import Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
-from telemetry.store import Control
+from telemetry.state.live import Control
 from tests.support.agent_group import AgentGroup, digests_of, record_of
 
 NUM_LAYERS, NUM_EXPERTS = 2, 6

@@ -22,9 +22,10 @@ from rebalance.transport.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import SHARE_ONE
-from telemetry.store import RankState, RunInfo
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.runs import RankState, RunInfo
+from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.stores import MemoryStore
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 MODEL = ModelShape((0,), 3, top_k=1, hidden=8, intermediate=4)
@@ -39,7 +40,7 @@ WINDOW_STEPS = 4
 class Sink:
     """Puts what the agent offers into the store at once."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
 
     def offer(self, sample: LoadSample) -> bool:
@@ -54,7 +55,7 @@ class Sink:
 class Serving:
     """Two ranks that route the same tokens in every step."""
 
-    store: MemoryStore
+    store: StateStore
     wired: list[WiredAgent]
     banks: list[ExpertBank]
     num_steps: int = 0

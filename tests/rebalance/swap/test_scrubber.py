@@ -24,7 +24,8 @@ from rebalance.types import Record
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.streams import Completion
-from telemetry.store import Event, RankState
+from telemetry.state.events import Event
+from telemetry.state.runs import RankState
 from tests.support.agent_group import AgentGroup, Notes, digests_of, record_of
 from tests.support.limits import NEVER_S
 

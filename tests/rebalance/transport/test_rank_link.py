@@ -52,10 +52,11 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.model.compute import swiglu
 from runtime.routing import RoutingTable
-from telemetry.store import RankState
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.runs import RankState
+from telemetry.state.store import StateStore
 from tests.support.agent_group import StepClock
 from tests.support.limits import NEVER_S
+from tests.support.stores import MemoryStore
 
 SECRET = b"known to the ranks of one deployment"
 PORT = 23722
@@ -571,7 +572,7 @@ class LiveRank:
     rank: int
     agent: RankAgent
     bank: ExpertBank
-    store: MemoryStore
+    store: StateStore
     clock: StepClock
 
     def step_until(self, is_reached: Callable[[], bool]) -> None:

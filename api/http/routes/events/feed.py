@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from eplb.errors import EplbError
-from telemetry.store import Event, LoadStore
+from telemetry.state.events import Event
+from telemetry.state.store import StateStore
 
 KEPT_EVENTS = 1000
 KEPT_BYTES = 4 * 2**20  # of the events that are kept
@@ -48,7 +49,7 @@ class EventFeed:
     All methods but ``open`` and ``close`` are called on the event loop of the service.
     """
 
-    def __init__(self, store: LoadStore, *, kept_events: int = KEPT_EVENTS) -> None:
+    def __init__(self, store: StateStore, *, kept_events: int = KEPT_EVENTS) -> None:
         self.dropped = 0  # clients that were too slow
         self._store, self._kept_events = store, kept_events
         self._clients: set[Client] = set()

@@ -27,7 +27,8 @@ from eplb.errors import ConfigError, EplbError, HistoryError, PlacementError
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from telemetry.formats.table import WriteOptions, placement_bytes
 from telemetry.formats.types import Layers, PlacementFile
-from telemetry.store import CommittedPlacement, LoadStore
+from telemetry.state.placements import CommittedPlacement
+from telemetry.state.store import StateStore
 
 Engine = Literal["sglang", "vllm", "trtllm", "ascend", "eplb"]
 NAME_OF: dict[Engine, tuple[str, str]] = {  # ending and media type
@@ -52,7 +53,7 @@ class EngineFile:
 class Placements:
     """The placements of a store. Any thread may call any method."""
 
-    def __init__(self, store: LoadStore) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
 
     def one(self, generation: int | None) -> PlacementAnswer:
@@ -147,7 +148,7 @@ class Placements:
         return found
 
 
-def shape_of_run(store: LoadStore) -> tuple[ModelShape, Topology]:
+def shape_of_run(store: StateStore) -> tuple[ModelShape, Topology]:
     """Give model and topology of the current run.
 
     Raises:

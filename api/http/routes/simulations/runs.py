@@ -34,7 +34,7 @@ from simulations.traffic import PRESETS as GENERATED
 from telemetry.formats.own import load_of_store
 from telemetry.formats.table import WriteOptions, write_load
 from telemetry.formats.types import ReadOptions
-from telemetry.store import LoadStore
+from telemetry.state.store import StateStore
 
 RECORDED = "recorded"
 MOST_WINDOWS, MOST_RANKS, MOST_POLICIES, KEPT = 256, 1024, 6, 16
@@ -103,7 +103,7 @@ class Simulations:
         at_work: held while one runs; all deployments of a service share it.
     """
 
-    def __init__(self, store: LoadStore, at_work: threading.Lock) -> None:
+    def __init__(self, store: StateStore, at_work: threading.Lock) -> None:
         self._store, self._lock, self._at_work = store, threading.Lock(), at_work
         self._kept: OrderedDict[int, SimulationAnswer] = OrderedDict()
         self._running: subprocess.Popen[str] | None = None

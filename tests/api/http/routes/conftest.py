@@ -11,14 +11,14 @@ import pytest
 
 from api.http.app import create_app
 from telemetry import open_store
-from telemetry.store import LoadStore
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import SKEWED, START, Deployment, planned_by_request
 from tests.support.http import client_of
 from tests.support.limits import NEVER_S
+from tests.support.stores import MemoryStore
 
 
-def serving_in(store: LoadStore) -> Deployment:
+def serving_in(store: StateStore) -> Deployment:
     store.commit(START, expected=None, reason="start")
     served = Deployment(store)
     served.serve(SKEWED)

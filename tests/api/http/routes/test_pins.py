@@ -15,10 +15,10 @@ from api.cli.admin.pins import app as pins_commands
 from api.cli.main import app
 from api.http.app import create_app
 from api.http.problems import ProblemType
-from telemetry.store import Control
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
 from tests.support.controlled_deployment import TOPOLOGY, Deployment
 from tests.support.http import client_of, problem_of
+from tests.support.stores import MemoryStore
 
 PATH = "/api/v1/pins"
 WHY = {"reason": "its users are near rank 1"}

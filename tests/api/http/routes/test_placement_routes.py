@@ -15,8 +15,8 @@ from api.http.problems import ProblemType
 from eplb import ModelShape, Placement
 from telemetry.formats.table import read_placement
 from telemetry.formats.types import ReadOptions
-from telemetry.stores.memory import MemoryStore
 from tests.support.http import client_of, problem_of
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import begin_run
 
 MODEL = ModelShape((3, 5, 6), num_experts=3, top_k=1, hidden=2, intermediate=2)  # 24 bytes each

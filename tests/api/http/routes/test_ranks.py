@@ -13,10 +13,10 @@ from api.access.audit import Audit
 from api.cli.main import app
 from api.http.app import create_app
 from api.http.problems import ProblemType
-from telemetry.store import Control
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.live import Control
 from tests.support.controlled_deployment import Deployment
 from tests.support.http import client_of, problem_of
+from tests.support.stores import MemoryStore
 
 PATH = "/api/v1/ranks"
 WHY = {"reason": "change 4711"}

@@ -12,8 +12,8 @@ import pytest
 from api.http.app import create_app
 from api.http.problems import ProblemType
 from eplb import ModelShape, Placement, Topology
-from telemetry.stores.memory import MemoryStore
 from tests.support.http import IN_PROCESS, client_of, problem_of
+from tests.support.stores import MemoryStore
 from tests.support.two_ranks import begin_run, serve
 
 MODEL = ModelShape((0,), num_experts=4, top_k=1, hidden=2, intermediate=2)

@@ -17,8 +17,7 @@ from rebalance.controller.plans.planner_request import (
     read_cordons,
     written_cordons,
 )
-from telemetry.refusals import Refusal
-from telemetry.stores.memory import MemoryStore
+from telemetry.state.tasks import Refusal
 from tests.support.controlled_deployment import (
     Clock,
     Deployment,
@@ -26,6 +25,7 @@ from tests.support.controlled_deployment import (
     events,
     worked_off,
 )
+from tests.support.stores import MemoryStore
 
 # One layer of four experts over three ranks of three slots.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=3, slots_per_rank=3)

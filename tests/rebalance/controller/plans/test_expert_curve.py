@@ -37,7 +37,7 @@ def test_plan_follows_the_curve_that_ranks_measured(deployment: Deployment) -> N
 
 
 @pytest.mark.parametrize(
-    "other", [None, {"rows": "many"}], ids=["an earlier release", "figures that cannot be read"]
+    "other", [None, {"rows": "many"}], ids=["not measured", "figures that cannot be read"]
 )
 def test_curve_is_that_of_the_ranks_that_have_one(deployment: Deployment, other: Any) -> None:
     found = decided(deployment, SLOW_READS, other)

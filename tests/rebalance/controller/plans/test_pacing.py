@@ -13,9 +13,9 @@ from eplb.decision.pace import StepTimes
 from eplb.errors import ConfigError
 from eplb.migration.build import Migration, Pace
 from rebalance.controller.loop import Controller
-from telemetry.stores.memory import MemoryStore
 from tests.support.controlled_deployment import EVEN, SETTINGS, Clock, Deployment, events
 from tests.support.rank_reports import rank_report
+from tests.support.stores import MemoryStore
 
 OWN = Pace(staging_experts=8, transactions_per_commit=4)
 HALF = replace(OWN, transactions_per_commit=2, experts_per_transaction=2, link_part=0.5)
@@ -113,7 +113,7 @@ def test_migration_without_reported_steps_leaves_the_pace_as_it_is(deployment: P
     assert "plan 2 was not judged" in deployment.last_plan()["pace_reason"]
 
 
-def test_ranks_of_an_earlier_release_are_given_the_pace_as_configured(deployment: Paced) -> None:
+def test_ranks_that_report_no_times_of_steps_get_the_pace_as_configured(deployment: Paced) -> None:
     controller = deployment.controller(**PACED)
     deployment.migrate(controller, slowdown=0.2)
     for rank in range(2):

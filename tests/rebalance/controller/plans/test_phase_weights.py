@@ -15,8 +15,8 @@ from eplb.decision.promises import ENOUGH
 from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance
 from rebalance.controller.plans.planner_request import PlannerRequest
-from telemetry.stores.memory import MemoryStore
 from tests.support.controlled_deployment import SETTINGS, WINDOW_STEPS, Clock, Deployment, events
+from tests.support.stores import MemoryStore
 
 # 4 experts in 4 slots of 2 ranks: which two share a rank is all that a plan decides.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -165,16 +165,6 @@ def test_imbalance_that_starts_a_plan_is_the_mean_of_both(deployment: Deployment
 
     found = [event.detail["trigger"] for event in events(deployment.store, "plan")]
     assert found == ["first", "imbalance"]
-
-
-def test_forecast_beside_weighed_phases_is_of_each(deployment: Deployment) -> None:
-    serve(deployment, BOTH, windows=4)
-    request = PlannerRequest(decode_weight=0.5, forecast_weight=0.3)
-
-    decided = planned(deployment, {"request": request})
-
-    assert decided["decision"] == "MOVE"
-    assert [one["after"] for one in decided["phases"]] == [1.22, 1.1]
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.0, float("nan")])

@@ -8,8 +8,9 @@ import pytest
 from eplb.core.placement import EMPTY, Placement
 from eplb.migration.build import Pace
 from rebalance.controller.loop import Controller
-from telemetry.proposals import LASTS_S
-from telemetry.store import Control, Task
+from telemetry.state.live import Control
+from telemetry.state.proposals import LASTS_S
+from telemetry.state.tasks import Task
 from tests.support.controlled_deployment import (
     EVEN,
     SKEWED,

@@ -14,8 +14,8 @@ from eplb.decision.promises import ENOUGH
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from rebalance.controller.plans.planner_request import PlannerRequest, redundancy_of
-from telemetry.stores.memory import MemoryStore
 from tests.support.controlled_deployment import SKEWED, Clock, Deployment, events
+from tests.support.stores import MemoryStore
 
 TWO_LAYERS = ModelShape((3, 4), 4, 2, hidden=16, intermediate=8)
 START = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY]] * 2), num_experts=4)

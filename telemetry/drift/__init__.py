@@ -1,1 +1,0 @@
-"""Drift of the load, and its noise."""

@@ -1,1 +1,0 @@
-"""Forecasts of the next load window, and their backtest."""

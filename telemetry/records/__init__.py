@@ -1,1 +1,0 @@
-"""Samples and roll-ups as bytes."""

@@ -1,1 +1,0 @@
-"""Old samples are rolled up, then pruned."""

@@ -1,0 +1,457 @@
+"""Committed placements, the open migration, and what survivors of a death agree on.
+
+Placements and migrations are compare-and-set: a decision on an old generation is rejected. Neither
+changes once written, and to unpack one takes milliseconds, so the last of each is kept for callers
+that ask at every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from threading import Lock
+
+from eplb.core.placement import Placement
+from eplb.errors import StaleGeneration, StoreError
+from eplb.migration.build import Migration
+from eplb.migration.candidates import Candidates
+from eplb.migration.recovery import Recovery, SurvivorReport
+from eplb.migration.serialisation import (
+    DIGEST_BYTES,
+    migration_from_bytes,
+    migration_to_bytes,
+    placement_from_bytes,
+    placement_to_bytes,
+)
+from telemetry.state.backend import HEAD, Change, Range, Table, Text, text_of
+from telemetry.state.codec import decode, encode, pack, unpack
+from telemetry.state.events import EVENT_OF_OUTCOME, Outcome, PlanEnd, PlanOffer, note
+from telemetry.state.lease import check_fence
+from telemetry.state.live import LiveState, put_live
+from telemetry.state.part import (
+    CANDIDATES,
+    COMMITTED,
+    OPEN_PLAN,
+    RECOVERY,
+    Part,
+    committed_in,
+    head,
+    open_plan_in,
+)
+from telemetry.state.proposals import Approval, approve
+from telemetry.state.runs import RunInfo, add_run, current_run_in
+
+KEPT_PLACEMENTS = 1000  # at least; the oldest are removed
+_PRUNED_EVERY = 100  # generations
+PLAN_ID_GAP = 1000  # after a loss: others may know of a few more ids than the one that restores
+_MAX_READS = 8  # of a migration that changes whenever it is read
+
+PLACEMENTS = Table("placements", is_ordered=True)  # by generation
+MIGRATION = Table("migration")  # the open one, by its plan id
+PLANS = Table("plans")  # plan id -> open, committed, aborted, rejected
+SURVIVOR_REPORTS = Table("survivor_reports")  # of a run and membership: rank -> report
+
+
+@dataclass(frozen=True)
+class CommittedPlacement:
+    """One line of the history of placements."""
+
+    placement: Placement
+    time: float
+    plan_id: int  # 0: not from a plan
+    reason: str
+
+
+class PlacementPart(Part):
+    """Placements, migrations, and recovery from deaths and from a loss of the store."""
+
+    def __init__(self) -> None:
+        self._unpacking = Lock()
+        self._last_committed: CommittedPlacement | None = None
+        self._last_published: tuple[str, Migration] | None = None  # by its name
+
+    def committed(self) -> CommittedPlacement | None:
+        """Return the placement that serves, or None before the first."""
+        serving = committed_in(self.backend)
+        if serving is None:
+            return None
+        generation, expected = serving
+        with self._unpacking:
+            last = self._last_committed
+            if last is None or (last.placement.generation, last.placement.hash) != serving:
+                last = self._last_committed = self.placement(generation)
+            if last is None or last.placement.hash != expected:
+                raise StoreError(
+                    f"generation {generation} has "
+                    f"{f'hash {last.placement.hash}' if last else 'no record'}, expected hash "
+                    f"{expected}: a torn write of another placement is in its place"
+                )
+            return last
+
+    def placement(self, generation: int) -> CommittedPlacement | None:
+        """Return the placement that was committed as this generation, or None."""
+        record = self.backend.get(PLACEMENTS, generation)
+        return None if record is None else _placement_of(record)
+
+    def placements(
+        self, limit: int = 100, *, before: int | None = None
+    ) -> list[CommittedPlacement]:
+        """Return committed placements below the generation ``before``, newest first; None: all."""
+        below = inf if before is None else before
+        records = self.backend.scan(PLACEMENTS, Range(-inf, below, limit, newest_first=True))
+        return [_placement_of(record) for _, record in records]
+
+    def commit(
+        self,
+        placement: Placement,
+        *,
+        expected: int | None,
+        plan_id: int = 0,
+        reason: str,
+        outcome: Outcome = "committed",
+    ) -> bool:
+        """Make ``placement`` the committed one and close the migration ``plan_id``, atomically.
+
+        Every rank calls this after a swap; the first writes. Returns False when this very
+        placement is committed already. A migration with another plan id that is still open is
+        rejected, because its base serves no longer.
+
+        Args:
+            expected: the generation that this placement follows; None for the first of all.
+
+        Raises:
+            StaleGeneration: something else is committed, or generations do not grow; or survivors
+                of a death dropped the migration ``plan_id``, and a dead rank's last write is late.
+        """
+        generation = placement.generation
+
+        def decision(change: Change) -> bool:
+            serving = committed_in(change)
+            if _hash_of(change, generation, serving) == placement.hash:
+                return False
+            _check_follows(generation, expected, None if serving is None else serving[0])
+            _check_not_dropped(plan_id, generation, _recovery_in(change))
+            _put_committed(change, placement, plan_id, reason)
+            open_plan = open_plan_in(change)
+            if open_plan is not None:
+                is_this = open_plan[0] == plan_id
+                _close(change, open_plan[0], outcome if is_this else "rejected")
+                if not is_this:
+                    overtaken = f"generation {generation} was committed in its place"
+                    note(change, "reject", PlanEnd(generation, open_plan[0], overtaken))
+            note(change, EVENT_OF_OUTCOME[outcome], PlanEnd(generation, plan_id, reason))
+            return True
+
+        is_written = self.backend.decide(f"commit of generation {generation}", decision)
+        if is_written and generation % _PRUNED_EVERY == 0:
+            self.backend.prune(PLACEMENTS, generation - KEPT_PLACEMENTS)
+        return is_written
+
+    def next_plan_id(self) -> int:
+        """Reserve a plan id that was never given out before."""
+        return self.backend.decide("next plan id", next_plan_id_in)
+
+    def publish(
+        self, migration: Migration, *, fence: int | None = None, approval: Approval | None = None
+    ) -> None:
+        """Offer a migration to the ranks.
+
+        Args:
+            fence: the token of the writer's lease, run out or not; None for a writer that needs
+                none.
+            approval: of the proposal that it carries out, which is approved in the same change.
+
+        Raises:
+            StaleGeneration: its base is not the committed placement, or another is still open.
+            ProposalEnded: the proposal is not open any more, or there is none.
+            FencedOut: ``fence`` is not the newest token: another controller has taken the lease
+                since, or the store never gave this token out. Nothing is changed.
+        """
+        plan_id = migration.plan_id
+        if plan_id < 1:
+            raise StoreError(f"plan id {plan_id} cannot be published, expected 1 or more")
+        packed = migration_to_bytes(migration)
+
+        def decision(change: Change) -> None:
+            check_fence(change, fence)
+            open_plan = open_plan_in(change)
+            if open_plan is not None:
+                raise StaleGeneration(
+                    f"plan {plan_id} cannot be published: plan {open_plan[0]} is open"
+                )
+            if change.get(PLANS, plan_id) is not None:
+                raise StaleGeneration(
+                    f"plan id {plan_id} was published before, expected one from next_plan_id"
+                )
+            _check_base(migration, committed_in(change))
+            if approval is not None:
+                approve(change, approval, plan_id)
+            change.put(MIGRATION, plan_id, packed)
+            change.put(PLANS, plan_id, "open")
+            change.put(HEAD, OPEN_PLAN, _name_of(plan_id, packed))
+            if plan_id > change.last("plan_id"):
+                change.give_out("plan_id", plan_id)
+            note(change, "publish", PlanOffer.of(migration))
+
+        self.backend.decide(f"publish of plan {plan_id}", decision)
+
+    def published(self) -> Migration | None:
+        """Return the open migration, or None.
+
+        Raises:
+            StoreError: also where its record is another one than the store names.
+        """
+        with self._unpacking:
+            named = read = ""
+            # Two questions: the migration may be closed, and another opened, between them.
+            for _ in range(_MAX_READS):
+                value = self.backend.get(HEAD, OPEN_PLAN)
+                if not value:
+                    return None
+                named = text_of(value)
+                if self._last_published is not None and self._last_published[0] == named:
+                    return self._last_published[1]
+                plan_id = named.partition(" ")[0]
+                record = self.backend.get(MIGRATION, plan_id)
+                read = _name_of(plan_id, record)
+                if read == named:
+                    assert isinstance(record, bytes), "migrations are packed"
+                    self._last_published = named, migration_from_bytes(record)
+        raise StoreError(
+            f"the record of the open migration is {read or 'missing'}, expected {named}: a torn "
+            "write of another migration is in its place"
+        )
+
+    def withdraw(
+        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+    ) -> bool:
+        """Close an open migration of which nothing was applied; False when it was not open.
+
+        Raises:
+            FencedOut: as ``publish``.
+        """
+        assert outcome != "committed", "a migration that was applied is closed by commit"
+
+        def decision(change: Change) -> bool:
+            check_fence(change, fence)
+            open_plan = open_plan_in(change)
+            if open_plan is None or open_plan[0] != plan_id:
+                return False
+            _drop(change, plan_id, outcome, reason)
+            return True
+
+        return self.backend.decide(f"withdrawal of plan {plan_id}", decision)
+
+    # -- deaths
+
+    def add_survivor_report(self, report: SurvivorReport) -> None:
+        """Write a survivor report, which replaces an earlier one of the same run and membership."""
+        table, text = SURVIVOR_REPORTS.of(report.run, report.membership), encode(report)
+
+        def write(change: Change) -> None:
+            change.put(table, report.rank, text)
+            change.wake()
+
+        self.backend.make(f"survivor report of rank {report.rank}", write)
+
+    def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
+        """Return what survivors of a group wrote, by rank."""
+        records = self.backend.scan(SURVIVOR_REPORTS.of(run, membership))
+        return [decode(SurvivorReport, text, f"survivor report {rank}") for rank, text in records]
+
+    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
+        """Write the record that follows the group ``expected_membership``, unless there is one.
+
+        If the record applies no transaction of the open migration, that migration is aborted with
+        it, so that it cannot be committed any more.
+
+        Returns:
+            The first writer's record. None: a newer generation than the record's is committed, so
+            read and decide again.
+
+        Raises:
+            StaleGeneration: another run recovered, or this group's successor has broken too.
+        """
+        if record.membership <= expected_membership:
+            raise StoreError(
+                f"the record of membership {record.membership} cannot follow membership "
+                f"{expected_membership}, expected a greater one"
+            )
+
+        def decision(change: Change) -> Recovery | None:
+            latest, serving = _recovery_in(change), committed_in(change)
+            if latest is not None and latest.membership > expected_membership:
+                if (latest.membership, latest.run) == (record.membership, record.run):
+                    return latest
+                raise StaleGeneration(
+                    f"membership {record.membership} of run {record.run!r} follows membership "
+                    f"{expected_membership}, found membership {latest.membership} of run "
+                    f"{latest.run!r} recorded"
+                )
+            if serving is not None and serving[0] > record.generation:
+                return None
+            change.put(HEAD, RECOVERY, encode(record))
+            note(change, "recovery", record)
+            open_plan = open_plan_in(change)
+            if open_plan is not None and (record.plan_id, record.applied) == (open_plan[0], 0):
+                _drop(change, open_plan[0], "aborted", record.reason)
+            return record
+
+        return self.backend.decide(f"recovery to membership {record.membership}", decision)
+
+    def recovery(self) -> Recovery | None:
+        """Return the latest record, or None before the first death."""
+        return head(self.backend, Recovery, RECOVERY, "the record of a recovery")
+
+    def restore(
+        self,
+        run: RunInfo,
+        placement: Placement,
+        live: LiveState,
+        *,
+        last_plan_id: int,
+        reason: str,
+    ) -> bool:
+        """Restore the state that a rank knows in a store that lost its contents, atomically.
+
+        Of all callers one writes. False: a placement is committed, or another run is current;
+        nothing is changed.
+
+        Args:
+            placement: what serves; the next commit follows its generation.
+            live: the settings as the caller has read them last.
+            last_plan_id: the newest that the caller has seen; later ids are well above it.
+        """
+
+        def decision(change: Change) -> bool:
+            current = current_run_in(change)
+            if committed_in(change) is not None or current not in (None, run.run):
+                return False
+            if current is None:
+                add_run(change, run)
+            _put_committed(change, placement, 0, reason)
+            # Readers may know revisions past the caller's.
+            put_live(change, replace(live, revision=live.revision + PLAN_ID_GAP))
+            greatest = max(change.last("plan_id"), last_plan_id + PLAN_ID_GAP)
+            change.give_out("plan_id", greatest)
+            detail = {
+                "run": run.run,
+                "generation": placement.generation,
+                "last_plan_id": greatest,
+                "movement": live.control.movement,
+                "reason": reason,
+            }
+            note(change, "restore", detail)
+            return True
+
+        return self.backend.decide(f"restoring of run {run.run!r}", decision)
+
+    # -- hints
+
+    def candidates(self) -> Candidates:
+        """Return what hosts may need next, as the controller sees it; at first nothing."""
+        return head(self.backend, Candidates, CANDIDATES, "the candidates") or Candidates()
+
+    def suggest(self, candidates: Candidates) -> None:
+        """Set the records that hosts may need next; the latest call counts.
+
+        It is no event: it changes often, and only reading ahead depends on it.
+        """
+        text = encode(candidates)
+
+        def write(change: Change) -> None:
+            change.put(HEAD, CANDIDATES, text)
+            change.wake()
+
+        self.backend.make("candidates", write)
+
+
+def next_plan_id_in(change: Change) -> int:
+    """Give out a plan id."""
+    return change.give_out("plan_id", change.last("plan_id") + 1)
+
+
+def _check_follows(generation: int, expected: int | None, serving: int | None) -> None:
+    if serving != expected:
+        raise StaleGeneration(
+            f"generation {generation} follows generation {expected}, "
+            f"found generation {serving} committed"
+        )
+    if serving is not None and generation <= serving:
+        raise StaleGeneration(
+            f"found generation {generation} to commit, expected more than {serving}"
+        )
+
+
+def _check_not_dropped(plan_id: int, generation: int, recovery: Recovery | None) -> None:
+    """Refuse the commit of a migration that survivors of a death agreed to drop.
+
+    It is the last write of a rank that died: it had swapped, and they had not.
+    """
+    if recovery is None or plan_id == 0 or plan_id != recovery.plan_id:
+        return
+    if generation > recovery.generation:
+        raise StaleGeneration(
+            f"generation {generation} of plan {plan_id} cannot be committed: survivors of a death "
+            f"dropped that plan and hold generation {recovery.generation} "
+            f"(membership {recovery.membership})"
+        )
+
+
+def _check_base(migration: Migration, serving: tuple[int, str] | None) -> None:
+    base = migration.base
+    if serving is None:
+        raise StaleGeneration(
+            f"plan {migration.plan_id} starts from generation {base.generation}, "
+            "found no committed placement"
+        )
+    if (base.generation, base.hash) != serving:
+        raise StaleGeneration(
+            f"plan {migration.plan_id} starts from generation {base.generation} (hash "
+            f"{base.hash}), found generation {serving[0]} (hash {serving[1]}) committed"
+        )
+
+
+def _hash_of(change: Change, generation: int, serving: tuple[int, str] | None) -> str | None:
+    """Hash of the placement that was committed as a generation."""
+    if serving is None or generation > serving[0]:
+        return None
+    if generation == serving[0]:
+        return serving[1]
+    record = change.get(PLACEMENTS, generation)
+    return None if record is None else _placement_of(record).placement.hash
+
+
+def _put_committed(change: Change, placement: Placement, plan_id: int, reason: str) -> None:
+    meta = {"time": change.time, "plan_id": plan_id, "reason": reason}
+    change.put(PLACEMENTS, placement.generation, pack(meta, placement_to_bytes(placement)))
+    change.put(HEAD, COMMITTED, f"{placement.generation} {placement.hash}")
+
+
+def _placement_of(record: Text) -> CommittedPlacement:
+    assert isinstance(record, bytes), "placements are packed"
+    meta, packed = unpack(record, "the record of a placement")
+    return CommittedPlacement(placement_from_bytes(packed), **meta)
+
+
+def _recovery_in(change: Change) -> Recovery | None:
+    return head(change, Recovery, RECOVERY, "the record of a recovery")
+
+
+def _name_of(plan_id: int | str, packed: Text | None) -> str:
+    """Plan id and digest of a packed migration, which begins with it."""
+    assert packed is None or isinstance(packed, bytes), "migrations are packed"
+    return "" if packed is None else f"{plan_id} {packed[:DIGEST_BYTES].hex()}"
+
+
+def _close(change: Change, plan_id: int, outcome: Outcome) -> None:
+    change.put(PLANS, plan_id, outcome)
+    change.put(HEAD, OPEN_PLAN, "")
+    change.delete(MIGRATION, plan_id)
+
+
+def _drop(change: Change, plan_id: int, outcome: Outcome, reason: str) -> None:
+    _close(change, plan_id, outcome)
+    serving = committed_in(change)
+    end = PlanEnd(None if serving is None else serving[0], plan_id, reason)
+    note(change, EVENT_OF_OUTCOME[outcome], end)

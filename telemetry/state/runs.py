@@ -1,0 +1,205 @@
+"""Starts of the serving processes, the last report of each rank, and versions of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from eplb.decision.expert_times import ExpertTimes
+from eplb.decision.pace import StepTimes
+from eplb.errors import StoreError
+from eplb.versions import RANKS, Announcement, announcement_from_dict
+from telemetry.state.backend import NEWEST, Change, Table, text_of
+from telemetry.state.codec import as_stored, decode, encode, from_json, from_record, to_json
+from telemetry.state.part import Part
+
+Details = Mapping[str, Any]  # JSON-ready values
+STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
+EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
+BATCH = "batch"  # of a rank's details: which parts act on its batches; missing: none
+BATCH_FAULTS = "batch_faults"  # of a rank's details: what these parts counted, by kind
+REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
+MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
+KEPT_ANNOUNCEMENTS = 256  # of a component: hosts, and controllers that were started again
+
+RUNS = Table("runs", is_ordered=True)  # in the order of their starts
+RANK_STATES = Table("ranks")  # of a run: rank -> its last report
+ANNOUNCED = Table("announced")  # component and name -> version
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One start of the serving processes: what a reader needs to understand its samples."""
+
+    run: str
+    time: float  # seconds since the epoch
+    model: Details  # eplb.migration.serialisation.model_to_dict
+    topology: Details  # eplb.migration.serialisation.topology_to_dict
+    window_steps: int
+    window_seconds: float = 0.0  # 0: windows are of steps
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The latest report of a rank."""
+
+    run: str
+    rank: int
+    time: float
+    step: int
+    generation: int
+    phase: str  # of the phase machine: idle, preload, stage, swap, aborted
+    plan_id: int  # 0 when it works on no migration
+    applied: int  # transactions of that migration that serve on this rank
+    sequence: int  # samples written so far
+    weights_version: int  # of the weights that serve
+    prepared: int = 0  # transactions of that migration that are staged and verified
+    frozen: str = ""  # why migrations are disabled on this rank; "": they are not
+    digest_failures: int = 0  # records and live slots with wrong bytes
+    mover_failures: int = 0
+    progress_age_s: float = 0.0  # since the last progress of the thread with the least
+    progress_of: str = ""  # that thread, and its work
+    detail: Details = field(default_factory=dict)  # for display: bytes_by_source, swap pauses, ...
+
+    @property
+    def report_every_s(self) -> float:
+        """Longest time between two reports by this rank's own settings; 0: it does not tell."""
+        return float(self.detail.get(REPORT_EVERY_S, 0.0))
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Times of its steps around its latest migration; None: it reports none.
+
+        Raises:
+            StoreError: a figure is missing, unknown, or of another type.
+        """
+        step_times: StepTimes | None = self._figures(StepTimes, STEP_TIMES)
+        return step_times
+
+    @property
+    def expert_times(self) -> ExpertTimes | None:
+        """Time of its experts by their rows; None: it measured none.
+
+        Raises:
+            StoreError: a figure is missing, unknown, of another type, or no time.
+        """
+        expert_times: ExpertTimes | None = self._figures(ExpertTimes, EXPERT_TIMES)
+        return expert_times
+
+    @property
+    def silent_after_s(self) -> float:
+        """Age of a report at which its rank counts as silent."""
+        return max(LEAST_SILENCE_S, MISSED_REPORTS * self.report_every_s)
+
+    def _figures(self, cls: type[Any], name: str) -> Any:
+        figures = self.detail.get(name)
+        if figures is None:
+            return None
+        try:
+            return from_record(cls, figures, f"rank {self.rank}: {name} of its report")
+        except TypeError as exc:
+            raise StoreError(f"rank {self.rank}: {name} of its report: {exc}") from exc
+
+
+class RunsPart(Part):
+    """Starts, reports of ranks, and versions of processes."""
+
+    def begin_run(self, info: RunInfo) -> None:
+        """Record a start of the serving processes; the same again changes nothing.
+
+        It announces this program's version as that of the ranks.
+
+        Raises:
+            StoreError: another start has this name; its samples would pass for repeats.
+        """
+        info = replace(info, model=as_stored(info.model), topology=as_stored(info.topology))
+
+        def decision(change: Change) -> None:
+            for _, text in change.scan(RUNS):
+                known = _run_of(text)
+                if known == info:
+                    return
+                if known.run == info.run:
+                    raise StoreError(
+                        f"run {info.run!r} is recorded as started at {known.time}, found another "
+                        f"start of that name at {info.time}, expected a new name"
+                    )
+            add_run(change, info)
+            detail = {"run": info.run, "window_steps": info.window_steps}
+            change.append("run", to_json(detail))
+
+        self.backend.decide(f"run {info.run!r}", decision)
+
+    def current_run(self) -> RunInfo | None:
+        """Return the latest start, or None before the first."""
+        latest = self.backend.scan(RUNS, NEWEST)
+        return _run_of(latest[0][1]) if latest else None
+
+    def runs(self) -> list[RunInfo]:
+        """Return every start on record, oldest first."""
+        return [_run_of(text) for _, text in self.backend.scan(RUNS)]
+
+    def report(self, state: RankState) -> None:
+        """Replace the latest report of a rank."""
+        self.backend.put(RANK_STATES.of(state.run), state.rank, encode(state))
+
+    def rank_states(self, run: str) -> list[RankState]:
+        """Return the last report of every rank of a run, by rank."""
+        reports = self.backend.scan(RANK_STATES.of(run))
+        return [decode(RankState, text, f"report of rank {rank}") for rank, text in reports]
+
+    def announce(self, mine: Announcement) -> None:
+        """Record the version of a process; of each component the latest 256 names are kept."""
+
+        def decision(change: Change) -> None:
+            add_announcement(change, mine)
+            change.wake()  # who joins may wait for it
+
+        self.backend.decide(f"version of {mine.component} {mine.name!r}", decision)
+
+    def announced(self) -> list[Announcement]:
+        """Return what was announced, oldest first, by processes that have ended too.
+
+        Raises:
+            StoreError: an announcement lacks what every version writes.
+        """
+        return _announcements([text for _, text in self.backend.scan(ANNOUNCED)])
+
+
+def current_run_in(change: Change) -> str | None:
+    """Return the name of the latest start."""
+    latest = change.scan(RUNS, NEWEST)
+    return _run_of(latest[0][1]).run if latest else None
+
+
+def add_run(change: Change, info: RunInfo) -> None:
+    """Record a start, and announce this program's version as that of its ranks."""
+    change.put(RUNS, change.give_out("run", change.last("run") + 1), encode(info))
+    add_announcement(change, Announcement(RANKS, info.run))
+
+
+def add_announcement(change: Change, mine: Announcement) -> None:
+    """Write an announcement in place of an earlier one of that component and name."""
+    others = [
+        other
+        for other in _announcements([text for _, text in change.scan(ANNOUNCED)])
+        if other.component == mine.component and other.name != mine.name
+    ]
+    for old in others[: len(others) + 1 - KEPT_ANNOUNCEMENTS]:
+        change.delete(ANNOUNCED, f"{old.component} {old.name}")
+    text = to_json(asdict(replace(mine, time=change.time)))
+    change.put(ANNOUNCED, f"{mine.component} {mine.name}", text)
+
+
+def _announcements(texts: list[str | bytes]) -> list[Announcement]:
+    # Of any version: who joins reads what others are, to refuse them by name.
+    try:
+        read = [announcement_from_dict(from_json(text, "an announcement")) for text in texts]
+    except ValueError as exc:
+        raise StoreError(f"an announcement cannot be read: {exc}") from exc
+    return sorted(read, key=lambda announced: (announced.time, announced.name))
+
+
+def _run_of(text: str | bytes) -> RunInfo:
+    return decode(RunInfo, text_of(text), "the record of a start")

@@ -1,1 +1,0 @@
-"""The stores behind ``LoadStore``: memory, SQLite, Redis."""

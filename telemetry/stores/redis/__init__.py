@@ -1,1 +1,0 @@
-"""The store in Redis, single or cluster, for several hosts."""

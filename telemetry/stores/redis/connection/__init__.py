@@ -1,1 +1,0 @@
-"""Connections to Redis: addresses, retries, the circuit breaker, the driver."""

@@ -1,1 +1,0 @@
-"""The store in one SQLite file, for the processes of one host."""

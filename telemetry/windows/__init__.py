@@ -1,1 +1,0 @@
-"""Samples of single ranks become load windows, by steps or by time."""

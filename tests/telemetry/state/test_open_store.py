@@ -1,0 +1,61 @@
+"""A URL names the kind of store."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from eplb.errors import ConfigError, StoreError
+from telemetry import deployments_of, open_store
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from tests.support.redis_servers import RedisProcess
+from tests.support.stores import make_placement, own_address
+
+
+def test_url_names_the_kind_of_store(tmp_path: Path, redis_server: RedisProcess) -> None:
+    path = tmp_path / "store.sqlite"
+    for url in (path, str(path), f"sqlite:{path}"):
+        with closing(open_store(url, "demo")) as opened:
+            opened.add_event("note", {})
+
+    with closing(open_store(path, "demo")) as again:
+        assert len(again.events()) == 3
+    assert isinstance(open_store("memory:", "demo"), StateStore)
+    redis = f"{redis_server.url}/1?prefix=opened&timeout_s=3600&deadline_s=3600"
+    with closing(open_store(redis, "demo")) as opened:
+        assert isinstance(opened, StateStore)
+        assert opened.backend.durability == "none"
+
+
+@pytest.mark.parametrize("url", ["mysql://host", "memory:x", "sqlite:", "redis:host"])
+def test_unknown_scheme_is_refused_with_those_known(url: str) -> None:
+    with pytest.raises(ConfigError, match="memory:, sqlite:PATH, PATH"):
+        open_store(url, "demo")
+
+
+def test_deployments_of_a_store_are_those_that_ran_or_have_a_placement(
+    tmp_path: Path, redis_server: RedisProcess
+) -> None:
+    path = tmp_path / "store.sqlite"
+    prefix = own_address(redis_server.address).prefix + "a*b?[c]"
+    urls = (str(path), f"{redis_server.url}?prefix={prefix}&timeout_s=3600&deadline_s=3600")
+    for url in urls:
+        for name in ("b", "a", "misspelt"):
+            with closing(open_store(url, name)) as store:
+                if name == "a":
+                    store.begin_run(RunInfo("run-1", 1.0, {}, {}, 4))
+                if name == "b":
+                    store.commit(make_placement(1), expected=None, reason="first")
+
+        assert deployments_of(url) == ["a", "b"]
+    assert deployments_of(f"sqlite:{path}") == ["a", "b"]
+
+
+def test_store_that_is_not_there_has_no_list(tmp_path: Path) -> None:
+    with pytest.raises(StoreError):
+        deployments_of(tmp_path / "none.sqlite")
+    with pytest.raises(ConfigError):
+        deployments_of("mysql://host")
