@@ -9,7 +9,7 @@ What ranks write, controllers and host caches read: neither may be older than th
     2          0.2.0
 
 A process that has not announced its version is of none: who joins waits for the announcement
-(``telemetry/joining.py``).
+(``telemetry/state/joining.py``).
 """
 
 from __future__ import annotations
