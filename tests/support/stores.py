@@ -24,6 +24,7 @@ from telemetry.state.redis_address import Limits, RedisAddress
 from telemetry.state.sqlite import SqliteBackend
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.repository import ROOT
 
 # A busy server is waited for; what happens when one is not waited for has tests of its own.
 PATIENT = Limits(
@@ -132,7 +133,7 @@ def _in_sqlite(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
     )
 
 
-_prefixes = (f"test-{number}" for number in itertools.count())
+_prefixes = (f"eplb:test-{number}" for number in itertools.count())
 
 
 def own_address(address: RedisAddress) -> RedisAddress:
@@ -145,8 +146,18 @@ def _on_server(address: RedisAddress, clock: StoreClock) -> OpenStore:
     return lambda deployment: redis_store(own, deployment, clock=clock, monotonic=clock.monotonic)
 
 
+def documented_rules(password: str) -> str:
+    """The rules of the user that docs/telemetry-redis.md tells to set up."""
+    page = (ROOT / "docs" / "telemetry-redis.md").read_text()
+    _, _, rules = page.partition("```text\nACL SETUSER eplb ")
+    return " ".join(rules.partition("\n```")[0].split()).replace("PASSWORD", password)
+
+
 def _in_redis(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:
-    return _on_server(request.getfixturevalue("redis_server").address, clock)
+    """As the documented user, who may do all that a store does, and no more."""
+    server = request.getfixturevalue("redis_server")
+    server.ask("ACL SETUSER", "eplb", *documented_rules("a-secret").split())
+    return _on_server(replace(server.address, username="eplb", password="a-secret"), clock)
 
 
 def _in_redis_cluster(request: pytest.FixtureRequest, clock: StoreClock) -> OpenStore:

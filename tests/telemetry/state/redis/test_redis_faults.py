@@ -26,8 +26,7 @@ from telemetry.state.redis_address import Limits, RedisAddress
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 from tests.support.redis_servers import RedisProcess, find_redis_server, free_port
-from tests.support.repository import ROOT
-from tests.support.stores import PATIENT, kinds, make_sample, redis_store
+from tests.support.stores import PATIENT, documented_rules, kinds, make_sample, redis_store
 
 # One attempt, which ends when the server has refused or ended the connection.
 ONCE = replace(PATIENT, deadline_s=0.001)
@@ -148,31 +147,13 @@ def test_wrong_password_is_an_error_without_the_password(
         assert "secret" not in repr(vars(store.backend.link))
 
 
-def writer_of_the_docs() -> str:
-    """The rules of the user that docs/telemetry-redis.md tells to set up."""
-    page = (ROOT / "docs" / "telemetry-redis.md").read_text()
-    _, _, rule = page.partition("```text\nACL SETUSER eplb ")
-    return " ".join(rule.partition("\n```")[0].split()).replace("PASSWORD", "writer-secret")
-
-
 @contextmanager
 def logged_in(server: RedisProcess, without: str = " ") -> Iterator[StateStore]:
     """A store of the documented user, whose rules lack one word."""
-    server.ask("ACL SETUSER", "rank", *writer_of_the_docs().replace(without, " ").split())
+    rules = documented_rules("writer-secret").replace(without, " ")
+    server.ask("ACL SETUSER", "rank", *rules.split())
     with opened(replace(server.address, username="rank", password="writer-secret")) as store:
         yield store
-
-
-def test_user_of_the_docs_may_do_all_that_a_store_does(server: RedisProcess) -> None:
-    with logged_in(server) as store:
-        store.add_event("note", {})
-        store.append([make_sample(0, 0)])
-        store.claim(fence=None)
-        assert store.acquire_lease("one", 30.0) is not None
-        store.wait(store.version(), 0.0)
-        store.prune(99.0)
-        store.prune_events(0)
-        assert store.backend.durability == "always"
 
 
 def test_user_without_a_permission_gets_an_error_or_does_without(
