@@ -30,18 +30,18 @@ def new_holder() -> str:
 
 def shown(holder: str) -> str:
     """Return a holder's name for display."""
-    found = _NAME.fullmatch(holder)
-    return f"process {found['pid']} on host {found['host']}" if found else repr(holder)
+    name = _NAME.fullmatch(holder)
+    return f"process {name['pid']} on host {name['host']}" if name else repr(holder)
 
 
 def is_dead(holder: str) -> bool:
     """Return whether the process of that name has ended; False when unknown."""
-    found = _NAME.fullmatch(holder)
-    if found is None or found["place"] in (_NOWHERE, "") or found["place"] != _place():
+    name = _NAME.fullmatch(holder)
+    if name is None or name["place"] in (_NOWHERE, "") or name["place"] != _place():
         return False
     if _start_of(1) is None:  # /proc hides the processes of others (hidepid)
         return False
-    return _start_of(int(found["pid"])) != int(found["start"])
+    return _start_of(int(name["pid"])) != int(name["start"])
 
 
 @cache

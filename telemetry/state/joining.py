@@ -91,25 +91,25 @@ def check_versions(
 
 def serving(store: StateStore, now: float) -> list[Present]:
     """Give the ranks that report and the controller that leads, with their versions."""
-    found = []
+    present = []
     if (run := store.current_run()) is not None and _reports(store, run.run, now):
-        found.append((RANKS, run.run))
+        present.append((RANKS, run.run))
     lease = store.lease()
     if lease is not None and lease.ttl_s and lease.expires >= now and not is_dead(lease.holder):
-        found.append((CONTROLLER, lease.holder))
-    known = {(one.component, one.name): one for one in store.announced()}
-    return [Present(*one, known.get(one)) for one in found]
+        present.append((CONTROLLER, lease.holder))
+    known = {(seen.component, seen.name): seen for seen in store.announced()}
+    return [Present(*process, known.get(process)) for process in present]
 
 
 def ranks_of(store: StateStore, run: str) -> Announcement | None:
     """Give the version of the ranks of a start; None where the store does not have it."""
-    found = (one for one in store.announced() if (one.component, one.name) == (RANKS, run))
-    return next(found, None)
+    matching = (seen for seen in store.announced() if (seen.component, seen.name) == (RANKS, run))
+    return next(matching, None)
 
 
 def host_caches(store: StateStore) -> list[Announcement]:
     """Give the version with which the cache of each host was started last."""
-    return [one for one in store.announced() if one.component == HOST_CACHE]
+    return [seen for seen in store.announced() if seen.component == HOST_CACHE]
 
 
 def _meet(joining: str, present: str) -> bool:

@@ -90,7 +90,7 @@ class LiveSettings:
         return replace(other, **self.set_values())  # type: ignore[arg-type]
 
 
-LIVE_NAMES = tuple(one.name for one in fields(LiveSettings))
+LIVE_NAMES = tuple(setting.name for setting in fields(LiveSettings))
 _HINTS = get_type_hints(LiveSettings)
 _AT_LEAST = {
     "plan_windows": 1,
@@ -147,12 +147,12 @@ class LiveState:
     @property
     def control(self) -> Control:
         """The switches that apply."""
-        found = self.effective.set_values()
-        switches = {name: found[name] for name in SWITCHES if name in found}
+        values = self.effective.set_values()
+        switches = {name: values[name] for name in SWITCHES if name in values}
         return Control(**switches)  # type: ignore[arg-type]
 
 
-SWITCHES = tuple(one.name for one in fields(Control))
+SWITCHES = tuple(switch.name for switch in fields(Control))
 EXPIRED = "expired"  # begins the reason of the event
 
 

@@ -75,8 +75,8 @@ class MemoryBackend(Backend):
             if not table.is_ordered:
                 return in_key_order(records.items())
             orders = self._orders.get(table.name, [])
-            first = bisect_right(orders, part.after, key=lambda one: one[0])
-            past = bisect_left(orders, part.before, key=lambda one: one[0])
+            first = bisect_right(orders, part.after, key=_order)
+            past = bisect_left(orders, part.before, key=_order)
             keys = [key for _, key in orders[first:past]]
             if part.newest_first:
                 keys.reverse()
@@ -106,7 +106,7 @@ class MemoryBackend(Backend):
         """Remove the records of an ordered table with a smaller order."""
         with self._use():
             orders = self._orders.get(table.name, [])
-            old = orders[: bisect_left(orders, before, key=lambda one: one[0])]
+            old = orders[: bisect_left(orders, before, key=_order)]
             for _, key in old:
                 self._set(table, key, Write(None, None))
             return len(old)
@@ -209,7 +209,7 @@ class MemoryBackend(Backend):
         if table.is_ordered:
             orders = self._orders.setdefault(table.name, [])
             if key in records:
-                orders[:] = [one for one in orders if one[1] != key]
+                orders[:] = [entry for entry in orders if entry[1] != key]
             if write.order is not None:
                 insort(orders, (write.order, key))
         if write.value is None:
@@ -226,3 +226,7 @@ class MemoryBackend(Backend):
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreError(f"the memory store of {self.deployment!r} is closed")
+
+
+def _order(entry: tuple[float, str]) -> float:
+    return entry[0]

@@ -233,9 +233,9 @@ class RedisBackend(Backend):
         """
         first, last = f"{max(0, after) + 1}-0", "+" if before is None else f"({before}-0"
         if newest_first:
-            found = self.link.read("XREVRANGE", self._events, last, first, "COUNT", limit)
+            entries = self.link.read("XREVRANGE", self._events, last, first, "COUNT", limit)
         else:
-            found = self.link.read("XRANGE", self._events, first, last, "COUNT", limit)
+            entries = self.link.read("XRANGE", self._events, first, last, "COUNT", limit)
         return [
             JournalLine(
                 _number_of(entry_id),
@@ -243,7 +243,7 @@ class RedisBackend(Backend):
                 fields[b"kind"].decode(),
                 fields[b"detail"].decode(),
             )
-            for entry_id, fields in found
+            for entry_id, fields in entries
         ]
 
     def prune_journal(self, keep: int) -> int:
@@ -291,8 +291,8 @@ class RedisBackend(Backend):
             wanted = [cursor for cursor, of in cursors if of == stream]
             wanted_set = set(wanted)
             for first, last in _close_together(wanted):
-                found = self._records(stream, first, last)
-                records += [record for record in found if record[0] in wanted_set]
+                near = self._records(stream, first, last)
+                records += [record for record in near if record[0] in wanted_set]
         return sorted(records)
 
     def counts(self, stream: str) -> dict[int, int]:
@@ -327,11 +327,11 @@ class RedisBackend(Backend):
         """(cursor, record) of a stream, from one cursor to another."""
         key, until = self._key("samples", stream), "+" if last is None else f"{last}-0"
         while True:
-            found = self.link.read("XRANGE", key, f"{first}-0", until, "COUNT", _AT_ONCE)
-            for entry_id, fields in found:
+            entries = self.link.read("XRANGE", key, f"{first}-0", until, "COUNT", _AT_ONCE)
+            for entry_id, fields in entries:
                 cursor = _number_of(entry_id)
                 yield cursor, fields[b"s"]
-            if len(found) < _AT_ONCE:
+            if len(entries) < _AT_ONCE:
                 return
             first = cursor + 1
 
