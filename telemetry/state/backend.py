@@ -30,10 +30,11 @@ class Table(NamedTuple):
 
     name: str
     is_ordered: bool = False  # each record has an order, by which ranges are read and pruned
+    is_index: bool = False  # ordered, and its records are empty: it has keys alone
 
     def of(self, *parts: object) -> Table:
         """Return one table among many of this name."""
-        return Table(":".join([self.name, *map(str, parts)]), self.is_ordered)
+        return self._replace(name=":".join([self.name, *map(str, parts)]))
 
 
 HEAD = Table("state")  # few and small records: what decisions rest on, and counters

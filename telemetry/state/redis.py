@@ -123,7 +123,9 @@ class RedisBackend(Backend):
             command, bounds = "ZREVRANGEBYSCORE", bounds[::-1]
         most = -1 if part.limit is None else part.limit
         keys = self.link.read(command, self._key(table.name, "order"), *bounds, "LIMIT", 0, most)
-        values = self.link.read("HMGET", self._key(table.name), *keys) if keys else []
+        if table.is_index or not keys:
+            return [(key.decode(), b"") for key in keys]
+        values = self.link.read("HMGET", self._key(table.name), *keys)
         pairs = zip(keys, values, strict=True)
         return [(key.decode(), value) for key, value in pairs if value is not None]
 
@@ -198,11 +200,13 @@ class RedisBackend(Backend):
             if table == HEAD:
                 state_words += [key, write.value]
             elif write.value is None:  # after the state, which must never refer to what is removed
-                command(after, "HDEL", records, key)
+                if not table.is_index:
+                    command(after, "HDEL", records, key)
                 if table.is_ordered:
                     command(after, "ZREM", order, key)
             else:
-                command(before, "HSET", records, key, write.value)
+                if not table.is_index:
+                    command(before, "HSET", records, key, write.value)
                 if table.is_ordered:
                     command(before, "ZADD", order, repr(write.order), key)
         if head is not None and "schema" not in head:  # a server that lost its contents

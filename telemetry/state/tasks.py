@@ -17,8 +17,10 @@ from telemetry.state.runs import Details
 TaskState = Literal["queued", "running", "done", "failed"]
 
 TASKS = Table("tasks", is_ordered=True)  # by id
-QUEUED = Table("queued", is_ordered=True)  # ids of the tasks in a state that is no end
-RUNNING = Table("running", is_ordered=True)
+QUEUED = Table(
+    "queued", is_ordered=True, is_index=True
+)  # ids of the tasks in a state that is no end
+RUNNING = Table("running", is_ordered=True, is_index=True)
 _PAGE = 1000
 
 
@@ -88,13 +90,17 @@ class TaskPart(Part):
             FencedOut: the token ``fence`` is not the newest.
         """
         # Looked at before anything is decided: a controller asks far more often than it gets.
-        if not self.backend.scan(QUEUED, Range(limit=1)):
+        queued = self.backend.scan(QUEUED, Range(limit=1))
+        if not queued:
             check_fence(self.backend, fence)
             return None
+        oldest = int(queued[0][0])
 
         def decision(change: Change) -> Task | None:
             check_fence(change, fence)
-            task = _oldest_queued(change)
+            task = _task_in(change, oldest)
+            if task is None or task.state != "queued":
+                task = _oldest_queued(change)
             if task is None:
                 return None
             running = replace(task, state="running")
@@ -171,11 +177,10 @@ class TaskPart(Part):
 
 
 def _oldest_queued(reader: Reader) -> Task | None:
-    for limit in (1, None):  # all of them where a torn write left the id of one that was claimed
-        for key, _ in reader.scan(QUEUED, Range(limit=limit)):
-            task = _task_in(reader, int(key))
-            if task is not None and task.state == "queued":
-                return task
+    for key, _ in reader.scan(QUEUED):  # all: a torn write may leave the id of one that was claimed
+        task = _task_in(reader, int(key))
+        if task is not None and task.state == "queued":
+            return task
     return None
 
 
