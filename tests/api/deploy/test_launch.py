@@ -32,6 +32,7 @@ from tests.support.deployments import (
     deployment_in,
     free_ports,
 )
+from tests.support.limits import NEVER_S
 
 SECRET = "0123456789abcdef0123456789abcdef"
 PRINT_ENVIRON = (
@@ -163,9 +164,13 @@ HALTS = (
 @pytest.mark.parametrize(
     ("code", "deadlines", "how"),
     [
-        (HALTS, {"halt_deadline_s": 0.0}, ""),
+        (HALTS, {"halt_deadline_s": 0.0, "exit_deadline_s": NEVER_S}, ""),
         (HALTS + "threading.Event().wait()", {"exit_deadline_s": 0.5}, ""),
-        (HALTS + "sys.exit(7)", {"halt_deadline_s": 0.0}, "rank 0 exited with status 7"),
+        (
+            HALTS + "sys.exit(7)",
+            {"halt_deadline_s": 0.0, "exit_deadline_s": NEVER_S},
+            "rank 0 exited with status 7",
+        ),
         (
             HALTS.replace("report_halt(int(rank), os.environ)", "") + "threading.Event().wait()",
             {"halt_deadline_s": 0.5},
