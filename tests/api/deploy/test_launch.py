@@ -129,10 +129,10 @@ def test_ranks_are_started_again_after_a_death_until_the_budget_is_used_up(tmp_p
 def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None:
     code = (
         "import pathlib, signal, sys, threading\n"
-        "told = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+        "told = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
         "pathlib.Path(f\"ready-{os.environ['RANK']}\").touch()\n"
-        "while not told.wait(0.05): pass\n"
+        "while not told: threading.Event().wait(0.05)\n"
         "pathlib.Path(f\"ended-{os.environ['RANK']}\").touch()"
     )
     launch = launch_of(tmp_path, code)
@@ -153,11 +153,11 @@ def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None
 
 HALTS = (
     "import pathlib, signal, sys, threading\n"
-    "told, rank = threading.Event(), os.environ['RANK']\n"
-    "signal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+    "told, rank = [], os.environ['RANK']\n"  # no Event: its lock may be held when a signal comes
+    "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
     "report_halt(int(rank), os.environ)\n"
     "pathlib.Path(f'ready-{rank}').touch()\n"
-    "while not told.wait(0.05): pass\n"
+    "while not told: threading.Event().wait(0.05)\n"
 )
 
 
