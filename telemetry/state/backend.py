@@ -20,8 +20,7 @@ from math import inf
 from typing import ClassVar, NamedTuple, TypeVar
 
 T = TypeVar("T")
-Text = str | bytes
-Value = Text
+Value = str | bytes  # a record: text, or packed
 GAP = 1000  # more numbers than a server gives out in what it may lose in a crash
 
 
@@ -156,6 +155,10 @@ class Change(Reader):
         given_by = self.get(HEAD, f"server_of_{counter}")
         gap = 0 if given_by is None or text_of(given_by) == self._server else GAP
         return int(self.get(HEAD, f"last_{counter}") or 0) + gap
+
+    def next(self, counter: str) -> int:
+        """Give out the next number of a counter."""
+        return self.give_out(counter, self.last(counter) + 1)
 
     def give_out(self, counter: str, number: int) -> int:
         """Note that a number is the greatest of its counter, and return it."""

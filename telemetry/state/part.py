@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TypeVar
 
-from telemetry.state.backend import HEAD, Backend, Reader, Text
+from telemetry.state.backend import HEAD, Backend, Reader, Value, text_of
 from telemetry.state.codec import decode
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ def open_plan_in(reader: Reader) -> tuple[int, str] | None:
     return _number_and_hash(reader.get(HEAD, OPEN_PLAN))
 
 
-def _number_and_hash(value: Text | None) -> tuple[int, str] | None:
+def _number_and_hash(value: Value | None) -> tuple[int, str] | None:
     if not value:
         return None
-    number, _, digest = (value if isinstance(value, str) else value.decode()).partition(" ")
+    number, _, digest = text_of(value).partition(" ")
     return int(number), digest

@@ -23,7 +23,7 @@ from eplb.migration.serialisation import (
     placement_from_bytes,
     placement_to_bytes,
 )
-from telemetry.state.backend import HEAD, Change, Range, Table, Text, text_of
+from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
 from telemetry.state.codec import decode, encode, pack, unpack
 from telemetry.state.events import EVENT_OF_OUTCOME, Outcome, PlanEnd, PlanOffer, note
 from telemetry.state.lease import check_fence
@@ -149,7 +149,7 @@ class PlacementPart(Part):
 
     def next_plan_id(self) -> int:
         """Reserve a plan id that was never given out before."""
-        return self.backend.decide("next plan id", next_plan_id_in)
+        return self.backend.decide("next plan id", lambda change: change.next("plan_id"))
 
     def publish(
         self, migration: Migration, *, fence: int | None = None, approval: Approval | None = None
@@ -366,11 +366,6 @@ class PlacementPart(Part):
         self.backend.make("candidates", write)
 
 
-def next_plan_id_in(change: Change) -> int:
-    """Give out a plan id."""
-    return change.give_out("plan_id", change.last("plan_id") + 1)
-
-
 def _check_follows(generation: int, expected: int | None, serving: int | None) -> None:
     if serving != expected:
         raise StaleGeneration(
@@ -428,7 +423,7 @@ def _put_committed(change: Change, placement: Placement, plan_id: int, reason: s
     change.put(HEAD, COMMITTED, f"{placement.generation} {placement.hash}")
 
 
-def _placement_of(record: Text) -> CommittedPlacement:
+def _placement_of(record: Value) -> CommittedPlacement:
     assert isinstance(record, bytes), "placements are packed"
     meta, packed = unpack(record, "the record of a placement")
     return CommittedPlacement(placement_from_bytes(packed), **meta)
@@ -438,7 +433,7 @@ def _recovery_in(change: Change) -> Recovery | None:
     return head(change, Recovery, RECOVERY, "the record of a recovery")
 
 
-def _name_of(plan_id: int | str, packed: Text | None) -> str:
+def _name_of(plan_id: int | str, packed: Value | None) -> str:
     """Plan id and digest of a packed migration, which begins with it."""
     assert packed is None or isinstance(packed, bytes), "migrations are packed"
     return "" if packed is None else f"{plan_id} {packed[:DIGEST_BYTES].hex()}"

@@ -96,7 +96,7 @@ class ProposalPart(Part):
             for old in kept[: max(0, len(kept) + 1 - KEPT_PROPOSALS)]:
                 change.delete(PROPOSALS, old.id)
                 change.delete(CONTENTS, old.id)
-            proposal_id = change.give_out("plan_id", change.last("plan_id") + 1)
+            proposal_id = change.next("plan_id")
             added = replace(proposal, id=proposal_id, summary=summary)
             change.put(CONTENTS, proposal_id, packed)
             _put(change, added, added.by, added.reason)

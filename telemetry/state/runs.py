@@ -175,7 +175,7 @@ def current_run_in(change: Change) -> str | None:
 
 def add_run(change: Change, info: RunInfo) -> None:
     """Record a start, and announce this program's version as that of its ranks."""
-    change.put(RUNS, change.give_out("run", change.last("run") + 1), encode(info))
+    change.put(RUNS, change.next("run"), encode(info))
     add_announcement(change, Announcement(RANKS, info.run))
 
 

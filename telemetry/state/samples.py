@@ -17,13 +17,13 @@ from eplb.errors import ConfigError, HistoryError, StoreError
 from telemetry.load.envelope import UnknownVersion
 from telemetry.load.rollup import Rollup, rollup_from_bytes, rollup_to_bytes
 from telemetry.load.sample_codec import sample_from_bytes, sample_to_bytes
-from telemetry.state.backend import Change, Entry, Range, Table, Text
+from telemetry.state.backend import Change, Entry, Range, Table, Value
 from telemetry.state.part import Part
 
 ROLLUPS = Table("rollups", is_ordered=True)  # of a length: by start, run and phase
 _MOST_NAMES = 100_000  # of unreadable records that are remembered
 
-Value = TypeVar("Value")
+Read = TypeVar("Read")
 
 
 class SamplePart(Part):
@@ -161,8 +161,8 @@ class Unreadable:
             return dict(self._counts)
 
     def readable(
-        self, records: Iterable[tuple[Hashable, Text]], unpack: Callable[[bytes], Value], kind: str
-    ) -> list[tuple[int, Value]]:
+        self, records: Iterable[tuple[Hashable, Value]], unpack: Callable[[bytes], Read], kind: str
+    ) -> list[tuple[int, Read]]:
         """Return (cursor, value) of each record that can be read."""
         values = []
         for cursor, record in records:

@@ -75,7 +75,7 @@ class TaskPart(Part):
         asked = as_stored(request)
 
         def decision(change: Change) -> Task:
-            task_id = change.give_out("task_id", change.last("task_id") + 1)
+            task_id = change.next("task_id")
             task = Task(task_id, change.time, kind, asked, "queued")
             _put(change, task)
             _note(change, task, asked.get("reason"))
