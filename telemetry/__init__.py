@@ -1,20 +1,23 @@
-"""From tokens counted on each rank to windows a planner can use, and the store between them."""
+"""From tokens counted on each rank to windows a planner can use, and the store between them.
+
+Names are imported when they are first used, as in ``eplb``.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from eplb.lazy import lazy_exports
-from telemetry.state.events import Event
-from telemetry.state.lease import Lease
-from telemetry.state.live import Control
-from telemetry.state.placements import CommittedPlacement
-from telemetry.state.runs import RankState, RunInfo
-from telemetry.state.store import StateStore, deployments_of, file_of, open_store
-from telemetry.state.tasks import Task, TaskResult
 
 if TYPE_CHECKING:
     from telemetry.load.reporter import Reporter
+    from telemetry.state.events import Event
+    from telemetry.state.lease import Lease
+    from telemetry.state.live import Control
+    from telemetry.state.placements import CommittedPlacement
+    from telemetry.state.runs import RankState, RunInfo
+    from telemetry.state.store import StateStore, deployments_of, file_of, open_store
+    from telemetry.state.tasks import Task, TaskResult
 
 __all__ = [
     "CommittedPlacement",
@@ -32,5 +35,14 @@ __all__ = [
     "open_store",
 ]
 
-_EXPORTS = {"telemetry.load.reporter": "Reporter"}
+_EXPORTS = {
+    "telemetry.load.reporter": "Reporter",
+    "telemetry.state.events": "Event",
+    "telemetry.state.lease": "Lease",
+    "telemetry.state.live": "Control",
+    "telemetry.state.placements": "CommittedPlacement",
+    "telemetry.state.runs": "RankState RunInfo",
+    "telemetry.state.store": "StateStore deployments_of file_of open_store",
+    "telemetry.state.tasks": "Task TaskResult",
+}
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -53,10 +53,6 @@ from telemetry.formats.types import ReadOptions
 
 INCOMPLETE = 1  # exit code
 MOST_SHOWN = 20  # rows of the terminal's table
-EXAMPLE = (
-    "eplb sweep dump.jsonl --out sweep --ranks 16,32 --redundant 0,1,2 --every 1,4,16; "
-    "eplb sweep generated:mixed --model deepseek-v3 --hardware h200 --out sweep --seed 0,1,2"
-)
 
 
 class ExecutorName(Enum):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,12 +16,13 @@ from typer.testing import CliRunner
 
 from api.access.audit import Audit
 from api.access.local import local_actor
-from api.cli.main import EXAMPLES, app
+from api.cli.main import app
 from api.http.app import create_app
 from api.http.server import HttpService
 from telemetry import open_store
 from telemetry.state.live import Control
 from tests.support.controlled_deployment import START, Deployment, planned_by_request
+from tests.support.documents import commands
 
 
 @pytest.fixture
@@ -168,10 +171,31 @@ def test_place_that_cannot_be_asked_is_bad_input(words: list[str], sentence: str
     assert sentence in done.output
 
 
-def test_every_command_of_an_operator_has_an_example_in_its_help() -> None:
-    known = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
+def test_command_with_an_example_shows_it_at_the_end_of_its_help() -> None:
+    found = {words.removeprefix("eplb "): command.epilog for words, command in commands().items()}
 
-    assert {command.__name__ for command in EXAMPLES} <= known
-    assert all(
-        command.epilog for command in app.registered_commands if command.callback in EXAMPLES
+    assert found["approve"] == (
+        "Example: eplb approve 12 --reason 'looks right' --if-generation 41"
     )
+    assert found["sweep"].startswith("Example: eplb sweep dump.jsonl --out sweep")
+
+
+def test_list_of_commands_loads_neither_torch_nor_fastapi_nor_a_compiler() -> None:
+    heavy = ("torch", "fastapi", "ortools", "numba", "numpy", "pydantic", "scipy", "httpx")
+    script = (
+        "import sys\nfrom api.cli.main import app\ntry:\n    app(['--help'])\n"
+        f"except SystemExit:\n    print([one for one in {heavy} if one in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert "placements" in done.stdout
+    assert done.stdout.rstrip().endswith("[]")
+
+
+def test_misspelt_command_is_answered_with_those_that_are_alike() -> None:
+    done = CliRunner().invoke(app, ["rebalence"])
+
+    assert done.exit_code == 2
+    assert "'rebalance'" in done.output
