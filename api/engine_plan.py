@@ -1,7 +1,4 @@
-"""A plan for an engine's file: planned, written, read back, and judged as the engine would run it.
-
-Shapes:  T windows, L MoE layers, E experts, P slots, R ranks.
-"""
+"""A plan for an engine: planned, written to its file, read back, and judged by its rule."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
 from eplb.decision.outcome import Plan
@@ -38,116 +33,129 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class PlanRequest:
-    """What ``eplb plan`` was asked for."""
+@dataclass(frozen=True)
+class Group:
+    """The expert-parallel group that an engine serves with."""
 
-    load: LoadFile
-    serving: PlacementFile | None
-    group: tuple[int, int, int]  # ranks, nodes, redundant experts
-    target: str
-    rule: DispatchRule | None
-    policy: str
-    model: ModelShape | None
-    expert_bytes: int
-    seed: int
-    output: Path
-    num_hidden: int | None
-    source: str
-    options: ReadOptions
+    ranks: int
+    nodes: int
+    redundant: int  # redundant experts of a layer
 
-    @property
-    def dispatch(self) -> DispatchRule:
-        """The rule that the plan is made and judged for."""
-        return self.rule or RULES[self.target]
+    def topology(self, num_experts: int) -> Topology:
+        """Give the ranks with their slots.
 
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """A plan, and its placement as it was read back from the written file."""
-
-    request: PlanRequest
-    plan: Plan
-    written: Placement
-    notes: tuple[str, ...]
+        Raises:
+            ConfigError: ranks and nodes, or slots and ranks, do not divide.
+        """
+        if self.ranks % self.nodes:
+            raise ConfigError(
+                f"{self.ranks} ranks on {self.nodes} nodes, expected equally many on each"
+            )
+        slots = num_experts + self.redundant
+        if slots % self.ranks:
+            raise ConfigError(
+                f"{num_experts} experts and {self.redundant} redundant ones on {self.ranks} ranks, "
+                f"expected a multiple of {self.ranks} slots: {-num_experts % self.ranks} redundant "
+                "ones or so many more"
+            )
+        return Topology.uniform(self.nodes, self.ranks // self.nodes, slots // self.ranks)
 
 
-def plan_for_engine(request: PlanRequest) -> Outcome:
-    """Plan, write the engine's file, and read it back.
+def plan_for_engine(
+    load: LoadFile,
+    serving: PlacementFile | None,
+    group: Group,
+    target: str,
+    output: Path,
+    *,
+    rule: DispatchRule | None,
+    policy: str,
+    model: ModelShape | None,
+    expert_bytes: int | None,
+    seed: int,
+    num_hidden: int | None,
+    source: str,
+) -> str:
+    """Plan, write the engine's file, read it back, and judge it; returns a report.
+
+    Args:
+        load: the windows to plan on.
+        serving: the placement that the engine serves now; None: none is known.
+        group: ranks, nodes and redundant experts of the engine.
+        target: the engine, a key of RULES.
+        output: the file to write.
+        rule: for which the plan is made and judged; None: the engine's own.
+        policy: name of the placement policy.
+        model: sizes of the experts; None: not known.
+        expert_bytes: bytes of one expert as served; None: those of the model.
+        seed: of the planner.
+        num_hidden: layers of the model, dense ones included; None: not known.
+        source: name of the load for the file.
 
     Raises:
         ConfigError: ranks, nodes, slots and model that do not fit the load.
     """
-    load, notes = request.load, request.load.notes
-    topology = _topology(request.group, load.history.num_experts)
-    serving, said = _serving(request, topology)
-    shape = _shape(request)
+    history, notes = load.history, list(load.notes)
+    topology, dispatch = group.topology(history.num_experts), rule or RULES[target]
+    current, said = _serving(serving, load, topology)
     made = plan(
-        load.history,
+        history,
         topology,
-        model=shape,
-        current=serving,
-        policy=request.policy,
+        model=_shape(load, model, expert_bytes),
+        current=current,
+        policy=policy,
         # Nothing that serves is known: the file is for a start, at which no move is paid for.
-        cost=CostModel() if serving is not None else CostModel(pay_back_s=inf),
-        seed=request.seed,
-        dispatch=request.dispatch,
+        cost=CostModel() if current is not None else CostModel(pay_back_s=inf),
+        seed=seed,
+        dispatch=dispatch,
     )
-    num_ranks = topology.num_ranks
-    file = PlacementFile(
-        made.target,
-        load.layers,
-        num_ranks,
-        load.model,
-        provenance={
-            "source": request.source,
-            "policy": request.policy,
-            "dispatch": request.dispatch.value,
-            "plan": made.hash,
-        },
-    )
-    current = None if serving is None else replace(file, placement=serving)
-    options = WriteOptions(num_ranks, request.num_hidden, current)
-    lost = write_placement(file, request.target, request.output, options)
-    return Outcome(request, made, _read_back(request, file), (*notes, *said, *lost))
+    provenance = {
+        "source": source,
+        "policy": policy,
+        "dispatch": dispatch.value,
+        "plan": made.hash,
+    }
+    file = PlacementFile(made.target, load.layers, group.ranks, load.model, provenance=provenance)
+    before = None if current is None else replace(file, placement=current)
+    options = WriteOptions(group.ranks, num_hidden, before)
+    notes += [*said, *write_placement(file, target, output, options)]
+    # As the engine will read it: the format may have repaired or lost something.
+    ids = load.layers.ids if load.layers.axis == "model" else None
+    reading = ReadOptions(layer_ids=ids, num_experts=history.num_experts)
+    written = read_placement(str(output), reading, target).placement
+    assert written.num_layers == made.target.num_layers, "the layers that were written"
+
+    layers = load.layers
+    booked = [booked_and_effective(made.problem, one) for one in (made.base, written)]
+    lines = [
+        f"load: {history.num_windows} windows, {history.num_layers} layers "
+        f"({layers.ids[0]}..{layers.ids[-1]}, {layers.axis}) x {history.num_experts} experts",
+        f"group: {group.ranks} ranks on {group.nodes} nodes, {group.redundant} redundant experts, "
+        f"{topology.num_slots} slots a layer",
+        f"imbalance            booked   under {dispatch.value}",
+        f"  before          {booked[0][0]:9.4f} {booked[0][1]:9.4f}",
+        f"  after           {booked[1][0]:9.4f} {booked[1][1]:9.4f}",
+        f"  lower bound     {float(made.lower_bound.mean()):9.4f}",
+        f"decision: {made.decision.value}: {made.reason}",
+        _cost(
+            made, written, "the serving placement" if serving is not None else "experts in order"
+        ),
+    ]
+    lines += [f"note: {note}" for note in dict.fromkeys(notes)]
+    lines.append(f"written: {output}{file_digest(output)}")
+    return "\n".join(lines)
 
 
-def _read_back(request: PlanRequest, file: PlacementFile) -> Placement:
-    """The written placement, as the engine will read it."""
-    ids = file.layers.ids if file.layers.axis == "model" else None
-    options = ReadOptions(layer_ids=ids, num_experts=file.placement.num_experts)
-    found = read_placement(str(request.output), options, request.target).placement
-    assert found.num_layers == file.placement.num_layers, "the layers that were written"
-    return found
-
-
-def _topology(group: tuple[int, int, int], num_experts: int) -> Topology:
-    num_ranks, num_nodes, redundant = group
-    if num_ranks % num_nodes:
-        raise ConfigError(f"{num_ranks} ranks on {num_nodes} nodes, expected equally many on each")
-    slots = num_experts + redundant
-    if slots % num_ranks:
-        raise ConfigError(
-            f"{num_experts} experts and {redundant} redundant ones on {num_ranks} ranks, expected "
-            f"a multiple of {num_ranks} slots: {-num_experts % num_ranks} redundant ones or so "
-            f"many more"
-        )
-    return Topology.uniform(num_nodes, num_ranks // num_nodes, slots // num_ranks)
-
-
-def _serving(request: PlanRequest, topology: Topology) -> tuple[Placement | None, tuple[str, ...]]:
-    """The serving placement, where it is one of these slots and layers."""
-    file = request.serving
+def _serving(
+    file: PlacementFile | None, load: LoadFile, topology: Topology
+) -> tuple[Placement | None, tuple[str, ...]]:
+    """The serving placement, where it has these layers and slots, and what is said about it."""
     if file is None:
         return None, ("no placement that serves is known: the plan is for a start of the engine",)
-    found = file.placement
-    same = (
-        file.layers.ids == request.load.layers.ids and file.layers.axis == request.load.layers.axis
-    )
-    if same and (found.num_slots, found.num_experts) == (
-        topology.num_slots,
-        request.load.history.num_experts,
-    ):
+    found, history = file.placement, load.history
+    has_layers = file.layers.ids == load.layers.ids and file.layers.axis == load.layers.axis
+    slots = (topology.num_slots, history.num_experts)
+    if has_layers and (found.num_slots, found.num_experts) == slots:
         return found.with_generation(max(found.generation, 0)), ()
     return None, (
         f"the placement that serves has {found.num_layers} layers x {found.num_slots} slots for "
@@ -155,52 +163,26 @@ def _serving(request: PlanRequest, topology: Topology) -> tuple[Placement | None
     )
 
 
-def _shape(request: PlanRequest) -> ModelShape | None:
+def _shape(load: LoadFile, model: ModelShape | None, expert_bytes: int | None) -> ModelShape | None:
     """The model, cut to the layers of the load."""
-    history, model = request.load.history, request.model
+    history = load.history
     if model is None:
-        if not request.expert_bytes:
+        if not expert_bytes:
             return None
-        ids = request.load.layers.ids
-        return ModelShape(ids, history.num_experts, 1, 0, 0, expert_bytes=request.expert_bytes)
+        ids = load.layers.ids
+        return ModelShape(ids, history.num_experts, 1, 0, 0, expert_bytes=expert_bytes)
     if model.num_experts != history.num_experts or model.num_layers != history.num_layers:
         raise ConfigError(
             f"the load has {history.num_layers} layers x {history.num_experts} experts, the model "
             f"{model.num_layers} x {model.num_experts}"
         )
-    return replace(model, expert_bytes=request.expert_bytes) if request.expert_bytes else model
+    return replace(model, expert_bytes=expert_bytes) if expert_bytes else model
 
 
-def render(outcome: Outcome) -> str:
-    """The plan as text, a fact a line."""
-    request, made = outcome.request, outcome.plan
-    ranks, nodes, redundant = request.group
-    history: LoadHistory = request.load.history
-    layers = request.load.layers
-    problem: Problem = made.problem
-    before, after = (booked_and_effective(problem, it) for it in (made.base, outcome.written))
-    rule = request.dispatch.value
-    lines = [
-        f"load: {history.num_windows} windows, {history.num_layers} layers "
-        f"({layers.ids[0]}..{layers.ids[-1]}, {layers.axis}) x {history.num_experts} experts",
-        f"group: {ranks} ranks on {nodes} nodes, {redundant} redundant experts, "
-        f"{problem.topology.num_slots} slots a layer",
-        f"imbalance            booked   under {rule}",
-        f"  before          {before[0]:9.4f} {before[1]:9.4f}",
-        f"  after           {after[0]:9.4f} {after[1]:9.4f}",
-        f"  lower bound     {float(made.lower_bound.mean()):9.4f}",
-        f"decision: {made.decision.value}: {made.reason}",
-        _cost(outcome),
-    ]
-    lines += [f"note: {note}" for note in dict.fromkeys(outcome.notes)]
-    lines.append(f"written: {request.output}{file_digest(request.output)}")
-    return "\n".join(lines)
-
-
-def _cost(outcome: Outcome) -> str:
+def _cost(made: Plan, written: Placement, base: str) -> str:
     """What the change would cost in a running engine."""
-    made, topology = outcome.plan, outcome.plan.topology
-    moves = moves_between(made.base, outcome.written, topology)
+    topology = made.topology
+    moves = moves_between(made.base, written, topology)
     if not moves:
         return "cost: no expert moves"
     links = Counter(link_of(move, topology) for move in moves)
@@ -208,7 +190,6 @@ def _cost(outcome: Outcome) -> str:
         [topology.rank_of_slot[move.dst_slot] for move in moves], minlength=topology.num_ranks
     )
     each, cost = made.expert_bytes, made.problem.cost
-    base = "the serving placement" if outcome.request.serving is not None else "experts in order"
     text = f"cost from {base}: {len(moves)} experts move"
     by_link = ", ".join(f"{link} {links[link]}" for link in LINKS if links[link])
     if not each:

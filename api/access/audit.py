@@ -33,6 +33,12 @@ class AuditError(EplbError):
     """The audit cannot be written or read, or its chain is broken."""
 
 
+class BrokenChain(AuditError):
+    """A line of the audit was changed, removed or inserted."""
+
+    exit_status = 1  # of a command that it ends
+
+
 @dataclass(frozen=True)
 class AuditEntry:
     """One line."""
@@ -148,16 +154,17 @@ class Audit:
         """Follow the whole chain and return its last line; None: there is no line.
 
         Raises:
-            AuditError: it is broken; the first wrong line is named.
+            BrokenChain: the first wrong line is named.
+            AuditError: it cannot be read.
         """
         before, last = START, None
         for number, entry in enumerate(self.entries(), start=1):
             if entry.number != number:
-                raise AuditError(f"line {number} has number {entry.number}, expected {number}")
+                raise BrokenChain(f"line {number} has number {entry.number}, expected {number}")
             if entry.before != before:
-                raise AuditError(f"line {number} follows {entry.before}, expected {before}")
+                raise BrokenChain(f"line {number} follows {entry.before}, expected {before}")
             if entry.digest() != entry.hash:
-                raise AuditError(
+                raise BrokenChain(
                     f"line {number} was changed: its hash is {entry.digest()}, "
                     f"expected {entry.hash}"
                 )
@@ -183,7 +190,7 @@ def _entry(line: bytes, where: str) -> AuditEntry:
     try:
         return AuditEntry(**json.loads(line))
     except (ValueError, TypeError) as exc:
-        raise AuditError(f"{where} of the audit is no entry: {exc}") from exc
+        raise BrokenChain(f"{where} of the audit is no entry: {exc}") from exc
 
 
 def _private(path: str, flags: int) -> int:

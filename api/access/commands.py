@@ -10,20 +10,17 @@ from typing import Annotated
 
 import typer
 
-from api.access.audit import START, Audit, AuditError
+from api.access.audit import START, Audit, BrokenChain
 from api.access.keys import AccessKeys
 from api.access.local import local_actor, note
-from api.cli.deploy import Config, Profile, Setting, loaded_of, refused
+from api.cli.deploy import Config, Profile, Setting, loaded_of
+from api.cli.options import AsJson
 from api.terminal.printable import printable
-from eplb.errors import EplbError
 
-WRONG_RESULT = 1
-
-keys = typer.Typer(help="Access keys of the HTTP service.", no_args_is_help=True)
+keys = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="Name of the key: who has it.")]
 Reason = Annotated[str, typer.Option(help="Reason; stored in the audit.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _place(config: Path | None, setting: list[str] | None, profile: str | None) -> tuple[Path, str]:
@@ -44,12 +41,9 @@ def add_key(
 
     The first key closes a service that was open to every user of this host.
     """
-    try:
-        state_dir, deployment = _place(config, setting, profile)
-        note(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason, "asked")
-        key = AccessKeys(state_dir).add(name, role)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    state_dir, deployment = _place(config, setting, profile)
+    note(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason, "asked")
+    key = AccessKeys(state_dir).add(name, role)
     typer.echo(key)
     typer.echo(f"eplb: {name} is {role}, by {local_actor()}; the key is not shown again", err=True)
 
@@ -63,12 +57,9 @@ def remove_key(
     profile: Profile = None,
 ) -> None:
     """Remove a key; the next request with it is refused."""
-    try:
-        state_dir, deployment = _place(config, setting, profile)
-        note(state_dir, deployment, f"keys remove {name[:100]}", reason, "asked")
-        AccessKeys(state_dir).remove(name)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    state_dir, deployment = _place(config, setting, profile)
+    note(state_dir, deployment, f"keys remove {name[:100]}", reason, "asked")
+    AccessKeys(state_dir).remove(name)
     typer.echo(f"{name} is removed, by {local_actor()}: {printable(reason)}")
 
 
@@ -80,11 +71,8 @@ def list_keys(
     profile: Profile = None,
 ) -> None:
     """List names and roles."""
-    try:
-        state_dir, _ = _place(config, setting, profile)
-        found = AccessKeys(state_dir).all()
-    except EplbError as exc:
-        raise refused(exc) from exc
+    state_dir, _ = _place(config, setting, profile)
+    found = AccessKeys(state_dir).all()
     if json_output:
         shown = [{"name": one.name, "role": one.role, "created": one.created} for one in found]
         typer.echo(json.dumps(shown, indent=1))
@@ -111,18 +99,11 @@ def audit(
     Lines that were cut off at the end leave a chain that holds: keep NUMBER:HASH, which --verify
     prints, at another place, and give it as --expect later. Exit status 1: the chain is broken.
     """
-    try:
-        state_dir, _ = _place(config, setting, profile)
-        kept = Audit(state_dir)
-        if verify:
-            _verify(kept, expect)
-            return
-        found = kept.page(None, last)
-    except AuditError as exc:
-        typer.echo(f"eplb: {exc}", err=True)
-        raise typer.Exit(WRONG_RESULT) from exc
-    except EplbError as exc:
-        raise refused(exc) from exc
+    kept = Audit(_place(config, setting, profile)[0])
+    if verify:
+        _verify(kept, expect)
+        return
+    found = kept.page(None, last)
     if json_output:
         typer.echo(json.dumps([asdict(one) for one in found], indent=1))
         return
@@ -140,7 +121,7 @@ def _verify(kept: Audit, expect: str | None) -> None:
         hashes = {str(one.number): one.hash for one in kept.entries()} | {"0": START}
         if hashes.get(wanted) != noted:
             found = hashes.get(wanted, "no such line")
-            raise AuditError(f"line {wanted} has the hash {found}, expected {noted}")
+            raise BrokenChain(f"line {wanted} has the hash {found}, expected {noted}")
     typer.echo(f"{number} lines, the chain holds; the last is {number}:{mark}")
 
 

@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from api.terminal.printable import print_error, printable
+from api.terminal.printable import printable
 from api.terminal.table import plain_table
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError
 
 if TYPE_CHECKING:
     from rebalance.protocol.journal import Entry
 
-BAD_INPUT = 2
 HASH_FROM = 10**12  # numbers above are hashes
 VOTES = ("vote cast", "verdict")
 STYLES = {
@@ -46,16 +45,12 @@ def journal(
     # Imported here: torch takes seconds, and --help needs none of it.
     from rebalance.protocol.journal import JOURNAL_FOLDER, read_journals
 
-    try:
-        folder = state_dir / JOURNAL_FOLDER
-        if not folder.is_dir():
-            raise ConfigError(f"there is no journal in {folder}, expected one file for each rank")
-        entries, num_torn = read_journals(folder)
-        if rank is not None and rank not in {entry.rank for entry in entries}:
-            raise ConfigError(f"rank {rank} has no entry in {folder}, expected a rank that served")
-    except EplbError as exc:
-        print_error(exc)
-        raise typer.Exit(BAD_INPUT) from exc
+    folder = state_dir / JOURNAL_FOLDER
+    if not folder.is_dir():
+        raise ConfigError(f"there is no journal in {folder}, expected one file for each rank")
+    entries, num_torn = read_journals(folder)
+    if rank is not None and rank not in {entry.rank for entry in entries}:
+        raise ConfigError(f"rank {rank} has no entry in {folder}, expected a rank that served")
     chosen = [
         entry
         for entry in entries

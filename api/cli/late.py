@@ -3,6 +3,9 @@
 ``eplb --help`` and the start of each command load neither torch nor FastAPI nor the planner's
 compiler: the list of commands shows the first sentence of each docstring, which is read from the
 source, and a module is imported once its command is chosen.
+
+An error of the project that a command raises is printed in one line and ends it with BAD_INPUT, or
+with the error's own ``exit_status``.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info, get_group
+
+from eplb.errors import EplbError
+
+BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
@@ -95,8 +102,10 @@ class LateCommands(MutableMapping[str, Any]):
         return len(self.known)
 
 
-def group_of(known: dict[str, Late]) -> type[TyperGroup]:
-    """Make the class of a command line with these commands."""
+def group_of(panels: dict[str, dict[str, Late]]) -> type[TyperGroup]:
+    """Make the class of a command line with these commands, by the headings of its help."""
+    known = {name: late for panel in panels.values() for name, late in panel.items()}
+    panel_of = {name: title for title, panel in panels.items() for name in panel}
 
     class LateGroup(TyperGroup):
         def __init__(self, **attrs: Any) -> None:
@@ -110,11 +119,23 @@ def group_of(known: dict[str, Late]) -> type[TyperGroup]:
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             """Give a command as lists show it; ``resolve_command`` gives the one that runs."""
             found = known.get(cmd_name)
-            return None if found is None else TyperCommand(cmd_name, help=found.summary)
+            if found is None:
+                return None
+            return TyperCommand(cmd_name, help=found.summary, rich_help_panel=panel_of[cmd_name])
 
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
             """Import the command that is asked for; an unknown one is refused with those alike."""
             name, found, rest = super().resolve_command(ctx, args)
             return name, found if name is None else self.commands[name], rest
+
+        def invoke(self, ctx: Any) -> Any:
+            """Run the command that is asked for."""
+            try:
+                return super().invoke(ctx)
+            except EplbError as exc:
+                from api.terminal.printable import print_error
+
+                print_error(exc)
+                raise typer.Exit(getattr(exc, "exit_status", BAD_INPUT)) from exc
 
     return LateGroup

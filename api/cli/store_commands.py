@@ -22,9 +22,8 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.loader import load, profile_names
-from api.terminal.printable import print_error
 from api.terminal.table import print_table
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError
 from rebalance.engines.profiles import PROFILE_VARIABLE
 from telemetry import deployments_of
 from telemetry.load.rollup import HOUR, MINUTE
@@ -32,11 +31,10 @@ from telemetry.state.sqlite_backup import backup as copy_store
 from telemetry.state.sqlite_backup import shrink as shrink_file
 from telemetry.state.store import without_password
 
-BAD_INPUT = 2
 LISTED = ("deployment", "verdict", "ranks", "generation", "imbalance", "stage")
 _SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
 
-app = typer.Typer(help="List, copy and clean up a store.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("list")
@@ -48,15 +46,12 @@ def list_deployments(
     # Imported here: it needs the extra "api".
     from api.deploy.status import read_status
 
-    try:
-        url = store or _configured_url()
-        found = []
-        for name in deployments_of(url):
-            with closing(open_existing(url, name)) as opened:
-                stage = opened.live().effective.stage
-                found.append((read_status(opened, without_password(url)), stage))
-    except EplbError as exc:
-        raise _refusal(exc) from exc
+    url = store or _configured_url()
+    found = []
+    for name in deployments_of(url):
+        with closing(open_existing(url, name)) as opened:
+            stage = opened.live().effective.stage
+            found.append((read_status(opened, without_password(url)), stage))
     rows = [
         {
             "deployment": one.deployment,
@@ -89,11 +84,8 @@ def backup(
     store: StoreUrl = DEFAULT_STORE,
 ) -> None:
     """Copy a store's file while it is in use, all deployments in it, as it is at one moment."""
-    try:
-        path = file_at(store, "a copy")
-        num_bytes = copy_store(path, target)
-    except EplbError as exc:
-        raise _refusal(exc) from exc
+    path = file_at(store, "a copy")
+    num_bytes = copy_store(path, target)
     typer.echo(f"{path} copied to {target}: {num_bytes:,} bytes")
 
 
@@ -110,17 +102,14 @@ def purge(
 
     Placements, tasks and events stay.
     """
-    try:
-        before_time = _time_of(before, now=time.time())
-        path = file_at(store, "--shrink") if shrink else None
-        # A deployment that never ran is refused: a misspelt name must not look like an empty store.
-        with closing(open_existing(store, deployment)) as opened:
-            samples = opened.prune(before_time)
-            minutes, hours = (opened.prune_rollups(s, before_time) for s in (MINUTE, HOUR))
-        if path is not None:
-            shrink_file(path)
-    except EplbError as exc:
-        raise _refusal(exc) from exc
+    before_time = _time_of(before, now=time.time())
+    path = file_at(store, "--shrink") if shrink else None
+    # A deployment that never ran is refused: a misspelt name must not look like an empty store.
+    with closing(open_existing(store, deployment)) as opened:
+        samples = opened.prune(before_time)
+        minutes, hours = (opened.prune_rollups(s, before_time) for s in (MINUTE, HOUR))
+    if path is not None:
+        shrink_file(path)
     typer.echo(
         f"{deployment}: removed {samples} samples, {minutes} roll-ups of a minute and {hours} of "
         f"an hour before {datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -147,8 +136,3 @@ def _time_of(text: str, now: float) -> float:
         place = "in the future" if found > now else "before 1970"
         raise ConfigError(f"--before is {text!r}, which is {place}, expected 1970-01-01 to now")
     return found
-
-
-def _refusal(exc: EplbError) -> typer.Exit:
-    print_error(exc)
-    return typer.Exit(BAD_INPUT)

@@ -30,12 +30,10 @@ from pydantic import BaseModel
 from api.cli.store_place import open_existing
 from api.demo.settings import DEPLOYMENT
 from api.demo.state_dir import SETTINGS_FILE, STORE_FILE
-from api.terminal.printable import print_error
 from eplb import __version__
 from eplb.errors import ConfigError, EplbError
 from telemetry.state.store import StateStore
 
-BAD_INPUT = 2
 MB = 1_000_000
 LAST_EVENTS, LAST_PLACEMENTS = 10_000, 100
 PACKAGES = (
@@ -70,12 +68,8 @@ def support_bundle(
     ] = 64,
 ) -> None:
     """Collect state, journals, settings without secrets, versions and the last events."""
-    try:
-        bundle = collect(state_dir, store, deployment, max_mb * MB)
-        write(out, bundle)
-    except EplbError as exc:
-        print_error(exc)
-        raise typer.Exit(BAD_INPUT) from exc
+    bundle = collect(state_dir, store, deployment, max_mb * MB)
+    write(out, bundle)
     typer.echo(f"{out}: {len(bundle.members)} files, {bundle.num_bytes:,} bytes uncompressed")
     for name, reason in bundle.missing.items():
         typer.echo(f"missing: {name}: {reason}")

@@ -10,29 +10,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from api.cli.deploy import refused
-from api.cli.engine_files import (
-    DeploymentName,
-    Engine,
-    Experts,
-    FirstMoe,
-    Format,
-    LayerIds,
-    Model,
-    NumLayers,
-    Rule,
-    TopK,
-    read_options,
+from api.cli.engine_files import Engine, Rule
+from api.cli.options import (
+    JsonFile,
+    LayerOptions,
+    Redundant,
+    RoutingOptions,
+    Seed,
+    numbers,
+    with_options,
 )
 from api.engine_plan import RULES
 from api.interrupts import StopSignals
 from api.shadow.loop import Watch, run
 from api.shadow.recorder import EngineRecorder
-from eplb.core.model import ModelShape, preset
+from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
 from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
 from simulations.course import Terms
 from simulations.shadow.comparison import Comparison, Group
@@ -44,20 +40,21 @@ from telemetry.formats.table import read_placement
 Plans = Enum("Plans", {"maps": "maps", "deepseek": "deepseek", "none": "none"})
 
 
+@with_options
 def shadow(
     places: Annotated[
         list[str], typer.Argument(help="Folder, files or store that the engine writes.")
     ],
     engine: Annotated[Engine, typer.Option(help="The engine; names its dispatch rule.")],
+    layers: LayerOptions,
+    routing: RoutingOptions,
     ranks: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="Ranks; a store tells them.")
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="Nodes of the ranks. Default 1.")
     ] = None,
-    redundant: Annotated[
-        int | None, typer.Option(min=0, max=65_536, help="The engine's redundant experts.")
-    ] = None,
+    redundant: Redundant = None,
     also_redundant: Annotated[
         str, typer.Option(help="Other numbers of redundant experts to compare, as 0,16.")
     ] = "",
@@ -77,10 +74,6 @@ def shadow(
     pay_back: Annotated[
         float, typer.Option(min=0, max=1e9, help="Seconds within which moves must pay back.")
     ] = CostModel.pay_back_s,
-    model: Model = None,
-    layer_ids: LayerIds = None,
-    first_moe_layer: FirstMoe = None,
-    experts: Experts = None,
     expert_bytes: Annotated[
         int, typer.Option(min=0, max=2**40, help="Bytes of one expert as served.")
     ] = 0,
@@ -96,10 +89,6 @@ def shadow(
     kv_token_bytes: Annotated[
         int, typer.Option(min=0, max=2**40, help="KV cache of a token on a rank; 0: not known.")
     ] = 0,
-    num_layers: NumLayers = None,
-    top_k: TopK = None,
-    deployment: DeploymentName = "demo",
-    input_format: Format = None,
     watch: Annotated[bool, typer.Option(help="Go on until interrupted.")] = False,
     watch_seconds: Annotated[
         float | None, typer.Option("--for", min=0, max=1e9, help="Watch for so many seconds.")
@@ -112,84 +101,64 @@ def shadow(
         float, typer.Option(min=1, max=86_400, help="Seconds between dumps asked for.")
     ] = 60.0,
     record_key_file: Annotated[Path | None, typer.Option(help="File of its API key.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report.")] = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
 ) -> None:
     """Price this planner's decisions against the engine's own, on the same windows of its load.
 
     Nothing is written to the engine or its store. Each window is judged before it is planned on.
     """
-    try:
-        policy_named(policy)
-        shape = preset(model) if model else None
-        options = SourceOptions(
-            read_options(
-                shape,
-                layer_ids,
-                first_moe_layer,
-                max_windows=windows_per_file,
-                num_experts=experts,
-                num_redundant=redundant if experts is None else None,
-                num_layers=num_layers,
-                top_k=top_k,
-                deployment=deployment,
-            ),
-            input_format,
-            window_steps,
-            ranks,
-        )
-        recorder = _recorder(record_url, record_key_file)
-        if recorder is not None and not watch and watch_seconds is None:
-            raise ConfigError(
-                "--record-url asks for dumps while watching, expected --watch or --for"
-            )
-        source = open_source(places, options)
-        topology, told = _system_of(source, ranks, nodes)
-        rule = DispatchRule(dispatch.value) if dispatch else RULES[engine.value]
-        group = Group(
-            Terms(
-                topology,
-                _with_bytes(shape or told, expert_bytes),
-                cost=CostModel(pay_back_s=pay_back),
-                seed=seed,
-                past_windows=past,
-                dispatch=rule,
-            ),
-            redundant,
-            policy,
-            engine_plans.value if engine_plans else "auto",
-            engine_every,
-            every,
-            _numbers(also_redundant),
-            expert_bytes,
-            read_placement(current, options.read).placement if current else None,
-        )
-        watching = None
-        if watch or watch_seconds is not None:
-            signals = StopSignals()
-            watching = Watch(
-                poll, watch_seconds, recorder, record_every, lambda: bool(signals.received)
-            )
-        found = run(
-            source,
-            Comparison(group, source.skips),
-            Prices(window_seconds, kv_token_bytes),
-            watch=watching,
-            json_file=json_file,
-            said=typer.echo,
-        )
-    except EplbError as exc:
-        raise refused(exc) from exc
+    policy_named(policy)
+    reading = layers.reading(
+        max_windows=windows_per_file,
+        num_redundant=redundant if layers.experts is None else None,
+        **vars(routing),
+    )
+    source = open_source(places, SourceOptions(reading, layers.input_format, window_steps, ranks))
+    recorder = _recorder(record_url, record_key_file)
+    is_watching = watch or watch_seconds is not None
+    if recorder is not None and not is_watching:
+        raise ConfigError("--record-url asks for dumps while watching, expected --watch or --for")
+    topology, told = _system_of(source, ranks, nodes)
+    shape = layers.shape() or told
+    if shape is not None and expert_bytes:
+        shape = replace(shape, expert_bytes=expert_bytes)
+    terms = Terms(
+        topology,
+        shape,
+        cost=CostModel(pay_back_s=pay_back),
+        seed=seed,
+        past_windows=past,
+        dispatch=DispatchRule(dispatch.value) if dispatch else RULES[engine.value],
+    )
+    group = Group(
+        terms,
+        redundant,
+        policy,
+        engine_plans.value if engine_plans else "auto",
+        engine_every,
+        every,
+        numbers("--also-redundant", also_redundant, least=0) if also_redundant else (),
+        expert_bytes,
+        read_placement(current, reading).placement if current else None,
+    )
+    signals = StopSignals() if is_watching else None
+    found = run(
+        source,
+        Comparison(group, source.skips),
+        Prices(window_seconds, kv_token_bytes),
+        watch=None
+        if signals is None
+        else Watch(poll, watch_seconds, recorder, record_every, lambda: bool(signals.received)),
+        json_file=json_file,
+        said=typer.echo,
+    )
     if "engine" in found:
         Console().print(table(found))
     for line in text_below(found):
         typer.echo(line)
     if "engine" not in found:
         raise typer.Exit(2)
-
-
-def _with_bytes(shape: ModelShape | None, expert_bytes: int) -> ModelShape | None:
-    return replace(shape, expert_bytes=expert_bytes) if shape and expert_bytes else shape
 
 
 def _recorder(url: str | None, key_file: Path | None) -> EngineRecorder | None:
@@ -220,10 +189,3 @@ def _system_of(
     if ranks % (nodes or 1):
         raise ConfigError(f"{ranks} ranks on {nodes} nodes, expected as many on each")
     return Topology.uniform(nodes or 1, ranks // (nodes or 1), 1), None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = [one.strip() for one in text.split(",") if one.strip()]
-    if not all(one.isdecimal() and len(one) < 7 for one in parts):
-        raise ConfigError(f"--also-redundant is {text!r}, expected numbers as 0,16")
-    return tuple(int(one) for one in parts)

@@ -5,17 +5,28 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from api.cli.options import HiddenLayers
+from api.engine_plan import RULES
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from simulations.pages.document import Page
 from simulations.pages.pictures import write_pictures
+from telemetry.formats.bounded import file_digest
+from telemetry.formats.table import WriteOptions, write_placement
+from telemetry.formats.types import Layers, PlacementFile
 
-BAD_INPUT, LIMIT_BROKEN = 2, 1  # exit codes
 MAX_WINDOWS = 4096
+
+Engine = Enum("Engine", {name: name for name in RULES})  # type: ignore[misc]
 
 Trace = Annotated[
     str,
@@ -27,12 +38,6 @@ Trace = Annotated[
 ModelName = Annotated[
     str | None,
     typer.Option(help="A known model, for expert groups and bytes."),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=1_000_000_000, help="Forward passes of a window, if the load has none."
-    ),
 ]
 Hardware = Annotated[
     str | None,
@@ -54,42 +59,77 @@ ExpertTimes = Annotated[
     Path | None,
     typer.Option(help="Measured times of experts, in place of the data sheet."),
 ]
-DeploymentName = Annotated[str, typer.Option(help="Deployment, where the load is a store.")]
-
-HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page of plots.")]
-PngFolder = Annotated[
-    Path | None, typer.Option("--png", help="Write the plots into this folder, one PNG each.")
-]
 
 
-def write_plots(page: Callable[[], Page], html: Path | None, png: Path | None) -> None:
-    """Write the page and its pictures, as far as they are asked for.
+@dataclass(frozen=True)
+class PlotOptions:
+    """Where a command writes its plots."""
 
-    Raises:
-        ConfigError: a library is not installed, or a file cannot be written.
-    """
-    if html is None and png is None:
-        return
-    made = page()
-    if html is not None:
-        made.write(html)
-    if png is not None:
-        write_pictures(png, made)
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page of plots.")] = None
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Write the plots into this folder, one PNG each.")
+    ] = None
+
+    def write(self, page: Callable[[], Page]) -> None:
+        """Write the page and its pictures, as far as they are asked for.
+
+        Raises:
+            ConfigError: a library is not installed, or a file cannot be written.
+        """
+        if self.html is None and self.png is None:
+            return
+        made = page()
+        if self.html is not None:
+            made.write(self.html)
+        if self.png is not None:
+            write_pictures(self.png, made)
 
 
-def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:
-    """Distinct whole numbers, separated by commas.
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine whose rule chooses replicas, and the file of the chosen placement."""
 
-    Raises:
-        ConfigError: anything else, or a number out of range.
-    """
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < least or max(found) > most:
-        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to {most}, as 1,2,4")
-    return found
+    engine: Annotated[
+        Engine | None,
+        typer.Option(help="Replicas are chosen by this engine's rule; the format of --placement."),
+    ] = None
+    placement: Annotated[
+        Path | None, typer.Option(help="Write the chosen placement as a file of --engine.")
+    ] = None
+    hidden_layers: HiddenLayers = None
+
+    def rule(self) -> DispatchRule:
+        """Return the engine's rule; without an engine, tokens are split by weights.
+
+        Raises:
+            ConfigError: a file is asked for, and no engine that gives it a format.
+        """
+        if self.placement is not None and self.engine is None:
+            raise ConfigError(f"--placement needs --engine, expected one of: {', '.join(RULES)}")
+        return DispatchRule.WEIGHTED if self.engine is None else RULES[self.engine.value]
+
+    def write(
+        self,
+        placement: Placement,
+        num_ranks: int,
+        model: ModelShape | None,
+        provenance: dict[str, str],
+    ) -> list[str]:
+        """Write the file if it is asked for; returns what is repaired or lost, and its digest.
+
+        Raises:
+            ConfigError: the engine's format needs what is not known, or the file cannot be written.
+            PlacementError: the format cannot express it.
+        """
+        if self.placement is None or self.engine is None:
+            return []
+        ids = tuple(range(placement.num_layers)) if model is None else model.layer_ids
+        layers = Layers(ids, "ordinal" if model is None else "model", self.hidden_layers)
+        file = PlacementFile(placement, layers, num_ranks, provenance=provenance)
+        options = WriteOptions(num_ranks, self.hidden_layers, provenance=provenance)
+        notes = write_placement(file, self.engine.value, self.placement, options)
+        written = f"placement: {self.placement}{file_digest(self.placement)}"
+        return [*(f"note: {note}" for note in notes), written]
 
 
 def command_line() -> str:

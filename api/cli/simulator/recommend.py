@@ -11,30 +11,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from api.cli.options import DeploymentName, JsonFile, Seed, numbers, with_options
 from api.cli.simulator.options import (
-    BAD_INPUT,
     MAX_WINDOWS,
-    DeploymentName,
+    EngineOptions,
     ExpertTimes,
-    HtmlFile,
     OtherUs,
-    PngFolder,
+    PlotOptions,
     Trace,
     command_line,
-    numbers,
-    write_plots,
 )
-from api.cli.simulator.placement import (
-    EngineOption,
-    HiddenLayers,
-    PlacementOption,
-    check_placement,
-    rule_of,
-    write_chosen,
-)
-from api.terminal.printable import print_error
 from eplb.core.model import preset
-from eplb.errors import EplbError
 from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
@@ -49,8 +36,11 @@ from telemetry.formats.types import ReadOptions
 RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
 
 
+@with_options
 def recommend_command(
     trace: Trace,
+    chosen_by: EngineOptions,
+    plots: PlotOptions,
     model: Annotated[
         str | None,
         typer.Option(
@@ -110,79 +100,62 @@ def recommend_command(
     acceptance: Annotated[
         float, typer.Option(max=1.0, help="Chance that a draft is right, if all before it are.")
     ] = Speculation.acceptance,
-    engine: EngineOption = None,
     deployment: DeploymentName = "demo",
-    seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all candidates.")] = None,
-    html: HtmlFile = None,
-    png: PngFolder = None,
-    placement: PlacementOption = None,
-    hidden_layers: HiddenLayers = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare groups, redundancy and intervals on a load; print the best, and why."""
-    try:
-        check_placement(placement, engine)
-        speculation = Speculation(drafts, acceptance)
-        card = hardware_named(hardware)
-        known = preset(model) if model is not None else None
-        load = windows_of(
-            trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, known
+    rule = chosen_by.rule()
+    speculation = Speculation(drafts, acceptance)
+    card = hardware_named(hardware)
+    known = preset(model) if model is not None else None
+    load = windows_of(
+        trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, known
+    )
+    shape, which = model_named(model, load)
+    model_of(shape, load)
+    at = load.deployment
+    groups = numbers("--ranks", ranks or str(at.num_ranks or RANKS))
+    if ranks_per_node is None:
+        ranks_per_node = (at.num_ranks or 0) // (at.num_nodes or 1) or RANKS_PER_NODE
+    seconds = window_seconds or at.window_s or WINDOW_S
+    if expert_times is not None:
+        check_fits(expert_times, shape)
+    times = {
+        group: (
+            from_data_sheet(card, shape)
+            if expert_times is None
+            else read_expert_time(expert_times, load.num_experts / max(group, 1))
         )
-        shape, which = model_named(model, load)
-        model_of(shape, load)
-        at = load.deployment
-        groups = numbers("--ranks", ranks or str(at.num_ranks or RANKS))
-        if ranks_per_node is None:
-            ranks_per_node = (at.num_ranks or 0) // (at.num_nodes or 1) or RANKS_PER_NODE
-        seconds = window_seconds or at.window_s or WINDOW_S
-        if expert_times is not None:
-            check_fits(expert_times, shape)
-        times = {
-            group: (
-                from_data_sheet(card, shape)
-                if expert_times is None
-                else read_expert_time(expert_times, load.num_experts / max(group, 1))
-            )
-            for group in groups
-        }
-        answer = recommend(
-            Question(
-                part_of(load, windows, is_latest=not trace.startswith(PREFIX)),
-                MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
-                times,
-                ranks_per_node,
-                numbers("--redundant", redundant, least=0),
-                numbers("--every", every),
-                context,
-                most_sequences,
-                other_us,
-                seconds,
-                seed,
-                numbers("--attention-ranks", attention_ranks, least=0),
-                rule_of(engine),
-                most_ms,
-                speculation,
-            )
+        for group in groups
+    }
+    answer = recommend(
+        Question(
+            part_of(load, windows, is_latest=not trace.startswith(PREFIX)),
+            MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
+            times,
+            ranks_per_node,
+            numbers("--redundant", redundant, least=0),
+            numbers("--every", every),
+            context,
+            most_sequences,
+            other_us,
+            seconds,
+            seed,
+            numbers("--attention-ranks", attention_ranks, least=0),
+            rule,
+            most_ms,
+            speculation,
         )
-        source = times[groups[0]].source
-        if json_file is not None:
-            write_json(json_file, _as_json(answer, source))
-        write_plots(
-            lambda: recommendation_page(answer, Path(trace).name, source, command_line()),
-            html,
-            png,
-        )
-        written = []
-        if placement is not None and engine is not None:
-            chosen = answer.best.placement
-            assert chosen is not None, "the best candidate was replayed"
-            about = {"source": Path(trace).name, "chosen": answer.best.name}
-            written = write_chosen(
-                placement, engine, chosen, answer.best.ranks, shape, hidden_layers, about
-            )
-    except EplbError as exc:
-        print_error(exc)
-        raise typer.Exit(BAD_INPUT) from exc
+    )
+    source = times[groups[0]].source
+    if json_file is not None:
+        write_json(json_file, _as_json(answer, source))
+    plots.write(lambda: recommendation_page(answer, Path(trace).name, source, command_line()))
+    best = answer.best
+    assert best.placement is not None, "the best candidate was replayed"
+    about = {"source": Path(trace).name, "chosen": best.name}
+    written = chosen_by.write(best.placement, best.ranks, shape, about)
     console = Console()
     console.print(_table(answer))
     if answer.batches:

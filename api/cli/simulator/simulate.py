@@ -9,37 +9,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from api.cli.options import DeploymentName, JsonFile, Seed, Steps, with_options
 from api.cli.simulator.options import (
-    BAD_INPUT,
-    LIMIT_BROKEN,
     MAX_WINDOWS,
-    DeploymentName,
+    EngineOptions,
     ExpertTimes,
     Hardware,
-    HtmlFile,
     ModelName,
     OtherUs,
     Overlap,
-    PngFolder,
+    PlotOptions,
     Prefill,
-    Steps,
     Trace,
     command_line,
-    write_plots,
 )
-from api.cli.simulator.placement import (
-    EngineOption,
-    HiddenLayers,
-    PlacementOption,
-    check_placement,
-    rule_of,
-    write_chosen,
-)
-from api.terminal.printable import print_error
 from eplb.core.model import preset
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
-from eplb.errors import EplbError
 from simulations.cost.migration import MigrationCost
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
 from simulations.limits import limit_of
@@ -51,9 +37,14 @@ from simulations.report import conclusions, summary, table, write_json
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 
+LIMIT_BROKEN = 1  # exit code
 
+
+@with_options
 def simulate(
     trace: Trace,
+    chosen_by: EngineOptions,
+    plots: PlotOptions,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -121,98 +112,80 @@ def simulate(
     failures: Annotated[
         bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")
     ] = False,
-    engine: EngineOption = None,
     deployment: DeploymentName = "demo",
-    seed: Annotated[int, typer.Option(max=2**32 - 1, help="Random seed.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None,
-    html: HtmlFile = None,
-    png: PngFolder = None,
-    placement: PlacementOption = None,
-    hidden_layers: HiddenLayers = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(help="End with exit code 1 where this holds, for example 'imbalance>1.1'."),
     ] = None,
 ) -> None:
     """Plan on past windows, judge on the next one, and count what moved and what it took."""
-    try:
-        register_peers()
-        check_placement(placement, engine)
-        limits = [limit_of(text) for text in fail_if or ()]
-        shape = preset(model) if model is not None else None
-        options = ReadOptions(
-            num_experts=experts,
-            window_tokens=window,
-            max_windows=MAX_WINDOWS,
-            deployment=deployment,
-        )
-        load = windows_of(trace, options, seed, shape, layout, batch)
-        if steps is not None:
-            load = replace(load, steps=steps)
-        at = load.deployment
-        if nodes is None:
-            nodes = at.num_nodes if ranks is None and at.num_nodes else 1
-        ranks = ranks or at.num_ranks or 8
-        topology = topology_of(ranks, nodes, slots, load.num_experts)
-        fitted = model_of(shape or at.model, load)
-        step_model = price = None
-        if hardware is not None or expert_times is not None:
-            step_model = step_model_of(
-                fitted,
-                topology,
-                hardware or "h200",
-                expert_times,
-                is_prefill=prefill,
-                other_us=other_us,
-                is_overlapped=overlap,
-                port_ranks=port_ranks,
-            )
-            price = MigrationCost(step_model.model, step_model.hardware)
-        scenario = Scenario(
-            load,
-            topology,
+    register_peers()
+    rule = chosen_by.rule()
+    limits = [limit_of(text) for text in fail_if or ()]
+    shape = preset(model) if model is not None else None
+    options = ReadOptions(
+        num_experts=experts,
+        window_tokens=window,
+        max_windows=MAX_WINDOWS,
+        deployment=deployment,
+    )
+    load = windows_of(trace, options, seed, shape, layout, batch)
+    if steps is not None:
+        load = replace(load, steps=steps)
+    at = load.deployment
+    if nodes is None:
+        nodes = at.num_nodes if ranks is None and at.num_nodes else 1
+    ranks = ranks or at.num_ranks or 8
+    topology = topology_of(ranks, nodes, slots, load.num_experts)
+    fitted = model_of(shape or at.model, load)
+    step_model = price = None
+    if hardware is not None or expert_times is not None:
+        step_model = step_model_of(
             fitted,
-            Budget(max_moves=max_moves, target_imbalance=target),
-            CostModel(pay_back_s=pay_back),
-            seed,
-            past,
-            every,
-            dispatch=rule_of(engine),
-            step_model=step_model,
-            migration=price,
+            topology,
+            hardware or "h200",
+            expert_times,
+            is_prefill=prefill,
+            other_us=other_us,
+            is_overlapped=overlap,
+            port_ranks=port_ranks,
         )
-        replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
-        result = summary(Path(trace).name, scenario, replays)
-        said = conclusions(result)
-        if failures:
-            chosen = chosen_of(replays)
-            costs = failures_of(scenario, chosen.last_placement)
-            result["failures"] = {"of": chosen.policy, "found": [asdict(one) for one in costs]}
-            said += [f"{chosen.policy}, {one.sentence()}" for one in costs]
-        console = Console()
-        console.print(table(result))
-        if json_file is not None:
-            write_json(json_file, result)
-        write_plots(
-            lambda: comparison_page(result, scenario, replays, said, command_line()), html, png
-        )
-        if placement is not None and engine is not None:
-            chosen = chosen_of(replays)
-            about = {"source": Path(trace).name, "policy": chosen.policy}
-            said += write_chosen(
-                placement, engine, chosen.last_placement, ranks, fitted, hidden_layers, about
-            )
-        for sentence in said:
-            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-        broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]
-    except EplbError as exc:
-        print_error(exc)
-        raise typer.Exit(BAD_INPUT) from exc
+        price = MigrationCost(step_model.model, step_model.hardware)
+    scenario = Scenario(
+        load,
+        topology,
+        fitted,
+        Budget(max_moves=max_moves, target_imbalance=target),
+        CostModel(pay_back_s=pay_back),
+        seed,
+        past,
+        every,
+        dispatch=rule,
+        step_model=step_model,
+        migration=price,
+    )
+    replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
+    result = summary(Path(trace).name, scenario, replays)
+    said = conclusions(result)
+    if failures:
+        chosen = chosen_of(replays)
+        costs = failures_of(scenario, chosen.last_placement)
+        result["failures"] = {"of": chosen.policy, "found": [asdict(one) for one in costs]}
+        said += [f"{chosen.policy}, {one.sentence()}" for one in costs]
+    console = Console()
+    console.print(table(result))
+    if json_file is not None:
+        write_json(json_file, result)
+    plots.write(lambda: comparison_page(result, scenario, replays, said, command_line()))
+    best = chosen_of(replays)
+    about = {"source": Path(trace).name, "policy": best.policy}
+    said += chosen_by.write(best.last_placement, ranks, fitted, about)
+    for sentence in said:
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]
     for sentence in broken:
         typer.echo(sentence, err=True)
     if broken:
         raise typer.Exit(LIMIT_BROKEN)
-
-
-if __name__ == "__main__":
-    typer.run(simulate)

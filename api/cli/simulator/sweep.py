@@ -16,27 +16,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from api.cli.options import AsJson, DeploymentName, Steps, numbers, with_options
 from api.cli.simulator.options import (
-    BAD_INPUT,
     MAX_WINDOWS,
-    DeploymentName,
     Hardware,
-    HtmlFile,
     ModelName,
     OtherUs,
     Overlap,
-    PngFolder,
+    PlotOptions,
     Prefill,
-    Steps,
     Trace,
     command_line,
-    numbers,
-    write_plots,
 )
 from api.terminal.printable import print_error
 from eplb.core.model import preset
 from eplb.dispatch_rules.rules import DispatchRule
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError
 from simulations.cost.hardware import hardware_named
 from simulations.inputs import model_of, windows_of
 from simulations.pages.sweep import sweep_page
@@ -62,8 +57,10 @@ class ExecutorName(Enum):
     RAY = "ray"
 
 
+@with_options
 def sweep_command(
     trace: Trace,
+    plots: PlotOptions,
     out: Annotated[Path, typer.Option(help="Folder of the results; run again to go on.")],
     ranks: Annotated[str, typer.Option(help="Ranks of groups, as 16,32.")] = "8",
     ranks_per_node: Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")] = 8,
@@ -91,37 +88,29 @@ def sweep_command(
         float, typer.Option(min=0.001, max=1e6, help="A task that takes longer has failed.")
     ] = TASK_S / 60,
     deployment: DeploymentName = "demo",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    html: HtmlFile = None,
-    png: PngFolder = None,
+    json_output: AsJson = False,
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
-    try:
-        settings = Settings(
-            "", software(), model, hardware, prefill, other_us, overlap, past, ranks_per_node
-        )
-        load = _load(trace, steps, settings, deployment)
-        tasks = tasks_of(
-            replace(settings, load=load.digest),
-            ranks=numbers("--ranks", ranks),
-            redundant=numbers("--redundant", redundant, least=0),
-            intervals=numbers("--every", every, most=1_000_000),
-            policies=_policies(policy),
-            dispatch=[_rule(name.strip()) for name in dispatch.split(",")],
-            seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
-        )
-        results = Results(out)
-        execute = _executor(executor, workers)
-        if executor is ExecutorName.PROCESSES:
-            load = on_this_host(load, out)
-        run = partial(sweep, load, tasks, results, execute, task_s=task_minutes * 60)
-        done = _with_progress(run, len(tasks), is_shown=not json_output)
-        write_plots(
-            lambda: sweep_page(_best_first(done.rows), Path(trace).name, command_line()), html, png
-        )
-    except EplbError as exc:
-        print_error(exc)
-        raise typer.Exit(BAD_INPUT) from exc
+    settings = Settings(
+        "", software(), model, hardware, prefill, other_us, overlap, past, ranks_per_node
+    )
+    load = _load(trace, steps, settings, deployment)
+    tasks = tasks_of(
+        replace(settings, load=load.digest),
+        ranks=numbers("--ranks", ranks),
+        redundant=numbers("--redundant", redundant, least=0),
+        intervals=numbers("--every", every, most=1_000_000),
+        policies=_policies(policy),
+        dispatch=[_rule(name.strip()) for name in dispatch.split(",")],
+        seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
+    )
+    results = Results(out)
+    execute = _executor(executor, workers)
+    if executor is ExecutorName.PROCESSES:
+        load = on_this_host(load, out)
+    run = partial(sweep, load, tasks, results, execute, task_s=task_minutes * 60)
+    done = _with_progress(run, len(tasks), is_shown=not json_output)
+    plots.write(lambda: sweep_page(_best_first(done.rows), Path(trace).name, command_line()))
     if json_output:
         typer.echo(dumps(_as_json(done), indent=2))
     else:

@@ -1,0 +1,146 @@
+"""Options that several commands have in common: declared once, as fields of a dataclass.
+
+    @with_options
+    def plan(dump: Dump, layers: LayerOptions, output: Output) -> None: ...
+
+A parameter whose type is a dataclass stands for the options that its fields declare.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from eplb.errors import ConfigError
+
+MOST_RANKS = 65_536
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
+Redundant = Annotated[
+    int | None, typer.Option(min=0, max=MOST_RANKS, help="Redundant experts of a layer.")
+]
+HiddenLayers = Annotated[
+    int | None, typer.Option(min=1, max=65_536, help="Layers of the model, dense ones included.")
+]
+DeploymentName = Annotated[str, typer.Option(help="Deployment, where the input is a store.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1_000_000_000, help="Forward passes of a window, if the load has none."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write a summary.")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of its parameters that are dataclasses, in their places."""
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    given: list[Parameter] = []
+    signature = inspect.signature(command, eval_str=True)
+    for one in signature.parameters.values():
+        if isinstance(one.annotation, type) and is_dataclass(one.annotation):
+            options = [_option(of, one.annotation) for of in fields(one.annotation)]
+            groups[one.name] = (one.annotation, [option.name for option in options])
+            given += options
+        else:
+            given.append(one.replace(kind=Parameter.KEYWORD_ONLY))
+
+    def run(**values: Any) -> None:
+        for name, (kind, options) in groups.items():
+            values[name] = kind(**{option: values.pop(option) for option in options})
+        command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in given}
+    return run
+
+
+def _option(field: Field[Any], group: type) -> Parameter:
+    hint = get_type_hints(group, include_extras=True)[field.name]
+    default = Parameter.empty if field.default is MISSING else field.default
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What the options of a command tell about the layers and experts of a file."""
+
+    model: Annotated[
+        str | None, typer.Option(help="A known model: its MoE layers, expert groups and bytes.")
+    ] = None
+    layer_ids: Annotated[str | None, typer.Option(help="Numbers of the MoE layers, as 3-60.")] = (
+        None
+    )
+    first_moe_layer: Annotated[
+        int | None,
+        typer.Option(min=0, max=65_536, help="The first MoE layer; all after it are too."),
+    ] = None
+    experts: Annotated[
+        int | None, typer.Option(min=1, max=1_048_576, help="Experts of a layer.")
+    ] = None
+    input_format: Annotated[
+        str | None, typer.Option("--format", help="Format of the input, if its name is no help.")
+    ] = None
+
+    def shape(self) -> Any:
+        """Return the known model (``ModelShape``); None: none is named.
+
+        Raises:
+            ConfigError: the model is not known.
+        """
+        from eplb.core.model import preset
+
+        return preset(self.model) if self.model else None
+
+    def reading(self, **others: Any) -> Any:
+        """Return how a file is read (``ReadOptions``); a known model states its MoE layers.
+
+        Raises:
+            ConfigError: the model is not known, or the layers cannot be read.
+        """
+        from telemetry.formats.types import ReadOptions, parse_layer_ids
+
+        shape = self.shape()
+        ids = parse_layer_ids(self.layer_ids) if self.layer_ids is not None else None
+        if ids is None and self.first_moe_layer is None and shape is not None:
+            ids = shape.layer_ids
+        return ReadOptions(ids, self.first_moe_layer, **{"num_experts": self.experts, **others})
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """What the options of a command tell about raw routing, or about a store."""
+
+    window_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=1_000_000_000, help="Tokens in a window of routing."),
+    ] = None
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, max=65_536, help="Layers of raw routing.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(min=1, max=64, help="Top-k of raw routing.")] = None
+    deployment: DeploymentName = "demo"
+
+
+def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:
+    """Distinct whole numbers, separated by commas.
+
+    Raises:
+        ConfigError: anything else, or a number out of range.
+    """
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least or max(found) > most:
+        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to {most}, as 1,2,4")
+    return found
