@@ -19,7 +19,8 @@ COMMANDS: dict[str, dict[str, Late]] = {
         "sweep": Late(
             "api.cli.simulator.sweep:sweep_command",
             "eplb sweep dump.jsonl --out sweep --ranks 16,32 --redundant 0,1,2 --every 1,4,16; "
-            "eplb sweep generated:mixed --model deepseek-v3 --hardware h200 --out sweep --seed 0,1,2",
+            "eplb sweep generated:mixed --model deepseek-v3 --hardware h200 --out sweep "
+            "--seed 0,1,2",
         ),
         "recommend": Late("api.cli.simulator.recommend:recommend_command"),
     },
@@ -98,13 +99,14 @@ COMMANDS: dict[str, dict[str, Late]] = {
         "placements": Late(
             "api.cli.admin.placements:app",
             help="Show, compare and export placements. Exit status 1: there is none such, or the "
-            "deployment does not allow it; 2: bad input, no such service or store, or no permission.",
+            "deployment does not allow it; 2: bad input, no such service or store, or no "
+            "permission.",
         ),
         "pins": Late(
             "api.cli.admin.pins:app",
-            help="Pin experts to ranks. Exit status 1: the ranks cannot meet the pin, there is none "
-            "such, or another change came first; 2: bad input, no such service or store, or no "
-            "permission.",
+            help="Pin experts to ranks. Exit status 1: the ranks cannot meet the pin, there is "
+            "none such, or another change came first; 2: bad input, no such service or store, or "
+            "no permission.",
         ),
         "store": Late("api.cli.store_commands:app", help="List, copy and clean up a store."),
         "keys": Late("api.access.commands:keys", help="Access keys of the HTTP service."),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +31,7 @@ PACKAGES = ("eplb", "runtime", "telemetry", "rebalance", "simulations", "api")
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->")
 FILE = re.compile(r"# (\S+\.\w+)\n")
+SHARED_BY = 4  # commands, of an option that their reference shows once
 SECTION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -112,17 +114,29 @@ def commands() -> Mapping[str, Any]:
 
 
 def cli_section() -> str:
-    """Every command with its arguments and options."""
-    parts = []
-    for words, command in commands().items():
-        rows = [
+    """Every command with its arguments and options; those of several commands stand once."""
+    rows_of = {
+        words: [
             f"| `{_spelling(param)}` | {_default(param)} | {_cell(param.help or '')} |"
             for param in command.params
             if param.name != "help"
         ]
-        head = ["| argument or option | default | meaning |", "|---|---|---|"]
-        about = " ".join((command.help or "").split())
-        parts.append("\n".join([f"### `{words}`", about, "", *head, *rows]))
+        for words, command in commands().items()
+    }
+    times = Counter(row for rows in rows_of.values() for row in rows)
+    common: dict[str, str] = {}  # one meaning for each spelling, the most frequent
+    for row, number in times.most_common():
+        if number >= SHARED_BY:
+            common.setdefault(row.split(" | ")[0], row)
+    shared = sorted(common.values())
+    head = ["| argument or option | default | meaning |", "|---|---|---|"]
+    parts = ["\n".join(["### Options of several commands", "", *head, *shared])]
+    for words, rows in rows_of.items():
+        about = " ".join((commands()[words].help or "").split())
+        also = ", ".join(row.split(" | ")[0].removeprefix("| ") for row in rows if row in shared)
+        own = [row for row in rows if row not in shared]
+        lines = [f"### `{words}`", about, *([f"Also {also}."] if also else [])]
+        parts.append("\n".join([*lines, *(["", *head, *own] if own else [])]))
     return "\n\n".join(parts) + "\n"
 
 
