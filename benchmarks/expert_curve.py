@@ -32,9 +32,9 @@ from typing import Any
 import torch
 import triton
 
+from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.decision.expert_times import chosen_curve
-from eplb.decision.gate import GROUPED_GEMM_H200
-from eplb.policies.objectives import ridge
+from eplb.decision.score import ridge
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.kernels.gemm import (
     BF16_DECODE,

@@ -6,8 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from api.config.tree import Settings
+from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.decision.triggers import TriggerRules
 from eplb.migration.build import Pace
 from rebalance.build.config import ReportingConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, setting
+from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.decision.triggers import TriggerRules
 from rebalance.controller.plans.planner_request import PlannerRequest
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.monitor.verdict import Grade
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 
 
 class Answer(BaseModel):

@@ -52,7 +52,7 @@ from eplb.core.load import LoadSample
 from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange
 from eplb.errors import HistoryError
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from rebalance.controller.plans.planner_request import read_cordons
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader

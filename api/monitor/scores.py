@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from api.monitor.history import MinuteScore
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.fitting.cordons import slots_in_use
+from eplb.fitting import slots_in_use
 from eplb.measure.balance import imbalance_of
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.load.pruning import rollups_after

@@ -16,7 +16,7 @@ from api.monitor.tally import Carried, Durations
 from api.processes.supervision import SupervisionView
 from eplb.decision.expert_times import chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from eplb.migration.build import Migration
 from rebalance.controller.plans.planner_request import curve_of
 from telemetry.state.events import Event

@@ -22,7 +22,7 @@ from typing import Literal
 
 from api.monitor.snapshot import RankView, Snapshot
 from api.processes.supervision import ProcessState
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, plan_end
 

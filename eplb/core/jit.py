@@ -1,4 +1,4 @@
-"""Typed access to numba: compiled functions, and records that they pass by reference."""
+"""Typed access to numba: compiled functions, records that they pass by reference, array types."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core import event, types
 from numba.experimental import structref
+from numpy.typing import NDArray
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 Fields = TypeVar("Fields")
@@ -17,7 +19,7 @@ Fields = TypeVar("Fields")
 def jit(function: Compiled) -> Compiled:
     """Compile on first use, cached on disk if it can be; no interpreter lock while it runs.
 
-    No fast math: results must equal those of ``eplb/search/reference.py`` to the last bit. Division
+    No fast math: results equal those of ``tests/support/slow_planner.py`` to the last bit. Division
     by zero gives infinity as in numpy, since a check at every division costs time.
     """
     try:
@@ -68,3 +70,13 @@ def compiler_passes(on_pass: Callable[[str], None]) -> Iterator[None]:
     """
     with event.install_listener("numba:run_pass", _Passes(on_pass)):
         yield
+
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+# A plain -1 or 0 as an argument makes numba compile the function once more for that literal.
+NONE = cast(int, np.int64(-1))
+ZERO = cast(int, np.int64(0))

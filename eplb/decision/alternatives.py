@@ -12,24 +12,27 @@ Shapes:  L MoE layers, S slots, R ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.kernels import BoolArray, FloatArray
-from eplb.core.placement import EMPTY, Placement, changed_slots
+from eplb.core.cost import CostModel, Decision
+from eplb.core.jit import BoolArray, FloatArray
+from eplb.core.placement import EMPTY, Placement, changed_slots, moves_per_layer
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.decision.allowance import moves_per_layer
 from eplb.decision.expectation import expected_part
-from eplb.decision.gate import Decision, Outlook, decide
-from eplb.dispatch_rules.plans import as_dispatched
+from eplb.decision.score import (
+    as_dispatched,
+    dead_zone,
+    noise_under,
+    part_in_time,
+    score_of,
+)
 from eplb.measure.balance import imbalance
-from eplb.measure.noise import noise_under
-from eplb.policies.legality import violations_of
-from eplb.policies.objectives import dead_zone, measured, part_in_time
+from eplb.search.legality import violations_of
 from eplb.shares.resplitting import best_shares, share_floor
 from eplb.shares.traffic import crossing, with_local_shares
 
@@ -44,6 +47,11 @@ class Option(NamedTuple):
     score: FloatArray  # [L] as ``score_of`` gives it
 
 
+def option_of(problem: Problem, placement: Placement) -> Option:
+    """A placement with its score."""
+    return Option(placement, score_of(problem, placement))
+
+
 class Choice(NamedTuple):
     """The decision, its reason, and the placement."""
 
@@ -51,17 +59,6 @@ class Choice(NamedTuple):
     reason: str
     option: Option
     expected: float = 0.0  # reduction of imbalance on future windows
-
-
-def score_of(problem: Problem, placement: Placement) -> FloatArray:
-    """[L] score of a plan: imbalance or time, plus the price of tokens that cross nodes.
-
-    See ``eplb.policies.objectives.measured`` and ``CostModel.node_traffic``.
-    """
-    score = measured(problem, placement)
-    if problem.cost.node_traffic:
-        score = score + problem.cost.node_traffic * crossing(problem, placement)
-    return score
 
 
 def with_shares(problem: Problem, option: Option) -> Option:
@@ -81,15 +78,14 @@ def with_shares(problem: Problem, option: Option) -> Option:
     if len(layers):
         option = _better(problem, option, best_shares(problem, placement, layers))
     if problem.cost.node_traffic:
-        near = with_local_shares(problem, option.placement)
-        option = Option(near, score_of(problem, near))
+        option = option_of(problem, with_local_shares(problem, option.placement))
     return option
 
 
 def _better(problem: Problem, option: Option, share: FloatArray) -> Option:
     """``option`` with these shares where they gain."""
     old = option.placement
-    new = Placement(old.slot_to_expert, old.num_experts, old.generation, share)
+    new = old.with_shares(share)
     if problem.cost.node_traffic:
         new = with_local_shares(problem, new)
     score = score_of(problem, new)
@@ -264,7 +260,6 @@ def _outlook(
     if problem.cost.node_traffic:  # added, because it is no part of the imbalance
         crosses = crossing(problem, proposed.placement).mean()
         noise += problem.cost.node_traffic * float(crosses)
-    expert_bytes = 0 if problem.model is None else problem.model.expert_bytes
     old, new = serving.placement, proposed.placement
     has_zone = problem.cost.dead_zone and problem.objective == "tokens"
     return Outlook(
@@ -272,7 +267,7 @@ def _outlook(
         _mean(problem, proposed.score),
         noise,
         int(received.sum()),
-        int(received.max()) * problem.cost.move_seconds(expert_bytes),
+        int(received.max()) * problem.cost.move_seconds(problem.expert_bytes),
         in_time=part_in_time(problem, old, new) if has_zone else 1.0,
         dead_zone=dead_zone(problem) if has_zone else 1.0,
         of=_score_name(problem),
@@ -296,3 +291,52 @@ def _received(base: Placement, target: Placement, topology: Topology) -> NDArray
         topology.rank_of_slot, per_slot, topology.num_ranks
     ).astype(np.int64)
     return received
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Figures of a plan that the gate decides on."""
+
+    before: float  # mean imbalance over layers, on the history
+    after: float  # the same under the planned placement
+    noise: float  # imbalance above 1 of one window by chance
+    num_moves: int
+    cost_s: float  # serving time that its moves take
+    sure: float = 1.0  # part of the gain that the decision uses, by ``expectation.py``
+    in_time: float = 1.0  # part of the gain that saves time at this batch size, by the curve
+    dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
+    of: str = "imbalance"  # name of the figures
+
+
+def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
+    """MOVE, RESPLIT (for an outlook without moves) or KEEP, and the reason as text.
+
+    The gain counts down to the noise floor only, because noise below it does not repeat.
+    """
+    floor = 1.0 + outlook.noise
+    change = f"{outlook.of} {outlook.before:.3f} -> {outlook.after:.3f}"
+    if outlook.before <= floor:
+        return Decision.KEEP, f"{change}, within the sampling noise of a window ({floor:.3f})"
+    if outlook.num_moves == 0 and outlook.before <= outlook.after:
+        return Decision.KEEP, f"the plan is the current placement, {change}"
+    if outlook.before <= outlook.dead_zone:
+        return (
+            Decision.KEEP,
+            f"{change}, within the dead zone of this batch ({outlook.dead_zone:.3f})",
+        )
+    reachable = max(outlook.after, floor)
+    gain = (outlook.before - reachable) * outlook.sure * outlook.in_time
+    lost = cost.seconds_per_rebalance + outlook.cost_s
+    saved = cost.saved_seconds(gain)
+    if outlook.after < floor:
+        change += f" (gain counted to the sampling noise, {floor:.3f})"
+    if outlook.sure != 1.0:
+        change += f", {outlook.sure:.0%} of the gain expected to last"
+    if outlook.in_time != 1.0:
+        change += f", {outlook.in_time:.0%} of it time at this batch"
+    figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"
+    if not gain > 0 or lost > saved:
+        return Decision.KEEP, f"{change}: {figures}"
+    if outlook.num_moves == 0:
+        return Decision.RESPLIT, f"{change}: {figures} by new shares alone"
+    return Decision.MOVE, f"{change}: {figures}, for {outlook.num_moves} moves"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from eplb.decision.gate import GROUPED_GEMM_H200, Curve
+from eplb.core.cost import GROUPED_GEMM_H200, Curve
 from eplb.errors import ConfigError
 
 # In the order in which they are measured: a deadline leaves the curve coarse, and not short.

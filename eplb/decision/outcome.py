@@ -14,20 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.cost import Decision
 from eplb.core.load import Phase
-from eplb.core.placement import Placement
+from eplb.core.placement import Placement, moves_per_layer
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.decision.allowance import moves_per_layer
-from eplb.decision.gate import Decision
-from eplb.dispatch_rules.plans import booked_and_effective
-from eplb.explanation.explainer import explain
-from eplb.explanation.figures import Explanation, finite
+from eplb.decision.explanation import Explanation, explain, finite
+from eplb.decision.score import booked_and_effective
 from eplb.measure.balance import imbalance, live_shares
-from eplb.measure.lower_bound import bound_of
+from eplb.measure.bounds import bound_of
 from eplb.migration.build import Move, moves_between
-from eplb.migration.moves import LINKS, link_of
-from eplb.policies.frontier import Curve
+from eplb.migration.transactions import LINKS, link_of
+from eplb.policies.incremental import BalanceCurve
 from eplb.shares.traffic import crossing
 
 
@@ -46,7 +44,7 @@ class Plan:
 
     ``before`` and ``after`` are means over layers of the mean imbalance over the history's windows:
     what the placement would have had then, not a forecast of the next window. With
-    ``objective="time"`` they are times, see ``eplb.policies.objectives.measured``; a price on
+    ``objective="time"`` they are times, see ``eplb.decision.score.measured``; a price on
     tokens that cross nodes is added, see ``eplb.decision.alternatives.score_of``.
     """
 
@@ -57,7 +55,7 @@ class Plan:
     after_per_layer: NDArray[np.float64]  # [L] of the planned placement, even if it is not taken
     decision: Decision
     reason: str
-    curve: Curve  # (moves, mean score over layers at equal split): of one window its imbalance
+    curve: BalanceCurve  # (moves, mean score over layers) at equal split
     policy: str
     expected_gain: float = 0.0  # on windows to come; see ``eplb/decision/expectation.py``
 
@@ -136,7 +134,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> NDArray[np.float64]:
-        """[L] lower bound of the cost of any placement; see ``eplb.measure.lower_bound``."""
+        """[L] lower bound of the cost of any placement; see ``eplb.measure.bounds``."""
         return bound_of(self.problem)
 
     @cached_property

@@ -20,14 +20,16 @@ import numpy as np
 from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.migration.moves import Move, Source, moves_between
 from eplb.migration.spares import compact, expand, intermediate_placement, steps_towards
 from eplb.migration.transactions import (
     Mode,
+    Move,
     Pace,
+    Source,
     Transaction,
     copy_transactions,
     flip_transactions,
+    moves_between,
 )
 
 __all__ = [

@@ -17,7 +17,8 @@ from eplb.core.load import as_history
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.policies.greedy import greedy, in_place
+from eplb.policies.greedy import greedy
+from eplb.search.relabel import in_place
 
 
 def round_robin(problem: Problem) -> Placement:

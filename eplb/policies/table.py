@@ -15,18 +15,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.kernels import IntArray
+from eplb.core.jit import IntArray
 from eplb.core.load import LoadHistory
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError
 from eplb.policies.baselines import round_robin, topk_everywhere
-from eplb.policies.frontier import Curve
-from eplb.policies.greedy import frame_of, greedy, in_place
-from eplb.policies.incremental import repaired
-from eplb.policies.legality import first_violation
-from eplb.policies.objectives import best_fresh, best_improved
-from eplb.policies.relabel import with_most_kept, with_singles_kept
+from eplb.policies.greedy import best_fresh, greedy
+from eplb.policies.incremental import BalanceCurve, best_improved
+from eplb.search.legality import first_violation, repaired
+from eplb.search.relabel import in_place, with_most_kept, with_singles_kept
 
 ENTRY_POINTS = "eplb.policies"
 
@@ -35,7 +33,7 @@ class Proposal(NamedTuple):
     """The placement of a policy, and the balance that fewer moves would give."""
 
     placement: Placement
-    curve: Curve | None = None  # None: not known
+    curve: BalanceCurve | None = None  # None: not known
 
 
 Policy = Callable[[Problem], Placement | Proposal]
@@ -67,7 +65,7 @@ class PolicyEntry:
         if self.keeps_constraints or first_violation(problem, proposal.placement) is None:
             return proposal
         held = proposal.placement.slot_to_expert.astype(np.int64)
-        return Proposal(_placed(problem, repaired(problem, frame_of(problem), held)))
+        return Proposal(_placed(problem, repaired(problem, problem.frame, held)))
 
 
 def contiguous_policy(problem: Problem) -> Placement:
@@ -111,9 +109,9 @@ def auto_policy(problem: Problem) -> Proposal:
     """Few moves from the current placement; without one, greedy and a search over the windows."""
     if problem.current is None:
         return Proposal(_placed(problem, best_fresh(problem)))
-    improved = best_improved(problem, problem.current)
+    held, curve = best_improved(problem)
     # A chain of changes may return an expert to its rank in another slot: that is not a move.
-    return Proposal(_placed(problem, improved.held), improved.curve)
+    return Proposal(_placed(problem, held), curve)
 
 
 def fresh_policy(problem: Problem) -> Placement:
@@ -134,7 +132,7 @@ def random_policy(problem: Problem) -> Placement:
 
 def exact_policy(problem: Problem) -> Placement:
     """Optimal, or with its gap; for small or offline problems (``solve_exact``)."""
-    from eplb.policies.exact import exact  # late: it imports OR-tools
+    from eplb.policies.exact import exact
 
     return exact(problem)
 

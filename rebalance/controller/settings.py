@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any
 
+from eplb.core.cost import CostModel
 from eplb.core.load import Phase
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.decision.rollout import STAGES, Stage
 from eplb.decision.triggers import TriggerRules
 from eplb.errors import ConfigError

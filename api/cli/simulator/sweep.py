@@ -29,8 +29,8 @@ from api.cli.simulator.options import (
     command_line,
 )
 from api.terminal.printable import print_error
+from eplb.core.dispatch import DispatchRule
 from eplb.core.model import preset
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from simulations.cost.hardware import hardware_named
 from simulations.inputs import model_of, windows_of

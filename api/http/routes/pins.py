@@ -19,8 +19,7 @@ from api.http.routes.request_parts import TAG, header_document, revision_of, ser
 from api.http.schemas import Answer
 from eplb.core.constraints import Constraints, Which, room_of
 from eplb.errors import StaleRevision
-from eplb.fitting.cordons import FittingCordons
-from eplb.fitting.pins import Pins, fitting_pins
+from eplb.fitting import FittingCordons, Pins, fitting_pins
 from rebalance.controller.plans.planner_request import PlannerRequest, read_pins, written_pins
 from telemetry.state.live import LiveState
 from telemetry.state.store import StateStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from eplb.clock import Clock
+from eplb.core.cost import Decision
 from eplb.core.placement import Placement
-from eplb.decision.gate import Decision
 from eplb.errors import StaleGeneration
 from eplb.migration.build import Migration, build_migration
 from eplb.migration.spares import expand

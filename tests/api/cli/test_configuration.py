@@ -25,7 +25,7 @@ from api.demo.state_dir import StateDir
 from api.demo.workers.plan import WorkerPlan
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
-from eplb.decision.gate import CostModel
+from eplb.core.cost import CostModel
 from eplb.errors import ConfigError
 from rebalance.build.rank import agent_settings
 from rebalance.controller.loop import ControllerSettings

@@ -17,7 +17,7 @@ from api.monitor.snapshot import Death, RankView, Snapshot
 from api.monitor.verdict import Around, Grade, findings, unready, verdict
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from tests.support.stores import MemoryStore
 
 NOW = 1000.0

@@ -17,7 +17,7 @@ import eplb
 
 PROGRAM = """
 from eplb.core.jit import jit
-import eplb.core.kernels
+import eplb.core.jit
 print(eplb.__file__, jit(lambda number: 2 * number)(21))
 """
 

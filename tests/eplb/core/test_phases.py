@@ -7,8 +7,8 @@ import pytest
 
 from eplb import LoadHistory, Placement, Problem, Topology, plan
 from eplb.core.load import Phase
+from eplb.decision.score import noise_under
 from eplb.errors import HistoryError
-from eplb.measure.noise import noise_under
 
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 SERVING = Placement(np.array([[0, 1, 2, 3]]), num_experts=4)

@@ -9,10 +9,10 @@ import pytest
 
 from eplb import Constraints, LoadHistory, ModelShape, Placement, Topology, plan
 from eplb.core.constraints import room_of
+from eplb.core.cost import Decision
 from eplb.core.placement import EMPTY
-from eplb.decision.gate import Decision
 from eplb.errors import PlacementError
-from eplb.fitting.cordons import (
+from eplb.fitting import (
     Cordon,
     arrivals,
     fitting_cordons,

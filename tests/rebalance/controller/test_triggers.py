@@ -10,7 +10,7 @@ import pytest
 
 from eplb.core.load import Phase
 from eplb.core.placement import EMPTY, Placement
-from eplb.decision.promises import ENOUGH
+from eplb.decision.expectation import ENOUGH
 from eplb.decision.triggers import TriggerRules
 from rebalance.controller.settings import OF_BUDGET, OF_COST
 from tests.support.controlled_deployment import (

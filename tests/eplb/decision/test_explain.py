@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eplb import Budget, CostModel, Decision, ModelShape, Placement, Topology, plan
+from eplb.decision.explanation import RankLoad, explain, explain_layer
 from eplb.errors import ConfigError
-from eplb.explanation.explainer import RankLoad, explain, explain_layer
 
 # Ranks hold experts {0, 1} and {2, -}; a rank carries 500,000 on average.
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

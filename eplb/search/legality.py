@@ -1,4 +1,4 @@
-"""Repairs a placement that violates constraints, compiled.
+"""The rules and constraints of a problem: checks a placement, and repairs one that violates them.
 
 The constraints of a layer: every expert has a slot, on a rank that is ready, in enough failure
 domains, and on the ranks it is pinned to. Each missing replica is added separately: by a swap with
@@ -11,13 +11,145 @@ Shapes:  L MoE layers, E experts, S slots, R ranks.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from eplb.core.jit import jit
-from eplb.core.kernels import NONE, BoolArray, ConstraintArrays, Demand, IntArray, Ranks
-from eplb.search.constrained import Search, coverage, may_move, search_without_move_costs
-from eplb.search.layer import Layer, open_layer, set_expert, swap_slots
+from eplb.core.constraints import ConstraintArrays, constraint_arrays
+from eplb.core.demand import Demand
+from eplb.core.jit import NONE, BoolArray, IntArray, jit
+from eplb.core.placement import Placement, check_fits
+from eplb.core.problem import Frame, Problem
+from eplb.core.zones import Ranks, nodes_of_groups
+from eplb.errors import PlacementError
+from eplb.fitting import undrained
+from eplb.search.layer import (
+    Layer,
+    Search,
+    coverage,
+    may_move,
+    open_layer,
+    search_without_move_costs,
+    set_expert,
+    swap_slots,
+)
 
 LAST_RESORT = 1e9  # more than any rank's time
+
+
+def illegal_layers(problem: Problem, placement: Placement) -> BoolArray:
+    """[L] layers with duplicates on one rank, or with experts in slots that may not be used."""
+    held, first_slot = placement.slot_to_expert, problem.topology.first_slot
+    return _illegal(held, first_slot, problem.room, problem.num_experts)
+
+
+@jit
+def _illegal(
+    held: NDArray[np.int32], first_slot: IntArray, room: IntArray, num_experts: int
+) -> BoolArray:
+    num_ranks = len(first_slot) - 1
+    illegal = np.zeros(len(held), dtype=np.bool_)
+    seen = np.full(num_experts, -1)  # layer and rank on which an expert was last seen
+    for layer in range(len(held)):
+        for rank in range(num_ranks):
+            here = layer * num_ranks + rank
+            for slot in range(first_slot[rank], first_slot[rank + 1]):
+                expert = held[layer, slot]
+                if expert >= 0:
+                    is_beyond = slot - first_slot[rank] >= room[layer, rank]
+                    illegal[layer] |= is_beyond or seen[expert] == here
+                    seen[expert] = here
+    return illegal
+
+
+def first_violation(problem: Problem, placement: Placement) -> str | None:
+    """Text of the first rule that a placement violates; None if it violates none."""
+    violations = violations_of(problem, placement)
+    return violations[min(violations)] if violations else None
+
+
+def violations_of(problem: Problem, placement: Placement) -> dict[int, str]:
+    """Text of a violation of each layer that violates a rule or constraint, by layer."""
+    found = {int(layer): "" for layer in np.flatnonzero(illegal_layers(problem, placement))}
+    if found:
+        # The slow check, which gives the text of the violation.
+        why = "a layer uses slots that the constraints exclude"
+        if drained := undrained(placement, problem.topology):
+            why = f"rank {drained[0]} is drained, and holds experts"
+        try:
+            check_fits(placement, problem.topology)
+        except PlacementError as exc:
+            why = str(exc)
+        return dict.fromkeys(found, why)
+    if problem.constraints.keep_groups:
+        for layer, held in enumerate(placement.slot_to_expert):
+            num_groups, num_experts = problem.num_groups, problem.num_experts
+            if nodes_of_groups(held, problem.topology, num_groups, num_experts) is None:
+                found[layer] = f"layer {layer}: an expert group is on several nodes"
+    if problem.constraints.binds_experts:
+        found |= _broken_constraints(problem, placement)
+    return found
+
+
+def _broken_constraints(problem: Problem, placement: Placement) -> dict[int, str]:
+    topology = problem.topology
+    constraints = problem.frame.constraints
+    shape = (placement.num_layers, topology.num_ranks, problem.num_experts)
+    holds = np.zeros(shape, dtype=np.bool_)
+    layers, slots = np.nonzero(placement.slot_to_expert >= 0)
+    holds[layers, topology.rank_of_slot[slots], placement.slot_to_expert[layers, slots]] = True
+    domains = np.zeros(constraints.spread.shape, dtype=np.int64)
+    for domain in np.unique(constraints.domain):
+        domains += holds[:, constraints.domain == domain].any(axis=1)
+    found = {}
+    for layer, expert in np.argwhere(domains < constraints.spread).tolist():
+        found[layer] = (
+            f"layer {layer}: expert {expert} is in {domains[layer, expert]} failure domains, "
+            f"expected {constraints.spread[layer, expert]}"
+        )
+    for layer, expert in np.argwhere(~holds[:, constraints.ready].any(axis=1)).tolist():
+        found[layer] = f"layer {layer}: expert {expert} is only on ranks that are joining"
+    for layer, rank, expert in np.argwhere(constraints.pinned & ~holds).tolist():
+        found[layer] = (
+            f"layer {layer}: expert {expert} is pinned to rank {rank}, which does not hold it"
+        )
+    return found
+
+
+def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
+    """[L, S] ``base`` made legal: every expert has a slot, and constraints are met."""
+    held = base.copy()
+    clear_illegal_slots(held, frame.zones.of_expert, frame.zones.ranks)
+    present = np.zeros((len(held), problem.num_experts + 1), dtype=np.bool_)
+    np.put_along_axis(present, held + 1, True, axis=1)
+    if problem.constraints.binds_experts or not present[:, 1:].all():
+        enforce(problem, frame, held, problem.total_demand)
+    return held
+
+
+def enforce(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> None:
+    """Repair ``held`` [L, S] in place where it violates constraints.
+
+    Args:
+        problem: its constraints.
+        frame: zones, and slots that may be used.
+        held: as ``clear_illegal_slots`` leaves it.
+        demand: loads, by which the least busy ranks are chosen.
+
+    Raises:
+        PlacementError: no placement was found that meets all constraints.
+    """
+    constraints = frame.constraints
+    if not len(constraints.spread):
+        constraints = constraint_arrays(
+            problem.constraints, problem.topology, problem.total, frame.zones, every=True
+        )
+    # Heaviest first, while most slots are open. Outside the kernel: numba compiles a sort slowly.
+    order = np.argsort(-demand.tokens.sum(axis=2), axis=1, kind="stable")
+    failed = _enforce(demand, held, frame.zones.ranks, constraints, order)
+    for layer in np.flatnonzero(failed >= 0)[:1]:
+        raise PlacementError(
+            f"layer {layer}: no slot for expert {failed[layer]} meets all constraints, "
+            "expected fewer constraints or more slots"
+        )
 
 
 @jit
@@ -42,26 +174,11 @@ def clear_illegal_slots(held: IntArray, zone_of_expert: IntArray, ranks: Ranks) 
                     held[layer, slot] = -1
 
 
-def enforce(
-    demand: Demand, held: IntArray, ranks: Ranks, constraints: ConstraintArrays
-) -> IntArray:
-    """Repair ``held`` [L, S] in place; [L] an expert whose constraints could not be met, else -1.
-
-    Args:
-        demand: loads, by which the least busy ranks are chosen.
-        held: as ``clear_illegal_slots`` leaves it.
-        ranks: where slots are.
-        constraints: with ``spread`` and ``pinned`` for every layer.
-    """
-    # Heaviest first, while most slots are open. Outside the kernel: numba compiles a sort slowly.
-    order = np.argsort(-demand.tokens.sum(axis=2), axis=1, kind="stable")
-    return _enforce(demand, held, ranks, constraints, order)
-
-
 @jit
 def _enforce(
     demand: Demand, held: IntArray, ranks: Ranks, constraints: ConstraintArrays, order: IntArray
 ) -> IntArray:
+    """[L] an expert whose constraints could not be met, else -1; tried in ``order`` [L, E]."""
     failed = np.full(len(held), -1, dtype=np.int64)
     wanted = np.empty(len(ranks.zone), dtype=np.bool_)
     for number in range(len(held)):

@@ -14,33 +14,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.placement import Placement
-from eplb.core.problem import Problem
-from eplb.measure.balance import rank_load
-
 FEWEST_WINDOWS = 4  # with fewer, one sudden change would count as noise
-
-
-def noise_under(problem: Problem, placement: Placement) -> NDArray[np.float64]:
-    """[L] imbalance above 1 of one window of this history by chance.
-
-    Args:
-        problem: the windows, and the ranks that are alive.
-        placement: not planned on these windows; one that was would fit their noise.
-    """
-    load = rank_load(problem.scaled.transpose(1, 0, 2), placement, problem.topology)
-    tokens = problem.history.tokens[problem.complete].sum(axis=2)
-    num_ranks = int(problem.topology.serving.sum())
-
-    def noise_of(part: NDArray[np.intp]) -> NDArray[np.float64]:
-        drawn = tokens[part].mean(axis=0)
-        by_chance = np.array([sampling_noise(float(routed), num_ranks) for routed in drawn])
-        noise: NDArray[np.float64] = np.maximum(
-            by_chance, fluctuation(load[part][..., problem.topology.serving])
-        )
-        return noise
-
-    return problem.over_parts(noise_of)
 
 
 def fluctuation(load: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -77,6 +51,11 @@ def sampling_noise(tokens_per_window: float, num_ranks: int) -> float:
     # negatively correlated, which adds a factor of sqrt(R / (R - 1)).
     deviation: float = (num_ranks / tokens_per_window) ** 0.5
     return _largest_of(num_ranks) * deviation
+
+
+def sampling_noises(routed: NDArray[np.number], num_ranks: int) -> NDArray[np.float64]:
+    """[L] ``sampling_noise`` of layers with so many routed tokens [L]."""
+    return np.array([sampling_noise(float(each), num_ranks) for each in routed])
 
 
 def _largest_of(num_ranks: int) -> float:

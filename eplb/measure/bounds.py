@@ -1,4 +1,4 @@
-"""The lower bound of any placement, which every plan reports.
+"""Lower bounds of the imbalance of any placement; every plan reports one.
 
 Shapes:  T windows, L MoE layers, E experts.
 """
@@ -6,13 +6,50 @@ Shapes:  T windows, L MoE layers, E experts.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from eplb.core.kernels import Demand, FloatArray, replicate
+from eplb.core.demand import Demand, time_of
+from eplb.core.jit import FloatArray
 from eplb.core.problem import Problem
-from eplb.packing.group_packing import is_exact
-from eplb.packing.zones import zone_bound, zones_for
-from eplb.search.demand import demand_of, time_of
-from eplb.shares.traffic import tokens_of_node
+from eplb.core.topology import Topology
+from eplb.core.zones import is_exact, replicate, zone_bound, zones_for
+from eplb.measure.balance import Load
+
+
+def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
+    """[L] lower bound of the imbalance of any placement with equal split on ``tokens`` [L, E].
+
+    Giving the next replica to the expert with the largest load per replica minimises the largest
+    replica; some rank must hold that one, so largest / mean is a bound, and so is 1. An expert
+    gets at most as many replicas as there are live ranks: two on one rank do not improve balance.
+    """
+    speed = topology.rank_speed[topology.serving]
+    num_slots = int(topology.slots_of_rank[topology.serving].sum())
+    num_ranks = len(speed)
+    total = tokens.sum(axis=1)
+    if num_slots < tokens.shape[1]:
+        return np.ones(len(tokens))
+    largest = smallest_largest_replica(
+        np.ascontiguousarray(tokens, np.float64), num_slots, num_ranks
+    )
+    bound: NDArray[np.float64] = np.ones(len(tokens))
+    np.divide(largest / speed.max() * speed.sum(), total, out=bound, where=total > 0)
+    bounded: NDArray[np.float64] = np.maximum(bound, 1.0)
+    return bounded
+
+
+def smallest_largest_replica(
+    tokens: NDArray[np.float64], num_slots: int, most: int
+) -> NDArray[np.float64]:
+    """[L] the largest load per replica after the largest one has been split while slots last."""
+    one_zone = np.zeros(tokens.shape, dtype=np.int64)
+    shape = (len(tokens), 1)
+    count = replicate(
+        tokens, one_zone, np.full(shape, num_slots), np.full(shape, most), np.ones_like(one_zone)
+    )
+    largest: NDArray[np.float64] = (tokens / count).max(axis=1)
+    return largest
+
 
 BISECTIONS = 40
 SOME_TOKENS = 40.0  # above it a replica has tokens in every step: exp(-40) is negligible
@@ -35,12 +72,10 @@ def bound_of(problem: Problem) -> FloatArray:
     mean = problem.scaled.mean(axis=1)
     zones = zones_for(mean, topology, problem.num_groups if stay else 1, problem.room)
     # In units of the mean rank load over busy windows.
-    bound = zone_bound(mean / np.maximum(busy, 1e-300)[:, None], zones)
-    np.maximum(
-        bound, _least_beside_hottest(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound
-    )
-    if problem.dispatch.by_rank and len(set(tokens_of_node(problem).tolist())) == 1:
-        np.maximum(bound, _by_rank(problem, mean / np.maximum(busy, 1e-300)[:, None]), out=bound)
+    while_busy = mean / np.maximum(busy, 1e-300)[:, None]
+    bound = np.maximum(zone_bound(while_busy, zones), _least_beside_hottest(problem, while_busy))
+    if problem.dispatch.by_rank and len(set(problem.tokens_of_node.tolist())) == 1:
+        np.maximum(bound, _by_rank(problem, while_busy), out=bound)
     bounded: FloatArray = 1.0 + busy * (bound - 1.0)
     return bounded
 
@@ -88,7 +123,7 @@ def _time_bound(problem: Problem) -> FloatArray:
     expert's tokens may save time where the curve is convex, so the mean counts each token at its
     least cost in any replica with at most the expert's tokens.
     """
-    topology, demand = problem.topology, demand_of(problem, raw=True)
+    topology, demand = problem.topology, problem.timed_demand
     num_layers, num_experts, num_windows = demand.tokens.shape
     usable = (problem.room > 0) & topology.serving
     num_slots, num_ranks = problem.room.sum(axis=1), usable.sum(axis=1)

@@ -3,7 +3,7 @@
 Costs and gains are in seconds of serving time. The cost of a move is the time of its bytes on the
 link. A gain saves the experts' part of a step times the removed imbalance, over the pay-back time.
 ``Problem.price`` is the same price for one step of the search. Part of the imbalance is chance,
-which ``eplb/measure/noise.py`` estimates: a gain below that noise does not count.
+which ``eplb/core/noise.py`` estimates: a gain below that noise does not count.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from math import inf
-from numbers import Real  # numpy's numbers too
+from numbers import Real
 from typing import Literal
 
 from eplb.errors import ConfigError
 
 Curve = tuple[tuple[float, float], ...]
 Objective = Literal["tokens", "time"]
+
 
 # Microseconds of one expert of DeepSeek-V3 in FP8, of nine in the project's grouped product on an
 # H200, by its tokens: nearly constant while reading weights dominates, then proportional to tokens
@@ -27,8 +28,6 @@ GROUPED_GEMM_H200: Curve = (
     *((1.0, 13.1), (32.0, 13.8), (64.0, 14.7), (96.0, 18.0), (128.0, 19.0)),
     *((192.0, 27.2), (256.0, 37.1), (512.0, 66.3), (1024.0, 124.5)),
 )
-
-
 NOMINAL_BYTES = 17_301_504  # of an expert without a model: DeepSeek-V2-Lite's, in BF16
 
 
@@ -103,52 +102,3 @@ class CostModel:
         """Imbalance, mean over layers, whose removal saves so many seconds until pay-back."""
         worth = self.pay_back_s * self.expert_part
         return seconds / worth if worth > 0 else inf
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """Figures of a plan that the gate decides on."""
-
-    before: float  # mean imbalance over layers, on the history
-    after: float  # the same under the planned placement
-    noise: float  # imbalance above 1 of one window by chance
-    num_moves: int
-    cost_s: float  # serving time that its moves take
-    sure: float = 1.0  # part of the gain that the decision uses, by ``expectation.py``
-    in_time: float = 1.0  # part of the gain that saves time at this batch size, by the curve
-    dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
-    of: str = "imbalance"  # name of the figures
-
-
-def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
-    """MOVE, RESPLIT (for an outlook without moves) or KEEP, and the reason as text.
-
-    The gain counts down to the noise floor only, because noise below it does not repeat.
-    """
-    floor = 1.0 + outlook.noise
-    change = f"{outlook.of} {outlook.before:.3f} -> {outlook.after:.3f}"
-    if outlook.before <= floor:
-        return Decision.KEEP, f"{change}, within the sampling noise of a window ({floor:.3f})"
-    if outlook.num_moves == 0 and outlook.before <= outlook.after:
-        return Decision.KEEP, f"the plan is the current placement, {change}"
-    if outlook.before <= outlook.dead_zone:
-        return (
-            Decision.KEEP,
-            f"{change}, within the dead zone of this batch ({outlook.dead_zone:.3f})",
-        )
-    reachable = max(outlook.after, floor)
-    gain = (outlook.before - reachable) * outlook.sure * outlook.in_time
-    lost = cost.seconds_per_rebalance + outlook.cost_s
-    saved = cost.saved_seconds(gain)
-    if outlook.after < floor:
-        change += f" (gain counted to the sampling noise, {floor:.3f})"
-    if outlook.sure != 1.0:
-        change += f", {outlook.sure:.0%} of the gain expected to last"
-    if outlook.in_time != 1.0:
-        change += f", {outlook.in_time:.0%} of it time at this batch"
-    figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"
-    if not gain > 0 or lost > saved:
-        return Decision.KEEP, f"{change}: {figures}"
-    if outlook.num_moves == 0:
-        return Decision.RESPLIT, f"{change}: {figures} by new shares alone"
-    return Decision.MOVE, f"{change}: {figures}, for {outlook.num_moves} moves"

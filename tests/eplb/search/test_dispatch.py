@@ -22,7 +22,7 @@ from eplb import (
     plan,
 )
 from eplb.errors import ConfigError
-from eplb.policies.legality import first_violation
+from eplb.search.legality import first_violation
 
 STATIC, MOD = DispatchRule.SGLANG_STATIC, DispatchRule.ASCEND_MOD
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=2)

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.core.jit import by_reference, jit
-from eplb.core.kernels import FloatArray, IntArray, Ranks, has
+from eplb.core.jit import FloatArray, IntArray, by_reference, jit
+from eplb.core.zones import Ranks
+
+
+@jit
+def has(held: IntArray, first: int, end: int, expert: int) -> bool:
+    """Whether one of these slots holds the expert."""
+    for slot in range(first, end):  # noqa: SIM110 (numba compiles a loop sooner than any())
+        if held[slot] == expert:
+            return True
+    return False
 
 
 class Filling:

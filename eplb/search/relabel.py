@@ -1,4 +1,4 @@
-"""Exchanges what equal ranks hold, so that fewer experts move.
+"""Which slot of a rank, and which of several equal ranks: chosen so that fewest experts move.
 
 A plan decides which experts share a rank. Which of several equal ranks that is changes only the
 number of moves: a fresh plan of 640 slots on 320 ranks moves 635 experts as it was packed, and 315
@@ -12,9 +12,58 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import jit
-from eplb.core.kernels import IntArray
+from eplb.core.jit import IntArray, jit
 from eplb.core.problem import Problem
+from eplb.core.topology import Topology
+
+
+def in_place(
+    held: IntArray, base: NDArray[np.int32], topology: Topology, room: IntArray | None = None
+) -> IntArray:
+    """[L, S] the same plan, with every expert that stays on a rank in its current slot.
+
+    Args:
+        held: experts by slot.
+        base: the serving placement.
+        topology: where slots are.
+        room: [L, R] slots that a layer may use; default: all of serving ranks.
+    """
+    if room is None:
+        room = np.repeat(topology.usable_slots[None], len(held), axis=0)
+    return keep_in_place(held, base.astype(np.int64), topology.first_slot, room)
+
+
+@jit
+def keep_in_place(held: IntArray, base: IntArray, first_slot: IntArray, room: IntArray) -> IntArray:
+    """[L, S] the same experts on the same ranks; those that ``base`` has there keep its slots."""
+    num_layers, num_slots = held.shape
+    num_ranks, num_experts = len(first_slot) - 1, 1 + max(held.max(), base.max())
+    kept = np.full((num_layers, num_slots), -1, dtype=np.int64)
+    # Layer and rank on which an expert was last seen, as one number: no row needs clearing.
+    wanted, placed = np.full(num_experts, -1), np.full(num_experts, -1)
+    for layer in range(num_layers):
+        for rank in range(num_ranks):
+            here, first = layer * num_ranks + rank, first_slot[rank]
+            end = first + room[layer, rank]
+            for slot in range(first, end):
+                if held[layer, slot] >= 0:
+                    wanted[held[layer, slot]] = here
+            for slot in range(first, end):
+                expert = base[layer, slot]
+                if expert >= 0 and wanted[expert] == here and placed[expert] != here:
+                    kept[layer, slot] = expert
+                    placed[expert] = here
+            free = first
+            for slot in range(first, end):
+                expert = held[layer, slot]
+                if expert < 0 or placed[expert] == here:
+                    continue
+                while kept[layer, free] >= 0:
+                    free += 1
+                kept[layer, free] = expert
+                placed[expert] = here
+    return kept
+
 
 MOST_RANKS = 512  # that exchange with each other: the time grows with the cube
 
@@ -27,7 +76,7 @@ def with_singles_kept(problem: Problem, held: IntArray, base: NDArray[np.int32])
         return held
     kinds = np.where(single & (problem.room == 1), _kind_of_rank(problem), -1)
     kept = held.copy()
-    _keep_singles(kept, base.astype(np.int64), topology.first_slot.astype(np.int64), kinds)
+    _keep_singles(kept, base.astype(np.int64), topology.first_slot, kinds)
     return kept
 
 
