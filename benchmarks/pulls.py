@@ -6,10 +6,10 @@
 A schedule is a seed. Three ranks run some steps of some layers; each has a compute stream and a
 side stream, and any stream that may go on can be the next one. A record is two halves, copied one
 after the other, so that a read beside a write is seen. Decisions are the real ones
-(``eplb.shares.pulls``) for random batches. Between steps ranks swap to another placement, flip, or
-load new weights, each as soon as its own stream gets there: nothing but the protocol keeps a rank
-off what another one reads. Faults: a pull that is late, counts that one rank received otherwise,
-the death of a rank.
+(``runtime.batch.pulls``) for random batches. Between steps ranks swap to another placement, flip,
+or load new weights, each as soon as its own stream gets there: nothing but the protocol keeps a
+rank off what another one reads. Faults: a pull that is late, counts that one rank received
+otherwise, the death of a rank.
 
 Exchanges of counts and the closing exchange end when all ranks have begun them. A dispatch or a
 combine waits only for ranks that rows come from, which is the least that a dispatcher promises.
@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY
-from eplb.shares.pulls import (
+from runtime.batch.pulls import (
     NO_SLOT,
     Ints,
     PullRule,

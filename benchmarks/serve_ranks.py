@@ -41,7 +41,7 @@ from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing, rea
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import EVERY_BATCH
+from runtime.batch.split import EVERY_BATCH
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, RankError
-from eplb.shares.batch import SplitRule
-from eplb.shares.pulls import PullRule
-from eplb.shares.shared_expert import LEAST
 from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS, BatchSwitches
+from runtime.batch.pulls import PullRule
+from runtime.batch.shared_expert import LEAST
+from runtime.batch.split import SplitRule
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, PeerBank, PlainArena, bank_bytes

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY
 from eplb.errors import ConfigError
-from eplb.shares.batch import PLANNED, SplitLayout, SplitRule, SplitSwitch, split_batch
+from runtime.batch.split import PLANNED, SplitLayout, SplitRule, SplitSwitch, split_batch
 from runtime.peer_counts import PeerCounts
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 from runtime.streams import Completion

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, PlacementError
-from eplb.shares.batch import MOST_WAYS, split_layout
+from runtime.batch.split import MOST_WAYS, split_layout
 from runtime.draws import choose_by_draw
 from runtime.streams import Completion
 

@@ -3,7 +3,7 @@
     router -> split of the batch (``BatchSplit``) -> slot of the shared expert -> dispatch
 
 Each token has one more pair, (slot, weight 1): that of the shared expert on its own rank, or on a
-lighter one where its own is above the level (``eplb.shares.shared_expert``). The dispatch carries
+lighter one where its own is above the level (``runtime.batch.shared_expert``). The dispatch carries
 K + 1 columns, to ``topology.widened(n)``. No exchange is added: the counts that the split gathered
 say how many tokens each rank has.
 
@@ -20,7 +20,7 @@ import torch
 
 from eplb.core.placement import EMPTY
 from eplb.errors import ConfigError
-from eplb.shares.shared_expert import LEAST, split_shared, token_units
+from runtime.batch.shared_expert import LEAST, split_shared, token_units
 from runtime.batch_split import BatchSplit
 from runtime.routing import RoutingTable
 

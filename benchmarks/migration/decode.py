@@ -22,10 +22,10 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
-from eplb.shares.batch import EVERY_BATCH
 from rebalance.agent import RankAgent
 from rebalance.build.agent import WiredAgent
 from rebalance.swap.swapper import StepFigures
+from runtime.batch.split import EVERY_BATCH
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.streams import Completion
 

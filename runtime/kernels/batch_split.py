@@ -2,8 +2,8 @@
 
     count_experts -> (exchange of the counts) -> split_batch -> choose_by_split
 
-``split_batch`` repeats ``eplb.shares.batch.split_batch``, in one program: the layer's split is too
-small for more. ``runtime/kernels/batch_counts.py`` has what comes before.
+``split_batch`` repeats ``runtime.batch.split.split_batch``, in one program: the layer's split is
+too small for more. ``runtime/kernels/batch_counts.py`` has what comes before.
 
 Shapes:  E experts, M experts that are split, W ways, R ranks, C slots of a rank, N sources (ranks
          that route), T tokens, K top-k, B blocks of (token, k) pairs.
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eplb.shares.batch import CLOSE, FILLS, PAST_LEVEL, PLANNED, SETTLED, SplitRule
+from runtime.batch.split import CLOSE, FILLS, PAST_LEVEL, PLANNED, SETTLED, SplitRule
 from runtime.kernels.batch_counts import (
     PAIRS_PER_PROGRAM,
     collect_totals,
@@ -34,7 +34,7 @@ THREADS_OF_WARP = 32
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Tensors of one layer on the device: ``eplb.shares.batch.SplitLayout`` and room for results.
+    """Tensors of one layer on the device: ``runtime.batch.split.SplitLayout`` and room for results.
 
     All are contiguous int32, shares are float32; entries of nothing are -1.
     """
@@ -93,7 +93,7 @@ def split_batch(
         switch: ``saved`` [1] float32 and ``seen`` [1] int32 of the layer's ``SplitSwitch``.
         source: this rank's number among the sources.
         exchanged: [N, E] int32 counts of each source, or the words that the sources add to.
-        rule: as in ``eplb.shares.batch.split_batch``.
+        rule: as in ``runtime.batch.split.split_batch``.
     """
     check(
         batch.up_to.shape == layer.rank.shape,

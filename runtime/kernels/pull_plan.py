@@ -1,6 +1,6 @@
 """Two kernels that decide which experts are pulled for a batch.
 
-They repeat ``eplb.shares.pulls``, with a level of ``plan_pulls`` in each program of the first one.
+They repeat ``runtime.batch.pulls``; each program of the first one tries a level of ``plan_pulls``.
 
 Shapes:  E experts, M experts that are split, W ways, R ranks, C slots of a rank, J spare slots of
          a rank, P = R * J, K levels.
@@ -18,7 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from eplb.core.topology import Topology
-from eplb.shares.pulls import MASK, NUM_LEVELS, ODD, PullRule
+from runtime.batch.pulls import MASK, NUM_LEVELS, ODD, PullRule
 from runtime.kernels.batch_split import LayerSplit
 from runtime.kernels.launch import check, describe, kernel
 

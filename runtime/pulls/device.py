@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from eplb.core.topology import Topology
-from eplb.shares.pulls import Ints, PullRule
+from runtime.batch.pulls import Ints, PullRule
 from runtime.batch_split import BatchSplit, Exchange
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank

@@ -12,7 +12,7 @@ import torch
 
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, RankError
-from eplb.shares.pulls import (
+from runtime.batch.pulls import (
     NO_SLOT,
     Ints,
     PullRule,

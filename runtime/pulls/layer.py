@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from eplb.errors import ConfigError
-from eplb.shares.pulls import PullRule
+from runtime.batch.pulls import PullRule
 from runtime.batch_split import BatchSplit
 from runtime.dispatch.all_to_all import Received
 from runtime.model.compute import BankExperts

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import EVERY_BATCH
-from eplb.shares.pulls import PullRule
 from eplb.shares.switches import BatchSwitches
+from runtime.batch.pulls import PullRule
+from runtime.batch.split import EVERY_BATCH
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import MOST_WAYS, SplitRule, split_batch, split_layout
+from runtime.batch.split import MOST_WAYS, SplitRule, split_batch, split_layout
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

@@ -19,7 +19,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from eplb.shares.batch import EVERY_BATCH, MOST_WAYS, split_batch, split_layout
+from runtime.batch.split import EVERY_BATCH, MOST_WAYS, split_batch, split_layout
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

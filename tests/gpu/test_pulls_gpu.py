@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import SplitRule
-from eplb.shares.pulls import PullRule, plan_pulls, slot_tokens
+from runtime.batch.pulls import PullRule, plan_pulls, slot_tokens
+from runtime.batch.split import SplitRule
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

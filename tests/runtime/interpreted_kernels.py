@@ -15,9 +15,9 @@ import torch
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import SplitRule, SplitSwitch, split_layout
-from eplb.shares.batch import split_batch as reference_split
-from eplb.shares.shared_expert import split_shared, token_units
+from runtime.batch.shared_expert import split_shared, token_units
+from runtime.batch.split import SplitRule, SplitSwitch, split_layout
+from runtime.batch.split import split_batch as reference_split
 from runtime.draws import choose_by_draw
 from runtime.kernels.batch_counts import count_experts, num_blocks
 from runtime.kernels.batch_split import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.shares.batch import SplitRule, split_batch, split_layout
+from runtime.batch.split import SplitRule, split_batch, split_layout
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.routing import RoutingTable
 

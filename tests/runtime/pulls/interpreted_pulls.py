@@ -11,8 +11,7 @@ import torch
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import split_batch
-from eplb.shares.pulls import (
+from runtime.batch.pulls import (
     PullRule,
     Pulls,
     SlotTokens,
@@ -21,6 +20,7 @@ from eplb.shares.pulls import (
     pulls_digest,
     slot_tokens,
 )
+from runtime.batch.split import split_batch
 from runtime.batch_split import NO_END, BatchSplit
 from runtime.kernels import pull_plan
 from runtime.kernels import pulls as kernels

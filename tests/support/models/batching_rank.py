@@ -12,13 +12,13 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.shares.batch import EVERY_BATCH
-from eplb.shares.pulls import PullRule
 from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.rank import BuiltRank, build_rank
 from rebalance.preload.cache.local_socket import HostCacheAddress
+from runtime.batch.pulls import PullRule
+from runtime.batch.split import EVERY_BATCH
 from runtime.batch_parts import BatchParts, BatchRules
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name

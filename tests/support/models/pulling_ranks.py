@@ -13,8 +13,8 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import SplitRule
-from eplb.shares.pulls import PullRule
+from runtime.batch.pulls import PullRule
+from runtime.batch.split import SplitRule
 from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from eplb.core.placement import EMPTY, Placement
-from eplb.shares.batch import (
+from runtime.batch.split import (
     PLANNED,
     SplitLayout,
     SplitRule,

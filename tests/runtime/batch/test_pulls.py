@@ -12,8 +12,7 @@ from scipy.optimize import linprog
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.shares.batch import split_batch, split_layout
-from eplb.shares.pulls import (
+from runtime.batch.pulls import (
     NO_SLOT,
     PullRule,
     Pulls,
@@ -22,6 +21,7 @@ from eplb.shares.pulls import (
     plan_pulls,
     slot_tokens,
 )
+from runtime.batch.split import split_batch, split_layout
 from simulations.oracles.quotas import EXACT, give, lowest
 
 FREE = PullRule(least_rows=1, least_gain=1, most_readers=8)

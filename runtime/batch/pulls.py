@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
-from eplb.shares.batch import SplitLayout
+from runtime.batch.split import SplitLayout
 
 NUM_LEVELS = 16
 NO_SLOT = -1

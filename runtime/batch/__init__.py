@@ -1,0 +1,1 @@
+"""Decisions on a single batch, as pure functions of its counts: split, pulls, shared expert."""
