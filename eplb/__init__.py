@@ -21,7 +21,7 @@ from eplb.errors import (
     StoreError,
     TopologyError,
 )
-from eplb.lazy import lazy_exports
+from eplb.packages import lazy_exports
 
 if TYPE_CHECKING:
     from eplb.core.constraints import Constraints
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from eplb.core.problem import Budget, Problem, Record
     from eplb.core.topology import Topology
     from eplb.decision.expectation import Promise
-    from eplb.decision.explanation import Explanation, LayerExplanation, explain, explain_layer
-    from eplb.decision.outcome import Plan
+    from eplb.decision.explanation import Explanation, LayerExplanation
+    from eplb.decision.outcome import Plan, explain, explain_layer
     from eplb.decision.redundancy import (
         RedundancyLevel,
         allocate_redundancy,
@@ -119,19 +119,19 @@ _EXPORTS = {
     "eplb.core.constraints": "Constraints",
     "eplb.core.cost": "CostModel Decision",
     "eplb.core.demand": "Scenarios",
+    "eplb.core.dispatch": "DispatchRule effective_shares",
     "eplb.core.load": "LoadHistory LoadSample",
     "eplb.core.model": "ModelShape preset",
     "eplb.core.placement": "EMPTY Placement",
     "eplb.core.problem": "Budget Problem Record",
     "eplb.core.topology": "Topology",
     "eplb.decision.expectation": "Promise",
-    "eplb.decision.explanation": "Explanation LayerExplanation explain explain_layer",
-    "eplb.decision.outcome": "Plan",
+    "eplb.decision.explanation": "Explanation LayerExplanation",
+    "eplb.decision.outcome": "Plan explain explain_layer",
     "eplb.decision.redundancy": (
         "RedundancyLevel allocate_redundancy redundancy_price slots_per_layer"
     ),
     "eplb.deepseek": "rebalance_experts",
-    "eplb.core.dispatch": "DispatchRule effective_shares",
     "eplb.measure.balance": "balancedness imbalance rank_load",
     "eplb.measure.bounds": "lower_bound",
     "eplb.migration.build": "Migration Move Pace Source Transaction build_migration",

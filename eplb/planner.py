@@ -34,8 +34,9 @@ from eplb.decision.alternatives import (
 from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.score import objective_for, rule_note
 from eplb.errors import ConfigError, PlacementError
+from eplb.policies.baselines import contiguous_policy
 from eplb.policies.incremental import BalanceCurve, thinned
-from eplb.policies.table import contiguous_policy, policy_named
+from eplb.policies.table import policy_named
 from eplb.search.by_rule import balanced_for_rule
 from eplb.search.legality import illegal_layers, repaired, violations_of
 from eplb.search.local_search import step_ms
@@ -224,10 +225,10 @@ def _proposed(
     chosen, curve = _within_budget(problem, serving, proposed, forced)
     if chosen.all() or problem.current is None:
         return proposed, curve
-    bought = serving.placement.with_layers(placement, np.flatnonzero(chosen).tolist())
+    bought = serving.with_layers(proposed, chosen)
     if problem.dispatch.by_rank:  # draws depend on all layers: a mix of layers has its own draws
-        return option_of(problem, bought), curve
-    return Option(bought, np.where(chosen, proposed.score, serving.score)), curve
+        bought = option_of(problem, bought.placement)
+    return bought, curve
 
 
 def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, BalanceCurve]:

@@ -20,7 +20,7 @@ from api.terminal.console import unbreakable_console
 from api.terminal.logs import LogSettings, log_settings, set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
-from eplb.package_check import check_packages
+from eplb.packages import check_packages
 
 BAD_INPUT = 2
 WRONG_RESULT = 1

@@ -16,7 +16,7 @@ from api.deploy.hosts import host_here
 from api.terminal.logs import LogSettings, set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
-from eplb.package_check import check_packages
+from eplb.packages import check_packages
 from eplb.precompile import compile_planner
 
 BAD_INPUT = 2

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api.monitor.history import MinuteScore
+from eplb.core.placement import slots_in_use
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.fitting import slots_in_use
 from eplb.measure.balance import imbalance_of
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.load.pruning import rollups_after

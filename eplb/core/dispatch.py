@@ -20,7 +20,9 @@ from eplb.core.placement import Placement, duplicate_replicas
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 
-SGLANG_SEED = 42  # of SGLang's draws, which restart with every map
+SGLANG_SEED = 42  # SGLang's draws restart from it with every map
+Words = NDArray[np.uint32]
+START = cast(int, np.int64(0))
 
 
 class DispatchRule(Enum):
@@ -158,10 +160,6 @@ def _starts(tokens_of_rank: ArrayLike | None, topology: Topology) -> FloatArray:
         )
     normal: FloatArray = parts / parts.sum()
     return normal
-
-
-Words = NDArray[np.uint32]
-START = cast(int, np.int64(0))
 
 
 class Sources(NamedTuple):

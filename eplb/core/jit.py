@@ -14,6 +14,14 @@ from numpy.typing import NDArray
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 Fields = TypeVar("Fields")
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+# A plain -1 or 0 as an argument makes numba compile the function once more for that literal.
+NONE = cast(int, np.int64(-1))
+ZERO = cast(int, np.int64(0))
 
 
 def jit(function: Compiled) -> Compiled:
@@ -31,6 +39,13 @@ def jit(function: Compiled) -> Compiled:
         compiled = numba.njit(nogil=True, error_model="numpy")(function)
     # numba's dispatcher is called like the function; its own type does not express that.
     return cast(Compiled, compiled)
+
+
+@jit
+def copy_into(target: IntArray | FloatArray, source: IntArray | FloatArray) -> None:
+    """As ``target[:] = source``, which takes long to compile."""
+    for place in range(len(target)):
+        target[place] = source[place]
 
 
 def by_reference(fields: type[Fields]) -> Callable[..., Fields]:
@@ -70,13 +85,3 @@ def compiler_passes(on_pass: Callable[[str], None]) -> Iterator[None]:
     """
     with event.install_listener("numba:run_pass", _Passes(on_pass)):
         yield
-
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
-
-
-# A plain -1 or 0 as an argument makes numba compile the function once more for that literal.
-NONE = cast(int, np.int64(-1))
-ZERO = cast(int, np.int64(0))

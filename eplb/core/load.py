@@ -15,7 +15,7 @@ from eplb.core.arrays import UNSET, freeze, on_host, owned, unset
 from eplb.errors import HistoryError
 
 Phase = Literal["prefill", "decode", "mixed"]
-MOST_TOKENS = 2**62  # of a whole history
+MOST_TOKENS = 2**62  # in a whole history
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class LoadHistory:
     last_step: NDArray[np.int64] = field(default_factory=unset)  # [T] inclusive
     phase: Phase = "mixed"
     missing_ranks: tuple[frozenset[int], ...] = ()  # per window; () means none anywhere
-    phases: tuple[Phase, ...] = ()  # of each window, where they differ; (): ``phase``
+    phases: tuple[Phase, ...] = ()  # each window's, where they differ; (): ``phase``
 
     def __post_init__(self) -> None:
         given = np.asarray(self.tokens)

@@ -296,3 +296,37 @@ def with_shares_of(
         carried(placement.slot_share),
         None if source is None else np.array([carried(share) for share in source]),
     )
+
+
+def slots_in_use(placement: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[L, R] slots of each rank that hold an expert."""
+    used = np.zeros((placement.num_layers, topology.num_ranks), dtype=np.int64)
+    layers, slots = np.nonzero(placement.slot_to_expert != EMPTY)
+    np.add.at(used, (layers, topology.rank_of_slot[slots]), 1)
+    return used
+
+
+def sole_experts(placement: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[R] experts of all layers that no other rank holds: what the loss of a rank costs."""
+    count = placement.replica_count  # [L, E]; a rank holds an expert once
+    layers, slots = np.nonzero(placement.slot_to_expert != EMPTY)
+    is_sole = count[layers, placement.slot_to_expert[layers, slots]] == 1
+    of_rank: NDArray[np.int64] = np.bincount(
+        topology.rank_of_slot[slots[is_sole]], minlength=topology.num_ranks
+    ).astype(np.int64)
+    return of_rank
+
+
+def uncovered_experts(
+    placement: Placement, topology: Topology, is_left: NDArray[np.bool_]
+) -> list[tuple[int, int]]:
+    """(layer, expert) of those that none of the ranks ``is_left`` [R] holds, in order."""
+    held = placement.expert_to_slots  # [L, E, at most so many replicas]
+    has_one = ((held != EMPTY) & is_left[topology.rank_of_slot[held]]).any(axis=2)
+    return [(int(layer), int(expert)) for layer, expert in np.argwhere(~has_one)]
+
+
+def undrained(placement: Placement, topology: Topology) -> tuple[int, ...]:
+    """Ranks that are to hold nothing, and do."""
+    held = slots_in_use(placement, topology).any(axis=0)
+    return tuple(np.flatnonzero(held & topology.drained).tolist())

@@ -130,8 +130,8 @@ class Problem:
     scenarios: Scenarios | None = None
     dispatch: DispatchRule = DispatchRule.WEIGHTED
     unseen: int | None = None  # latest windows that ``current`` was not planned on; None: all
-    record: Record = field(default_factory=Record)  # of earlier plans
-    part: float = 1.0  # of the layers of a whole; see ``of_layers``
+    record: Record = field(default_factory=Record)  # gains of earlier plans
+    part: float = 1.0  # its part of a larger problem's layers; see ``of_layers``
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):

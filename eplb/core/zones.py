@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from eplb.core.jit import ZERO, BoolArray, FloatArray, IntArray, jit
 from eplb.core.topology import Topology
 
+MOST_PACKINGS = 5000  # above that they are not all tried
+
 
 class Ranks(NamedTuple):
     """A topology as the kernels read it."""
@@ -237,9 +239,6 @@ def _sink(heap: IntArray, size: int, each: FloatArray, top: int) -> None:
             return
         heap[top], heap[largest] = heap[largest], heap[top]
         top = largest
-
-
-MOST_PACKINGS = 5000  # above that they are not all tried
 
 
 class Nodes(NamedTuple):

@@ -42,7 +42,7 @@ class Promise:
 
     base: Placement
     target: Placement
-    gain: float  # of the score by its objective, on the windows that it was fitted to
+    gain: float  # its score's, on the windows that it was fitted to
     objective: Objective = "tokens"
 
 

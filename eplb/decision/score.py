@@ -32,7 +32,7 @@ def objective_for(problem: Problem) -> tuple[Objective, str]:
     steps = problem.history.steps_per_window[problem.complete]
     if steps.max() == 1:
         return "tokens", "windows of one step, or without steps"
-    if problem.cost.curve == GROUPED_GEMM_H200:  # of a device that this one may not be
+    if problem.cost.curve == GROUPED_GEMM_H200:  # measured on a device that this one may not be
         return "tokens", "no curve of the experts' time was given or measured"
     tokens = problem.routed.mean(axis=1)  # [T]
     rows = float((tokens / steps).mean()) / int(problem.topology.usable_slots.sum())
@@ -75,7 +75,7 @@ def dead_zone(problem: Problem) -> float:
     """
     demand = problem.timed_demand
     slots = int(problem.topology.usable_slots.sum())
-    mean = demand.tokens.sum(axis=1).mean() / slots  # of a replica in a step
+    mean = demand.tokens.sum(axis=1).mean() / slots  # tokens of a replica in a step
     ratio = np.linspace(1.0, MOST_IMBALANCE, 6301)
     time = time_of(ratio * mean, demand)
     least = problem.cost.gain_worth(problem.cost.seconds_per_rebalance)

@@ -38,7 +38,7 @@ def _load_by_share(
     tokens: Load, placement: Placement, share: NDArray[np.float64], topology: Topology
 ) -> NDArray[np.float64]:
     layers = np.ascontiguousarray(tokens, dtype=np.float64).reshape(-1, *tokens.shape[-2:])
-    layers.flags.writeable = False  # of the view: the kernel is compiled once, for read-only arrays
+    layers.flags.writeable = False  # a view: the kernel is compiled once, for read-only arrays
     share.flags.writeable = False
     load = _rank_load(layers, placement.slot_to_expert, share, topology.first_slot)
     by_rank: NDArray[np.float64] = load.reshape(*tokens.shape[:-1], topology.num_ranks)

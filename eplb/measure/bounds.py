@@ -15,6 +15,11 @@ from eplb.core.topology import Topology
 from eplb.core.zones import is_exact, replicate, zone_bound, zones_for
 from eplb.measure.balance import Load
 
+BISECTIONS = 40
+SOME_TOKENS = 40.0  # above it a replica has tokens in every step: exp(-40) is negligible
+FEWEST_TOKENS = 1e-4  # a replica's in a step: below, a token costs the curve's first time
+FINE = 1e-3  # relative step between the token counts below SOME_TOKENS that are tried
+
 
 def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     """[L] lower bound of the imbalance of any placement with equal split on ``tokens`` [L, E].
@@ -24,37 +29,17 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     gets at most as many replicas as there are live ranks: two on one rank do not improve balance.
     """
     speed = topology.rank_speed[topology.serving]
-    num_slots = int(topology.slots_of_rank[topology.serving].sum())
-    num_ranks = len(speed)
-    total = tokens.sum(axis=1)
-    if num_slots < tokens.shape[1]:
+    if topology.usable_slots.sum() < tokens.shape[1]:
         return np.ones(len(tokens))
-    largest = smallest_largest_replica(
-        np.ascontiguousarray(tokens, np.float64), num_slots, num_ranks
-    )
+    load, total = np.ascontiguousarray(tokens, np.float64), tokens.sum(axis=1)
+    zones = zones_for(load, topology, 1)
+    least = np.ones_like(zones.of_expert)
+    count = replicate(load, zones.of_expert, zones.num_slots, zones.num_ranks, least)
+    largest = (load / count).max(axis=1)
     bound: NDArray[np.float64] = np.ones(len(tokens))
     np.divide(largest / speed.max() * speed.sum(), total, out=bound, where=total > 0)
     bounded: NDArray[np.float64] = np.maximum(bound, 1.0)
     return bounded
-
-
-def smallest_largest_replica(
-    tokens: NDArray[np.float64], num_slots: int, most: int
-) -> NDArray[np.float64]:
-    """[L] the largest load per replica after the largest one has been split while slots last."""
-    one_zone = np.zeros(tokens.shape, dtype=np.int64)
-    shape = (len(tokens), 1)
-    count = replicate(
-        tokens, one_zone, np.full(shape, num_slots), np.full(shape, most), np.ones_like(one_zone)
-    )
-    largest: NDArray[np.float64] = (tokens / count).max(axis=1)
-    return largest
-
-
-BISECTIONS = 40
-SOME_TOKENS = 40.0  # above it a replica has tokens in every step: exp(-40) is negligible
-FEWEST_TOKENS = 1e-4  # of a replica in a step: below, a token costs the curve's first time
-FINE = 1e-3  # relative step between the token counts below SOME_TOKENS that are tried
 
 
 def bound_of(problem: Problem) -> FloatArray:

@@ -58,7 +58,7 @@ class Migration:
     target: Placement
     transactions: tuple[Transaction, ...]
     pace: Pace
-    weights_version: int = 0  # of the weights that it moves; ranks with another version reject it
+    weights_version: int = 0  # ranks with weights of another version reject it
 
     def __post_init__(self) -> None:
         held = self.base.slot_to_expert.copy()

@@ -31,6 +31,11 @@ from eplb.policies.greedy import refined
 from eplb.search.relabel import in_place, with_most_kept
 
 EFFORT = 10.0  # for each layer, in CP-SAT's deterministic seconds: of the order of a real one
+UNITS = 10**6  # for the mean rank load: the solver computes in integers
+# on[e, c, r] of one layer. A layer of 256 experts on 32 ranks would have some 250,000.
+MOST_CHOICES = 20_000
+Choice = tuple[int, int, int]  # expert, replicas, rank
+Chosen = dict[Choice, Any]  # the solver's variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,15 +148,6 @@ def _nearest_to_current(problem: Problem, held: IntArray) -> Placement:
     return Placement(
         in_place(nearest, base, problem.topology).astype(np.int32), problem.num_experts
     )
-
-
-UNITS = 10**6  # of the mean rank load: the solver computes in integers
-
-
-# on[e, c, r] of one layer. A layer of 256 experts on 32 ranks would have some 250,000.
-MOST_CHOICES = 20_000
-Choice = tuple[int, int, int]  # expert, replicas, rank
-Chosen = dict[Choice, Any]  # the solver's variables
 
 
 class Layer(NamedTuple):

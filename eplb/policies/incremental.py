@@ -34,7 +34,7 @@ from eplb.search.relabel import in_place, with_most_kept
 
 FIRST_FRESH = 8  # layers that are planned freshly first; twice as many follow while some gain
 EXPLORED = 0.25  # part of its price that a step must gain for the search to continue from it
-MOST_POINTS = 100  # of a curve that is displayed
+MOST_POINTS = 100  # of a plan's curve
 
 BalanceCurve = tuple[tuple[int, float], ...]  # (moves, mean score over layers), fewest moves first
 

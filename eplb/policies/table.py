@@ -13,14 +13,18 @@ from importlib.metadata import entry_points
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eplb.core.jit import IntArray
 from eplb.core.load import LoadHistory
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError
-from eplb.policies.baselines import round_robin, topk_everywhere
+from eplb.policies.baselines import (
+    contiguous_policy,
+    contiguous_slots,
+    round_robin,
+    topk_everywhere,
+)
 from eplb.policies.greedy import best_fresh, greedy
 from eplb.policies.incremental import BalanceCurve, best_improved
 from eplb.search.legality import first_violation, repaired
@@ -66,38 +70,6 @@ class PolicyEntry:
             return proposal
         held = proposal.placement.slot_to_expert.astype(np.int64)
         return Proposal(_placed(problem, repaired(problem, problem.frame, held)))
-
-
-def contiguous_policy(problem: Problem) -> Placement:
-    """Consecutive experts on each rank, evenly spread, redundant slots empty: no balancing.
-
-    With as many slots as experts it is the identity.
-    """
-    return Placement(contiguous_slots(problem), problem.num_experts)
-
-
-def contiguous_slots(problem: Problem) -> NDArray[np.int32]:
-    """[L, S] of the contiguous policy."""
-    room = problem.room
-    if (room == room[0]).all():
-        return np.repeat(_contiguous_layer(problem, room[0])[None], len(room), axis=0)
-    return np.array([_contiguous_layer(problem, row) for row in room])
-
-
-def _contiguous_layer(problem: Problem, room: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[S] for slots [R] that may be used."""
-    num_experts, topology = problem.num_experts, problem.topology
-    levels = np.arange(1, int(room.max()) + 1)
-    level = 1 + int(np.argmax(np.minimum(room, levels[:, None]).sum(axis=1) >= num_experts))
-    count = np.minimum(room, level)
-    surplus = int(count.sum()) - num_experts
-    count[np.flatnonzero(count == level)[::-1][:surplus]] -= 1
-    place = np.arange(topology.num_slots) - np.repeat(
-        topology.first_slot[:-1], topology.slots_of_rank
-    )
-    held = np.full(topology.num_slots, EMPTY, dtype=np.int32)
-    held[place < count[topology.rank_of_slot]] = np.arange(num_experts)
-    return held
 
 
 def greedy_policy(problem: Problem) -> Placement:

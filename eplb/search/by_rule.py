@@ -34,8 +34,20 @@ from eplb.search.local_search import FINEST_GAIN, WINDOWS_GAIN
 from eplb.search.relabel import in_place
 from eplb.shares.traffic import movable
 
-LARGEST_PRICE = 1e9  # of a move, in imbalance of a layer: no move pays
+LARGEST_PRICE = 1e9  # imbalance of a layer for a move: no move pays
 EVEN_ENOUGH = 1.005  # target of fresh plans: windows differ by more than could still be gained
+HOT_RANKS = 3  # busiest ranks whose experts are tried before a layer counts as stuck
+MOST_CANDIDATES = 24  # changes of replicas that are tried before the list is computed again
+ROUNDING = 1e-9
+SLACK = 0.9  # factor on a rank's time after a change of replicas: shares may become smaller
+# PLAIN: swap single experts of the busiest rank; NEAR: its replicas; WIDE: any to the idlest rank.
+# As in ``eplb/core/jit.py``, a plain number would make numba compile once more for it.
+PLAIN = cast(int, np.int64(0))
+NEAR = cast(int, np.int64(1))
+WIDE = cast(int, np.int64(2))
+# Slot, slot of another rank, and whether the second only takes a copy.
+Change = tuple[int, int, bool]
+TRIES = 96  # changes of replicas tried in a layer
 
 
 def balanced_for_rule(problem: Problem, placement: Placement) -> Placement:
@@ -171,28 +183,11 @@ def on_rank(layer: Dispatched, expert: int, rank: int) -> bool:
     return False
 
 
-HOT_RANKS = 3  # busiest ranks whose experts are tried before a layer counts as stuck
-MOST_CANDIDATES = 24  # changes of replicas that are tried before the list is computed again
-ROUNDING = 1e-9
-SLACK = 0.9  # factor on a rank's time after a change of replicas: shares may become smaller
-
-
-# PLAIN: swap single experts of the busiest rank; NEAR: its replicas; WIDE: any to the idlest rank.
-# As in ``eplb/core/jit.py``, a plain number would make numba compile once more for it.
-PLAIN = cast(int, np.int64(0))
-NEAR = cast(int, np.int64(1))
-WIDE = cast(int, np.int64(2))
-
-
-# Slot, slot of another rank, and whether the second only takes a copy.
-Change = tuple[int, int, bool]
-
-
 class Terms(NamedTuple):
     """When the search stops, and what a move must gain."""
 
     target: FloatArray  # [L]
-    min_gain: float  # of a layer's score, for each move, or each change when moves are free
+    min_gain: float  # a layer's score must gain it by a move, or by a change when moves are free
     most_moves: int  # -1: any number
 
 
@@ -404,9 +399,6 @@ def _add_changed(
         part = share[place] * layer.slowness[rank]
         for window in range(len(layer.weight)):
             trial[rank, window] += part * layer.work[expert, window]
-
-
-TRIES = 96  # changes of replicas tried in a layer
 
 
 @jit

@@ -219,7 +219,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     num_experts = len(replicas)
     is_single = len(bound.windows) == 1 and is_linear
     on_hot = _worth_copying(layer, bound, score * FREE)
-    most_relief, least_kept = 0.0, np.inf  # of these
+    most_relief, least_kept = 0.0, np.inf  # among these experts
     for expert in on_hot:
         most_relief = max(most_relief, relief[expert] * slow)
         least_kept = min(least_kept, each[expert] - relief[expert])

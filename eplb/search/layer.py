@@ -13,7 +13,7 @@ import numpy as np
 
 from eplb.core.constraints import ConstraintArrays
 from eplb.core.demand import Demand
-from eplb.core.jit import NONE, ZERO, BoolArray, FloatArray, IntArray, by_reference, jit
+from eplb.core.jit import NONE, BoolArray, FloatArray, IntArray, by_reference, jit
 from eplb.core.zones import Ranks
 
 
@@ -338,21 +338,13 @@ class Search:
     pinned: BoolArray  # [L or 0, R, E]
     domain: IntArray  # [R]
     ready: BoolArray  # [R]
-    number: int  # of the layer
+    number: int  # the layer's
     is_constrained: bool  # whether there are constraints beyond a slot for every expert
     counts_moves: bool  # gain is divided by moves
     resident: ResidentExperts
 
 
 new_search = by_reference(Search)
-
-
-@jit
-def search_without_move_costs(layer: Layer, constraints: ConstraintArrays, number: int) -> Search:
-    """A search in which moves cost nothing."""
-    return search_with_move_costs(
-        layer, constraints, number, empty_residents(ZERO, ZERO, ZERO, 0.0)
-    )
 
 
 @jit
@@ -409,10 +401,10 @@ def move_cost(resident: ResidentExperts, rank: int, expert: int) -> float:
 
 
 @jit
-def search_with_move_costs(
+def open_search(
     layer: Layer, constraints: ConstraintArrays, number: int, resident: ResidentExperts
 ) -> Search:
-    """A search in which new experts on a rank count as moves; none do when nothing serves yet."""
+    """A search in which new experts on a rank count as moves; none do with residents of 0 ranks."""
     return new_search(
         layer,
         constraints.spread,

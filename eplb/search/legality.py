@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 from eplb.core.constraints import ConstraintArrays, constraint_arrays
 from eplb.core.demand import Demand
-from eplb.core.jit import NONE, BoolArray, IntArray, jit
-from eplb.core.placement import Placement, check_fits
+from eplb.core.jit import NONE, ZERO, BoolArray, IntArray, jit
+from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Frame, Problem
 from eplb.core.zones import Ranks, nodes_of_groups
 from eplb.errors import PlacementError
-from eplb.fitting import undrained
 from eplb.search.layer import (
     Layer,
     Search,
     coverage,
+    empty_residents,
     may_move,
     open_layer,
-    search_without_move_costs,
+    open_search,
     set_expert,
     swap_slots,
 )
@@ -181,9 +181,10 @@ def _enforce(
     """[L] an expert whose constraints could not be met, else -1; tried in ``order`` [L, E]."""
     failed = np.full(len(held), -1, dtype=np.int64)
     wanted = np.empty(len(ranks.zone), dtype=np.bool_)
+    no_residents = empty_residents(ZERO, ZERO, ZERO, 0.0)
     for number in range(len(held)):
         layer = open_layer(demand, held, constraints.zone_of_expert, ranks, number)
-        search = search_without_move_costs(layer, constraints, number)
+        search = open_search(layer, constraints, number, no_residents)
         for place in range(order.shape[1]):
             expert = order[number, place]
             while failed[number] < 0 and _violates(search, expert, wanted):

@@ -23,7 +23,7 @@ import numpy as np
 
 from eplb.core.constraints import ConstraintArrays
 from eplb.core.demand import Demand
-from eplb.core.jit import NONE, FloatArray, IntArray, jit
+from eplb.core.jit import NONE, FloatArray, IntArray, copy_into, jit
 from eplb.core.problem import Frame, Problem
 from eplb.core.topology import Topology
 from eplb.core.zones import Ranks
@@ -38,8 +38,8 @@ from eplb.search.layer import (
     may_move,
     measure,
     open_layer,
+    open_search,
     restore,
-    search_with_move_costs,
     set_expert,
     swap_slots,
 )
@@ -49,9 +49,9 @@ WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their
 STEPS_PER_SLOT = 2  # a limit that the search does not reach in practice
 PATIENT, NO_END = 8, 1_000_000  # perturbations of a layer in a row without gain
 FREE_STEP = 0.4  # time of a step when moves are not counted, relative to one when they are
-MOST_MS = 200.0  # of search, unless the budget sets a limit
+MOST_MS = 200.0  # time of a search, unless the budget sets a limit
 ROUNDS = 4  # in which the steps are allotted
-PARTS = 4  # of a round's layers, for each thread: some layers take longer than others
+PARTS = 4  # for each thread and round: some layers take longer than others
 NUM_HOT_RANKS = 4  # busiest ranks tried, worst first, before a layer counts as stuck
 # As in ``eplb/core/jit.py``, plain numbers as arguments would make numba compile once more.
 PATIENCE = cast(int, np.int64(32))  # steps without a better score before a layer counts as stuck
@@ -69,12 +69,12 @@ class Rules(NamedTuple):
     target: FloatArray  # [L] score at which a layer is good enough
     min_gain: float  # score that a move, or a change when moves are free, must gain
     copies: int  # COPIES_NEVER, COPIES_LAST or COPIES_ALWAYS
-    max_steps: int  # M, of one layer
-    all_steps: int  # of all layers together
+    max_steps: int  # M: most steps of one layer
+    all_steps: int  # most steps of all layers together
     far_move_cost: float  # moves that one move from another node counts as
     stuck: FloatArray  # [L] score above which a layer is perturbed at the end of its descent
     patience: int  # perturbations in a row without gain after which a layer ends; 0: none at all
-    seed: int  # of the perturbations
+    seed: int  # for the draws of perturbations
 
 
 class Steps(NamedTuple):
@@ -284,11 +284,21 @@ def _work_on(
             progress.phase[number] = ENDED
             return
     layer = open_layer(demand, held, task.constraints.zone_of_expert, ranks, number)
-    search = search_with_move_costs(layer, task.constraints, number, resident)
+    search = open_search(layer, task.constraints, number, resident)
     if is_first:
         steps.start[number] = progress.reached[number] = measure(layer)
     if progress.phase[number] == DESCENDS:
-        _descend_in_round(search, rules, progress, steps.taken, record)
+        taken, target = steps.taken, rules.target[number]
+        most = min(progress.most[number], rules.max_steps - taken[number])
+        limits = (most, PATIENCE)
+        made, best = descend(search, target, rules.copies, rules.min_gain, limits, record)
+        taken[number] += best
+        progress.spent[number] += made
+        progress.most[number] -= made
+        progress.reached[number] = record[2][best]
+        is_last = made < most or taken[number] == rules.max_steps
+        if is_last or progress.reached[number] <= target:
+            progress.phase[number] = ENDED
         is_over = progress.phase[number] == ENDED and rules.patience > 0
         if is_over and progress.reached[number] > rules.stuck[number]:
             progress.phase[number] = STUCK
@@ -300,23 +310,6 @@ def _work_on(
         progress.reached[number] = measure(layer)
         if is_over:
             progress.phase[number] = ENDED
-
-
-@jit
-def _descend_in_round(
-    search: Search, rules: Rules, progress: Progress, taken: IntArray, record: Record
-) -> None:
-    """Spend a layer's steps of this round on descent, or until it ends."""
-    number = search.number
-    most = min(progress.most[number], rules.max_steps - taken[number])
-    target, limits = rules.target[number], (most, PATIENCE)
-    made, best = descend(search, target, rules.copies, rules.min_gain, limits, record)
-    taken[number] += best
-    progress.spent[number] += made
-    progress.most[number] -= made
-    progress.reached[number] = record[2][best]
-    if made < most or taken[number] == rules.max_steps or record[2][best] <= rules.target[number]:
-        progress.phase[number] = ENDED
 
 
 @jit
@@ -406,13 +399,6 @@ def descend(
     if best < made:
         restore(search.layer, best_held)
     return made, best
-
-
-@jit
-def copy_into(target: IntArray, source: IntArray) -> None:
-    """As ``target[:] = source``, which takes long to compile."""
-    for place in range(len(target)):
-        target[place] = source[place]
 
 
 @jit

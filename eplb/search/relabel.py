@@ -164,7 +164,7 @@ def _keep_singles(held: IntArray, base: IntArray, first_slot: IntArray, kinds: I
     head, following = np.empty(num_experts, dtype=np.int64), np.empty(num_ranks, dtype=np.int64)
     for layer in range(len(held)):
         for kind in range(kinds[layer].max() + 1):
-            head.fill(-1)  # of each expert's list of ranks to which it would move
+            head.fill(-1)  # each expert's list of ranks to which it would move
             for rank in range(num_ranks):
                 slot = first_slot[rank]
                 expert = held[layer, slot] if kinds[layer, rank] == kind else -1

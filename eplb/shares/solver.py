@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.core.jit import FloatArray, IntArray, by_reference, jit
+from eplb.core.jit import FloatArray, IntArray, by_reference, copy_into, jit
 from eplb.core.zones import Ranks
 
 # The objective: weight of the mean over the worst windows (the rest: over all), and their part.
@@ -24,10 +24,10 @@ TAIL_PART = 0.25
 # Sharpness of the softened maximum: times count by their 2**n-th power. The first stage is fast but
 # approximate; the last has an error below 0.1 %, but alone would need many small steps.
 DOUBLINGS = (4, 6, 9)
-MOST_SWEEPS = 96  # of a stage
+MOST_SWEEPS = 96  # in a stage
 MOST_TURNS = 3
 STALLED = 1e-3  # a sweep with a smaller relative gain counts as without gain
-SHIFTS = 600  # of tokens without gain after which a stage has stalled
+SHIFTS = 600  # without gain, after which a stage has stalled
 CLOSE_ENOUGH = 5e-3  # to the lower bound
 SETTLED = 0.1  # change of the exponents in a sweep below which the next stage starts
 FARTHEST = 2.0  # largest change of an exponent in a step: beyond it the slope is not valid
@@ -75,7 +75,7 @@ def split_layer(
             now = _soften(split, doublings)
             if now < least:
                 least = now
-                copy_shares(best, split.share)
+                copy_into(best, split.share)
             stalled = stalled + 1 if now > last * (1.0 - STALLED) else 0
             last = min(last, now)
             if least <= _bound(split) * (1.0 + CLOSE_ENOUGH):
@@ -87,15 +87,8 @@ def split_layer(
     now = _soften(split, stages[-1])
     if now < least:
         least = now
-        copy_shares(best, split.share)
+        copy_into(best, split.share)
     return best, equal, least
-
-
-@jit
-def copy_shares(target: FloatArray, source: FloatArray) -> None:
-    """As ``target[:] = source``, which takes long to compile."""
-    for place in range(len(target)):
-        target[place] = source[place]
 
 
 @jit

@@ -55,7 +55,7 @@ def with_local_shares(problem: Problem, placement: Placement) -> Placement:
     topology, starts = problem.topology, problem.tokens_of_node
     share, held = placement.slot_share, np.maximum(placement.slot_to_expert, 0)
     on_node = _by_node(share, placement, topology)  # [L, E, N]
-    local = np.minimum(starts, on_node)  # of all tokens of an expert
+    local = np.minimum(starts, on_node)  # part of an expert's tokens
     node_of_slot = topology.node_of_slot
     layer = np.arange(len(held))[:, None]
     served = on_node[layer, held, node_of_slot]  # [L, S] by all of the expert's slots on the node
@@ -133,7 +133,7 @@ class CrossingCosts(NamedTuple):
     starts: FloatArray  # [N] part of the tokens that starts on each node
     heat: FloatArray  # [L, E] part of the tokens of each expert
     price: float  # imbalance that all tokens crossing count as
-    min_gain: float  # of each move
+    min_gain: float  # imbalance that a move must gain
     most_moves: int  # -1: any number
 
 

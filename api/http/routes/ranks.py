@@ -16,8 +16,9 @@ from api.http.requests import ReasonRequest
 from api.http.routes.placements.answers import shape_of_run
 from api.http.routes.request_parts import header_document, revision_of, service_of
 from api.http.schemas import Answer
+from eplb.core.placement import slots_in_use, sole_experts, uncovered_experts
 from eplb.errors import StaleRevision
-from eplb.fitting import Cordon, fitting_cordons, slots_in_use, sole_experts, uncovered_experts
+from eplb.fitting import Cordon, fitting_cordons
 from rebalance.controller.plans.planner_request import read_cordons, written_cordons
 from telemetry.state.live import LiveState
 from telemetry.state.store import StateStore

@@ -17,13 +17,13 @@ from eplb.core.constraints import Constraints
 from eplb.core.cost import CostModel, Decision
 from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory
-from eplb.core.placement import Placement, check_fits
+from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Problem
 from eplb.decision.expert_times import ExpertTimes, chosen_curve
 from eplb.decision.explanation import finite
 from eplb.decision.score import objective_for
 from eplb.errors import ConfigError, PlacementError, StoreError
-from eplb.fitting import Coverage, FittingCordons, arrivals, undrained
+from eplb.fitting import Coverage, FittingCordons, arrivals
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from eplb.search.legality import violations_of

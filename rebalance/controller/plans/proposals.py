@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eplb.core.placement import Placement
-from eplb.decision.explanation import explain_layer
+from eplb.decision.outcome import explain_layer
 from eplb.errors import StaleGeneration
 from eplb.planner import Plan
 from rebalance.controller.plans.planning import summary

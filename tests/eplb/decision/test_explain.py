@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from eplb import Budget, CostModel, Decision, ModelShape, Placement, Topology, plan
-from eplb.decision.explanation import RankLoad, explain, explain_layer
+from eplb.decision.explanation import RankLoad
+from eplb.decision.outcome import explain, explain_layer
 from eplb.errors import ConfigError
 
 # Ranks hold experts {0, 1} and {2, -}; a rank carries 500,000 on average.
