@@ -1,4 +1,4 @@
-"""What of an operator's demands a plan can meet: cordons, pins and failure domains.
+"""The demands of an operator that a plan can meet: cordons, pins and failure domains.
 
 A demand that cannot be met, because a rank died for example, must not end all planning: it is left
 out, with a sentence.
@@ -36,7 +36,7 @@ from eplb.errors import ConfigError
 
 
 class Cordon(StrEnum):
-    """What a rank is kept from."""
+    """The restriction on a rank."""
 
     CORDON = "cordon"
     DRAIN = "drain"
@@ -152,7 +152,7 @@ def _why_no_cordon(found: FittingCordons, rank: int, current: Placement, num_gro
 def _experts_on(
     ranks: Collection[int], placement: Placement, topology: Topology
 ) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Those of the ranks that hold an expert, by (layer, expert)."""
+    """The given ranks that hold each expert, by (layer, expert)."""
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for rank in sorted(ranks):
         held = placement.slot_to_expert[:, topology.slots_on(rank)]
@@ -249,8 +249,8 @@ class Coverage:
     constraints: Constraints
     uncovered: tuple[tuple[int, int], ...] = ()  # (layer, expert), costliest first in each layer
     releases_groups: bool = False  # whether expert groups would stay on nodes without it
-    unmet_pins: tuple[str, ...] = ()  # sentences, as of ``FittingPins``
-    unmet_cordons: tuple[str, ...] = ()  # and of ``FittingCordons``
+    unmet_pins: tuple[str, ...] = ()  # see ``FittingPins``
+    unmet_cordons: tuple[str, ...] = ()  # see ``FittingCordons``
 
 
 def coverage_of(

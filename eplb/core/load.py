@@ -134,20 +134,17 @@ class LoadHistory:
 
     def latest(self, num_windows: int) -> LoadHistory:
         """The last ``num_windows`` windows, or all when there are fewer."""
-        return self._part(slice(max(0, self.num_windows - num_windows), None))
+        return self.of_windows(np.arange(max(0, self.num_windows - num_windows), self.num_windows))
 
-    def first(self, num_windows: int) -> LoadHistory:
-        """The first ``num_windows`` windows, or all when there are fewer."""
-        return self._part(slice(num_windows))
-
-    def _part(self, keep: slice) -> LoadHistory:
+    def of_windows(self, places: NDArray[np.intp]) -> LoadHistory:
+        """Some windows, in this order."""
         return LoadHistory(
-            self.tokens[keep],
-            self.first_step[keep],
-            self.last_step[keep],
+            self.tokens[places],
+            self.first_step[places],
+            self.last_step[places],
             self.phase,
-            self.missing_ranks[keep],
-            self.phases[keep],
+            tuple(self.missing_ranks[place] for place in places),
+            tuple(self.phases[place] for place in places),
         )
 
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eplb.core.cost import Objective
 from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import BoolArray, FloatArray
-from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.decision.score import measured
@@ -94,12 +92,12 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     unseen = np.arange(len(kept))[-problem.num_unseen :]
     gains = []
     for run in np.array_split(unseen, min(FOLDS, len(unseen))):
-        others = _windows(problem.history, np.delete(kept, run))
+        others = problem.history.of_windows(np.delete(kept, run))
         part = replace(problem, history=others, scenarios=None).of_layers(layers)
         held, _ = incremental(part)
         tested = replace(
             problem,
-            history=_windows(problem.history, kept[run]),
+            history=problem.history.of_windows(kept[run]),
             scenarios=None,
             dispatch=DispatchRule.WEIGHTED,
         ).of_layers(layers)
@@ -108,17 +106,6 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
         )
         gains.append(realised(tested, promise))
     return np.array(gains)
-
-
-def _windows(history: LoadHistory, kept: NDArray[np.intp]) -> LoadHistory:
-    return LoadHistory(
-        history.tokens[kept],
-        history.first_step[kept],
-        history.last_step[kept],
-        history.phase,
-        tuple(history.missing_ranks[place] for place in kept),
-        tuple(history.phases[place] for place in kept),
-    )
 
 
 def realised(problem: Problem, promise: Promise) -> float:

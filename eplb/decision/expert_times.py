@@ -34,7 +34,7 @@ class ExpertTimes:
     rows: list[int]
     us: list[float]
     of: str  # device, implementation and experts that were measured
-    seconds: float  # that it took
+    seconds: float  # duration of the measurement
 
     def __post_init__(self) -> None:
         rise = all(one < two for one, two in pairwise([0, *self.rows]))

@@ -31,7 +31,7 @@ class StepTimes:
     in ms: median and 95th percentile; 0 without a step.
     """
 
-    plan_id: int = 0  # that migration's; 0: there was none since the rank's start
+    plan_id: int = 0  # the migration's; 0: there was none since the rank's start
     steps_before: int = 0
     p50_before_ms: float = 0.0
     p95_before_ms: float = 0.0
@@ -49,7 +49,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class PaceVerdict:
-    """What follows from a migration for the next one."""
+    """The pace of the next migration by the steps of the one before it."""
 
     part: float  # of the deployment's own pace
     slowdown: float | None  # of the migration that was judged; None: not measured
@@ -58,13 +58,13 @@ class PaceVerdict:
 
 @dataclass(frozen=True)
 class PaceChange:
-    """What a migration did to the steps, and the pace before and after it."""
+    """The effect of a migration on the time of steps, and the pace before and after it."""
 
     plan_id: int  # of the migration that was judged
     slowdown: float | None  # None: not measured
     budget: float
-    part_before: float  # of the deployment's own pace, that this migration had
-    part: float  # that the next one has
+    part_before: float  # this migration's part of the deployment's own pace
+    part: float  # the next migration's part
     reason: str
 
 

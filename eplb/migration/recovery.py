@@ -27,12 +27,12 @@ class SurvivorReport:
     run: str
     rank: int
     membership: int  # the broken group's
-    generation: int  # that it serves: the base of its open migration
+    generation: int  # the placement that it serves, the base of its open migration
     weights_version: int
     plan_id: int  # its open migration, NO_PLAN: none
     plan_hash: int
     swapped: int  # transactions of that migration in its live slots
-    prepared: int  # those whose bytes it holds, staged or live
+    prepared: int  # transactions whose bytes it holds, staged or live
     closed_plan_id: int  # the migration that led to ``generation``, NO_PLAN: not known
     closed_applied: int  # transactions of that one
     dead: tuple[int, ...]  # ranks that it knows to be dead
@@ -46,7 +46,7 @@ class Recovery:
     membership: int  # the survivors' group's; grows with each death and each start
     run: str
     survivors: tuple[int, ...]
-    generation: int  # that every survivor serves afterwards
+    generation: int  # the placement that every survivor serves afterwards
     plan_id: int  # the migration that was ended, NO_PLAN: none was open
     applied: int  # its transactions that serve on every survivor
     reason: str
