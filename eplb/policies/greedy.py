@@ -42,17 +42,16 @@ FINEST_TIME_GAIN = 1e-4
 def greedy(problem: Problem) -> IntArray:
     """[L, S] a fresh plan on the sum of the windows."""
     held = _packed(problem)
-    target = np.full(len(held), GOOD_ENOUGH)
-    rules = rules_for(problem, target, FINEST_GAIN, COPIES_NEVER, num_windows=1)
-    improve(problem, problem.frame, problem.total_demand, held, rules)
+    demand, target = problem.total_demand, np.full(len(held), GOOD_ENOUGH)
+    rules = rules_for(problem, demand, target, FINEST_GAIN, COPIES_NEVER)
+    improve(problem, problem.frame, demand, held, rules)
     return held
 
 
 def refined(problem: Problem) -> IntArray:
     """[L, S] greedy, then a search over the single windows that may change replica counts."""
     demand = problem.demand
-    num_windows = len(demand.weight)
-    if num_windows > 1:
+    if len(demand.weight) > 1:
         held, min_gain = greedy(problem), WINDOWS_GAIN
         # Below the noise of all windows together a search would fit noise.
         target = stuck = np.maximum(REFINED, 1.0 + problem.noise)
@@ -60,7 +59,7 @@ def refined(problem: Problem) -> IntArray:
         held, min_gain = _packed(problem), FINEST_GAIN  # no swaps: the search makes them first
         bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), problem.frame.zones)
         target, stuck = REFINED * bound, STUCK * bound
-    rules = rules_for(problem, target, min_gain, COPIES_LAST, num_windows=num_windows, stuck=stuck)
+    rules = rules_for(problem, demand, target, min_gain, COPIES_LAST, stuck)
     improve(problem, problem.frame, demand, held, rules)
     return held
 
@@ -74,13 +73,8 @@ def best_fresh(problem: Problem) -> IntArray:
         return refined(problem)
     found = refined(replace(problem, objective="tokens"))
     score, demand = searched_score(problem, found), problem.demand
-    rules = rules_for(
-        problem,
-        np.ones(len(found)),
-        FINEST_TIME_GAIN,
-        COPIES_ALWAYS,
-        num_windows=len(demand.weight),
-    )
+    target = np.ones(len(found))
+    rules = rules_for(problem, demand, target, FINEST_TIME_GAIN, COPIES_ALWAYS)
     for held in (found.copy(), _packed_by_time(problem)):
         improve(problem, problem.frame, demand, held, rules)
         reached = searched_score(problem, held)

@@ -72,8 +72,7 @@ def incremental(problem: Problem) -> tuple[IntArray, BalanceCurve]:
     target = np.maximum(problem.budget.target_imbalance, 1.0 + problem.noise)
     # A step that gains too little may enable one that gains more: both are selected together.
     least = max(float(problem.price.min()) * EXPLORED, WINDOWS_GAIN)
-    num_windows = len(problem.demand.weight)
-    rules = rules_for(problem, target, least, COPIES_ALWAYS, num_windows=num_windows)
+    rules = rules_for(problem, problem.demand, target, least, COPIES_ALWAYS)
     steps = improve(problem, frame, problem.demand, start.copy(), rules, base)
     kept = np.flatnonzero(~ungrouped)
     spent = int(steps.moves[kept, 0].sum())

@@ -111,36 +111,39 @@ class Task(NamedTuple):
 
 def rules_for(
     problem: Problem,
+    demand: Demand,
     target: FloatArray,
     min_gain: float,
     copies: int,
-    *,
-    num_windows: int,
     stuck: FloatArray | None = None,
 ) -> Rules:
     """Rules of a search with the problem's budget of time.
 
     Args:
         problem: its budget, seed and topology.
+        demand: a step takes longer with more windows.
         target: [L] score at which a layer is good enough.
         min_gain: score that a change must gain.
         copies: COPIES_NEVER, COPIES_LAST or COPIES_ALWAYS.
-        num_windows: of the demand; a step takes longer with more.
         stuck: [L] score above which a layer is perturbed; None: no layer is.
     """
-    most = STEPS_PER_SLOT * problem.topology.num_slots
     every = NO_END * len(target)
     time_ms = MOST_MS if problem.budget.time_ms is None else problem.budget.time_ms
     if time_ms < inf:
-        each = step_ms(problem.topology, num_windows, problem.current is None)
+        each = step_ms(problem.topology, len(demand.weight), problem.current is None)
         every = min(every, int(time_ms * problem.part / each))
-    far_move_cost = problem.cost.far_moves
-    if stuck is None:
-        return Rules(target, min_gain, copies, most, every, far_move_cost, target, 0, 0)
     # Without end where the budget limits the time.
     patience = PATIENT if problem.budget.time_ms in (None, inf) else NO_END
     return Rules(
-        target, min_gain, copies, most, every, far_move_cost, stuck, patience, problem.seed
+        target,
+        min_gain,
+        copies,
+        max_steps=STEPS_PER_SLOT * problem.topology.num_slots,
+        all_steps=every,
+        far_move_cost=problem.cost.far_moves,
+        stuck=target if stuck is None else stuck,
+        patience=0 if stuck is None else patience,
+        seed=problem.seed,
     )
 
 
@@ -169,6 +172,7 @@ def improve(
         base: the serving placement [L, S], from which moves are counted; None: they are free.
     """
     num_layers, most = len(held), rules.max_steps
+    num_threads = problem.budget.num_threads
     if base is None:
         base = np.zeros((0, held.shape[1]), dtype=np.int64)
     task = Task(demand, held, base, frame.zones.ranks, frame.constraints, rules)
@@ -192,9 +196,7 @@ def improve(
         open_to = _allot_steps(rules, progress, turn)
         if not open_to.size:
             break
-        _on_threads(
-            lambda layers: _work(task, steps, progress, layers), open_to, problem.budget.num_threads
-        )
+        _on_threads(lambda layers: _work(task, steps, progress, layers), open_to, num_threads)
     return steps
 
 
@@ -239,11 +241,9 @@ def _work(task: Task, steps: Steps, progress: Progress, layers: IntArray) -> Non
     """One round of some layers."""
     held, base, ranks, rules = task.held, task.base, task.ranks, task.rules
     counts_moves, moved = len(base) > 0, 0
+    num_experts = task.demand.tokens.shape[1]
     num_ranks = len(ranks.zone) if counts_moves else 0
-    num_experts, num_nodes = (
-        task.demand.tokens.shape[1],
-        ranks.node.max() + 1 if counts_moves else 0,
-    )
+    num_nodes = ranks.node.max() + 1 if counts_moves else 0
     resident = empty_residents(num_ranks, num_experts, num_nodes, rules.far_move_cost)
     rows = rules.max_steps if not counts_moves else 0
     slots, experts = np.empty((rows, 2), dtype=np.int64), np.empty((rows, 2), dtype=np.int64)
@@ -290,8 +290,7 @@ def _work_on(
     if progress.phase[number] == DESCENDS:
         taken, target = steps.taken, rules.target[number]
         most = min(progress.most[number], rules.max_steps - taken[number])
-        limits = (most, PATIENCE)
-        made, best = descend(search, target, rules.copies, rules.min_gain, limits, record)
+        made, best = descend(search, target, rules.copies, rules.min_gain, (most, PATIENCE), record)
         taken[number] += best
         progress.spent[number] += made
         progress.most[number] -= made

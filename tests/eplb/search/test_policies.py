@@ -120,7 +120,7 @@ def check_each_step(seed: int, copies: int) -> None:
     start[0, rng.permutation(9)[: rng.integers(0, 2)]] = -1
     if (np.bincount(start[start >= 0], minlength=num_experts) == 0).any():
         return
-    rules = rules_for(problem, np.ones(1), 1e-9, copies, num_windows=1)
+    rules = rules_for(problem, problem.demand, np.ones(1), 1e-9, copies)
     rules = rules._replace(max_steps=40, all_steps=40, far_move_cost=1.0)
 
     held = start.copy()
