@@ -54,7 +54,7 @@ class Plan:
     ``before`` and ``after`` are means over layers of the mean imbalance over the history's windows:
     what the placement would have had then, not a forecast of the next window. With
     ``objective="time"`` they are times, see ``eplb.decision.score.measured``; a price on
-    tokens that cross nodes is added, see ``eplb.decision.alternatives.score_of``.
+    tokens that cross nodes is added, see ``eplb.decision.score.score_of``.
     """
 
     problem: Problem
