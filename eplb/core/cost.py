@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from math import inf
-from numbers import Real
+from numbers import Real  # numpy's numbers too
 from typing import Literal
 
 from eplb.errors import ConfigError

@@ -19,7 +19,7 @@ from statistics import median
 from eplb.migration.transactions import Pace
 
 STEP = 1 / 8
-LEAST = 1 / 16  # a link of 6 GB/s keeps 375 MB/s, and an expert of 44 MB takes 0.12 s
+LEAST = 1 / 16  # of 6 GB/s a link keeps 375 MB/s, and an expert of 44 MB takes 0.12 s
 ENOUGH_BEFORE, ENOUGH_MOVING = 32, 8  # steps; the 95th percentile of fewer is their largest
 
 
@@ -31,7 +31,7 @@ class StepTimes:
     in ms: median and 95th percentile; 0 without a step.
     """
 
-    plan_id: int = 0  # the migration's; 0: there was none since the rank's start
+    plan_id: int = 0  # of that migration; 0: there was none since the rank's start
     steps_before: int = 0
     p50_before_ms: float = 0.0
     p95_before_ms: float = 0.0
@@ -49,7 +49,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class PaceVerdict:
-    """The pace of the next migration by the steps of the one before it."""
+    """What follows from a migration for the next one."""
 
     part: float  # of the deployment's own pace
     slowdown: float | None  # of the migration that was judged; None: not measured
@@ -58,13 +58,13 @@ class PaceVerdict:
 
 @dataclass(frozen=True)
 class PaceChange:
-    """The effect of a migration on the time of steps, and the pace before and after it."""
+    """What a migration did to the steps, and the pace before and after it."""
 
     plan_id: int  # of the migration that was judged
     slowdown: float | None  # None: not measured
     budget: float
-    part_before: float  # this migration's part of the deployment's own pace
-    part: float  # the next migration's part
+    part_before: float  # of the deployment's own pace, that this migration had
+    part: float  # that the next one has
     reason: str
 
 
