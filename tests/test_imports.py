@@ -40,7 +40,9 @@ RULES = {
     # Pure: a clock, an environment or a global generator would make two plans of one load differ.
     "eplb": rule("", "numpy scipy numba ortools", never="os time datetime random secrets socket"),
     # The prepared problem: every step of the planner reads it, and it knows none of them.
-    "eplb/core": rule("eplb.errors", "numpy numba", never="os time datetime random secrets socket"),
+    "eplb/core": rule(
+        "eplb.declared eplb.errors", "numpy numba", never="os time datetime random secrets socket"
+    ),
     "telemetry": rule("eplb", "numpy redis zstandard prometheus_client"),
     # Files of engines, read without torch and without any engine.
     "telemetry/formats": rule("eplb telemetry", "numpy yaml safetensors"),
