@@ -18,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.config.loader import load, profile_names
+from api.config.tree import load, profile_names
 from api.http.app import create_app
 from rebalance.engines import gauge
 from rebalance.engines.vllm.tools.replay import STRATEGY

@@ -19,9 +19,9 @@ from api.cli.deploy import (
     Profile,
     Setting,
     deployment_of,
-    loaded_of,
     refused,
     say,
+    settings_of,
 )
 from api.cli.store_place import (
     ConfiguredDeployment,
@@ -29,15 +29,15 @@ from api.cli.store_place import (
     configured_store,
     open_existing,
 )
-from api.config.loader import profile_names
+from api.config.tree import profile_names
 from api.deploy.checks.finding import Finding
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
 from api.deploy.secret import Secret
 from api.terminal.printable import printable
 from eplb.errors import EplbError
+from eplb.settings.loader import PROFILE_VARIABLE
 from rebalance.engines.fsck.report import report_of
-from rebalance.engines.profiles import PROFILE_VARIABLE
 
 FAULTY = 1
 
@@ -109,7 +109,7 @@ def _other_profiles(
     mine = profile or os.environ.get(PROFILE_VARIABLE)
 
     def resolved(name: str, secret: Secret) -> Deployment:
-        return resolve(loaded_of(config, setting, name).settings, os.environ, secret)
+        return resolve(settings_of(config, setting, name), os.environ, secret)
 
     names = profile_names(config, os.environ)
     return {name: partial(resolved, name) for name in names if name != mine}

@@ -18,8 +18,8 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.live import live_page, parsed_changes
-from api.config.loader import load
 from api.config.reference import effective, reference_page
+from api.config.tree import load
 from api.terminal.printable import print_error
 from eplb.errors import ConfigError, EplbError
 
@@ -59,16 +59,16 @@ def config(
             _print_live(store, deployment, audit_folder(store), changes, reason)
             return
         named = named_settings(setting or [])
-        loaded = load({}, config=config, environ=os.environ, named=named, profile=profile)
+        settings = load({}, config=config, environ=os.environ, named=named, profile=profile)
         if live:
-            url, name = configured_store(store, deployment, loaded)
-            folder = loaded.settings.deployment.state_dir if profile else audit_folder(url)
+            url, name = configured_store(store, deployment, settings)
+            folder = settings.deployment.state_dir if profile else audit_folder(url)
             _print_live(url, name, folder, changes, reason)
             return
     except EplbError as exc:
         print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    typer.echo(effective(loaded.settings, loaded.places), nl=False)
+    typer.echo(effective(settings), nl=False)
 
 
 def _live_changes(live: bool, pairs: list[str], unset: list[str]) -> dict[str, str | None]:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from api.cli.config import named_settings
-from api.config.loader import load
-from api.demo.settings import DEMO_DEFAULTS, DEPLOYMENT
+from api.config.demo import DEMO_DEFAULTS
+from api.config.tree import load
 from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
 from api.processes.devices import check_gpus
 from api.terminal.console import unbreakable_console
-from api.terminal.logs import LogSettings, log_settings, set_up_logging
+from api.terminal.logs import log_settings, set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
 from eplb.package_check import check_packages
+from eplb.settings.deployment import DEPLOYMENT
 
 BAD_INPUT = 2
 WRONG_RESULT = 1
@@ -66,11 +68,12 @@ def demo(
     try:
         check_packages()
         named = named_settings(setting or [])
-        loaded = load(flags, config=config, environ=os.environ, named=named, defaults=DEMO_DEFAULTS)
-        log = loaded.settings.log
-        set_up_logging(LogSettings(log.format, log.level, DEPLOYMENT), process="demo")
-        if loaded.settings.demo.device == "cuda":  # at once, and not by ranks that cannot start
-            check_gpus(loaded.settings.demo.ranks)
+        settings = load(
+            flags, config=config, environ=os.environ, named=named, defaults=DEMO_DEFAULTS
+        )
+        set_up_logging(replace(settings.log, deployment=DEPLOYMENT), process="demo")
+        if settings.demo.device == "cuda":  # at once, and not by ranks that cannot start
+            check_gpus(settings.demo.ranks)
         # Only now: torch takes seconds, and wrong settings need none of it. Here and for the
         # children at once.
         preload_modules(*WORKER_MODULES)
@@ -78,7 +81,7 @@ def demo(
         from api.demo.run import run_demo
 
         interrupt_on_signals()
-        summary = run_demo(loaded, console)
+        summary = run_demo(settings, console)
     except KeyboardInterrupt:
         leave()
     except EplbError as exc:

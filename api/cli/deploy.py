@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +11,10 @@ from typing import Annotated
 import typer
 
 from api.cli.config import named_settings
-from api.config.loader import Loaded, load
+from api.config.tree import Settings, load
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
-from api.terminal.logs import LogSettings, set_up_logging
+from api.terminal.logs import set_up_logging
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
 from eplb.package_check import check_packages
@@ -32,7 +33,7 @@ Host = Annotated[
 Command = Annotated[list[str], typer.Argument(help="The program of a rank, after --.")]
 
 
-def loaded_of(config: Path | None, setting: list[str] | None, profile: str | None) -> Loaded:
+def settings_of(config: Path | None, setting: list[str] | None, profile: str | None) -> Settings:
     """Read the configuration of a command.
 
     Raises:
@@ -51,11 +52,9 @@ def deployment_of(
         ConfigError: the configuration cannot be used.
     """
     check_packages()
-    loaded = loaded_of(config, setting, profile)
-    log = loaded.settings.log
-    name = loaded.settings.deployment.name
-    set_up_logging(LogSettings(log.format, log.level, name), process=process)
-    return resolve(loaded.settings, os.environ)
+    settings = settings_of(config, setting, profile)
+    set_up_logging(replace(settings.log, deployment=settings.deployment.name), process=process)
+    return resolve(settings, os.environ)
 
 
 def refused(exc: EplbError) -> typer.Exit:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli.deploy import Config, Profile, Setting, loaded_of, refused
+from api.cli.deploy import Config, Profile, Setting, refused, settings_of
 from api.cli.store_place import configured_store, open_existing
 from api.interrupts import StopSignals
 from api.terminal.console import unbreakable_console
@@ -35,10 +35,10 @@ def status(
     from api.deploy.status import check_configured, read_status, render
 
     try:
-        loaded = loaded_of(config, setting, profile)
-        url, deployment = configured_store(loaded=loaded)
+        settings = settings_of(config, setting, profile)
+        url, deployment = configured_store(settings=settings)
         with closing(open_existing(url, deployment)) as store:
-            check_configured(store, loaded.settings, os.environ)
+            check_configured(store, settings, os.environ)
             found = read_status(store, without_password(url))
     except EplbError as exc:
         raise refused(exc) from exc
@@ -66,10 +66,10 @@ def top(
 
     console, stop = unbreakable_console(), StopSignals()
     try:
-        loaded = loaded_of(config, setting, profile)
-        url, deployment = configured_store(loaded=loaded)
+        settings = settings_of(config, setting, profile)
+        url, deployment = configured_store(settings=settings)
         with closing(open_existing(url, deployment)) as store:
-            check_configured(store, loaded.settings, os.environ)
+            check_configured(store, settings, os.environ)
             monitor = Monitor(store)
             if once:
                 monitor.refresh()

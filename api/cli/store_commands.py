@@ -21,10 +21,10 @@ from api.cli.store_place import (
     file_at,
     open_existing,
 )
-from api.config.loader import load, profile_names
+from api.config.tree import load, profile_names
 from api.terminal.table import print_table
 from eplb.errors import ConfigError
-from rebalance.engines.profiles import PROFILE_VARIABLE
+from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import deployments_of
 from telemetry.load.rollup import HOUR, MINUTE
 from telemetry.state.sqlite_backup import backup as copy_store
@@ -50,7 +50,7 @@ def list_deployments(
     found = []
     for name in deployments_of(url):
         with closing(open_existing(url, name)) as opened:
-            stage = opened.live().effective.stage
+            stage = opened.live().text("stage") or None
             found.append((read_status(opened, without_password(url)), stage))
     rows = [
         {
@@ -74,8 +74,8 @@ def _configured_url() -> str:
     """The store of the configuration, of whatever profile: all share it."""
     names = profile_names(None, os.environ)
     chosen = os.environ.get(PROFILE_VARIABLE) or next(iter(names), None)
-    loaded = load({}, config=None, environ=os.environ, profile=chosen)
-    return configured_store(loaded=loaded)[0]
+    settings = load({}, config=None, environ=os.environ, profile=chosen)
+    return configured_store(settings=settings)[0]
 
 
 @app.command()

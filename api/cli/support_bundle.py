@@ -28,10 +28,10 @@ import typer
 from pydantic import BaseModel
 
 from api.cli.store_place import open_existing
-from api.demo.settings import DEPLOYMENT
-from api.demo.state_dir import SETTINGS_FILE, STORE_FILE
+from api.demo.state_dir import SETTINGS_FILE
 from eplb import __version__
 from eplb.errors import ConfigError, EplbError
+from eplb.settings.deployment import DEPLOYMENT, STORE_FILE
 from telemetry.state.store import StateStore
 
 MB = 1_000_000

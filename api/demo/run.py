@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 
-from api.config.loader import Loaded
 from api.config.reference import effective
 from api.config.tree import Settings
 from api.demo.processes import DeadRank, DemoProcesses
@@ -40,20 +39,19 @@ HALT_DEADLINE_S = 60.0
 CHECKS_DEADLINE_S = 60.0
 
 
-def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
+def run_demo(settings: Settings, console: Console) -> dict[str, Any]:
     """Run the demo to its summary; with ``serve``, until interrupted.
 
     Raises:
         EplbError: the demo could not start, or failed; all processes have ended then.
     """
     raise_descriptor_limit()
-    settings = loaded.settings
     with ExitStack() as stack:
         summary_file = SummaryFile(settings.demo.json_path)
         stack.callback(summary_file.close)
         state = StateDir(settings.deployment.state_dir)
         stack.callback(state.close)
-        state.save_settings(effective(settings, loaded.places))
+        state.save_settings(effective(settings))
         store = open_store(settings.deployment.store or state.store, DEPLOYMENT)
         stack.callback(store.close)
         deployment = DeploymentLease(
@@ -61,19 +59,16 @@ def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
         )
         deployment.take()
         stack.callback(deployment.release)
-        supervisor = Supervisor(settings.supervision.settings())
-        http, limits = settings.http, settings.http.limits()
+        supervisor = Supervisor(settings.supervision)
+        http = settings.http
         app = create_app(
             store,
             metrics_level=http.metrics_level,
             supervision=supervisor.view,
-            limits=limits,
             state_dir=settings.deployment.state_dir,
             is_watching=True,
         )
-        service = HttpService(
-            app, http.host, http.port, limits=limits, certificate=http.certificate
-        )
+        service = HttpService(app, http.host, http.port, certificate=http.certificate)
         service.start()
         stack.callback(service.stop)
         plan = prepare(settings, state)

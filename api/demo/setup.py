@@ -11,14 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from api.config.components import (
-    controller_settings,
-    host_cache_settings,
-    pace_of,
-    reporting,
-)
-from api.config.deployment import Batch
-from api.config.fields import values_of
+from api.config.components import host_cache_settings, pace_of, reporting
+from api.config.deployment import RecordSources
 from api.config.live import overriding, static_layer
 from api.config.tree import Settings
 from api.demo.state_dir import StateDir
@@ -31,12 +25,16 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict
 from eplb.migration.spares import compact
-from eplb.policies.table import policy_named
+from eplb.settings.deployment import DEPLOYMENT
+from eplb.shares.switches import BatchSwitches
+from rebalance.build.config import NetworkConfig, RankConfig
 from rebalance.build.description import schema_of
 from rebalance.build.rank import new_run_name, record_start
 from rebalance.controller.lease import new_holder
+from rebalance.controller.settings import ControllerSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from rebalance.protocol.journal import JOURNAL_FOLDER
 from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
@@ -57,7 +55,6 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
         ConfigError: settings, text or trace that cannot be used.
         CheckpointError: weights on disk that are damaged or of another model.
     """
-    policy_named(settings.planner.policy)
     _check_batch(settings)
     _check_shape(settings)
     model, trace = _model(settings, state)
@@ -92,25 +89,26 @@ def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
         tokens_per_rank=settings.demo.tokens_per_rank,
         window_steps=window_steps,
         window_seconds=settings.telemetry.window_seconds,
-        sample_steps=sample_steps,
+        ranks=settings.make(
+            RankConfig,
+            deployment=DEPLOYMENT,
+            sample_steps=sample_steps,
+            staging_experts=pace.staging_experts,
+            stage=settings.staging.on(settings.demo.device),
+            network=NetworkConfig(interface="lo"),  # a host name need not resolve to anything
+            rank_links=_rank_links(settings),
+            reporting=reporting(settings, state.path),
+            journal_dir=state.path / JOURNAL_FOLDER,
+        ),
         check_every=settings.demo.check_every,
         drift_period_s=settings.demo.seconds,
         seed=settings.demo.seed,
-        staging_experts=pace.staging_experts,
         device=settings.demo.device,
         precision=settings.demo.precision,
         dispatcher=settings.demo.dispatcher,
-        controller=controller_settings(settings, pace, settings.demo.seed),
-        controller_poll_s=settings.controller.poll_s,
+        controller=settings.make(ControllerSettings, pace=pace, seed=settings.demo.seed),
         holder=new_holder(),
-        host_cache=host_cache_settings(settings, weights, model.expert_bytes, _links(settings)),
-        rank_links=_rank_links(settings),
-        reporting=reporting(settings, state.path),
-        scrub_every_steps=settings.agent.scrub_every_steps,
-        vote_every=settings.agent.vote_every,
-        plan_deadline_s=settings.agent.plan_deadline_s,
-        vote_deadline_s=settings.agent.vote_deadline_s,
-        staging=settings.staging,
+        host_cache=host_cache_settings(settings, weights, _links(settings)),
     )
 
 
@@ -181,21 +179,21 @@ def _record_start(plan: WorkerPlan, store: StateStore) -> None:
 
 def _links(settings: Settings) -> HostLinkSettings | None:
     """Links between the demo's hosts, which are processes with different loopback addresses."""
-    if settings.host_cache.other_hosts == "off":
+    if settings[RecordSources].other_hosts == "off":
         return None
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
     hosts = tuple((f"{block}.{host + 1}", HOSTS_PORT) for host in range(settings.demo.nodes))
-    return HostLinkSettings(
-        hosts,
-        secrets.token_bytes(32),
-        order=settings.host_cache.other_hosts,
-        **values_of(settings.host_link),
+    return settings.make(
+        HostLinkSettings,
+        hosts=hosts,
+        secret=secrets.token_bytes(32),
+        order=settings[RecordSources].other_hosts,
     )
 
 
 def _rank_links(settings: Settings) -> RankLinkSettings | None:
     """Where each rank listens: at an address of its host, which its own host uses too."""
-    if settings.host_cache.other_hosts == "off":
+    if settings[RecordSources].other_hosts == "off":
         return None
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
     ranks_per_host = settings.demo.ranks // settings.demo.nodes
@@ -203,14 +201,14 @@ def _rank_links(settings: Settings) -> RankLinkSettings | None:
         (f"{block}.{rank // ranks_per_host + 1}", HOSTS_PORT + 1 + rank % ranks_per_host)
         for rank in range(settings.demo.ranks)
     )
-    return RankLinkSettings(addresses, secrets.token_bytes(32), **values_of(settings.transport))
+    return settings.make(RankLinkSettings, addresses=addresses, secret=secrets.token_bytes(32))
 
 
 def _check_batch(settings: Settings) -> None:
     """Refuse parts that the demo's ranks do not make."""
-    if settings.batch != Batch():
+    if settings.batch != BatchSwitches():
         raise ConfigError(
-            f"batch: found {settings.batch}, expected its defaults: the demo's ranks balance by "
+            f"batch is {settings.batch!r}, expected its defaults: the demo's ranks balance by "
             "plans alone"
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
-from rebalance.engines.profiles import STORE_FILE as STORE_FILE
+from eplb.settings.deployment import STORE_FILE as STORE_FILE
 
 SETTINGS_FILE = "settings.toml"
 

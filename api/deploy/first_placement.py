@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
 from telemetry.state.events import Event
-from telemetry.state.live import LiveSettings
+from telemetry.state.live import Value
 from telemetry.state.store import StateStore
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
@@ -63,7 +64,7 @@ class Starting(Protocol):
         """Its weights on this host."""
 
     @property
-    def static(self) -> LiveSettings:
+    def static(self) -> Mapping[str, Value]:
         """Live settings as its configuration has them."""
 
 

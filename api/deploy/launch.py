@@ -19,7 +19,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from threading import Event
 
-from api.config.sections import Supervision
 from api.deploy.checks.host import port_refusal, ports_of
 from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
@@ -27,7 +26,7 @@ from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import REFUSED, LocalRanks
 from api.interrupts import StopSignals
 from api.processes.devices import check_gpus
-from api.processes.supervision import RestartBudget
+from api.processes.supervision import RestartBudget, SupervisionSettings
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
 from rebalance.build.description import RANK_FILE_VARIABLE
@@ -175,7 +174,7 @@ def become_rank(launch: Launch) -> None:
 
 
 def run_ranks(
-    launch: Launch, generation: int, supervision: Supervision, say: Callable[[str], None]
+    launch: Launch, generation: int, supervision: SupervisionSettings, say: Callable[[str], None]
 ) -> int:
     """Run the ranks of this host until all have ended; returns the exit status.
 

@@ -76,7 +76,7 @@ def _check_layout(settings: ModelSettings) -> None:
             f'model.layout is "{TRANSFORMERS}" and model.checkpoint is not set, expected the '
             "checkpoint whose tensors decide the layout"
         )
-    if "precision" in settings.model_fields_set:
+    if settings.precision is not None:
         raise ConfigError(
             f'model.precision is "{settings.precision}" beside the layout "{TRANSFORMERS}", '
             "expected it not to be set: records have the types of the checkpoint"
@@ -96,7 +96,7 @@ def record_schema(settings: ModelSettings, model: ModelShape) -> ExpertSchema:
     if settings.layout == TRANSFORMERS:
         assert settings.checkpoint is not None, "refused by model_shape"
         return transformers_schema(Checkpoint(settings.checkpoint))
-    return schema_of(model.hidden, model.intermediate, settings.precision)
+    return schema_of(model.hidden, model.intermediate, settings.precision or "bfloat16")
 
 
 def check_checkpoint(settings: ModelSettings, model: ModelShape) -> str:

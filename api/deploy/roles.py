@@ -30,13 +30,11 @@ log = logging.getLogger(__name__)
 
 def controller_job(deployment: Deployment, holder: str | None = None) -> ControllerJob:
     """What a controller of a deployment is started with."""
-    settings = deployment.settings
     return ControllerJob(
         deployment.store_url,
         deployment.name,
         deployment.controller,
         holder,
-        settings.controller.poll_s,
     )
 
 
@@ -83,7 +81,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
         )
     check_checkpoint(given.model, model)
     schema = deployment.schema
-    settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
+    settings, address = deployment.host_cache, deployment.host_cache_address
     with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):
         _announce(deployment, host)
         records = model.num_layers * model.num_experts

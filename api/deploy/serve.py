@@ -15,7 +15,7 @@ from socket import socket
 from typing import Any
 
 from api.config.addresses import numeric_address
-from api.config.sections import EVERY, Http
+from api.config.deployment import EVERY, HttpSettings
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs, ensure_first_placement
 from api.deploy.roles import controller_job
@@ -50,7 +50,7 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
     """
     raise_descriptor_limit()
     stop = StopSignals()
-    http, limits = deployment.settings.http, deployment.settings.http.limits()
+    http = deployment.settings.http
     with ExitStack() as stack:
         # What may refuse the start comes before all that writes: another deployment may use the
         # store, and a start that did not happen must not be in its history.
@@ -68,13 +68,12 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
         secret, state_dir = deployment.secret, deployment.state_dir
         token_file = write_token(secret.http_token, state_dir / TOKEN_FILE)
         placement, wrote = ensure_first_placement(store, deployment, "eplb serve")
-        supervisor = Supervisor(deployment.settings.supervision.settings())
+        supervisor = Supervisor(deployment.settings.supervision)
         token = secret.http_token
         app = create_app(
             store,
             metrics_level=http.metrics_level,
             supervision=supervisor.view,
-            limits=limits,
             token=token,
             state_dir=state_dir,
             is_watching=True,
@@ -84,7 +83,6 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             app,
             http.host,
             http.port,
-            limits=limits,
             is_authenticated=token is not None,
             certificate=http.certificate,
             bound=bound,
@@ -111,13 +109,13 @@ def serve(deployment: Deployment, say: Callable[[str], None]) -> None:
             say(f"eplb serve: the token of that address is in {metrics_token_file}")
         did = "wrote the first placement" if wrote else "found a placement"
         say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
-        if store.live().effective.stage == "observe":
+        if store.live().text("stage") == "observe":
             say("eplb serve: stage observe: plans are recorded, nothing moves (operations.md)")
         while not stop.received:
             helpers.look()
 
 
-def _bound_metrics(http: Http) -> socket | None:
+def _bound_metrics(http: HttpSettings) -> socket | None:
     """Take the address of /metrics; None: it has none of its own."""
     if not http.metrics_host:
         return None
@@ -140,9 +138,7 @@ def _others(deployment: Deployment) -> Others | None:
 def _metrics_service(deployment: Deployment, shown: Deployments, bound: socket) -> HttpService:
     """Make the service of /metrics alone, over the figures of the admin API."""
     http, token = deployment.settings.http, deployment.secret.metrics_token
-    app = create_metrics_app(
-        shown, limits=http.limits(), token=token, state_dir=deployment.state_dir
-    )
+    app = create_metrics_app(shown, token=token, state_dir=deployment.state_dir)
     return HttpService(
         app,
         http.metrics_host,

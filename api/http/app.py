@@ -29,7 +29,6 @@ from api.access.audit import Audit
 from api.access.authentication import Authentication
 from api.access.changes import Changes
 from api.access.keys import Actor
-from api.demo.settings import DEPLOYMENT
 from api.http.deployments.choice import PREFIX, Choice, Prefix
 from api.http.deployments.routes import add_deployment_routes
 from api.http.deployments.served import Deployments, Others, Served
@@ -81,6 +80,7 @@ from api.metrics.definitions import Level
 from api.metrics.exposition import metrics_text
 from api.processes.supervision import SupervisionView
 from eplb import __version__
+from eplb.settings.deployment import DEPLOYMENT
 from telemetry.state.store import StateStore
 
 TITLE = "EPLB admin API"

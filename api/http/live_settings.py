@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model
 
-from api.config.live import check_policy, live_settings
+from api.config.live import live_settings
 from api.http.problems import ProblemType, Refused
 from api.http.requests import WHOLE, Body, Policy, Reason
 from api.http.schemas import Answer
@@ -39,37 +39,14 @@ class SettingsAnswer(Answer):
     settings: list[SettingAnswer]
 
 
-_SPEED = r"[0-9]{1,6}:(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,5}(\.[0-9]{1,6})?)"
-SPEEDS = rf"^({_SPEED}(, ?{_SPEED})*)?$"  # rank:speed, ...; that each rank is named once is left
-_US = r"(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,8}(\.[0-9]{1,6})?)"
-_POINT = rf"[0-9]{{1,6}}:{_US}"
-_SLOTS = r"[0-9]{1,6}:[0-9]{1,6}"
-# Lists of figures: what the form leaves to the service is that nothing is named twice.
-_NUMBER = r"[0-9]{1,6}"
-_PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
-_CORDON = rf"{_NUMBER}:(cordon|drain)"
-FORMS = {
-    "curve": rf"^({_POINT}(, ?{_POINT})*)?$",  # that figures rise is left to the service
-    "rank_speed": SPEEDS,
-    "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$",
-    "pins": rf"^({_PIN}(, ?{_PIN})*)?$",
-    "cordons": rf"^({_CORDON}(, ?{_CORDON})*)?$",
-}
-
-
 def _fields() -> dict[str, Any]:
-    """The live settings as fields of a body: bounds and meaning as in the tree of settings."""
+    """The live settings as fields of a body; null: the static value applies again."""
     found: dict[str, Any] = {}
     for name, known in live_settings().items():
-        of_type: Any = known.field.annotation
-        for constraint in known.field.metadata:
-            of_type = Annotated[of_type, constraint]
-        if name in FORMS:
-            of_type = Annotated[of_type, Field(pattern=FORMS[name])]
-        if known.field.annotation is int:
-            of_type = Annotated[of_type, *WHOLE]
-        meaning = f"{known.field.description}; null: the static value"
-        # The names of policies are documented, and checked by the service.
+        whole = WHOLE if known.kind is int else ()
+        of_type: Any = Annotated[known.kind, known.about, *whole]
+        meaning = f"{known.about.text}; null: the static value"
+        # The names of policies are documented; ``change_settings`` checks them.
         of_name = Policy if name == "policy" else of_type | None
         found[name] = (of_name, Field(None, description=meaning))
     return found
@@ -112,7 +89,7 @@ def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> Se
 
     Raises:
         Refused: another change came first, or no setting was named.
-        ConfigError: an unknown policy.
+        ConfigError: an unknown policy, or a list of figures that cannot be read.
     """
     changes = {name: getattr(body, name) for name in body.model_fields_set - {"reason"}}
     if not changes:
@@ -120,7 +97,9 @@ def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> Se
             ProblemType.INVALID_REQUEST,
             "the body names no setting, expected one or more beside the reason",
         )
-    check_policy(changes)
+    for name, value in changes.items():
+        if value is not None and (check := live_settings()[name].about.check) is not None:
+            check(value)
     expected = None if if_match == ANY else int(if_match.strip('"'))
     try:
         return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
@@ -129,7 +108,7 @@ def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> Se
 
 
 def _setting(name: str, state: LiveState) -> SettingAnswer:
-    live, static = getattr(state.live, name), getattr(state.static, name)
+    live, static = state.live.get(name), state.static.get(name)
     change = state.changes.get(name)
     return SettingAnswer(
         name=name,

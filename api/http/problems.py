@@ -58,8 +58,7 @@ class ProblemType(Enum):
     REQUEST_TOO_SLOW = (
         408,
         "Request too slow",
-        "its headers and body have not arrived within `http.request_deadline_s`; the connection "
-        "is closed",
+        "its headers and body have not arrived within 10 s; the connection is closed",
     )
     MOVEMENT_OFF = (
         409,
@@ -138,7 +137,7 @@ class ProblemType(Enum):
         "Settings were changed",
         "the revision of the live settings is not the one in `If-Match`",
     )
-    BODY_TOO_LARGE = 413, "Body too large", "the body is larger than `http.max_body_bytes`"
+    BODY_TOO_LARGE = 413, "Body too large", "the body is larger than 64 KiB"
     NOT_JSON = 415, "Not JSON", "the body of a change is not `application/json`"
     INVALID_REQUEST = (
         422,

@@ -313,9 +313,11 @@ class Monitor:
                 observe=self._live.control.observe,
                 until=self._live.until.get("movement"),
                 pace=pace_view(
-                    self._live.effective.step_time_budget or 0.0, self._paced, self._states
+                    float(self._live.effective.get("step_time_budget", 0.0)),
+                    self._paced,
+                    self._states,
                 ),
-                expert_curve=expert_curve(self._live.effective.curve or "", self._states),
+                expert_curve=expert_curve(self._live.text("curve"), self._states),
                 batch=batch_parts(self._states),
                 batch_faults=batch_faults(self._states),
                 scrubbed_slots=scrubbed_slots(self._states),
@@ -350,7 +352,7 @@ class Monitor:
         if self._info is None:
             return ()
         state_of = {state.rank: state for state in self._states}
-        cordons = read_cordons(self._live.effective.cordons or "")
+        cordons = read_cordons(self._live.text("cordons"))
         return tuple(
             self._rank_view(rank, state_of.get(rank), now, cordons.get(rank))
             for rank in range(self._topology.num_ranks)

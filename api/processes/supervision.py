@@ -21,7 +21,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
+from eplb.declared import Setting, check_fields
 from eplb.errors import EplbError
 from telemetry.state.lease import Lease
 
@@ -38,11 +40,40 @@ Note = Callable[[str, str], None]  # stores an event: name of the process, what 
 class SupervisionSettings:
     """How often processes may be restarted, and when one that runs counts as hung."""
 
-    restarts: int = 20  # of each process, within the window
-    window_s: float = 3600.0
-    max_delay_s: float = 5.0  # before a restart
-    hung_after_s: float = 30.0  # without a report: SIGKILL. Longer than a plan takes
-    start_deadline_s: float = 300.0  # without progress of a start, however long the start takes
+    restart_after_death: Annotated[
+        int,
+        Setting(
+            "restarts of the ranks within an hour; one more exit ends the deployment",
+            unit="restarts",
+        ),
+    ] = 3
+    process_restarts: Annotated[
+        int,
+        Setting(
+            "restarts of each other process within an hour; then it stays down", unit="restarts"
+        ),
+    ] = 20
+    restart_window_s: float = 3600.0  # of both budgets: what fails more often has to be repaired
+    restart_delay_s: Annotated[float, Setting("longest delay before a restart", at_most=3600)] = 5.0
+    hung_after_s: Annotated[
+        float,
+        Setting(
+            "without a report, after which a process is killed; longer than a plan takes",
+            at_least=1,
+            at_most=3600,
+        ),
+    ] = 30.0
+    start_deadline_s: Annotated[
+        float,
+        Setting(
+            "without progress of a start, however long it takes; then the process is killed",
+            at_least=1,
+            at_most=3600,
+        ),
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class RestartBudget:
@@ -125,7 +156,7 @@ class Supervised:
     ) -> None:
         self.name, self._kind, self._start, self._note = name, kind, start, note
         self._settings, self._reports_progress, self._clock = settings, reports_progress, clock
-        self._budget = RestartBudget(settings.restarts, settings.window_s, clock)
+        self._budget = RestartBudget(settings.process_restarts, settings.restart_window_s, clock)
         self.state, self.restarts, self.was_ready = ProcessState.DOWN, 0, False
         self._kill: Kill | None = None
         self._started = self._progressed = self._due = self._looked = clock()
@@ -165,7 +196,7 @@ class Supervised:
         self._kill, self._reason, self._work = None, how, ""
         if now - self._started >= STEADY_S:
             self._delay_s = FIRST_DELAY_S
-        delay_s = min(self._delay_s, self._settings.max_delay_s)
+        delay_s = min(self._delay_s, self._settings.restart_delay_s)
         self._due, self._delay_s = now + delay_s, 2 * self._delay_s
         if self._budget.is_used_up:
             self.state = ProcessState.DEGRADED

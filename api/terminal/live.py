@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.live import Live
 
-from api.demo.settings import View
+from api.config.demo import View
 from api.monitor.monitor import Monitor
 from api.monitor.snapshot import Snapshot, WindowScore
 from api.terminal.picture import render

@@ -30,9 +30,11 @@ from eplb.core.topology import Topology
 from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.build.config import NetworkConfig, RankConfig
 from rebalance.build.description import schema_of
 from rebalance.controller.loop import ControllerSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.protocol.journal import JOURNAL_FOLDER
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.streams import Completion
 from telemetry import open_store
@@ -77,11 +79,16 @@ def plan_of(
         rendezvous=rendezvous,
         tokens_per_rank=128,
         window_steps=64,
-        sample_steps=16,
+        ranks=RankConfig(
+            DEPLOYMENT,
+            sample_steps=16,
+            staging_experts=8,
+            network=NetworkConfig(interface="lo"),
+            journal_dir=folder / JOURNAL_FOLDER,
+        ),
         check_every=8,
         drift_period_s=60.0,
         seed=3,
-        staging_experts=8,
         device=device,
         precision=precision,
         dispatcher="deepep_low_latency",

@@ -84,7 +84,7 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
         RankError: not all ranks joined in time.
         MigrationError: ranks hold different bytes of one expert.
     """
-    device, topology, config = device_of(plan, rank), plan.topology, plan.rank_config
+    device, topology, config = device_of(plan, rank), plan.topology, plan.ranks
     store = open_store(plan.store, DEPLOYMENT)
     rendezvous = reach_rendezvous(plan)
     groups = join_ranks(config.network, rendezvous, rank, topology.num_ranks, device.device)
@@ -98,7 +98,9 @@ def build_demo_rank(plan: WorkerPlan, rank: int) -> Rank:
     built.counter.drain()  # proving and warming up were no load
     if device.device.type == "cpu":  # on GPUs liveness connections and votes detect a dead peer
         # From now on: to meet at the start may take longer.
-        distributed_c10d._set_pg_timeout(timedelta(seconds=plan.vote_deadline_s), groups.tokens)
+        distributed_c10d._set_pg_timeout(
+            timedelta(seconds=plan.ranks.vote_deadline_s), groups.tokens
+        )
         if isinstance(dispatcher, AllToAllDispatcher):
             dispatcher.wait = built.agent.wait_for_exchange
     return Rank(built, model, dispatcher, RankFigures(dispatcher=why), device.device, passes)
@@ -127,6 +129,6 @@ def _shared(dense: Weights, layer: int) -> tuple[torch.Tensor, torch.Tensor] | N
 def reach_rendezvous(plan: WorkerPlan) -> Store:
     """Connect to the rendezvous in the demo's own process, because rank 0 may exit too."""
     try:
-        return reach(plan.rendezvous, plan.rank_config.network.join_deadline_s)
+        return reach(plan.rendezvous, plan.ranks.network.join_deadline_s)
     except RuntimeError as exc:
         raise RankError(f"the rendezvous of the ranks cannot be reached: {exc}") from exc

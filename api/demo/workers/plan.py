@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from api.config.migration import Staging
-from api.demo.settings import DEPLOYMENT as DEPLOYMENT
 from api.processes.controller import ControllerJob
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
-from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
+from eplb.settings.deployment import DEPLOYMENT as DEPLOYMENT
+from rebalance.build.config import RankConfig
 from rebalance.build.description import schema_of
 from rebalance.controller.loop import ControllerSettings
 from rebalance.preload.cache.cache_settings import HostCacheSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.protocol.journal import JOURNAL_FOLDER
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from telemetry.state.store import without_password
 
@@ -44,11 +41,10 @@ class WorkerPlan:
     rendezvous: str  # handle of a runtime.group.rendezvous.Rendezvous
     tokens_per_rank: int
     window_steps: int
-    sample_steps: int
+    ranks: RankConfig
     check_every: int
     drift_period_s: float
     seed: int
-    staging_experts: int
     device: str  # cpu or cuda
     precision: str  # float32, bfloat16 or fp8
     dispatcher: str  # a name of runtime.dispatch.table.DISPATCHERS, or auto; on cuda
@@ -57,14 +53,6 @@ class WorkerPlan:
     holder: str | None = None
     window_seconds: float = 0.0  # 0: windows are of window_steps
     host_cache: HostCacheSettings = field(default_factory=HostCacheSettings)  # of every host
-    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not used
-    reporting: ReportingConfig = field(default_factory=ReportingConfig)  # of every rank
-    controller_poll_s: float = 0.2
-    staging: Staging = field(default_factory=Staging)  # what was set of the device's defaults
-    scrub_every_steps: int = 64
-    vote_every: int = 2
-    plan_deadline_s: float = 30.0
-    vote_deadline_s: float = 30.0  # for a rank's vote, and for its part in an exchange of tokens
 
     @property
     def store_shown(self) -> str:
@@ -80,25 +68,7 @@ class WorkerPlan:
     def controller_job(self) -> ControllerJob:
         """What its controller is started with."""
         store, settings = str(self.store), self.controller
-        return ControllerJob(store, DEPLOYMENT, settings, self.holder, self.controller_poll_s)
-
-    @property
-    def rank_config(self) -> RankConfig:
-        """Configuration of the ranks."""
-        config = RankConfig(
-            DEPLOYMENT,
-            sample_steps=self.sample_steps,
-            staging_experts=self.staging_experts,
-            vote_every=self.vote_every,
-            vote_deadline_s=self.vote_deadline_s,
-            plan_deadline_s=self.plan_deadline_s,
-            scrub_every_steps=self.scrub_every_steps,
-            network=NetworkConfig(interface="lo"),  # a host name need not resolve to anything
-            rank_links=self.rank_links,
-            reporting=self.reporting,
-            journal_dir=self.state_dir / JOURNAL_FOLDER,
-        )
-        return replace(config, stage=self.staging.applied_to(config.stage_on(self.device)))
+        return ControllerJob(store, DEPLOYMENT, settings, self.holder)
 
     @property
     def spare_slots(self) -> int:

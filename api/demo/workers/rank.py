@@ -96,7 +96,7 @@ def _survive(parent: Parent, plan: WorkerPlan, rank: int, built: Rank, exc: Brok
     """
     try:
         record = recover(built.agent, built.store, num_ranks=plan.topology.num_ranks)
-        votes = rejoin(record, reach_rendezvous(plan), rank, host=plan.rank_config.host_of(rank))
+        votes = rejoin(record, reach_rendezvous(plan), rank, host=plan.ranks.host_of(rank))
         end_together(votes, record, built.agent.placement, rank)
         votes.close()
         parent.send("recovered", record)

@@ -50,7 +50,7 @@ def costs_of(deployment: Deployment) -> Costs:
     given, model = deployment.settings, deployment.model
     record, layers = deployment.schema.record_bytes, model.num_layers
     slots = int(deployment.topology.slots_of_rank[0]) - deployment.spare_slots
-    entries = deployment.host_cache(record).num_entries(layers * model.num_experts, record)
+    entries = deployment.host_cache.num_entries(layers * model.num_experts)
     return Costs(
         record=record,
         slots=layers * slots * record,

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from api.deploy.checks.finding import Finding
-from rebalance.engines.plugin_settings import CONFIG_VARIABLE, settings_of
+from eplb.settings.loader import CONFIG_VARIABLE
+from rebalance.engines.plugin_settings import settings_of
 from rebalance.engines.vllm.tools.options import model_config_of, options_of, remarks
 
 

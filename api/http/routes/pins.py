@@ -137,7 +137,7 @@ def _changed(request: Request, store: StateStore, pins: str | None, reason: str)
 
 
 def _answered(store: StateStore, state: LiveState, response: Response) -> PinsAnswer:
-    pins, change = read_pins(state.effective.pins or ""), state.changes.get("pins")
+    pins, change = read_pins(state.text("pins")), state.changes.get("pins")
     response.headers["ETag"] = f'"{state.revision}"'
     return PinsAnswer(
         revision=state.revision,
@@ -157,8 +157,8 @@ def _unmet(store: StateStore, state: LiveState, pins: Pins) -> list[str]:
     if not pins:
         return []
     model, topology = shape_of_run(store)
-    committed, effective = store.committed(), state.effective
-    asked = PlannerRequest(redundancy=effective.redundancy or "", cordons=effective.cordons or "")
+    committed = store.committed()
+    asked = PlannerRequest(redundancy=state.text("redundancy"), cordons=state.text("cordons"))
     cordons = FittingCordons(topology)
     if committed is not None:
         cordons = asked.cordoned(committed.placement, topology, model.num_expert_groups)

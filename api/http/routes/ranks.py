@@ -185,7 +185,7 @@ def _change(
     store, expected = service_of(request).store, revision_of(request, is_required=False)
     for _ in range(MOST_TRIES):
         state = store.live()
-        cordons = read_cordons(state.effective.cordons or "")
+        cordons = read_cordons(state.text("cordons"))
         if cordon is None:
             cordons.pop(rank, None)
         else:
@@ -225,7 +225,7 @@ def _refuse_if_impossible(
 
 def _answered(store: StateStore, state: LiveState, response: Response) -> RanksAnswer:
     model, topology = shape_of_run(store)
-    cordons, change = read_cordons(state.effective.cordons or ""), state.changes.get("cordons")
+    cordons, change = read_cordons(state.text("cordons")), state.changes.get("cordons")
     committed = store.committed()
     response.headers["ETag"] = f'"{state.revision}"'
     held = sole = [0] * topology.num_ranks
@@ -272,4 +272,4 @@ def _waits(state: LiveState) -> str:
     if state.control.observe:
         return "observe is on"
     waits = {"observe": "the stage is observe", "propose": "the stage is propose: approve the plan"}
-    return waits.get(state.effective.stage or "", "")
+    return waits.get(state.text("stage"), "")

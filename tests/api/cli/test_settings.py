@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-import api.config.tree
-import api.demo.settings
 import api.http.requests
-from api.config.loader import load_settings
-from api.config.migration import HostCache, Staging
-from api.config.sections import Http
-from api.config.tree import Settings, known_names
-from api.demo.settings import DemoSettings
+from api.config.demo import DemoSettings
+from api.config.tree import Settings, load
 from api.http.requests import ExplainRequest
 from eplb.errors import ConfigError
+from eplb.settings.loader import REMOVED
 from telemetry.state.redis_address import Limits, parse_address
 from tests.support.documents import commands
 
@@ -28,14 +24,19 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-def refusal(flags: dict[str, Any], config: Path | None = None, **environ: str) -> str:
+def refusal(
+    flags: dict[str, Any],
+    config: Path | None = None,
+    named: dict[str, str] | None = None,
+    **environ: str,
+) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_settings(flags, config=config, environ=environ)
+        load(flags, config=config, environ=environ, named=named)
     return str(caught.value)
 
 
 def test_settings_without_input_are_the_defaults() -> None:
-    assert load_settings({}, config=None, environ={"HOME": "/"}) == Settings()
+    assert load({}, config=None, environ={"HOME": "/"}) == Settings()
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     environ = {"EPLB_HIDDEN": "2", "EPLB_SEED": "2"}
 
     flags = {"seed": 3, "top_k": None, "text": []}
-    demo = load_settings(flags, config=config, environ=environ).demo
+    demo = load(flags, config=config, environ=environ).demo
 
     assert (demo.layers, demo.hidden, demo.seed, demo.top_k) == (1, 2, 3, 6)
 
@@ -62,9 +63,9 @@ def test_spares_are_further_slots_and_none_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("variable", "section", "name", "expected"),
     [
-        ("EPLB_TEXT=a.txt:b", "demo", "text", [Path("a.txt"), Path("b")]),
+        ("EPLB_TEXT=a.txt:b", "demo", "text", (Path("a.txt"), Path("b"))),
         ("EPLB_STORE=redis://store:6379", "deployment", "store", "redis://store:6379"),
-        ("EPLB_SPOOL_DIR=/var/spool/eplb", "telemetry", "spool_dir", Path("/var/spool/eplb")),
+        ("EPLB_TLS_CA_FILE=/etc/ca.pem", "network", "tls_ca_file", Path("/etc/ca.pem")),
     ],
 )
 def test_variable_of_the_environment_has_the_type_of_its_setting(
@@ -72,13 +73,14 @@ def test_variable_of_the_environment_has_the_type_of_its_setting(
 ) -> None:
     environ = dict([variable.split("=")])
 
-    settings = load_settings({}, config=None, environ=environ)
+    settings = load({}, config=None, environ=environ)
 
     assert getattr(getattr(settings, section), name) == expected
 
 
-def test_environment_variable_of_trace_folder_is_not_a_setting() -> None:
-    assert load_settings({}, config=None, environ={"EPLB_DATA": "/data"}) == Settings()
+@pytest.mark.parametrize("variable", ["EPLB_DATA", "EPLB_KEY", "EPLB_SECRET"])
+def test_variable_that_is_no_setting_is_left_alone(variable: str) -> None:
+    assert load({}, config=None, environ={variable: "text"}) == Settings()
 
 
 def test_unknown_key_is_refused_with_its_place_and_the_closest_known(tmp_path: Path) -> None:
@@ -96,8 +98,12 @@ def test_removed_setting_is_refused_by_name_wherever_it_is_written(tmp_path: Pat
     in_file = refusal({}, config)
     in_environ = refusal({}, EPLB_PLANNER__FORECAST_WEIGHT="0.5")
 
-    assert in_file.startswith(f"unknown key 'planner.forecast_weight' in {config}, closest known:")
-    assert in_environ.startswith("unknown key 'EPLB_PLANNER__FORECAST_WEIGHT' in the environment")
+    assert in_file.startswith(f"planner.forecast_weight in {config} was removed: plans use")
+    assert in_environ.startswith("EPLB_PLANNER__FORECAST_WEIGHT in environment variable ")
+    assert "forecast_weight in --setting forecast_weight was removed" in refusal(
+        {}, named={"forecast_weight": "0.5"}
+    )
+    assert REMOVED.keys().isdisjoint(Settings.known)
 
 
 def test_key_close_to_none_lists_them_all() -> None:
@@ -130,6 +136,10 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"vote_deadline_s": 0}, "0 in flag --vote-deadline-s", "more than 0"),
     ({"lease_ttl_s": 0}, "0 in flag --lease-ttl-s", "more than 0"),
     ({"spare_slots": -1}, "-1 in flag --spare-slots", "at least 0"),
+    ({"host_cache_records": 8}, "8 in flag --host-cache-records", "none with full"),
+    ({"host_cache_mode": "hot"}, "0 in the defaults", "a number of records with hot"),
+    ({"sample_steps": 5}, "5 in flag --sample-steps", "a divisor of telemetry.window_steps, 64"),
+    ({"rearm_imbalance": 1.5}, "1.5 in flag --rearm-imbalance", "at most start_imbalance"),
 ]
 
 
@@ -173,13 +183,6 @@ def test_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     assert f"{broken} is not TOML" in refusal({}, broken)
 
 
-def test_host_cache_s_room_goes_with_its_mode() -> None:
-    assert HostCache(mode="ring", records=8).records == 8
-    for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
-        with pytest.raises(ValueError):
-            HostCache(mode=mode, records=records)
-
-
 def numbers_without_bound(kind: type[BaseModel]) -> list[str]:
     return [
         name
@@ -195,9 +198,12 @@ def models_in(*modules: ModuleType) -> list[type[BaseModel]]:
 
 
 def test_every_number_that_a_user_can_set_has_an_upper_bound() -> None:
-    kinds = models_in(api.config.tree, api.demo.settings, api.http.requests)
+    kinds = models_in(api.http.requests)
+    numbers = [one for one in Settings.known.values() if one.kind in (int, float)]
 
-    assert {DemoSettings, Staging, Http, ExplainRequest} <= set(kinds)
+    assert ExplainRequest in kinds
+    assert len(numbers) > 50
+    assert [one.path for one in numbers if one.about.at_most is None] == []
     assert [(kind, name) for kind in kinds for name in numbers_without_bound(kind)] == []
 
 
@@ -209,7 +215,7 @@ def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
         if getattr(param, "type_descriptor", None)
         and param.type_descriptor.annotation in (int, float)
     ]
-    of_settings = {f"demo {name}" for name in known_names()}  # checked by the settings
+    of_settings = {f"demo {name}" for name in Settings.names}  # checked by the settings
 
     assert ("explain layer", 65_536) in numbers
     assert {name for name, most in numbers if most is None} - of_settings == set()
@@ -237,10 +243,10 @@ def test_file_named_by_the_environment_is_read_where_no_flag_names_one(tmp_path:
     file, other = toml(tmp_path, DEPLOYMENT), tmp_path / "other.toml"
     other.write_text("layers = 3\n")
 
-    named = load_settings({}, config=None, environ={"EPLB_CONFIG": str(file)})
-    flagged = load_settings({}, config=other, environ={"EPLB_CONFIG": str(file)})
+    named = load({}, config=None, environ={"EPLB_CONFIG": str(file)})
+    flagged = load({}, config=other, environ={"EPLB_CONFIG": str(file)})
 
-    assert (named.deployment.name, named.topology.hosts) == ("west", ["10.0.0.1", "10.0.0.2"])
+    assert (named.deployment.name, named.topology.hosts) == ("west", ("10.0.0.1", "10.0.0.2"))
     assert (named.model.layers, named.demo.layers) == (2, DemoSettings().layers)
     assert (flagged.deployment.name, flagged.demo.layers) == ("demo", 3)
 
@@ -248,7 +254,7 @@ def test_file_named_by_the_environment_is_read_where_no_flag_names_one(tmp_path:
 def test_addresses_in_the_environment_are_separated_by_commas() -> None:
     environ = {"EPLB_TOPOLOGY__NODES": "2", "EPLB_TOPOLOGY__HOSTS": "10.0.0.1,fd00::2"}
 
-    assert load_settings({}, config=None, environ=environ).topology.hosts == ["10.0.0.1", "fd00::2"]
+    assert load({}, config=None, environ=environ).topology.hosts == ("10.0.0.1", "fd00::2")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from api.demo.workers.plan import WorkerPlan
 from api.monitor.snapshot import RebalanceMark, Snapshot, WindowScore
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
+from rebalance.build.config import RankConfig
 from rebalance.controller.loop import ControllerSettings
 
 MODEL = ModelShape((0, 1), num_experts=3, top_k=1, hidden=4, intermediate=4, expert_bytes=100)
@@ -76,11 +77,10 @@ def plan(tmp_path: Any) -> WorkerPlan:
         rendezvous="",
         tokens_per_rank=50,
         window_steps=4,
-        sample_steps=1,
+        ranks=RankConfig("demo", sample_steps=1, staging_experts=2),
         check_every=8,
         drift_period_s=1.0,
         seed=7,
-        staging_experts=2,
         device="cpu",
         precision="float32",
         dispatcher="auto",

@@ -139,7 +139,7 @@ def test_rank_and_host_cache_that_run_already_are_refused(
 ) -> None:
     deployment = small(tmp_path, small_checkpoint)
     schema = deployment.description().schema
-    settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address(0)
+    settings, address = deployment.host_cache, deployment.host_cache_address(0)
     cache = build_host_cache(settings, address, deployment.model, schema, small_checkpoint.path)
 
     with closing(cache), closing(claim_place(deployment.name, 1)):

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from api.config.sections import Supervision
 from api.deploy.launch import Launch, check_start, prepare_store, run_ranks
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
+from api.processes.supervision import SupervisionSettings
 from eplb.errors import ConfigError, RankError
 from rebalance.build import places
 from rebalance.build.description import DeploymentDescription
@@ -58,7 +58,7 @@ def launch_of(folder: Path, code: str, host: int = 0, **changes: Any) -> Launch:
 def run(launch: Launch, restarts: int = 0) -> tuple[int, list[str]]:
     said: list[str] = []
     generation, _ = prepare_store(launch)
-    supervision = Supervision(restart_after_death=restarts)
+    supervision = SupervisionSettings(restart_after_death=restarts)
     status = run_ranks(launch, generation, supervision, said.append)
     return status, said
 

@@ -399,13 +399,13 @@ def test_rank_is_cordoned_with_a_reason_and_opened_again(page: Any, store: State
     page.locator("#answer", has_text="Rank 1 is cordoned").wait_for()
     rank.locator(".tag.cordoned").wait_for()
 
-    assert store.live().effective.cordons == "1:cordon"
+    assert store.live().effective["cordons"] == "1:cordon"
     assert store.live().changes["cordons"].reason == "its fan"
     assert "1 cordoned" in page.locator("#rank-note").inner_text()
     rank.get_by_role("button", name="uncordon").press("Enter")
     page.locator("#sure-yes").press("Enter")
     rank.get_by_role("button", name="cordon rank 1", exact=True).wait_for()
-    assert store.live().effective.cordons == ""
+    assert store.live().effective["cordons"] == ""
 
 
 def test_view_is_the_address_and_back_leads_to_the_one_before(page: Any) -> None:

@@ -89,7 +89,7 @@ def test_minutes_whose_samples_were_pruned_come_from_roll_ups() -> None:
     store = MemoryStore("d", clock=lambda: START)
     begin_run(store, "a", START)
     serve(store, "a", range(300), START)
-    Keeper(store, Retention(samples_s=120.0)).turn(START + 300)
+    Keeper(store, Retention(keep_samples_s=120.0)).turn(START + 300)
 
     points = watched(store, START + 300).points(START, START + 300, 2000)
 

@@ -79,7 +79,7 @@ def test_rank_that_is_drained_within_a_window_counts_in_it(store: StateStore) ->
 
 def test_drained_rank_is_out_of_the_mean_of_a_rolled_up_minute(store: StateStore) -> None:
     report(store, 0, DRAINED, (30, 30, 0))
-    Keeper(store, Retention(samples_s=60.0)).turn(NOW + 600)
+    Keeper(store, Retention(keep_samples_s=60.0)).turn(NOW + 600)
 
     (minute,) = minute_scores(store, store.runs(), 0.0)
     assert (minute.measured, minute.contiguous) == (1.0, 1.0)

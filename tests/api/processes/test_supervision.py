@@ -40,7 +40,8 @@ class Scene:
     def __init__(self, **settings: float) -> None:
         self.clock, self.notes, self.started = Clock(), list[str](), list[Process]()
         given = SupervisionSettings(
-            restarts=int(settings.pop("restarts", 3)), window_s=settings.pop("window_s", 600.0)
+            process_restarts=int(settings.pop("restarts", 3)),
+            restart_window_s=settings.pop("window_s", 600.0),
         )
         self.process = Supervised(
             "the controller",

@@ -21,7 +21,7 @@ from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.load.rollup import HOUR, MINUTE, Rollup
-from telemetry.state.live import Control, LiveChange, LiveSettings, LiveState
+from telemetry.state.live import Control, LiveChange, LiveState
 from telemetry.state.proposals import KEPT_PROPOSALS, Approval, Content, Proposal
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
@@ -282,7 +282,7 @@ def test_live_settings_and_their_ends_are_read_back(
 ) -> None:
     store, other = open_stores("demo"), open_stores("demo")
     assert (store.live(), store.control()) == (LiveState(), Control())
-    store.set_static(LiveSettings(pay_back_s=60.0), reason="start")
+    store.set_static({"pay_back_s": 60.0}, reason="start")
     store.change_live({"max_moves": 3}, reason="slow link")
     paused = store.change_live({"movement": False}, reason="4711", lasts_s=60.0)
 
@@ -292,7 +292,7 @@ def test_live_settings_and_their_ends_are_read_back(
     pass_time(60.0)
     resumed = other.expire_live()
     assert store.live() == resumed
-    assert resumed.effective == LiveSettings(pay_back_s=60.0, max_moves=3)
+    assert resumed.effective == {"pay_back_s": 60.0, "max_moves": 3}
 
 
 def test_proposals_are_read_back_approved_once_and_forgotten(open_stores: OpenStore) -> None:
@@ -338,7 +338,7 @@ def test_store_that_lost_its_contents_is_restored_with_all_that_is_needed(
     open_stores: OpenStore,
 ) -> None:
     store, other = open_stores("demo"), open_stores("demo")
-    live = LiveState(4, live=LiveSettings(movement=False))
+    live = LiveState(4, live={"movement": False})
 
     assert store.restore(RUN, make_placement(7), live, last_plan_id=41, reason="lost")
 
