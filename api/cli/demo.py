@@ -17,9 +17,8 @@ from api.config.tree import load
 from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.processes.children import WORKER_MODULES, import_for_children, preload_modules
 from api.processes.devices import check_gpus
-from api.terminal.console import unbreakable_console
 from api.terminal.logs import log_settings, set_up_logging
-from api.terminal.printable import print_error
+from api.terminal.printable import print_error, unbreakable_console
 from eplb.errors import EplbError
 from eplb.package_check import check_packages
 from eplb.settings.deployment import DEPLOYMENT

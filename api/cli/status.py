@@ -1,29 +1,47 @@
-"""``eplb status`` and ``eplb top``: how a deployment stands, for people and for scripts."""
+"""``eplb status`` and ``eplb top``: how a deployment stands, for people and for scripts.
+
+Both show answers of the admin API: of a service by its URL, or made in this process on a store.
+"""
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import cache, partial
 from threading import Event
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from api.cli.admin.asking import AsJson, with_place
+from api.cli.admin.place import Place
 from api.cli.deploy import Config, Profile, Setting, refused, settings_of
 from api.cli.store_place import configured_store, open_existing
 from api.interrupts import StopSignals
-from api.terminal.console import unbreakable_console
-from eplb.errors import EplbError
+from api.terminal.printable import printable, unbreakable_console
+from eplb.errors import ConfigError, EplbError
 from telemetry.state.store import without_password
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+    from api.config.tree import Settings
+    from api.monitor.state import State
+    from api.terminal.picture import Look
+    from telemetry.state.store import StateStore
 
 NOT_OK = 1
 LOOK_S = 0.25
+WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 
 
+@with_place()
 def status(
+    place: Place,
     config: Config = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: AsJson = False,
     setting: Setting = None,
     profile: Profile = None,
 ) -> None:
@@ -31,23 +49,24 @@ def status(
 
     Exit status 0: nothing is wrong; 1: something is; 2: the deployment cannot be read.
     """
-    # Imported here: it needs the extra "api".
-    from api.deploy.status import check_configured, read_status, render
+    from pydantic import TypeAdapter
+
+    from api.monitor.state import State
 
     try:
-        settings = settings_of(config, setting, profile)
-        url, deployment = configured_store(settings=settings)
-        with closing(open_existing(url, deployment)) as store:
-            check_configured(store, settings, os.environ)
-            found = read_status(store, without_password(url))
+        with _asked(place, config, setting, profile) as (ask, where):
+            state: State = ask("/state")
     except EplbError as exc:
         raise refused(exc) from exc
-    typer.echo(json.dumps(found.as_json(), indent=1) if json_output else render(found))
-    if not found.is_ok:
+    as_json = TypeAdapter(State).dump_json(state, indent=1).decode() if json_output else ""
+    typer.echo(as_json or render(state, where))
+    if state.problems:
         raise typer.Exit(NOT_OK)
 
 
+@with_place()
 def top(
+    place: Place,
     config: Config = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     setting: Setting = None,
@@ -55,28 +74,182 @@ def top(
 ) -> None:
     """Watch a deployment in the terminal: verdict, load of ranks, imbalance, migration, decisions.
 
-    It reads the store alone, and ends with Ctrl-C. Without a terminal it prints a line for each
-    window and event.
+    It ends with Ctrl-C. Without a terminal it prints a line for each window and event.
     """
-    # Imported here: it needs the extra "api".
-    from api.deploy.status import check_configured
-    from api.monitor.monitor import Monitor
     from api.terminal.live import LiveView
     from api.terminal.picture import render
 
     console, stop = unbreakable_console(), StopSignals()
     try:
-        settings = settings_of(config, setting, profile)
-        url, deployment = configured_store(settings=settings)
-        with closing(open_existing(url, deployment)) as store:
-            check_configured(store, settings, os.environ)
-            monitor = Monitor(store)
+        with _asked(place, config, setting, profile, watches=not once) as (ask, _):
             if once:
-                monitor.refresh()
-                console.print(render(monitor.snapshot(), console.width, max(40, console.height)))
+                console.print(render(_look(ask), console.width, max(40, console.height)))
                 return
-            with LiveView(monitor, console=console):
-                while not stop.received:
+            with LiveView(partial(_look, ask), console=console) as view:
+                while view.is_showing and not stop.received:
                     Event().wait(LOOK_S)
     except EplbError as exc:
         raise refused(exc) from exc
+
+
+# Takes a path below /api/v1 and its query; gives the answer of the handler.
+Ask = Callable[..., Any]
+
+
+@contextmanager
+def _asked(
+    place: Place, config: Any, setting: Any, profile: Any, *, watches: bool = False
+) -> Iterator[tuple[Ask, str]]:
+    """Give what asks an API, and where that is; a configuration must be that of its store.
+
+    Args:
+        watches: whether a store is read in the background meanwhile.
+    """
+    # Imported here: all of it needs the extra "api", and httpx takes 0.1 s.
+    if place.url is not None:
+        shown = without_password(place.url)
+        if config is not None or setting or profile is not None:
+            raise ConfigError(
+                f"a configuration names a store, found the service {shown} as well, expected one "
+                "of them: leave out --service and EPLB_SERVICE, or --config, --setting and "
+                "--profile"
+            )
+        from api.cli.admin.client import opened
+
+        with opened(place) as send:
+            yield partial(_answer, send), f"at {shown}"
+        return
+    from api.http.routes.watching import ROUTES
+    from api.http.service import AdminService
+
+    settings = settings_of(config, setting, profile)
+    url, deployment = configured_store(place.store, place.deployment, settings)
+    with closing(open_existing(url, deployment)) as store:
+        if place.store is None and place.deployment is None:
+            check_configured(store, settings, os.environ)
+        service = AdminService(store, keeps_history=False)
+        if watches:
+            service.reader.start()
+        try:
+            yield (
+                lambda path, **query: ROUTES[path][0](service, **query),
+                f"in {without_password(url)}",
+            )
+        finally:
+            service.reader.stop()
+
+
+def _answer(send: Callable[..., Any], path: str, **query: Any) -> Any:
+    """The answer of a service, as the type that its handler gives.
+
+    Raises:
+        ConfigError: it is not of that type.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return _type_of(path).validate_json(send("GET", path, params=query).content)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        raise ConfigError(
+            f"the answer to {path} has {'.'.join(map(str, first['loc']))!r}: {first['msg']}, "
+            "expected that of a service of this version of eplb"
+        ) from exc
+
+
+@cache
+def _type_of(path: str) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    from api.http.routes.watching import ROUTES
+
+    return TypeAdapter(inspect.signature(ROUTES[path][0], eval_str=True).return_annotation)
+
+
+def _look(ask: Ask) -> Look:
+    from api.terminal.picture import Look
+
+    imbalance = ask("/imbalance", last=WINDOWS)
+    return Look(
+        state=ask("/state"),
+        heat=ask("/heat"),
+        windows=imbalance.windows,
+        rebalances=imbalance.rebalances,
+        events=ask("/events", latest=EVENTS).events,
+        anomalies=ask("/anomalies", limit=ANOMALIES).anomalies,
+    )
+
+
+def check_configured(store: StateStore, settings: Settings, environ: Mapping[str, str]) -> None:
+    """Refuse a configuration that is another one than that of the deployment; reads only.
+
+    A store of the demo has nothing to compare with.
+
+    Raises:
+        ConfigError: another secret, or another number of ranks.
+        StoreError: the store cannot be read.
+    """
+    from api.deploy.deployment import secret_of
+    from api.deploy.first_placement import check_secret, last_start
+    from eplb.migration.serialisation import topology_from_dict
+
+    if last_start(store) is None:
+        return
+    check_secret(store, secret_of(settings, environ, makes=False))
+    run, given = store.current_run(), settings.topology
+    expected = given.nodes * given.ranks_per_node
+    if run is None:
+        return
+    found = topology_from_dict(dict(run.topology)).num_ranks
+    if found != expected:
+        raise ConfigError(
+            f"store: deployment {store.deployment!r} serves with {found} ranks (run {run.run}), "
+            f"expected {expected} (topology.nodes x topology.ranks_per_node)"
+        )
+
+
+def render(state: State, where: str) -> str:
+    """Give a state as lines for people."""
+    found, window, moving = state.controller, state.last_score, state.migration
+    turn = f"last turn {found.turn_age_s or 0.0:.0f} s ago"
+    leader = f"{found.leader}, {turn}, lease for {found.lease_left_s:.0f} s more"
+    # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.
+    alike = {
+        version: ", ".join(name for name, its in state.versions.items() if its == version)
+        for version in state.versions.values()
+    }
+    lines = {
+        "deployment": f"{state.deployment} {where}",
+        "leader": leader if found.leader else found.starting or "none",
+        "serves": "nothing yet"
+        if state.run is None
+        else f"generation {state.generation}, step {state.step}, run {state.run}",
+        "imbalance": "no complete window yet"
+        if window is None
+        else "no tokens in the latest window"
+        if window.measured is None
+        else f"{window.measured:.2f} in the latest window, {window.contiguous:.2f} unbalanced",
+        "migration": "none"
+        if moving is None
+        else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
+        "pace": f"{state.pace.part:g} of the deployment's own; {state.pace.reason}",
+        "curve": state.expert_curve,
+        "batches": state.batch,
+        "switches": f"movement {_on(state.movement)}, observe {_on(state.observe)}",
+        "versions": "; ".join(f"{names}: {version}" for version, names in alike.items()) or "none",
+    }
+    text = [f"{state.verdict}: {state.reason}"]
+    text += [f"{name:<11}{line}" for name, line in lines.items()]
+    if state.ranks:
+        text.append("rank  host  state    generation  step      last report")
+    for view in state.ranks:
+        phase = view.phase if view.is_alive else "silent"
+        age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
+        host = state.node_of_rank[view.rank]
+        text.append(f"{view.rank:<6}{host:<6}{phase:<9}{view.generation:<12}{view.step:<10}{age}")
+    text += [f"problem    {one}" for one in state.problems]
+    return "\n".join(map(printable, text))
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from api.cli.store_place import open_existing
 from api.demo.state_dir import SETTINGS_FILE
@@ -171,14 +171,16 @@ def _text_of(path: Path) -> str:
 def _add_state(bundle: Bundle, store: StateStore) -> None:
     # Imported here: it needs the extra "api".
     from api.http.routes.placements.answers import Placements
+    from api.http.routes.watching import get_heat, get_plan, get_state
     from api.http.service import AdminService
 
     service, placements = AdminService(store), Placements(store)
     answers: Mapping[str, Callable[[], Any]] = {
-        "overview": service.state,
+        "overview": lambda: get_state(service),
+        "heat": lambda: get_heat(service),
         "placement": lambda: placements.one(None),
         "placements": lambda: placements.history(LAST_PLACEMENTS).placements,
-        "plan": service.plan,
+        "plan": lambda: get_plan(service),
         "settings": lambda: asdict(store.live()),
         "lease": lambda: None if (lease := store.lease()) is None else asdict(lease),
     }
@@ -239,7 +241,4 @@ def without_secrets(text: str) -> str:
 
 
 def _json(answer: Any) -> str:
-    def plain(value: Any) -> Any:
-        return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
-
-    return json.dumps(answer, default=plain, indent=1) + "\n"
+    return TypeAdapter(Any).dump_json(answer, indent=1, fallback=str).decode() + "\n"

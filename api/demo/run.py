@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +30,7 @@ from api.monitor.monitor import Monitor
 from api.processes.deployment_lease import DeploymentLease
 from api.processes.descriptors import raise_descriptor_limit
 from api.processes.supervision import RestartBudget, Supervisor
-from api.terminal.live import LiveView
+from api.terminal.live import LiveView, look_at
 from eplb.core.placement import Placement
 from eplb.errors import BrokenGroup, RankError, StoreError
 from telemetry import open_store
@@ -136,7 +137,8 @@ class Demo:
         reports: list[RankReport] = []
         failure: BaseException | None = None
         try:
-            with LiveView(self._monitor, view=self._settings.demo.view, console=self._console):
+            look = partial(look_at, self._monitor)
+            with LiveView(look, view=self._settings.demo.view, console=self._console):
                 try:
                     self._serve_until(lambda: time.monotonic() >= until)
                     if self._settings.demo.serve:
@@ -164,11 +166,11 @@ class Demo:
             counts = self._store.sample_counts(self._plan.run)
         except StoreError as exc:
             missing.append(f"the latest load and the number of samples: {exc}")
-        snapshot, checks = self._monitor.snapshot(), self._processes.checks
+        seen, checks = self._monitor.reading(), self._processes.checks
         if not reports:
             missing.append("the reports of the ranks: steps, times, bytes and samples lost")
         restarts = self._processes.restarts()
-        return summarise(self._plan, snapshot, reports, counts, checks) | {
+        return summarise(self._plan, seen, reports, counts, checks) | {
             "controller_restarts": restarts["controller"],
             "restarts": restarts,
             "deaths": len(self._losses),

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from api.demo.workers.checker import CheckedStep
 from api.demo.workers.plan import MAX_RELATIVE_ERROR, WorkerPlan
-from api.monitor.snapshot import Snapshot, WindowScore
+from api.monitor.state import Reading, WindowScore
 
 FINAL_WINDOWS = 5
 
@@ -22,7 +22,7 @@ RankReport = Mapping[str, Any]  # what api.demo.workers.rank reports at its end
 
 def summarise(
     plan: WorkerPlan,
-    snapshot: Snapshot,
+    seen: Reading,
     ranks: Sequence[RankReport],
     stored: Mapping[int, int] | None,
     checks: Sequence[CheckedStep],
@@ -35,12 +35,12 @@ def summarise(
     complete window, those before the first commit included. ``stored`` is None where the store
     could not be read.
     """
-    final, complete = final_windows(snapshot), complete_windows(snapshot)
+    final, complete = final_windows(seen), complete_windows(seen)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
     steps = [ms for rank in ranks for ms in rank["step_ms"]]
     sources = sorted({source for rank in ranks for source in rank["bytes_by_source"]})
     failures = [check for check in checks if not is_right(check, plan.precision)]
-    turns = [mark for mark in snapshot.marks if mark.plan_id]
+    turns = [mark for mark in seen.marks if mark.plan_id]
     return {
         "run": plan.run,
         "ranks": plan.topology.num_ranks,
@@ -105,18 +105,18 @@ def _samples_lost(ranks: Sequence[RankReport], stored: Mapping[int, int] | None)
     return cut - sum(stored.values())
 
 
-def complete_windows(snapshot: Snapshot) -> list[WindowScore]:
+def complete_windows(seen: Reading) -> list[WindowScore]:
     """Return the windows that every rank reported."""
-    return [score for score in snapshot.series if score.is_complete]
+    return [score for score in seen.series if score.is_complete]
 
 
-def final_windows(snapshot: Snapshot) -> list[WindowScore]:
+def final_windows(seen: Reading) -> list[WindowScore]:
     """Return the last complete windows that lie wholly after the last commit.
 
     Without any such window, the last ones there are.
     """
-    complete = complete_windows(snapshot)
-    last = snapshot.marks[-1].step if snapshot.marks else None
+    complete = complete_windows(seen)
+    last = seen.marks[-1].step if seen.marks else None
     settled = [score for score in complete if last is not None and score.first_step >= last]
     return (settled or complete)[-FINAL_WINDOWS:]
 

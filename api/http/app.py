@@ -55,7 +55,6 @@ from api.http.requests import (
     PauseRequest,
     ReasonRequest,
 )
-from api.http.routes.anomalies import add_anomaly_routes
 from api.http.routes.events.stream import add_event_stream
 from api.http.routes.load_matrix import add_load_matrix
 from api.http.routes.pins import add_pin_routes
@@ -172,7 +171,6 @@ def get_metrics(request: Request) -> Response:
 
 add_deployment_routes(watch)
 add_watching_routes(watch)
-add_anomaly_routes(watch)
 add_load_matrix(watch)
 add_placement_routes(watch)
 add_event_stream(watch)

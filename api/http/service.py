@@ -7,60 +7,33 @@ works off, and a switch is a row that every process obeys.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from api.http.problems import OF_REFUSAL, ProblemType, Refused
 from api.http.requests import ExplainRequest, RebalanceRequest, RollbackRequest
 from api.http.routes.events.feed import EventFeed
-from api.http.schemas import (
-    ControlAnswer,
-    DecisionAnswer,
-    DriftAnswer,
-    EventAnswer,
-    EventsPage,
-    Health,
-    HistoryAnswer,
-    Imbalance,
-    Load,
-    LoadWindow,
-    Mark,
-    MigrationAnswer,
-    PlanAnswer,
-    Progress,
-    RebalanceAnswer,
-    RebalancesPage,
-    Score,
-    State,
-    TaskAnswer,
-    TasksPage,
-    TransactionAnswer,
-)
+from api.http.schemas import ControlAnswer, Health, TaskAnswer, TasksPage
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.plan_ends import task_answer
-from api.monitor.reader import Reader
-from api.monitor.snapshot import Snapshot
-from api.monitor.verdict import Around, unready
+from api.monitor.reader import BackgroundReader
+from api.monitor.verdict import unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
 from eplb.errors import StaleRevision
 from eplb.policies.table import policy_named
-from telemetry.state.events import Event
 from telemetry.state.placements import CommittedPlacement
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import Task, TaskState
 
 ANY = "*"  # entity tag of whatever there is
 
+ANSWER = TypeAdapter(Any)  # writes an answer of whatever type as JSON
 MOST_MADE = 16  # answers that are kept; the largest has a megabyte
 
 T = TypeVar("T")
@@ -74,6 +47,7 @@ class AdminService:
         stalled_after_s: without a step for so long, the deployment is not ready.
         metrics_level: how many series /metrics has.
         supervision: what the process that supervises others knows; by default none does.
+        keeps_history: whether imbalance over time is kept, for which all runs are read.
         clock: of ``plan_wait_s``.
     """
 
@@ -85,21 +59,20 @@ class AdminService:
         stalled_after_s: float = 30.0,
         metrics_level: Level = "default",
         supervision: Callable[[], SupervisionView] = SupervisionView,
+        keeps_history: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
-        self._monitor = Monitor(store, history=History(), supervision=supervision)
-        self.reader = Reader(store, self._monitor, stalled_after_s=stalled_after_s)
-        self.feed = EventFeed(store)
-        self.metrics = Exposition(
-            store, self._monitor, metrics_level, reader=self.reader, feed=self.feed
+        self.monitor = Monitor(
+            store,
+            history=History() if keeps_history else None,
+            supervision=supervision,
+            stalled_after_s=stalled_after_s,
         )
+        self.reader, self.feed = BackgroundReader(self.monitor), EventFeed(store)
+        self.metrics = Exposition(self.monitor, metrics_level, reader=self.reader, feed=self.feed)
         self._of_reading, self._of_commit = _Made(), _Made()
-        self._plan_wait_s, self._stalled_after_s = plan_wait_s, stalled_after_s
-        self._clock = clock
-
-    def _snapshot(self) -> Snapshot:
-        return self.reader.reading().seen
+        self._plan_wait_s, self._clock = plan_wait_s, clock
 
     # -- questions
     def health(self) -> Health:
@@ -113,133 +86,29 @@ class AdminService:
             Refused: no run, ranks that are silent or frozen, no step or no leader for too long.
         """
         reading = self.reader.reading()
-        seen, leads = reading.seen, reading.leads
-        around = Around(leads.why_none, turn_age_s=leads.turn_age_s)
-        why_not = reading.unread or unready(seen, self._stalled_after_s, around)
-        if why_not is not None:
+        if (why_not := unready(reading)) is not None:
             raise Refused(ProblemType.NOT_READY, why_not)
-        return Health(detail=f"{len(seen.ranks)} ranks serve, at step {seen.step}")
+        ranks, step = reading.state.ranks, reading.state.step
+        return Health(detail=f"{len(ranks)} ranks serve, at step {step}")
 
-    def state(self) -> State:
-        """Everything at a glance."""
-        reading = self.reader.reading()
-        seen, leads, judged = reading.seen, reading.leads, reading.judged
-        latest = self._monitor.rebalances()[:1]
-        fields: dict[str, Any] = {
-            "verdict": judged.grade,
-            "reason": judged.reason,
-            "problems": list(judged.problems),
-            "leader": leads.leader,
-            "starting": leads.starting,
-            "led_s": leads.held_s,
-            "turn_age_s": leads.turn_age_s,
-            "last_rebalance": latest[0] if latest else None,
-        }
-        others = State.model_fields.keys() - fields.keys()
-        fields |= {name: getattr(seen, name) for name in others}
-        # Three digits are more than a picture shows, and a third of the bytes.
-        for name in ("heatmap", "expert_heat"):
-            heat = fields[name]
-            fields[name] = None if heat is None else _rows(heat)
-        return State.model_validate(fields, from_attributes=True)
+    def json(self, make: Callable[[], object], once_a_reading: str | None = None) -> bytes:
+        """Make an answer as JSON.
 
-    def once_a_reading(self, name: str, make: Callable[[], BaseModel]) -> bytes:
-        """Make an answer as JSON, once for each reading of the store: many may ask for it."""
-        return self._of_reading.get(self.reader.reading(), name, make)
+        Args:
+            make: the answer: a dataclass.
+            once_a_reading: its name, where it is made once for each reading in the background,
+                because many may ask for it.
+        """
+        if once_a_reading is None or not self.reader.is_running:
+            return ANSWER.dump_json(make())
+        return self._of_reading.get(self.reader.reading(), once_a_reading, make)
 
     def once_a_commit(
-        self, of: CommittedPlacement | None, name: str, make: Callable[[], BaseModel]
+        self, of: CommittedPlacement | None, name: str, make: Callable[[], object]
     ) -> bytes:
         """Make an answer as JSON, once as long as one placement serves."""
         key = None if of is None else (of.placement.generation, of.placement.hash, of.time)
         return self._of_commit.get(key, name, make)
-
-    def load(self, last: int) -> Load:
-        """The latest windows with their matrices."""
-        self._snapshot()
-        windows = self._monitor.windows(last)
-        return Load(
-            windows=[LoadWindow.model_validate(window) for window in windows],
-            tokens=[window.tokens.tolist() for window in windows],
-            rank_load=[window.received.tolist() for window in windows],
-        )
-
-    def imbalance(self, last: int) -> Imbalance:
-        """Imbalance over time, and where it was rebalanced."""
-        seen = self._snapshot()
-        return Imbalance(
-            windows=[Score.model_validate(score) for score in seen.series[-last:]],
-            rebalances=[Mark.model_validate(mark) for mark in seen.marks],
-        )
-
-    def drift(self) -> DriftAnswer:
-        """How far the load is from the one that the serving placement was planned on."""
-        found, generation = self.metrics.drift(), self._snapshot().generation
-        if found is None:
-            return DriftAnswer(generation=generation, overall=None, layers=None, noise=None)
-        return DriftAnswer(
-            generation=generation,
-            overall=found.overall,
-            layers=found.per_layer.tolist(),
-            noise=found.noise,
-        )
-
-    def history(self, seconds: int, points: int) -> HistoryAnswer:
-        """Imbalance of the latest stretch of time, of all runs."""
-        until = self._snapshot().time
-        since = until - seconds
-        return HistoryAnswer.model_validate(
-            {
-                "since": since,
-                "until": until,
-                "points": self._monitor.points(since, until, points),
-                "marks": self._monitor.history_marks(since, until),
-            },
-            from_attributes=True,
-        )
-
-    def rebalances(self, limit: int, before: int | None) -> RebalancesPage:
-        """Migrations of all runs below a plan id, newest first; None: from the newest."""
-        self._snapshot()
-        every = self._monitor.rebalances()
-        kept = [one for one in every if before is None or one.plan_id < before]
-        found, following = page_of(kept, limit, lambda one: one.plan_id)
-        return RebalancesPage(
-            rebalances=[RebalanceAnswer.model_validate(one) for one in found], next=following
-        )
-
-    def plan(self) -> PlanAnswer:
-        """The open migration and the last decision."""
-        seen = self._snapshot()
-        last = DecisionAnswer.model_validate(seen.decisions[-1]) if seen.decisions else None
-        return PlanAnswer(migration=self._migration(seen), last_decision=last)
-
-    def _migration(self, seen: Snapshot) -> MigrationAnswer | None:
-        migration, progress = self.store.published(), seen.migration
-        # It may have closed between the two reads: then there is none to show.
-        if migration is None or progress is None or migration.plan_id != progress.plan_id:
-            return None
-        by_source = Counter(move.source.name.lower() for move in migration.moves)
-        return MigrationAnswer(
-            progress=Progress.model_validate(progress),
-            moves_by_source=dict(by_source),
-            transactions=[
-                TransactionAnswer(
-                    layers=list(txn.layers), num_moves=len(txn.moves), num_rounds=len(txn.rounds)
-                )
-                for txn in migration.transactions
-            ],
-        )
-
-    def events(self, after: int, limit: int) -> EventsPage:
-        """Events past an id, oldest first."""
-        found, following = page_of(self.store.events(after=after, limit=limit + 1), limit, _id)
-        return EventsPage(events=[EventAnswer(**asdict(one)) for one in found], next=following)
-
-    def latest_events(self, limit: int) -> EventsPage:
-        """The latest events, oldest first."""
-        found = reversed(self.store.latest_events(limit=limit))
-        return EventsPage(events=[EventAnswer(**asdict(one)) for one in found], next=None)
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.
@@ -255,7 +124,7 @@ class AdminService:
     def tasks(self, state: TaskState, after: int, limit: int) -> TasksPage:
         """Tasks in a state past an id, oldest first."""
         kept = self.store.tasks(state, after=after, limit=limit + 1)
-        found, following = page_of(kept, limit, _id)
+        found, following = page_of(kept, limit, lambda one: one.id)
         return TasksPage(tasks=[task_answer(self.store, one) for one in found], next=following)
 
     # -- requests
@@ -425,13 +294,13 @@ class _Made:
     def __init__(self) -> None:
         self._made: tuple[object, dict[str, bytes]] = (None, {})
 
-    def get(self, of: object, name: str, make: Callable[[], BaseModel]) -> bytes:
+    def get(self, of: object, name: str, make: Callable[[], object]) -> bytes:
         known, made = self._made
         if known != of or len(made) >= MOST_MADE:
             self._made = _, made = of, {}
         answer = made.get(name)
         if answer is None:  # two threads at once both make it, and either is right
-            answer = made[name] = make().model_dump_json().encode()
+            answer = made[name] = ANSWER.dump_json(make())
         return answer
 
 
@@ -446,14 +315,3 @@ def page_of(
     """Return the first so many, and the number of the last of them if there are more."""
     page = found[:limit]
     return page, number(page[-1]) if len(found) > limit else None
-
-
-def _id(one: Event | Task) -> int:
-    return one.id
-
-
-def _rows(heat: NDArray[np.float64]) -> list[list[float] | None]:
-    """Rows of ratios; None for a layer without tokens."""
-    is_empty = np.isnan(heat[:, 0])  # [L]; a row is all NaN or has none
-    rows: list[list[float]] = np.round(heat, 3).tolist()
-    return [None if is_empty[layer] else row for layer, row in enumerate(rows)]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
-from eplb.declared import Setting, check_fields
+from eplb.declared import Meaning, Setting, check_fields
 from eplb.errors import EplbError
 from telemetry.state.lease import Lease
 
@@ -113,13 +113,17 @@ class ProcessView:
     """State of a process for metrics and readiness."""
 
     name: str
-    kind: str  # controller, checker, host_cache, http: the label of metrics
+    kind: Annotated[str, Meaning("controller, checker, host_cache or http", example="controller")]
     state: ProcessState
-    report_age_s: float | None  # since its last report, over restarts; None: it sends none
-    is_late: bool  # no report for half of the deadline
-    restarts: int  # since the deployment was started
-    reason: str  # of the latest end; empty: none yet
-    work: str = ""  # what it reports of its start; empty: it is not starting, or reports nothing
+    report_age_s: Annotated[
+        float | None, Meaning("time since its last report, over restarts; null: it sends none")
+    ]
+    is_late: Annotated[bool, Meaning("it has not reported for half of the deadline")]
+    restarts: Annotated[int, Meaning("restarts since the deployment was started")]
+    reason: Annotated[str, Meaning("reason of its latest end; empty: it never ended")]
+    work: Annotated[
+        str, Meaning("what it reports of its start; empty: it is not starting, or reports nothing")
+    ] = ""
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,15 @@ class SupervisionView:
     """What the supervising process knows and the store does not."""
 
     processes: tuple[ProcessView, ...] = ()
-    token_age_s: float | None = None  # since every rank last finished a step; None before the first
-    lease_age_s: float | None = None  # since the controller's lease was last renewed
-    unserved_s: float | None = None  # time without tokens around restarts of ranks, so far
+    token_age_s: Annotated[
+        float | None, Meaning("time since every rank last finished a step; null: before the first")
+    ] = None
+    lease_age_s: Annotated[
+        float | None, Meaning("time since the controller's lease was last renewed")
+    ] = None
+    unserved_s: Annotated[
+        float | None, Meaning("time without tokens around restarts of ranks, so far")
+    ] = None
 
 
 class Supervised:

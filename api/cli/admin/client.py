@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
 import httpx
@@ -95,19 +95,36 @@ def download(place: Place, path: str, **params: Any) -> Download:
     return Download(answer.content, answer.headers.get(NOTES, ""))
 
 
+@contextmanager
+def opened(place: Place) -> Iterator[Callable[..., httpx.Response]]:
+    """Open an API for any number of requests, one at a time: method, path below /api/v1, parts.
+
+    Raises:
+        AdminRefused, ConfigError, StoreError: as ``ask``, here and for each request.
+    """
+    with ExitStack() as stack:
+        client = _of_service(place.url, place.deployment) if place.url else _of_store(place, stack)
+        runner = stack.enter_context(asyncio.Runner())
+        stack.callback(lambda: runner.run(client.aclose()))
+
+        def send(method: str, path: str, **parts: Any) -> httpx.Response:
+            answer = runner.run(_sent(client, method, f"api/v1{path}", **parts))
+            if answer.status_code >= 400:
+                found = _json(answer)
+                detail = found.get("detail", found) if isinstance(found, dict) else found
+                raise AdminRefused(answer.status_code, str(detail))
+            return answer
+
+        yield send
+
+
 def _answer(
     place: Place, method: str, path: str, *, params: Mapping[str, Any], **parts: Any
 ) -> httpx.Response:
     """The answer to one request, unless it is a refusal."""
     given = {name: value for name, value in params.items() if value is not None}
-    with ExitStack() as stack:
-        client = _of_service(place.url, place.deployment) if place.url else _of_store(place, stack)
-        answer = asyncio.run(_sent(client, method, f"api/v1{path}", params=given, **parts))
-    if answer.status_code >= 400:
-        found = _json(answer)
-        detail = found.get("detail", found) if isinstance(found, dict) else found
-        raise AdminRefused(answer.status_code, str(detail))
-    return answer
+    with opened(place) as send:
+        return send(method, path, params=given, **parts)
 
 
 def _json(answer: httpx.Response) -> Any:
@@ -120,12 +137,11 @@ def _json(answer: httpx.Response) -> Any:
 
 
 async def _sent(client: httpx.AsyncClient, method: str, path: str, **parts: Any) -> httpx.Response:
-    async with client:
-        try:
-            return await client.request(method, path, **parts)
-        except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            where = client.base_url
-            raise ConfigError(f"no answer of a service at {where}: {exc or type(exc)}") from exc
+    try:
+        return await client.request(method, path, **parts)
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        where = client.base_url
+        raise ConfigError(f"no answer of a service at {where}: {exc or type(exc)}") from exc
 
 
 def _of_service(url: str, deployment: str | None) -> httpx.AsyncClient:

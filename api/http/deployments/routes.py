@@ -10,7 +10,7 @@ from starlette.requests import Request
 from api.http.deployments.choice import path_of
 from api.http.deployments.served import Deployments, Served
 from api.http.schemas import Answer
-from api.monitor.verdict import Grade
+from api.monitor.state import Grade
 from eplb.errors import StoreError
 
 if TYPE_CHECKING:
@@ -57,23 +57,22 @@ def add_deployment_routes(watch: APIRouter) -> None:
 
 def _line(one: Served, *, is_default: bool) -> DeploymentLine:
     try:
-        reading = one.service.reader.reading()
+        state = one.service.reader.reading().state
     except StoreError as exc:
         return _unread(one.name, str(exc), is_default=is_default)
-    seen, judged = reading.seen, reading.judged
     return DeploymentLine(
         name=one.name,
         path=path_of(one.name),
         is_default=is_default,
-        verdict=judged.grade,
-        reason=judged.reason,
-        problems=list(judged.problems),
-        run=seen.run,
-        step=seen.step,
-        generation=seen.generation,
-        num_ranks=len(seen.ranks),
-        imbalance=seen.last_score.measured if seen.last_score else None,
-        movement=seen.movement,
+        verdict=state.verdict,
+        reason=state.reason,
+        problems=list(state.problems),
+        run=state.run,
+        step=state.step,
+        generation=state.generation,
+        num_ranks=len(state.ranks),
+        imbalance=state.last_score.measured if state.last_score else None,
+        movement=state.movement,
     )
 
 

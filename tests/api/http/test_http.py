@@ -122,12 +122,13 @@ def test_only_ranks_that_report_and_make_progress_are_ready(
 
 
 def test_state_load_and_drift_are_those_of_the_store(client: httpx.Client) -> None:
-    state = client.get("/state").json()
+    state, heat = client.get("/state").json(), client.get("/heat").json()
     load = client.get("/load", params={"last": 4}).json()
     drift = client.get("/drift").json()
 
     assert (state["deployment"], state["run"], state["generation"]) == ("d", "a", 1)
-    assert state["heatmap"] == [[1.6, 0.4]]
+    assert (heat["run"], heat["window"], heat["ranks"]) == ("a", 0, [[1.6, 0.4]])
+    assert heat["experts"] == [[1.8, 0.6, 0.6]]
     assert state["last_score"]["measured"] == 1.6
     assert (state["movement"], state["observe"], state["migration"]) == (True, False, None)
     assert (load["tokens"], load["rank_load"]) == ([[[60, 20, 20]]], [[[80, 20]]])
@@ -516,4 +517,4 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 45
+    assert len(paths) == 46

@@ -11,14 +11,15 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from api.http.app import STATIC, create_app
 from api.http.deployments.served import Others
-from api.http.routes.anomalies import KINDS
+from api.monitor.anomalies import EventAnomaly
+from api.monitor.state import FindingKind
 from eplb import ModelShape, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from telemetry.state.runs import REPORT_EVERY_S, STEP_TIMES
@@ -561,4 +562,4 @@ def test_nothing_is_animated_and_every_module_is_preloaded(seen: Any) -> None:
 def test_every_kind_of_anomaly_has_an_advice(seen: Any) -> None:
     known = seen.evaluate("import('/static/anomalies.js').then((it) => Object.keys(it.ADVICE))")
 
-    assert sorted(known) == sorted(KINDS)
+    assert sorted(known) == sorted([*get_args(FindingKind), *get_args(EventAnomaly)])

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api.http.app import create_app
 from api.http.routes.events.feed import EventFeed
+from api.http.routes.watching import get_drift
 from api.http.service import AdminService
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition, metrics_text
@@ -102,7 +103,7 @@ def store() -> Iterator[StateStore]:
 def text_of(store: StateStore, now: float = NOW + 1, level: Level = "default") -> str:
     """What a process that has just been started exposes."""
     monitor = Monitor(store, history=History(), clock=lambda: now)
-    return metrics_text([Exposition(store, monitor, level)])[0].decode()
+    return metrics_text([Exposition(monitor, level)])[0].decode()
 
 
 def view_of(age_s: float, state: ProcessState, restarts: int) -> ProcessView:
@@ -136,7 +137,7 @@ def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: St
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1, 0.1, 0.0)
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
-    text = metrics_text([Exposition(store, monitor, "rank", feed=EventFeed(store))])[0].decode()
+    text = metrics_text([Exposition(monitor, "rank", feed=EventFeed(store))])[0].decode()
     families = list(text_string_to_metric_families(text))
 
     kinds = {one.name + "_total" * (one.type == "counter"): one.type for one in families}
@@ -297,7 +298,7 @@ def test_drift_is_measured_from_the_load_that_was_planned_on(store: StateStore) 
 
     assert before[("all",)] < 0.1
     assert after[("worst_layer",)] > after[("all",)] > 0.3
-    answer = AdminService(store).drift()
+    answer = get_drift(AdminService(store))
     assert answer.layers is not None
     shown = answer.generation, answer.overall, max(answer.layers)
     assert shown == (2, after[("all",)], after[("worst_layer",)])
@@ -325,7 +326,7 @@ def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
     both = view_of(0.5, ProcessState.RUNNING, 1), view_of(7.0, ProcessState.DEGRADED, 2)
     seen = SupervisionView(both, token_age_s=0.1, lease_age_s=3.0, unserved_s=50.0)
     monitor = Monitor(store, clock=lambda: NOW, supervision=lambda: seen)
-    found = figures_in(metrics_text([Exposition(store, monitor)])[0].decode())
+    found = figures_in(metrics_text([Exposition(monitor)])[0].decode())
 
     assert found["eplb_process_report_age_seconds"] == {("host_cache",): 7.0}
     assert found["eplb_process_up"] == {("host_cache",): 0}
@@ -370,7 +371,7 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
 
 def test_no_counter_falls_when_the_ranks_start_again(store: StateStore) -> None:
     monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
-    watching = Exposition(store, monitor)
+    watching = Exposition(monitor)
     store.add_event("error", {"where": "load", "message": "m", "samples": {"late": 3}})
     before = figures_in(metrics_text([watching])[0].decode())
     begin_run(store, "b", NOW, model=MODEL, window_steps=2)
