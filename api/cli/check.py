@@ -8,7 +8,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,7 +30,6 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.tree import profile_names
-from api.deploy.checks.finding import Finding
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
 from api.deploy.secret import Secret
@@ -38,6 +37,9 @@ from api.terminal.printable import printable
 from eplb.errors import EplbError
 from eplb.settings.loader import PROFILE_VARIABLE
 from rebalance.engines.fsck.report import report_of
+
+if TYPE_CHECKING:
+    from api.deploy.check import Finding
 
 FAULTY = 1
 
@@ -79,10 +81,8 @@ def check(
         _check_engine(engine, model_config)
         return
     # Imported here: it needs the extra "api".
+    from api.deploy.check import check_all, check_profiles, costs_of, lines_of
     from api.deploy.checkpoint import ACCEPT, accept_checkpoint
-    from api.deploy.checks.costs import costs_of, lines_of
-    from api.deploy.checks.host import check_all
-    from api.deploy.checks.profiles import check_profiles
     from api.deploy.first_placement import check_belongs
 
     try:
@@ -135,7 +135,7 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
 
 
 def _check_engine(command: str, model_config: Path | None) -> None:
-    from api.deploy.checks.engine import check_engine
+    from api.deploy.check import check_engine
 
     try:
         is_ok = _all_said(check_engine(command, model_config, os.environ))

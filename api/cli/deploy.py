@@ -14,9 +14,10 @@ from api.cli.config import named_settings
 from api.config.tree import Settings, load
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
+from api.processes.commands import Notifier, own_command, raise_descriptor_limit, set_title
 from api.terminal.logs import set_up_logging
 from api.terminal.printable import print_error
-from eplb.errors import EplbError
+from eplb.errors import ConfigError, EplbError
 from eplb.package_check import check_packages
 from eplb.precompile import compile_planner
 
@@ -30,7 +31,15 @@ Setting = Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE
 Host = Annotated[
     int | None, typer.Option(min=0, max=255, help="Number of this host; else by its address.")
 ]
-Command = Annotated[list[str], typer.Argument(help="The program of a rank, after --.")]
+Command = Annotated[
+    list[str] | None, typer.Argument(help="The program of a rank, or its arguments, after --.")
+]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        help="A Python module whose main() is the program of a rank: imported once for all ranks."
+    ),
+]
 
 
 def settings_of(config: Path | None, setting: list[str] | None, profile: str | None) -> Settings:
@@ -52,6 +61,7 @@ def deployment_of(
         ConfigError: the configuration cannot be used.
     """
     check_packages()
+    raise_descriptor_limit()
     settings = settings_of(config, setting, profile)
     set_up_logging(replace(settings.log, deployment=settings.deployment.name), process=process)
     return resolve(settings, os.environ)
@@ -60,6 +70,7 @@ def deployment_of(
 def refused(exc: EplbError) -> typer.Exit:
     """Print a refusal; returns what to raise."""
     print_error(exc)
+    Notifier().status(str(exc))
     return typer.Exit(BAD_INPUT)
 
 
@@ -87,11 +98,12 @@ def compile_kernels() -> None:
 
 
 def launch(
-    command: Command,
+    command: Command = None,
     config: Config = None,
     host: Host = None,
     setting: Setting = None,
     profile: Profile = None,
+    module: Module = None,
 ) -> None:
     """Start the ranks of this host: eplb launch -- CMD. Under torchrun: become one of them.
 
@@ -107,10 +119,15 @@ def launch(
         run_ranks,
     )
 
+    if not (command or module):
+        raise typer.BadParameter("expected the program of a rank after --, or --module")
     try:
         deployment = deployment_of(config, setting, "launch", profile)
-        here = Launch(deployment, host_here(deployment, host), command, os.environ)
+        here = Launch(deployment, host_here(deployment, host), command or [], os.environ, module)
+        set_title(f"launch {here.host}")
         if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
+            if module:
+                raise ConfigError("--module under torchrun, expected the program of a rank")
             check_torchrun(here)
             prepare_store(here)
             become_rank(here)
@@ -154,14 +171,13 @@ def host_cache(
 
 def serve(config: Config = None, setting: Setting = None, profile: Profile = None) -> None:
     """Run a controller, the REST API and the page until a signal; ranks are started elsewhere."""
-    from api.processes.children import import_for_children, preload_modules
+    from api.deploy.serve import serve as serve_until_signal
 
+    same = [word for one in setting or [] for word in ("--setting", one)]
+    same += ["--config", str(config)] if config else []
+    same += ["--profile", profile] if profile else []
     try:
         deployment = deployment_of(config, setting, "serve", profile)
-        preload_modules("api.processes.controller")
-        import_for_children()
-        from api.deploy.serve import serve as serve_until_signal
-
-        serve_until_signal(deployment, say)
+        serve_until_signal(deployment, own_command("controller", *same), say)
     except EplbError as exc:
         raise refused(exc) from exc

@@ -1,4 +1,4 @@
-"""What components are given of the tree and of code: the same for the demo and for a deployment."""
+"""What components are given of the tree."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class TopologySettings:
         ),
     ] = 0
     hosts: Annotated[
-        tuple[str, ...], Setting("address of each host; empty: one host, 127.0.0.1")
+        tuple[str, ...], Setting("address of each host; empty: all are this machine")
     ] = ()
     device: Annotated[Literal["cpu", "cuda"], Setting("where the ranks run")] = "cuda"
 
@@ -87,7 +87,7 @@ class TopologySettings:
             except ValueError as exc:
                 expected = f"numeric addresses, found {host!r}"
                 raise UnfitSetting("hosts", hosts, expected) from exc
-        if len(hosts) != self.nodes and (hosts or self.nodes > 1):
+        if hosts and len(hosts) != self.nodes:
             expected = f"{self.nodes} addresses, one for each of topology.nodes"
             raise UnfitSetting("hosts", hosts, expected)
         if len(set(hosts)) < len(hosts):
@@ -118,7 +118,9 @@ class NetworkSettings:
         Path | None,
         Setting("certificate of this host, for links with TLS; none: links are not encrypted"),
     ] = None
-    tls_key_file: Annotated[Path | None, Setting("its key, without a passphrase")] = None
+    tls_key_file: Annotated[
+        Path | None, Setting("key of the certificate, without a passphrase")
+    ] = None
     tls_ca_file: Annotated[
         Path | None, Setting("authorities that certificates of other hosts are accepted by")
     ] = None
@@ -153,14 +155,20 @@ class HttpSettings:
     """The HTTP service. Its limits are constants (``HttpLimits``)."""
 
     host: Annotated[
-        str, Setting("address that it listens on; not a loopback one: a secret", min_length=1)
+        str,
+        Setting(
+            "address that the service listens on; one that is not loopback needs a secret",
+            min_length=1,
+        ),
     ] = "127.0.0.1"
     port: Annotated[int, Setting("port; 0: any free one", at_most=65_535)] = 8765
     tls_certificate_file: Annotated[
         Path | None,
-        Setting("certificate with those up to its authority; none: http, without encryption"),
+        Setting("certificate, with those up to its authority; none: http, without encryption"),
     ] = None
-    tls_key_file: Annotated[Path | None, Setting("its key, without a passphrase")] = None
+    tls_key_file: Annotated[
+        Path | None, Setting("key of the certificate, without a passphrase")
+    ] = None
     deployments: Annotated[
         str,
         Setting(
@@ -176,7 +184,7 @@ class HttpSettings:
     metrics_host: Annotated[
         str,
         Setting(
-            "address of `eplb serve` for /metrics alone; not a loopback one: a secret; empty: none"
+            "address of `eplb serve` for /metrics alone, empty: none; not loopback: needs a secret"
         ),
     ] = ""
     metrics_port: Annotated[

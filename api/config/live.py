@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from typing import Annotated, Literal
 
 from api.config.reference import toml_value
 from api.config.tree import Settings
+from eplb.declared import Meaning
 from eplb.errors import ConfigError
 from eplb.settings.tree import Known
-from telemetry.state.live import LiveChange, LiveState, Value
+from telemetry.state.live import LiveState, Value
+
+
+@dataclass(frozen=True)
+class LiveSetting:
+    """One live setting of a deployment."""
+
+    name: str
+    value: Annotated[Value | None, Meaning("what applies; null: not known")]
+    source: Literal["live", "static"]
+    static: Annotated[Value | None, Meaning("with what the deployment was started")]
+    revision: Annotated[int | None, Meaning("revision that set the live value")]
+    time: Annotated[float | None, Meaning("when the live value was set")]
+    reason: Annotated[str | None, Meaning("why the live value was set")]
 
 
 @cache
@@ -42,36 +58,53 @@ def parsed_changes(texts: Mapping[str, str | None], *, given_by: str) -> dict[st
     return changes
 
 
+def settings_in(state: LiveState) -> list[LiveSetting]:
+    """Every live setting of a deployment."""
+    found = []
+    for name in live_settings():
+        is_live, change = name in state.live, state.changes.get(name)
+        found.append(
+            LiveSetting(
+                name,
+                state.effective.get(name),
+                "live" if is_live else "static",
+                state.static.get(name),
+                change.revision if change else None,
+                change.time if change else None,
+                change.reason if change else None,
+            )
+        )
+    return found
+
+
 def overriding(state: LiveState) -> list[str]:
     """Describe each live value that wins over another static one."""
     return [
-        f"{name} is {toml_value(value)} ({_when(state.changes.get(name))}), "
-        f"which wins over the setting {toml_value(state.static[name])}"
-        for name, value in state.live.items()
-        if name in state.static and state.static[name] != value
+        f"{one.name} is {toml_value(one.value)} ({_when(one)}), "
+        f"which wins over the setting {toml_value(one.static)}"
+        for one in settings_in(state)
+        if one.source == "live" and one.static not in (None, one.value)
     ]
 
 
 def live_page(deployment: str, state: LiveState) -> str:
     """The live settings of a deployment as TOML, with the source of each value."""
-    lines = [f"# live settings of deployment {deployment}, revision {state.revision}"]
-    static, section = state.static, ""
-    for name, known in live_settings().items():
-        if known.section != section:
-            section = known.section
+    lines, section = [f"# live settings of deployment {deployment}, revision {state.revision}"], ""
+    for one in settings_in(state):
+        if live_settings()[one.name].section != section:
+            section = live_settings()[one.name].section
             lines += ["", f"[{section}]"]
-        value = state.effective.get(name)
-        shown = f"{name} = {toml_value(value)}"
-        source = "static" if name in static else "not set by the deployment"
-        if name in state.live:
-            before = f"; static: {toml_value(static[name])}" if name in static else ""
-            source = f"live, {_when(state.changes.get(name))}{before}"
-        lines.append(f"{'# ' * (value is None)}{shown:<32} # {source}")
+        source = "static" if one.static is not None else "not set by the deployment"
+        if one.source == "live":
+            before = "" if one.static is None else f"; static: {toml_value(one.static)}"
+            source = f"live, {_when(one)}{before}"
+        shown = f"{one.name} = {toml_value(one.value)}"
+        lines.append(f"{'# ' * (one.value is None)}{shown:<32} # {source}")
     return "\n".join(lines) + "\n"
 
 
-def _when(change: LiveChange | None) -> str:
-    if change is None:
+def _when(setting: LiveSetting) -> str:
+    if setting.time is None:
         return "of an unknown revision"
-    clock = f"{datetime.fromtimestamp(change.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return f"revision {change.revision}, {clock}: {change.reason}"
+    clock = f"{datetime.fromtimestamp(setting.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"revision {setting.revision}, {clock}: {setting.reason}"

@@ -23,24 +23,24 @@ place wins over an earlier one:
 1. the defaults below,
 2. a TOML file (`--config FILE`, or the one that `EPLB_CONFIG` names),
 3. environment variables: `EPLB_` and the name in capitals, with two underscores for the point,
-4. flags (`--ranks 4`),
+4. flags (`--layers 4`),
 5. `--setting NAME=VALUE`.
 
 A setting is named `section.name`; the name alone will do where only one section has it, and for the
 short names in brackets below:
 
 ```toml
-ranks = 4               # demo.ranks, EPLB_RANKS
+layers = 4              # model.layers, EPLB_LAYERS
 [planner]
 policy = "greedy"       # planner.policy, EPLB_POLICY
 [host_link]
 silence_s = 5.0         # EPLB_HOST_LINK__SILENCE_S: transport.silence_s exists too
 ```
 
-Paths in `EPLB_TEXT` are separated by colons, addresses in `EPLB_TOPOLOGY__HOSTS` by commas. The
-secret of a deployment is no setting: `EPLB_SECRET` holds it, or the file that `network.secret_file`
-names. A file may describe several deployments of one model as profiles, of which `--profile` or
-`EPLB_PROFILE` chooses one ([deployment-profiles.md](deployment-profiles.md)).
+Addresses in `EPLB_TOPOLOGY__HOSTS` are separated by commas. The secret of a deployment is no
+setting: `EPLB_SECRET` holds it, or the file that `network.secret_file` names. A file may describe
+several deployments of one model as profiles, of which `--profile` or `EPLB_PROFILE` chooses one
+([deployment-profiles.md](deployment-profiles.md)).
 
 Settings marked *live* can be changed in the load store while the deployment runs: the switches take
 effect at once, the others with the next turn of the controller. A live value wins over that of the
@@ -86,7 +86,7 @@ def _row(known: Known) -> str:
 def _range(about: Setting) -> str:
     """The bounds of a number; "": any from 0."""
     least = f"above {about.above}" if about.at_least is None else str(about.at_least)
-    if about.at_most == MOST:
+    if about.at_most is None or about.at_most >= MOST:
         return "" if least == "0" else f"{least} or more" if least[0] != "a" else least
     return f"{least} to {about.at_most}"
 

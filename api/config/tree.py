@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar
 
-from api.config.demo import CUDA_DEFAULTS, DemoSettings
 from api.config.deployment import (
     HttpSettings,
     ModelSettings,
@@ -43,9 +42,7 @@ class Settings(SettingsTree):
     """Every setting, by section."""
 
     defaults: ClassVar = {"controller.stage": "observe"}  # a new deployment moves nothing
-    defaults_at: ClassVar = {("demo.device", "cuda"): CUDA_DEFAULTS}
 
-    demo = Section("The model, the load and the length of `eplb demo`.", DemoSettings)
     deployment = Section("What runs where.", DeploymentSettings)
     model = Section(
         "The model of a deployment: shapes, or a checkpoint whose `config.json` gives them. A "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from api.config.addresses import is_loopback
 from api.config.components import host_cache_settings, pace_of, reporting
-from api.config.demo import DEFAULT_REDUNDANCY
 from api.config.deployment import RecordSources
 from api.config.live import static_layer
 from api.config.tree import Settings
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from rebalance.preload.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
-LOOPBACK = "127.0.0.1"
 JOURNAL_FOLDER = "journal"  # in the state folder
+DEFAULT_REDUNDANCY = 1.25  # slots over experts where topology.slots_per_rank is 0
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Deployment:
     def host_cache_address(self, host: int) -> HostCacheAddress:
         """Where ranks of a host find its cache."""
         key = self.secret.derived(f"host cache {host}", 16)
-        return HostCacheAddress(f"{self.name}-host{host}", key)
+        return HostCacheAddress(f"{self.name}-host{host}-{self.hosts[host]}", key)
 
     @property
     def host_cache(self) -> HostCacheSettings:
@@ -217,7 +216,9 @@ def resolve(
         CheckpointError: the checkpoint's folder cannot be read.
     """
     _ = settings.network.tls, settings.http.certificate  # refused where one of the files is not set
-    hosts = tuple(settings.topology.hosts) or (LOOPBACK,)
+    # Without addresses all hosts are this machine.
+    own = (f"127.0.0.{host + 1}" for host in range(settings.topology.nodes))
+    hosts = tuple(settings.topology.hosts or own)
     is_remote = any(not is_loopback(host) for host in hosts)
     if is_remote and len(hosts) > 1 and (path := file_of(settings.deployment.store)) is not None:
         raise ConfigError(
@@ -225,7 +226,7 @@ def resolve(
             f"expected a server that all {len(hosts)} hosts reach, as redis://HOST:PORT"
         )
     model = model_shape(settings.model)
-    topology = _topology(settings, model)
+    topology = topology_of(settings, model)
     return Deployment(settings, secret or secret_of(settings, environ), hosts, model, topology)
 
 
@@ -249,7 +250,12 @@ def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = T
     )
 
 
-def _topology(settings: Settings, model: ModelShape) -> Topology:
+def topology_of(settings: Settings, model: ModelShape) -> Topology:
+    """Give the ranks of a deployment and their slots.
+
+    Raises:
+        ConfigError: too few slots for the experts, or more than can be used.
+    """
     given = settings.topology
     num_ranks = given.nodes * given.ranks_per_node
     least = math.ceil(model.num_experts / num_ranks)

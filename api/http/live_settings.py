@@ -6,11 +6,11 @@ The revision is the entity tag of the settings. A change names the one that it h
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, create_model
 
-from api.config.live import live_settings
+from api.config.live import LiveSetting, live_settings, settings_in
 from api.http.problems import ProblemType, Refused
 from api.http.requests import WHOLE, Body, Policy, Reason
 from api.http.schemas import Answer
@@ -20,23 +20,11 @@ from telemetry.state.live import LiveState
 from telemetry.state.store import StateStore
 
 
-class SettingAnswer(Answer):
-    """One live setting."""
-
-    name: str
-    value: bool | int | float | str | None = Field(description="what applies; null: not known")
-    source: Literal["live", "static"]
-    static: bool | int | float | str | None = Field(description="with what it was started")
-    revision: int | None = Field(description="that set the live value")
-    time: float | None = Field(description="when the live value was set")
-    reason: str | None = Field(description="why the live value was set")
-
-
 class SettingsAnswer(Answer):
     """Every live setting; the revision is the entity tag too."""
 
     revision: int
-    settings: list[SettingAnswer]
+    settings: list[LiveSetting]
 
 
 def _fields() -> dict[str, Any]:
@@ -74,9 +62,7 @@ def entity_tag(answer: SettingsAnswer) -> str:
 
 def settings_answer(state: LiveState) -> SettingsAnswer:
     """Give every live setting with its source."""
-    return SettingsAnswer(
-        revision=state.revision, settings=[_setting(name, state) for name in live_settings()]
-    )
+    return SettingsAnswer(revision=state.revision, settings=settings_in(state))
 
 
 def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> SettingsAnswer:
@@ -105,17 +91,3 @@ def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> Se
         return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
     except StaleRevision as exc:
         raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
-
-
-def _setting(name: str, state: LiveState) -> SettingAnswer:
-    live, static = state.live.get(name), state.static.get(name)
-    change = state.changes.get(name)
-    return SettingAnswer(
-        name=name,
-        value=static if live is None else live,
-        source="static" if live is None else "live",
-        static=static,
-        revision=change.revision if change else None,
-        time=change.time if change else None,
-        reason=change.reason if change else None,
-    )

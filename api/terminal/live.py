@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Literal
 
 from rich.console import Console
 from rich.live import Live
 
-from api.config.demo import View
 from api.monitor.monitor import Monitor
 from api.monitor.scores import heat_of
 from api.monitor.state import Grade, WindowScore
@@ -18,6 +18,7 @@ from api.terminal.printable import printable
 from eplb.errors import EplbError
 from telemetry.state.events import Event
 
+View = Literal["auto", "live", "plain", "off"]
 PERIOD_S = 0.5
 STOP_TIMEOUT_S = 10.0
 KEPT_ANOMALIES = 3  # the picture has room for two

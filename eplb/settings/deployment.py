@@ -20,7 +20,7 @@ class DeploymentSettings:
     name: Annotated[
         str,
         Setting(
-            "name in the store and on the hosts; the demo is always `demo`",
+            "name in the store and on the hosts",
             short="deployment_name",
             min_length=1,
             max_length=64,
@@ -48,23 +48,24 @@ class DeploymentSettings:
 class WindowSettings:
     """Load windows, in steps of the engine."""
 
-    window_tokens: Annotated[int, Setting("tokens of all ranks in a load window", at_least=1)] = (
-        16384
-    )
     window_steps: Annotated[
         int,
         Setting(
-            "forward passes in a load window of a deployment; the demo has window_tokens",
+            "forward passes in a load window; the demo: as many as 16,384 tokens of all ranks take",
             at_least=1,
         ),
     ] = 64
     sample_steps: Annotated[
-        int, Setting("forward passes in a sample, a divisor of window_steps", at_least=1)
+        int,
+        Setting(
+            "forward passes in a sample, a divisor of window_steps; the demo: a quarter of them",
+            at_least=1,
+        ),
     ] = 16
     window_seconds: Annotated[
         float,
         Setting(
-            "length of a load window; 0: window_steps, or as many steps as window_tokens take",
+            "length of a load window; 0: window_steps",
             unit="s",
             at_most=3600,
         ),

@@ -45,7 +45,7 @@ NOT_SETTINGS = frozenset(
 )
 PROFILES = "profiles"  # the table of all
 PROFILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
-SHARED_SECTIONS = ("demo", "model")
+SHARED_SECTIONS = ("model",)
 NAME, STATE_DIR, STORE = "deployment.name", "deployment.state_dir", "deployment.store"
 
 # Settings of earlier versions, by what is in their place.
@@ -71,6 +71,34 @@ _REMOVED = {
     ),
 }
 REMOVED = {path: reason for reason, paths in _REMOVED.items() for path in paths.split()}
+REMOVED |= {f"demo.{name}": f"it is topology.{name}" for name in ("device", "nodes", "spare_slots")}
+REMOVED |= {
+    f"demo.{name}": f"it is model.{name}"
+    for name in ("precision", "layers", "experts", "top_k", "hidden", "intermediate")
+}
+REMOVED |= {
+    f"demo.{name}": f"it is the option --{name.replace('_', '-')} of eplb demo"
+    for name in (
+        "check_every",
+        "dispatcher",
+        "resume",
+        "seconds",
+        "seed",
+        "serve",
+        "text",
+        "tokens_per_rank",
+        "trace",
+        "view",
+    )
+}
+REMOVED |= {
+    "demo.json_path": "it is the option --json of eplb demo",
+    "demo.join": "demos share a store under names of their own, by deployment.name",
+    "demo.shared_experts": "the demo's model has one",
+    "demo.ranks": "it is topology.ranks_per_node",
+    "demo.slots": "it is topology.slots_per_rank",
+    "telemetry.window_tokens": "it is telemetry.window_steps",
+}
 
 
 @dataclass(frozen=True)
@@ -149,6 +177,7 @@ def load(
         if path in values
     }
     values = dict(defaults or {}) | read
+    places = dict.fromkeys(defaults or {}, f"{DEFAULTS} of the command") | places
     for (path, value), more in tree.defaults_at.items():
         if values.get(path) == value:
             places = dict.fromkeys(more, f"{DEFAULTS} of {path} {value}") | places
@@ -166,7 +195,7 @@ def load(
 
 def flag_name(key: str) -> str:
     """The command-line flag of a setting."""
-    return "--json" if key == "json_path" else "--" + key.replace("_", "-")
+    return "--" + key.replace("_", "-")
 
 
 def profile_names(

@@ -36,11 +36,13 @@ class NetworkConfig:
     join_deadline_s: Annotated[
         float,
         Setting(
-            "for all ranks to form a group, and to reach the host cache", above=0, at_most=3600
+            "deadline for all ranks to form a group, and to reach the host cache",
+            above=0,
+            at_most=3600,
         ),
     ] = 60.0
     fill_deadline_s: Annotated[
-        float, Setting("for all ranks to load their first experts", above=0, at_most=3600)
+        float, Setting("deadline for all ranks to load their first experts", above=0, at_most=3600)
     ] = 120.0
 
     def __post_init__(self) -> None:

@@ -51,13 +51,13 @@ class EngineSettings:
         Setting("phase of the engine's forward passes; auto: by its scheduler's output"),
     ] = "auto"
     plan_time_ms: Annotated[
-        float, Setting("search of one plan, counted in steps", above=0, at_most=60_000)
+        float, Setting("search time of one plan, counted in steps", above=0, at_most=60_000)
     ] = 16.0
     max_moved: Annotated[
         float, Setting("part of all slots that a plan after the first may move", at_most=1)
     ] = 0.1
     load_deadline_s: Annotated[
-        float, Setting("for all ranks to load the plug-in", above=0, at_most=3600)
+        float, Setting("deadline for all ranks to load the plug-in", above=0, at_most=3600)
     ] = 60.0
 
     def __post_init__(self) -> None:

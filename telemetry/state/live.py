@@ -3,7 +3,7 @@
 Two layers. The static one has the values with which the deployment was started; each start replaces
 it. The live one has what was set since, and wins: it outlasts restarts, so that no start switches
 on what an operator has switched off. Only switches that let weights move end with the next start,
-and a value that was set for a time ends with it (``expired``).
+and a value that was set for a time ends with it (``expire_live``).
 Every change has a revision, which a writer may compare first.
 
 A store keeps one ``LiveState`` for each deployment: values by name. What settings there are, and
@@ -135,22 +135,34 @@ class LivePart(Part):
 
         def decision(change: Change) -> LiveState:
             state = _live_in(change)
-            over = expired(state, change.time)
+            over = [name for name, end in state.until.items() if end <= change.time]
             if not over:
                 return state
-            reason = f"{EXPIRED}: {state.changes[next(iter(over))].reason}"
-            return _change(change, over, expected=None, reason=reason)
+            reason = f"{EXPIRED}: {state.changes[over[0]].reason}"
+            return _change(change, dict.fromkeys(over), expected=None, reason=reason)
 
         return self.backend.decide("expiry of live settings", decision)
 
     def set_static(self, static: Mapping[str, Value], *, reason: str) -> LiveState:
         """Set with what the deployment was started; live values stay, and win.
 
-        Not those of a switch that lets weights move: the start may forbid it.
+        Not those of a switch that lets weights move: a start may be stricter than what an operator
+        has set before it, and is never less strict.
         """
 
         def decision(change: Change) -> LiveState:
-            state = put_live(change, started(_live_in(change), static))
+            state, free = _live_in(change), vars(Control())
+            dropped = [name for name in SWITCHES if state.live.get(name) is free[name]]
+            state = put_live(
+                change,
+                LiveState(
+                    state.revision + 1,
+                    dict(static),
+                    _without(state.live, dropped),
+                    _without(state.changes, dropped),
+                    _without(state.until, dropped),
+                ),
+            )
             note(change, "control", _control_detail(state, reason))
             return state
 
@@ -171,28 +183,6 @@ def put_live(change: Change, state: LiveState) -> LiveState:
     state = replace(state, revision=change.give_out("live", revision))
     change.put(HEAD, LIVE, encode(state))
     return state
-
-
-def expired(state: LiveState, now: float) -> dict[str, Value | None]:
-    """Return the changes that remove live values whose time has passed; mostly none."""
-    return {name: None for name, end in state.until.items() if end <= now}
-
-
-def started(state: LiveState, static: Mapping[str, Value]) -> LiveState:
-    """Return the state after a start with other static values.
-
-    Live values stay, but for switches that let weights move: a start may be stricter than what an
-    operator has set before it, and is never less strict.
-    """
-    free = vars(Control())
-    dropped = {name for name in SWITCHES if state.live.get(name) is free[name]}
-    return LiveState(
-        state.revision + 1,
-        dict(static),
-        _without(state.live, dropped),
-        _without(state.changes, dropped),
-        _without(state.until, dropped),
-    )
 
 
 def _without(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:

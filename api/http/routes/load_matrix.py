@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -21,8 +22,9 @@ from api.http.routes.load_files import (
     write_load,
 )
 from api.http.routes.request_parts import service_of
-from api.http.schemas import Answer
+from api.monitor.state import EPOCH
 from eplb.core.load import Phase
+from eplb.declared import Meaning
 from telemetry.load.load_range import load_rows
 
 if TYPE_CHECKING:
@@ -36,27 +38,30 @@ Time = Annotated[float, Field(ge=0, le=1e11, description="seconds since the epoc
 _making = threading.BoundedSemaphore(AT_ONCE)
 
 
-class WindowOfMatrix(Answer):
+@dataclass(frozen=True)
+class WindowOfMatrix:
     """One row of the matrix."""
 
     run: str
     phase: Phase
-    time: float = Field(description="at which it ends", examples=[1790000000.0])
-    seconds: int = Field(description="0: a window of samples; 60 or 3600: a roll-up")
+    time: Annotated[float, Meaning("time at which it ends", unit=EPOCH, example=1790000000.0)]
+    seconds: Annotated[int, Meaning("0: a window of samples; 60 or 3600: a roll-up")]
     first_step: int
     last_step: int
-    generation: int = Field(description="the newest that served")
-    missing_ranks: int = Field(description="that sent nothing, or not all of a window")
+    generation: Annotated[int, Meaning("newest generation that served")]
+    missing_ranks: Annotated[int, Meaning("ranks that sent nothing, or not all of a window")]
 
 
-class LoadMatrix(Answer):
+@dataclass(frozen=True)
+class LoadMatrix:
     """Load over a range of time, oldest first."""
 
     of: Of
-    shape: list[int] = Field(description="of the values", examples=[[720, 58, 256]])
-    values: list[list[list[int]] | list[float]] = Field(
-        description="[T, L, E] tokens of experts, [T, L, R] of ranks, or [T, 6] of windows"
-    )
+    shape: Annotated[list[int], Meaning("shape of the values", example=[720, 58, 256])]
+    values: Annotated[
+        list[list[list[int]] | list[float]],
+        Meaning("[T, L, E] tokens of experts, [T, L, R] of ranks, or [T, 6] of windows"),
+    ]
     windows: list[WindowOfMatrix]
 
 

@@ -31,10 +31,12 @@ from eplb.fitting.pins import Pins, fitting_pins
 SHOWN = 32  # uncovered experts, and pins, that an event lists
 MOST_SLOTS = 2**31
 SHOWN_TEXT = 4096  # characters of a setting; 320 ranks with speeds of two digits take 2,800
-_PIN_PARTS = re.compile(
-    r"(?P<layer>\*|[0-9]{1,6})/(?P<expert>[0-9]{1,6}):(?P<ranks>[0-9]{1,6}(\+[0-9]{1,6})*)"
-)
-_CORDON_PARTS = re.compile(r"(?P<rank>[0-9]{1,6}):(?P<cordon>cordon|drain)")
+# Entries of lists, as texts may write them; that nothing is named twice is left to the readers.
+_NUMBER = r"[0-9]{1,6}"
+_SPEED = rf"{_NUMBER}:(0\.[0-9]{{0,6}}[1-9]|[1-9][0-9]{{0,5}}(\.[0-9]{{1,6}})?)"
+_POINT = rf"{_NUMBER}:(0\.[0-9]{{0,6}}[1-9]|[1-9][0-9]{{0,8}}(\.[0-9]{{1,6}})?)"
+_PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
+_CORDON = rf"{_NUMBER}:(cordon|drain)"
 
 
 def curve_of(text: str) -> Curve:
@@ -95,13 +97,13 @@ def read_pins(text: str) -> dict[Which, tuple[int, ...]]:
     """
     pins: dict[Which, tuple[int, ...]] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        found = _PIN_PARTS.fullmatch(part)
-        ranks = tuple(map(int, found["ranks"].split("+"))) if found else ()
         which: Which = -1
-        if found:
-            expert = int(found["expert"])
-            which = expert if found["layer"] == "*" else (int(found["layer"]), expert)
-        if not found or which in pins or len(set(ranks)) < len(ranks):
+        ranks: tuple[int, ...] = ()
+        if re.fullmatch(_PIN, part):
+            layer, expert, *named = re.split(r"[/:+]", part)
+            which = int(expert) if layer == "*" else (int(layer), int(expert))
+            ranks = tuple(map(int, named))
+        if not ranks or which in pins or len(set(ranks)) < len(ranks):
             raise ConfigError(
                 f"pins has {part!r}, expected layer/expert:rank+rank for each expert of a layer "
                 "once and each rank once, such as '3/17:0+4, */5:2'"
@@ -132,13 +134,13 @@ def read_cordons(text: str) -> dict[int, Cordon]:
     """
     cordons: dict[int, Cordon] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        found = _CORDON_PARTS.fullmatch(part)
-        if not found or int(found["rank"]) in cordons:
+        rank, _, cordon = part.partition(":")
+        if not re.fullmatch(_CORDON, part) or int(rank) in cordons:
             raise ConfigError(
                 f"cordons has {part!r}, expected rank:cordon or rank:drain for each rank once, "
                 "such as '3:cordon, 7:drain'"
             )
-        cordons[int(found["rank"])] = Cordon(found["cordon"])
+        cordons[int(rank)] = Cordon(cordon)
     return cordons
 
 
@@ -155,14 +157,6 @@ def _pairs(text: str) -> Iterator[tuple[str, int, float]]:
             yield part, int(number), float(figure)
         except ValueError:
             yield part, -1, -1.0
-
-
-# Lists of figures as a request may write them; that nothing is named twice is left to the readers.
-_NUMBER = r"[0-9]{1,6}"
-_SPEED = rf"{_NUMBER}:(0\.[0-9]{{0,6}}[1-9]|[1-9][0-9]{{0,5}}(\.[0-9]{{1,6}})?)"
-_POINT = rf"{_NUMBER}:(0\.[0-9]{{0,6}}[1-9]|[1-9][0-9]{{0,8}}(\.[0-9]{{1,6}})?)"
-_PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
-_CORDON = rf"{_NUMBER}:(cordon|drain)"
 
 
 def _list_of(item: str) -> str:

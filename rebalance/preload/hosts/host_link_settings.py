@@ -33,14 +33,15 @@ class HostLinkSettings:
     bytes_per_second: Annotated[
         float,
         Setting(
-            "that a host cache receives, and as much that it sends",
+            "rate at which a host cache receives, and at which it sends",
             unit="bytes/s",
             above=0,
             at_most=10**15,
         ),
     ] = SERVING_BYTES_PER_SECOND
     silence_s: Annotated[
-        float, Setting("without a byte, after which a host counts as dead", above=0, at_most=3600)
+        float,
+        Setting("time without a byte after which a host counts as dead", above=0, at_most=3600),
     ] = 2.0
     # Not settings: the bandwidth is limited above, and a record of 44 MB takes 35 ms of it.
     max_transfers: int = 4  # records that are sent at a time; further ones take turns

@@ -31,12 +31,15 @@ class RankLinkSettings:
     addresses: tuple[HostAddress, ...]  # of all ranks, in their order
     secret: bytes = field(repr=False)  # of the deployment; clients without it are refused
     bytes_per_second: Annotated[
-        float, Setting("that a rank sends to others", unit="bytes/s", above=0, at_most=10**15)
+        float,
+        Setting(
+            "rate at which a rank sends to other ranks", unit="bytes/s", above=0, at_most=10**15
+        ),
     ] = SERVING_BYTES_PER_SECOND
     silence_s: Annotated[
         float,
         Setting(
-            "without a byte, after which a rank counts as unreachable and the next source is asked",
+            "time without a byte after which a rank is unreachable and the next source is asked",
             above=0,
             at_most=3600,
         ),

@@ -17,9 +17,8 @@ from api.config.live import static_layer
 from api.config.reference import reference_page
 from api.config.tree import Settings
 from api.config.tree import load as load_tree
-from api.demo.setup import begin, prepare
-from api.demo.state_dir import StateDir
-from api.demo.workers.plan import WorkerPlan
+from api.deploy.deployment import Deployment
+from api.deploy.first_placement import ensure_first_placement
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
@@ -33,27 +32,19 @@ from telemetry.load.reporter import Tempo
 from telemetry.state.live import SWITCHES, Control
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
+from tests.support.deployments import deployment_in
 from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
-SMALL = {
-    "layers": 1,
-    "experts": 8,
-    "top_k": 2,
-    "hidden": 8,
-    "intermediate": 8,
-    "other_hosts": "off",
-}
-
-# Names that `eplb demo` has had as settings. None of them may stop working unannounced.
+# Names without a section that people have written into files.
 OLD_NAMES = """
-    device precision dispatcher nodes ranks layers experts top_k slots spare_slots host_cache_mode
-    host_cache_records other_hosts record_file hidden intermediate shared_experts tokens_per_rank
-    window_tokens seconds text trace seed policy observe movement join serve host port json_path
+    device precision nodes layers experts top_k spare_slots host_cache_mode
+    host_cache_records other_hosts record_file hidden intermediate
+    policy observe movement host port
     state_dir store spool_dir spool_mb store_interval window_seconds keep_samples_s
-    keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows resume
+    keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows
     restart_after_death process_restarts restart_delay_s hung_after_s
-    scrub_every_steps plan_deadline_s vote_deadline_s check_every metrics_level view
+    scrub_every_steps plan_deadline_s vote_deadline_s metrics_level
 """
 
 
@@ -67,11 +58,8 @@ def refusal(named: dict[str, Any] | None = None, **environ: str) -> str:
     return str(caught.value)
 
 
-def plan_of(tmp_path: Path, named: dict[str, Any]) -> WorkerPlan:
-    text = tmp_path / "text"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
-    with closing(StateDir(tmp_path / "state")) as state:
-        return prepare(load(SMALL | {"text": [text]} | named), state)
+def deployment_of(tmp_path: Path, named: dict[str, Any]) -> Deployment:
+    return deployment_in(tmp_path, **{name.replace(".", "__"): one for name, one in named.items()})
 
 
 def test_reference_page_is_what_the_code_writes() -> None:
@@ -88,7 +76,7 @@ def test_example_of_the_reference_page_loads(tmp_path: Path) -> None:
     settings = load_tree({}, config=file, environ={})
 
     silence_s = settings.value(Settings.known["host_link.silence_s"])
-    assert (settings.demo.ranks, settings.controller.policy, silence_s) == (4, "greedy", 5.0)
+    assert (settings.model.layers, settings.controller.policy, silence_s) == (4, "greedy", 5.0)
     assert settings.value(Settings.known["transport.silence_s"]) == RankLinkSettings.silence_s
 
 
@@ -140,7 +128,7 @@ def test_setting_without_short_name_is_reported_by_its_full_name() -> None:
 
 
 def test_setting_under_both_names_in_one_place_is_refused() -> None:
-    assert "'ranks' and as 'demo.ranks'" in refusal({"ranks": "4", "demo.ranks": "2"})
+    assert "'layers' and as 'model.layers'" in refusal({"layers": "4", "model.layers": "2"})
 
 
 def test_section_that_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -161,18 +149,21 @@ def test_store_url_with_a_password_is_refused_without_showing_it() -> None:
 
 
 def test_default_settings_are_the_defaults_of_every_component(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, {})
+    deployment = deployment_of(tmp_path, {})
+    description = deployment.description()
 
-    usual = RankConfig("demo", plan.ranks.sample_steps, plan.ranks.staging_experts)
+    config = description.config
+    usual = RankConfig("demo", config.sample_steps, config.staging_experts)
     for name in ("vote_every", "vote_deadline_s", "plan_deadline_s", "scrub_every_steps", "batch"):
-        assert getattr(plan.ranks, name) == getattr(usual, name), name
-    assert plan.ranks.stage == StageSettings()
+        assert getattr(config, name) == getattr(usual, name), name
+    assert config.stage == StageSettings()
     assert StageBudgets().on("cuda") == StageSettings.while_serving()
-    assert plan.controller == ControllerSettings(pace=plan.controller.pace, seed=1, stage="observe")
+    controller = deployment.controller
+    assert controller == ControllerSettings(pace=controller.pace, stage="observe")
 
 
 def test_settings_reach_the_components(tmp_path: Path) -> None:
-    plan = plan_of(
+    deployment = deployment_of(
         tmp_path,
         {
             "vote_every": "3",
@@ -191,16 +182,17 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
         },
     )
 
-    ranks, controller = plan.ranks, plan.controller
-    assert (ranks.vote_every, ranks.plan_deadline_s, ranks.reporting.spool_mb) == (3, 2.5, 3)
-    assert ranks.reporting.tempo == Tempo(0.0, 0.75)
+    config, controller = deployment.description().config, deployment.controller
+    assert (config.vote_every, config.plan_deadline_s, config.reporting.spool_mb) == (3, 2.5, 3)
+    assert config.reporting.tempo == Tempo(0.0, 0.75)
     assert controller.retention == Retention(keep_hours_s=240.0)
     assert (controller.policy, controller.budget.max_moves) == ("greedy", 5)
     assert (controller.triggers.interval_s, controller.request.min_domains) == (60.0, 2)
-    assert ranks.rank_links is not None
-    assert plan.host_cache.links is not None
-    assert (ranks.rank_links.silence_s, plan.host_cache.links.silence_s) == (1.25, 2.0)
-    stage, usual = ranks.stage_on("cpu"), StageSettings()
+    assert config.rank_links is not None
+    cache = deployment.host_cache
+    assert cache.links is not None
+    assert (config.rank_links.silence_s, cache.links.silence_s) == (1.25, 2.0)
+    stage, usual = config.stage_on("cpu"), StageSettings()
     assert (stage.network.bytes_per_second, stage.host.bytes_per_second) == (1000.0, 2000.0)
     assert (stage.peer.chunk_bytes, stage.in_flight) == (usual.peer.chunk_bytes, usual.in_flight)
 
@@ -209,20 +201,20 @@ def test_config_command_prints_values_their_places_and_no_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "eplb.toml"
-    file.write_text("[demo]\nlayers = 3\n")
+    file.write_text("[model]\nlayers = 3\n")
     monkeypatch.setenv("EPLB_STORE", "redis://ops:geheim@store:6379/1")
 
-    given = ["config", "--config", str(file), "--setting", "seed=9"]
+    given = ["config", "--config", str(file), "--setting", "experts=9"]
     result = CliRunner().invoke(app, given)
 
     assert result.exit_code == 0, result.output
     values = tomllib.loads(result.output)
-    assert (values["demo"]["layers"], values["demo"]["seed"]) == (3, 9)
+    assert (values["model"]["layers"], values["model"]["experts"]) == (3, 9)
     assert values["deployment"]["store"] == "redis://ops@store:6379/1"
     lines = [line.split() for line in result.output.splitlines()]
     assert ["layers", "=", "3", "#", str(file)] in lines
-    assert ["seed", "=", "9", "#", "--setting", "seed"] in lines
-    assert ["ranks", "=", "8", "#", "default"] in lines
+    assert ["experts", "=", "9", "#", "--setting", "experts"] in lines
+    assert ["ranks_per_node", "=", "8", "#", "default"] in lines
     assert "geheim" not in result.output
     assert set(values) == set(Settings.sections)
 
@@ -230,8 +222,8 @@ def test_config_command_prints_values_their_places_and_no_password(
 @pytest.mark.parametrize(
     ("pair", "found"),
     [
-        ("ranks", "--setting is 'ranks'"),
-        ("ranks=x", "ranks is 'x' in --setting ranks"),
+        ("layers", "--setting is 'layers'"),
+        ("layers=x", "layers is 'x' in --setting layers"),
         ("log.level=loud", "log_level is 'loud' in --setting log.level"),
     ],
 )
@@ -327,23 +319,14 @@ def test_live_config_refuses_a_wrong_change_in_one_line(
 def test_start_of_a_paused_deployment_stays_paused_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = tmp_path / "text"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
-    settings = load(SMALL | {"text": [text], "window_seconds": 0.5})
-    with (
-        closing(StateDir(tmp_path / "state")) as state,
-        closing(open_store(tmp_path / "store.sqlite", "demo")) as store,
-    ):
-        begin(settings, prepare(settings, state), store)
+    with closing(open_store(tmp_path / "store.sqlite", "demo")) as store:
+        ensure_first_placement(store, deployment_of(tmp_path, {}), "a test")
         store.change_live({"movement": False, "pay_back_s": 5.0}, reason="incident 7")
 
-        begin(settings, prepare(settings, state), store)
+        ensure_first_placement(store, deployment_of(tmp_path, {"max_moves": 7}), "a test")
 
         assert store.control() == Control(movement=False)
         assert store.live().effective["pay_back_s"] == 5.0
-        run = store.current_run()
-        assert run is not None
-        assert run.window_seconds == 0.5
     words = "live setting: movement is false (revision 2,"
     assert [words in record.message for record in caplog.records] == [True, False]
     assert "incident 7), which wins over the setting true" in caplog.text

@@ -274,7 +274,7 @@ def test_host_of_ranks_needs_no_http_library() -> None:
         "for name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
         "import api.cli.deploy, api.cli.check, api.deploy.launch, api.deploy.roles\n"
-        "import api.deploy.checks.host"
+        "import api.deploy.check"
     )
 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

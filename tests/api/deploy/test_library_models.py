@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import load_file
 
 from api.config.tree import load
+from api.deploy.check import check_all
 from api.deploy.checkpoint import ServedCheckpoint
-from api.deploy.checks.host import check_all
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.first_placement import ensure_first_placement
 from eplb.errors import CheckpointError, ConfigError

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from api.cli.status import _answer
 from api.deploy.first_placement import START_EVENT
+from api.deploy.roles import StartReports
 from api.deploy.secret import deployment_secret
 from api.http.app import create_app
 from api.monitor.state import PaceView
-from api.processes.controller import StartReports
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
