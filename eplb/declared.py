@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -191,6 +192,27 @@ def check_fields(component: Any) -> None:
             raise UnfitSetting(name, value, expected)
         if isinstance(meaning, Setting) and meaning.check is not None:
             meaning.check(value)
+
+
+@dataclass(frozen=True)
+class Named(Meaning):
+    """A text that is one of known names. The component that has the names checks the text.
+
+    Args:
+        names: the names, or where they are, as ``module:attribute``, which is imported only when
+            the OpenAPI document is made.
+    """
+
+    names: tuple[str, ...] | str = ()
+
+    def __get_pydantic_json_schema__(
+        self, schema: Mapping[str, Any], handler: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Give pydantic the names too; null is one of them where the value may be null."""
+        shown = super().__get_pydantic_json_schema__(schema, handler)
+        known = resolve_name(self.names) if isinstance(self.names, str) else self.names
+        shown["enum"] = [*(sorted(known) if isinstance(self.names, str) else known)]
+        return shown | {"enum": [*shown["enum"], None]} if "anyOf" in shown else shown
 
 
 def _lengths(of: Meaning) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_SH, flock
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import Annotated
 
+from eplb.declared import Meaning
 from eplb.errors import EplbError
 
 AUDIT_FILE = "audit.jsonl"  # in the state folder
@@ -43,17 +45,17 @@ class BrokenChain(AuditError):
 class AuditEntry:
     """One line."""
 
-    time: float  # seconds since the epoch
-    deployment: str
-    actor: str  # name of a key, or who else it was
+    time: Annotated[float, Meaning("seconds since the epoch")]
+    deployment: Annotated[str, Meaning("the deployment that is changed")]
+    actor: Annotated[str, Meaning("name of a key, or who else it was")]
     role: str
-    address: str  # of the client; "local": a command on this host
-    request: str  # the same in both lines of one request
-    action: str  # method and path, or the command
+    address: Annotated[str, Meaning("of the client; local: a command on this host")]
+    request: Annotated[str, Meaning("the same in both lines of one request")]
+    action: Annotated[str, Meaning("method and path, or the command")]
     reason: str
-    outcome: str  # "asked", then the status of the answer
+    outcome: Annotated[str, Meaning("asked, then the status of the answer")]
     number: int = 0
-    before: str = ""
+    before: Annotated[str, Meaning("hash of the line before it")] = ""
     hash: str = ""
 
     def sealed(self, number: int, before: str) -> AuditEntry:

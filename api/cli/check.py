@@ -19,7 +19,6 @@ from api.cli.deploy import (
     Profile,
     Setting,
     deployment_of,
-    refused,
     say,
     settings_of,
 )
@@ -34,7 +33,6 @@ from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
 from api.deploy.secret import Secret
 from api.terminal.printable import printable
-from eplb.errors import EplbError
 from eplb.settings.loader import PROFILE_VARIABLE
 from rebalance.engines.fsck.report import report_of
 
@@ -85,20 +83,15 @@ def check(
     from api.deploy.checkpoint import ACCEPT, accept_checkpoint
     from api.deploy.first_placement import check_belongs
 
-    try:
-        deployment = deployment_of(config, setting, "check", profile)
-        if accept:
-            with closing(deployment.opened_store()) as store:
-                check_belongs(store, deployment)
-                say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
-        here, others = host_here(deployment, host), _other_profiles(config, setting, profile)
-        is_ok = _all_said(
-            chain(check_all(deployment, here), check_profiles(deployment, here, others))
-        )
-        for line in lines_of(costs_of(deployment)):
-            say(line)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    deployment = deployment_of(config, setting, "check", profile)
+    if accept:
+        with closing(deployment.opened_store()) as store:
+            check_belongs(store, deployment)
+            say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
+    here, others = host_here(deployment, host), _other_profiles(config, setting, profile)
+    is_ok = _all_said(chain(check_all(deployment, here), check_profiles(deployment, here, others)))
+    for line in lines_of(costs_of(deployment)):
+        say(line)
     if not is_ok:
         raise typer.Exit(BAD_INPUT)
 
@@ -120,12 +113,9 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
 
     Exit status 0: no fault; 1: faults; 2: no rank checks, or the store cannot be read.
     """
-    try:
-        url, name = configured_store(store, deployment)
-        with closing(open_existing(url, name)) as opened:
-            report = report_of(opened)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    url, name = configured_store(store, deployment)
+    with closing(open_existing(url, name)) as opened:
+        report = report_of(opened)
     for line in report.lines:
         say(printable(line))
     if report.faults:
@@ -137,10 +127,7 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
 def _check_engine(command: str, model_config: Path | None) -> None:
     from api.deploy.check import check_engine
 
-    try:
-        is_ok = _all_said(check_engine(command, model_config, os.environ))
-    except EplbError as exc:
-        raise refused(exc) from exc
+    is_ok = _all_said(check_engine(command, model_config, os.environ))
     if not is_ok:
         raise typer.Exit(BAD_INPUT)
 

@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "model.hidden": 64,
     "model.intermediate": 128,
     "model.precision": "float32",
+    "telemetry.sample_steps": 1,  # until the steps of a window are known (api/demo/setup.py)
 }
 # On GPUs the sizes are those that DeepEP's kernels know, and ranks are GPUs of one host.
 CUDA_DEFAULTS: dict[str, Any] = {

@@ -14,10 +14,9 @@ from api.cli.config import named_settings
 from api.config.tree import Settings, load
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
-from api.processes.commands import Notifier, own_command, raise_descriptor_limit, set_title
+from api.processes.commands import own_command, raise_descriptor_limit, set_title
 from api.terminal.logs import set_up_logging
-from api.terminal.printable import print_error
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError
 from eplb.package_check import check_packages
 from eplb.precompile import compile_planner
 
@@ -67,13 +66,6 @@ def deployment_of(
     return resolve(settings, os.environ)
 
 
-def refused(exc: EplbError) -> typer.Exit:
-    """Print a refusal; returns what to raise."""
-    print_error(exc)
-    Notifier().status(str(exc))
-    return typer.Exit(BAD_INPUT)
-
-
 def say(line: str) -> None:
     """Print a line at once: whoever started the command may wait for it."""
     typer.echo(line)
@@ -121,28 +113,25 @@ def launch(
 
     if not (command or module):
         raise typer.BadParameter("expected the program of a rank after --, or --module")
-    try:
-        deployment = deployment_of(config, setting, "launch", profile)
-        here = Launch(deployment, host_here(deployment, host), command or [], os.environ, module)
-        set_title(f"launch {here.host}")
-        if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
-            if module:
-                raise ConfigError("--module under torchrun, expected the program of a rank")
-            check_torchrun(here)
-            prepare_store(here)
-            become_rank(here)
-        check_start(here)
-        generation, found = prepare_store(here)
-        master = f"{deployment.hosts[0]}:{deployment.settings.network.rendezvous_port}"
-        say(
-            f"eplb launch: host {here.host} of {deployment.name}: ranks {here.ranks[0]}.."
-            f"{here.ranks[-1]} of {deployment.topology.num_ranks}, meeting at {master}"
-        )
-        say(f"eplb launch: {found}")
-        supervision = deployment.settings.supervision
-        status = run_ranks(here, generation, supervision, lambda line: say(f"eplb: {line}"))
-    except EplbError as exc:
-        raise refused(exc) from exc
+    deployment = deployment_of(config, setting, "launch", profile)
+    here = Launch(deployment, host_here(deployment, host), command or [], os.environ, module)
+    set_title(f"launch {here.host}")
+    if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
+        if module:
+            raise ConfigError("--module under torchrun, expected the program of a rank")
+        check_torchrun(here)
+        prepare_store(here)
+        become_rank(here)
+    check_start(here)
+    generation, found = prepare_store(here)
+    master = f"{deployment.hosts[0]}:{deployment.settings.network.rendezvous_port}"
+    say(
+        f"eplb launch: host {here.host} of {deployment.name}: ranks {here.ranks[0]}.."
+        f"{here.ranks[-1]} of {deployment.topology.num_ranks}, meeting at {master}"
+    )
+    say(f"eplb launch: {found}")
+    supervision = deployment.settings.supervision
+    status = run_ranks(here, generation, supervision, lambda line: say(f"eplb: {line}"))
     raise typer.Exit(status)
 
 
@@ -150,10 +139,7 @@ def controller(config: Config = None, setting: Setting = None, profile: Profile 
     """Plan for a deployment until a signal. Any number may run; one leads."""
     from api.deploy.roles import run_controller
 
-    try:
-        run_controller(deployment_of(config, setting, "controller", profile), say)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    run_controller(deployment_of(config, setting, "controller", profile), say)
 
 
 def host_cache(
@@ -162,11 +148,8 @@ def host_cache(
     """Keep expert records in the memory of this host for its ranks, until a signal."""
     from api.deploy.roles import run_host_cache
 
-    try:
-        deployment = deployment_of(config, setting, "host cache", profile)
-        run_host_cache(deployment, host_here(deployment, host), say)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    deployment = deployment_of(config, setting, "host cache", profile)
+    run_host_cache(deployment, host_here(deployment, host), say)
 
 
 def serve(config: Config = None, setting: Setting = None, profile: Profile = None) -> None:
@@ -176,8 +159,5 @@ def serve(config: Config = None, setting: Setting = None, profile: Profile = Non
     same = [word for one in setting or [] for word in ("--setting", one)]
     same += ["--config", str(config)] if config else []
     same += ["--profile", profile] if profile else []
-    try:
-        deployment = deployment_of(config, setting, "serve", profile)
-        serve_until_signal(deployment, own_command("controller", *same), say)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    deployment = deployment_of(config, setting, "serve", profile)
+    serve_until_signal(deployment, own_command("controller", *same), say)

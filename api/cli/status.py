@@ -5,28 +5,24 @@ Both show answers of the admin API: of a service by its URL, or made in this pro
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from functools import cache, partial
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.cli.admin.asking import AsJson, with_place
-from api.cli.admin.place import Place
-from api.cli.deploy import Config, Profile, Setting, refused, settings_of
-from api.cli.store_place import configured_store, open_existing
+from api.cli.deploy import Config, Profile, Setting, settings_of
+from api.cli.options import AsJson, with_options
+from api.cli.store_place import ApiOptions, configured_store, open_existing
 from api.interrupts import StopSignals
 from api.terminal.printable import printable, unbreakable_console
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError
 from telemetry.state.store import without_password
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
     from api.config.tree import Settings
     from api.monitor.state import State
     from api.terminal.picture import Look
@@ -37,9 +33,9 @@ LOOK_S = 0.25
 WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 
 
-@with_place()
+@with_options
 def status(
-    place: Place,
+    place: ApiOptions,
     config: Config = None,
     json_output: AsJson = False,
     setting: Setting = None,
@@ -52,21 +48,19 @@ def status(
     from pydantic import TypeAdapter
 
     from api.monitor.state import State
+    from api.operations import watching
 
-    try:
-        with _asked(place, config, setting, profile) as (ask, where):
-            state: State = ask("/state")
-    except EplbError as exc:
-        raise refused(exc) from exc
+    with _asked(place, config, setting, profile) as (ask, where):
+        state: State = ask(watching.state)
     as_json = TypeAdapter(State).dump_json(state, indent=1).decode() if json_output else ""
     typer.echo(as_json or render(state, where))
     if state.problems:
         raise typer.Exit(NOT_OK)
 
 
-@with_place()
+@with_options
 def top(
-    place: Place,
+    place: ApiOptions,
     config: Config = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     setting: Setting = None,
@@ -80,25 +74,21 @@ def top(
     from api.terminal.picture import render
 
     console, stop = unbreakable_console(), StopSignals()
-    try:
-        with _asked(place, config, setting, profile, watches=not once) as (ask, _):
-            if once:
-                console.print(render(_look(ask), console.width, max(40, console.height)))
-                return
-            with LiveView(partial(_look, ask), console=console) as view:
-                while view.is_showing and not stop.received:
-                    Event().wait(LOOK_S)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    with _asked(place, config, setting, profile, watches=not once) as (ask, _):
+        if once:
+            console.print(render(_look(ask), console.width, max(40, console.height)))
+            return
+        with LiveView(partial(_look, ask), console=console) as view:
+            while view.is_showing and not stop.received:
+                Event().wait(LOOK_S)
 
 
-# Takes a path below /api/v1 and its query; gives the answer of the handler.
-Ask = Callable[..., Any]
+Ask = Callable[..., Any]  # takes an operation and its arguments by name; gives the answer
 
 
 @contextmanager
 def _asked(
-    place: Place, config: Any, setting: Any, profile: Any, *, watches: bool = False
+    place: ApiOptions, config: Any, setting: Any, profile: Any, *, watches: bool = False
 ) -> Iterator[tuple[Ask, str]]:
     """Give what asks an API, and where that is; a configuration must be that of its store.
 
@@ -106,6 +96,8 @@ def _asked(
         watches: whether a store is read in the background meanwhile.
     """
     # Imported here: all of it needs the extra "api", and httpx takes 0.1 s.
+    from api.http.routes import answer_in_process, read_answer
+
     if place.url is not None:
         shown = without_password(place.url)
         if config is not None or setting or profile is not None:
@@ -114,12 +106,11 @@ def _asked(
                 "of them: leave out --service and EPLB_SERVICE, or --config, --setting and "
                 "--profile"
             )
-        from api.cli.admin.client import opened
+        from api.cli.admin.client import asking
 
-        with opened(place) as send:
-            yield partial(_answer, send), f"at {shown}"
+        with asking(place) as send:
+            yield lambda one, **query: read_answer(one, send(one, **query).content), f"at {shown}"
         return
-    from api.http.routes.watching import ROUTES
     from api.http.service import AdminService
 
     settings = settings_of(config, setting, profile)
@@ -132,51 +123,25 @@ def _asked(
             service.reader.start()
         try:
             yield (
-                lambda path, **query: ROUTES[path][0](service, **query),
+                lambda one, **query: read_answer(one, answer_in_process(service, one, **query)),
                 f"in {without_password(url)}",
             )
         finally:
             service.reader.stop()
 
 
-def _answer(send: Callable[..., Any], path: str, **query: Any) -> Any:
-    """The answer of a service, as the type that its handler gives.
-
-    Raises:
-        ConfigError: it is not of that type.
-    """
-    from pydantic import ValidationError
-
-    try:
-        return _type_of(path).validate_json(send("GET", path, params=query).content)
-    except ValidationError as exc:
-        first = exc.errors()[0]
-        raise ConfigError(
-            f"the answer to {path} has {'.'.join(map(str, first['loc']))!r}: {first['msg']}, "
-            "expected that of a service of this version of eplb"
-        ) from exc
-
-
-@cache
-def _type_of(path: str) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter
-
-    from api.http.routes.watching import ROUTES
-
-    return TypeAdapter(inspect.signature(ROUTES[path][0], eval_str=True).return_annotation)
-
-
 def _look(ask: Ask) -> Look:
+    from api.operations import watching
     from api.terminal.picture import Look
 
-    imbalance = ask("/imbalance", last=WINDOWS)
+    imbalance = ask(watching.imbalance, last=WINDOWS)
     return Look(
-        state=ask("/state"),
-        heat=ask("/heat"),
+        state=ask(watching.state),
+        heat=ask(watching.heat),
         windows=imbalance.windows,
         rebalances=imbalance.rebalances,
-        events=ask("/events", latest=EVENTS).events,
-        anomalies=ask("/anomalies", limit=ANOMALIES).anomalies,
+        events=ask(watching.events, latest=EVENTS).events,
+        anomalies=ask(watching.anomalies, limit=ANOMALIES).anomalies,
     )
 
 

@@ -6,6 +6,7 @@ A misspelt path must not create a new store, and a password is never printed.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,29 @@ ConfiguredDeployment = Annotated[
     str | None,
     typer.Option(help="Name of the deployment; else that of the service or configuration."),
 ]
+
+
+Service = Annotated[
+    str | None,
+    typer.Option(
+        envvar="EPLB_SERVICE",
+        help="URL of a service, its key in EPLB_KEY; else, or with --store: a store.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """Which API a command asks: of a service by its URL, or in this process on a store."""
+
+    service: Service = None
+    store: ConfiguredStore = None
+    deployment: ConfiguredDeployment = None
+
+    @property
+    def url(self) -> str | None:
+        """URL of the service; None: a store is used, which was named or is configured."""
+        return self.service if self.store is None else None
 
 
 def configured_store(

@@ -44,6 +44,7 @@ from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict
 from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
+from eplb.settings.loader import COMMAND_DEFAULTS
 from eplb.shares.switches import BatchSwitches
 from rebalance.build.config import NetworkConfig
 from rebalance.build.description import schema_of
@@ -249,7 +250,7 @@ def _window(options: Options, settings: Settings) -> dict[str, int]:
     """Steps of a load window and of a sample: about WINDOW_TOKENS and a quarter, if not set."""
     given, topology = settings.telemetry, settings.topology
     window, sample = given.window_steps, given.sample_steps
-    has_sample = "telemetry.sample_steps" in settings.places
+    has_sample = settings.places.get("telemetry.sample_steps") not in (None, COMMAND_DEFAULTS)
     if "telemetry.window_steps" not in settings.places:
         step = topology.nodes * topology.ranks_per_node * options.tokens_per_rank
         if not has_sample:

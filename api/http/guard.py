@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.limits import HttpLimits
-from api.http.problems import ProblemType, Refused, place_of, problem
+from api.http.problems import ProblemType, Refused
+from api.http.refusals import place_of, problem
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 THREADLESS = frozenset({"/livez", "/readyz", "/api/v1/events/stream"})  # they take no thread

@@ -6,6 +6,7 @@ The revision is the entity tag of the settings. A change names the one that it h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, create_model
@@ -13,14 +14,13 @@ from pydantic import ConfigDict, Field, create_model
 from api.config.live import LiveSetting, live_settings, settings_in
 from api.http.problems import ProblemType, Refused
 from api.http.requests import WHOLE, Body, Policy, Reason
-from api.http.schemas import Answer
-from api.http.service import ANY
 from eplb.errors import StaleRevision
 from telemetry.state.live import LiveState
 from telemetry.state.store import StateStore
 
 
-class SettingsAnswer(Answer):
+@dataclass(frozen=True)
+class SettingsAnswer:
     """Every live setting; the revision is the entity tag too."""
 
     revision: int
@@ -55,23 +55,18 @@ SettingsRequest: type[_SettingsBody] = create_model(
 )
 
 
-def entity_tag(answer: SettingsAnswer) -> str:
-    """Give the entity tag of an answer."""
-    return f'"{answer.revision}"'
-
-
 def settings_answer(state: LiveState) -> SettingsAnswer:
     """Give every live setting with its source."""
     return SettingsAnswer(revision=state.revision, settings=settings_in(state))
 
 
-def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> SettingsAnswer:
+def change_settings(store: StateStore, body: _SettingsBody, expected: int | None) -> SettingsAnswer:
     """Change live settings at the revision that the client has read.
 
     Args:
         store: that has them.
         body: the changes.
-        if_match: an entity tag, or ANY.
+        expected: the revision that the client has read; None: any.
 
     Raises:
         Refused: another change came first, or no setting was named.
@@ -86,7 +81,6 @@ def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> Se
     for name, value in changes.items():
         if value is not None and (check := live_settings()[name].about.check) is not None:
             check(value)
-    expected = None if if_match == ANY else int(if_match.strip('"'))
     try:
         return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
     except StaleRevision as exc:

@@ -1,4 +1,4 @@
-"""What the HTTP service answers, without HTTP: questions to a store, and requests put into it.
+"""One deployment's part of the service: its store, its reader, and what several operations share.
 
 Nothing here moves anything by itself: a rebalance is a task in the store, which the controller
 works off, and a switch is a row that every process obeys.
@@ -7,36 +7,44 @@ works off, and a switch is a row that every process obeys.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from pydantic import TypeAdapter
-
-from api.http.problems import OF_REFUSAL, ProblemType, Refused
-from api.http.requests import ExplainRequest, RebalanceRequest, RollbackRequest
-from api.http.routes.events.feed import EventFeed
-from api.http.schemas import ControlAnswer, Health, TaskAnswer, TasksPage
+from api.http.answers import TaskAnswer, task_answer
+from api.http.event_feed import EventFeed
+from api.http.latest import Health
+from api.http.problems import ProblemType, Refused
+from api.http.refusals import OF_REFUSAL
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
-from api.monitor.plan_ends import task_answer
 from api.monitor.reader import BackgroundReader
 from api.monitor.verdict import unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock, Deadline
-from eplb.errors import StaleRevision
-from eplb.policies.table import policy_named
-from telemetry.state.placements import CommittedPlacement
 from telemetry.state.store import StateStore
-from telemetry.state.tasks import Task, TaskState
+from telemetry.state.tasks import Task
 
 ANY = "*"  # entity tag of whatever there is
-
-ANSWER = TypeAdapter(Any)  # writes an answer of whatever type as JSON
 MOST_MADE = 16  # answers that are kept; the largest has a megabyte
 
-T = TypeVar("T")
+
+class Made:
+    """Answers as JSON, made once as long as what they are made of stays the same."""
+
+    def __init__(self) -> None:
+        self._made: tuple[object, dict[str, bytes]] = (None, {})
+
+    def get(self, of: object, name: str, make: Callable[[], bytes]) -> bytes:
+        """Return the answer of a name; it is made if another ``of`` was given since."""
+        known, made = self._made
+        if known != of or len(made) >= MOST_MADE:
+            self._made = _, made = of, {}
+        answer = made.get(name)
+        if answer is None:  # two threads at once both make it, and either is right
+            answer = made[name] = make()
+        return answer
 
 
 class AdminService:
@@ -71,7 +79,7 @@ class AdminService:
         )
         self.reader, self.feed = BackgroundReader(self.monitor), EventFeed(store)
         self.metrics = Exposition(self.monitor, metrics_level, reader=self.reader, feed=self.feed)
-        self._of_reading, self._of_commit = _Made(), _Made()
+        self.of_reading, self.of_commit = Made(), Made()
         self._plan_wait_s, self._clock = plan_wait_s, clock
 
     # -- questions
@@ -91,25 +99,6 @@ class AdminService:
         ranks, step = reading.state.ranks, reading.state.step
         return Health(detail=f"{len(ranks)} ranks serve, at step {step}")
 
-    def json(self, make: Callable[[], object], once_a_reading: str | None = None) -> bytes:
-        """Make an answer as JSON.
-
-        Args:
-            make: the answer: a dataclass.
-            once_a_reading: its name, where it is made once for each reading in the background,
-                because many may ask for it.
-        """
-        if once_a_reading is None or not self.reader.is_running:
-            return ANSWER.dump_json(make())
-        return self._of_reading.get(self.reader.reading(), once_a_reading, make)
-
-    def once_a_commit(
-        self, of: CommittedPlacement | None, name: str, make: Callable[[], object]
-    ) -> bytes:
-        """Make an answer as JSON, once as long as one placement serves."""
-        key = None if of is None else (of.placement.generation, of.placement.hash, of.time)
-        return self._of_commit.get(key, name, make)
-
     def task(self, task_id: int) -> TaskAnswer:
         """One task.
 
@@ -121,67 +110,7 @@ class AdminService:
             raise Refused(ProblemType.NO_SUCH_TASK, f"there is no task {task_id}")
         return task_answer(self.store, found)
 
-    def tasks(self, state: TaskState, after: int, limit: int) -> TasksPage:
-        """Tasks in a state past an id, oldest first."""
-        kept = self.store.tasks(state, after=after, limit=limit + 1)
-        found, following = page_of(kept, limit, lambda one: one.id)
-        return TasksPage(tasks=[task_answer(self.store, one) for one in found], next=following)
-
     # -- requests
-    def cancel(self, task_id: int, reason: str) -> TaskAnswer:
-        """Cancel a task that is still queued.
-
-        Raises:
-            Refused: there is no such task, or the controller has begun it.
-        """
-        is_cancelled = self.store.cancel(task_id, reason=reason)
-        answer = self.task(task_id)
-        if not is_cancelled:
-            raise Refused(
-                ProblemType.TASK_BEGUN, f"task {task_id} is {answer.state}, expected it queued"
-            )
-        return answer
-
-    def rebalance(self, request: RebalanceRequest, if_match: str = ANY) -> TaskAnswer:
-        """Ask the controller, and wait for a while; the task may not be done when this returns.
-
-        Args:
-            request: the request.
-            if_match: the generation on which alone it is carried out, as an entity tag.
-
-        Raises:
-            Refused: another generation serves, movement is off, a migration is open, or the
-                controller refuses.
-            ConfigError: an unknown policy.
-        """
-        if request.policy is not None:
-            policy_named(request.policy)
-        expected = self.check_generation(if_match)
-        self.check_may_move(request.dry_run)
-        return self.ask("rebalance", request.model_dump(exclude_none=True), expected)
-
-    def rollback(self, request: RollbackRequest, if_match: str = ANY) -> TaskAnswer:
-        """Ask the controller for the way back to an earlier placement; else as ``rebalance``.
-
-        Raises:
-            Refused: movement is off, a migration is open, or the controller refuses: no such
-                generation, or ranks that cannot serve it.
-        """
-        expected = self.check_generation(if_match)
-        self.check_may_move(request.dry_run)
-        return self.ask("rollback", request.model_dump(exclude_none=True), expected)
-
-    def explain(self, request: ExplainRequest) -> TaskAnswer:
-        """Ask the controller why an expert is where a plan has it; nothing moves.
-
-        Raises:
-            Refused: there is no such layer or expert, or no load yet to plan on.
-            ConfigError: an unknown policy.
-        """
-        if request.policy is not None:
-            policy_named(request.policy)
-        return self.ask("explain", request.model_dump(exclude_none=True))
-
     def ask(self, kind: str, asked: dict[str, Any], expected: int | None = None) -> TaskAnswer:
         """Submit a task to the controller and wait a while for its result.
 
@@ -208,12 +137,12 @@ class AdminService:
         return task_answer(self.store, task)
 
     def check_generation(self, if_match: str) -> int | None:
-        """Return the generation in an entity tag; None: it is ANY.
+        """Return the generation in an entity tag; None: it is "*", any.
 
         Raises:
             Refused: another one serves.
         """
-        if if_match == ANY:
+        if if_match == "*":
             return None
         committed = self.store.committed()
         serving = "none" if committed is None else generation_tag(committed.placement.generation)
@@ -254,64 +183,7 @@ class AdminService:
             self.store.wait(version, deadline.left_s)
         return task
 
-    def set_control(
-        self,
-        changes: dict[str, Any],
-        reason: str,
-        *,
-        expected: int | None,
-        lasts_s: int | None = None,
-    ) -> tuple[ControlAnswer, str]:
-        """Change switches; return them with the entity tag of the live settings.
-
-        Args:
-            changes: by name.
-            reason: stored with the change.
-            expected: the revision of the live settings that was read; None: any.
-            lasts_s: after which the change ends by itself; None: it stays.
-
-        Raises:
-            Refused: no switch was named, or another change came first.
-        """
-        if not changes:
-            raise Refused(
-                ProblemType.INVALID_REQUEST,
-                "the body names no switch, expected movement or observe",
-            )
-        try:
-            state = self.store.change_live(
-                changes, expected=expected, reason=reason, lasts_s=lasts_s
-            )
-        except StaleRevision as exc:
-            raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
-        answer = ControlAnswer(**vars(state.control), until=state.until.get("movement"))
-        return answer, f'"{state.revision}"'
-
-
-class _Made:
-    """Answers as JSON, made once as long as what they are of stays the same."""
-
-    def __init__(self) -> None:
-        self._made: tuple[object, dict[str, bytes]] = (None, {})
-
-    def get(self, of: object, name: str, make: Callable[[], object]) -> bytes:
-        known, made = self._made
-        if known != of or len(made) >= MOST_MADE:
-            self._made = _, made = of, {}
-        answer = made.get(name)
-        if answer is None:  # two threads at once both make it, and either is right
-            answer = made[name] = ANSWER.dump_json(make())
-        return answer
-
 
 def generation_tag(generation: int) -> str:
     """Give a generation as an entity tag (RFC 9110, 8.8.3)."""
     return f'"{generation}"'
-
-
-def page_of(
-    found: Sequence[T], limit: int, number: Callable[[T], int]
-) -> tuple[Sequence[T], int | None]:
-    """Return the first so many, and the number of the last of them if there are more."""
-    page = found[:limit]
-    return page, number(page[-1]) if len(found) > limit else None

@@ -129,10 +129,10 @@ def _supervision(scrape: Scrape) -> Iterator[Metric]:
     yield _gauge("process_up", up_help, up, "process")
     restarts_help = "Restarts of processes that do not serve, since the deployment was started."
     yield _counter("process_restarts", restarts_help, restarts, "process")
-    token_help = "Time since the newest token, by steps of all ranks or else by load samples."
+    token_help = "Time since the newest load sample with a token."
     yield _gauge("token_age_seconds", token_help, scrape.seen.state.token_age_s)
     unserved_help = "Time without tokens around restarts of ranks, from the last token on."
-    yield _counter("unserved_seconds", unserved_help, supervision.unserved_s)
+    yield _counter("unserved_seconds", unserved_help, scrape.seen.counts.unserved_s)
 
 
 def _balance(scrape: Scrape) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
-from api.http.routes.events.feed import EventFeed
+from api.http.event_feed import EventFeed
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader

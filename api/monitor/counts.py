@@ -69,6 +69,7 @@ class EventTally:
         outcomes = OUTCOME_OF_EVENT.values()
         self.tally.update({("rebalances", act, end): 0 for act in ACTS for end in outcomes})
         self.plan_s = self.rebalance_s = Durations()
+        self.unserved_s = 0.0  # time without tokens around restarts of ranks
         self._excluded = dict.fromkeys(EXCLUDED, 0)  # counts of this run, as reported last
         self._excluded_before: Counter[str] = Counter(self._excluded)  # counts of earlier runs
 
@@ -91,6 +92,8 @@ class EventTally:
             self.tally["rebalances", trigger, outcome] += 1
             if outcome == "committed" and ended is not None and ended.offered is not None:
                 self.rebalance_s = self.rebalance_s.plus(max(0.0, event.time - ended.offered))
+        elif event.kind == "serving":
+            self.unserved_s += float(detail.get("unserved_s", 0.0))
         elif (change := pace_change(event)) is not None:
             steps = (change.part > change.part_before) - (change.part < change.part_before)
             self.tally["pace_judgements", {1: "raised", 0: "kept", -1: "halved"}[steps]] += 1
@@ -103,7 +106,8 @@ class EventTally:
         for name, count in self._excluded.items():
             excluded["samples_excluded", name] = self._excluded_before[name] + count
         ranks = {key: of_ranks[key] + earlier[key] for key in of_ranks.keys() | earlier.keys()}
-        return Counts({**self.tally, **ranks, **excluded}, self.plan_s, self.rebalance_s)
+        tally = {**self.tally, **ranks, **excluded}
+        return Counts(tally, self.plan_s, self.rebalance_s, self.unserved_s)
 
 
 # Before a rank without a token is reported: steps of its samples, tokens for each rank.

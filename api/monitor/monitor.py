@@ -311,9 +311,6 @@ class Monitor:
         ranks = tuple(self._rank_views(now)) if info else ()
         supervision = self._supervision()
         token_time, stepped = self._samples.token_time, self._step_at[1]
-        token_age_s = supervision.token_age_s
-        if token_age_s is None and token_time is not None:
-            token_age_s = max(0.0, now - token_time)
         progress_age_s, progress_of = _oldest_progress(self._states, now)
         control, effective = self._live.control, self._live.effective
         return State(
@@ -343,7 +340,7 @@ class Monitor:
             progress_of=progress_of,
             step_age_s=None if stepped is None else max(0.0, now - stepped),
             last_score=next((one for one in reversed(series) if one.is_complete), None),
-            token_age_s=token_age_s,
+            token_age_s=None if token_time is None else max(0.0, now - token_time),
             token_time=token_time,
             sample_age_s=self._samples.age_s(now),
             sample_every_s=self._sample_every_s(),

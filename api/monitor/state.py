@@ -332,6 +332,7 @@ class Counts:
     tally: Mapping[tuple[str, ...], int]
     plan_s: Durations = Durations()
     rebalance_s: Durations = Durations()  # from offered to committed
+    unserved_s: float = 0.0  # without tokens, around restarts of ranks
 
     def total(self, *name: str) -> int:
         """Give the count of a name and the values of its labels; 0: none was counted."""

@@ -194,18 +194,13 @@ def _stretches(ranks: list[int]) -> Iterator[str]:
 
 
 def _tokens(state: State, stalled_after_s: float) -> Iterator[Finding]:
-    """Tokens by the samples of the ranks and, where a process supervises ranks, by their steps."""
+    """Tokens, by the samples of the ranks."""
     if state.death is not None and state.death.time > (state.token_time or 0.0):
         age_s, text = max(0.0, state.time - state.death.time), state.death.text
         what = f"no token since {age_s:.0f} s ago: {text}"
         yield Finding("no-tokens", Grade.STOPPED, what, since=state.death.time)
         return
     limit_s = max(stalled_after_s, INTERVALS * state.sample_every_s)
-    steps_s = state.supervision.token_age_s
-    if steps_s is not None and steps_s > stalled_after_s:
-        text = f"no step of all ranks for {steps_s:.0f} s, expected within {stalled_after_s:g} s"
-        yield Finding("no-tokens", Grade.STOPPED, text, since=state.time - steps_s)
-        return
     if len(state.silent_ranks) == len(state.ranks):
         return  # what they do not report cannot be judged, and that is a finding already
     if state.token_time is None:

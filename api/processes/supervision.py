@@ -148,14 +148,8 @@ class SupervisionView:
     """What the supervising process knows and the store does not."""
 
     processes: tuple[ProcessView, ...] = ()
-    token_age_s: Annotated[
-        float | None, Meaning("time since every rank last finished a step; null: before the first")
-    ] = None
     lease_age_s: Annotated[
         float | None, Meaning("time since the controller's lease was last renewed")
-    ] = None
-    unserved_s: Annotated[
-        float | None, Meaning("time without tokens around restarts of ranks, so far")
     ] = None
 
 

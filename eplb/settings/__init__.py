@@ -1,1 +1,1 @@
-"""Settings: declared by the components that take them, read from one file, one tree of sections."""
+"""Settings that components declare: one tree of sections, loaded from one file."""

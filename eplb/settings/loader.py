@@ -43,6 +43,7 @@ NOT_SETTINGS = frozenset(
         "EPLB_DATA",  # where tests and benchmarks find recorded traces
     }
 )
+COMMAND_DEFAULTS = f"{DEFAULTS} of the command"  # the place of a command's own default
 PROFILES = "profiles"  # the table of all
 PROFILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 SHARED_SECTIONS = ("model",)
@@ -177,7 +178,7 @@ def load(
         if path in values
     }
     values = dict(defaults or {}) | read
-    places = dict.fromkeys(defaults or {}, f"{DEFAULTS} of the command") | places
+    places = dict.fromkeys(defaults or {}, COMMAND_DEFAULTS) | places
     for (path, value), more in tree.defaults_at.items():
         if values.get(path) == value:
             places = dict.fromkeys(more, f"{DEFAULTS} of {path} {value}") | places

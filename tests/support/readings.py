@@ -29,6 +29,6 @@ def changed(seen: Reading, stalled_after_s: float = STALLED_AFTER_S, **changes: 
     of_state = {name: value for name, value in changes.items() if name in _OF_STATE}
     others = {name: value for name, value in changes.items() if name not in _OF_STATE}
     state = replace(seen.state, **of_state)
-    if state.supervision.token_age_s is None and state.token_time is not None:
+    if state.token_time is not None:
         state = replace(state, token_age_s=state.time - state.token_time)
     return judged(replace(seen, state=state, **others), stalled_after_s)

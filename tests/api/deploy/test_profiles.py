@@ -331,7 +331,7 @@ def test_one_service_shows_both_profiles_of_a_store_and_ends_by_a_signal(
             url = serve.wait_for("eplb serve: http://").split()[-1]
             at = ["--service", url]
             listed = json.loads(run("deployments", "--json", *at).output)["deployments"]
-            paused = run("pause", "--deployment", "r1-decode", *at)
+            paused = run("pause", "--wait", "0", "--deployment", "r1-decode", *at)
 
             assert [(one["name"], one["is_default"]) for one in listed] == [
                 ("r1-prefill", True),

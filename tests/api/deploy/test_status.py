@@ -10,18 +10,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.cli.status import _answer
 from api.deploy.first_placement import START_EVENT
 from api.deploy.roles import StartReports
 from api.deploy.secret import deployment_secret
 from api.http.app import create_app
+from api.http.routes import read_answer
 from api.monitor.state import PaceView
+from api.operations import watching
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
@@ -135,8 +135,10 @@ def test_service_and_a_configuration_of_a_store_are_refused_together(tmp_path: P
 
 
 def test_answer_of_another_version_is_refused_with_its_field() -> None:
-    with pytest.raises(ConfigError, match=r"the answer to /heat has 'ranks.0': .* of this version"):
-        _answer(lambda *_, **__: httpx.Response(200, json=HEAT_OF_NOW | {"ranks": [7]}), "/heat")
+    with pytest.raises(
+        ConfigError, match=r"the answer to GET /api/v1/heat has 'ranks.0': .* of this version"
+    ):
+        read_answer(watching.heat, json.dumps(HEAT_OF_NOW | {"ranks": [7]}).encode())
 
 
 @pytest.mark.parametrize(

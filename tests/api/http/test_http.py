@@ -14,7 +14,8 @@ import pytest
 
 from api.config.live import live_settings
 from api.http.app import create_app
-from api.http.problems import OF_REFUSAL, ProblemType
+from api.http.problems import ProblemType
+from api.http.refusals import OF_REFUSAL
 from eplb import build_migration
 from telemetry.state.live import Control, LiveState
 from telemetry.state.runs import REPORT_EVERY_S
@@ -269,14 +270,20 @@ def test_only_dry_runs_are_accepted_while_movement_is_off(
 # -- switches and live settings
 
 
+def switches(answer: dict[str, Any]) -> dict[str, Any]:
+    return {name: answer[name] for name in ("movement", "observe", "until")}
+
+
 def test_switches_are_set_with_a_reason(client: httpx.Client, store: StateStore) -> None:
     paused = client.post("/pause", json={"reason": "maintenance"}).json()
-    assert paused == {"movement": False, "observe": False, "until": None}
+    assert switches(paused) == {"movement": False, "observe": False, "until": None}
+    assert (paused["was_moving"], paused["num_reported"]) == (True, None)
 
     patched = client.patch("/control", json={"reason": "watch", "observe": True}).json()
-    assert patched == {"movement": False, "observe": True, "until": None}
+    assert switches(patched) == {"movement": False, "observe": True, "until": None}
 
-    client.post("/resume", json={"reason": "done"})
+    waited = client.post("/resume", json={"reason": "done", "wait_s": 0.001}).json()
+    assert (waited["run"], waited["num_ranks"], waited["num_reported"]) == ("a", 2, 0)
     assert store.control() == Control(movement=True, observe=True)
     reasons = [e.detail["reason"] for e in store.events() if e.kind == "control"]
     assert reasons == ["maintenance", "watch", "done"]
@@ -291,7 +298,7 @@ def test_pause_for_a_time_says_until_when(client: httpx.Client, store: StateStor
     state = client.get("/state").json()
     assert (state["movement"], state["until"]) == (False, paused["until"])
     resumed = client.post("/resume", json={"reason": "done"}).json()
-    assert resumed == {"movement": True, "observe": False, "until": None}
+    assert switches(resumed) == {"movement": True, "observe": False, "until": None}
 
 
 @pytest.mark.parametrize(
@@ -517,4 +524,4 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 46
+    assert len(paths) == 44

@@ -71,7 +71,7 @@ def metrics() -> dict[str, Metric]:
         scale=Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1),
         swap_pauses_ms=(1.0,),
         controller=Leadership("one", 9.0, "", "", turn_age_s=1.0),
-        supervision=SupervisionView(tuple(processes), 0.1, 0.1, 0.0),
+        supervision=SupervisionView(tuple(processes), 0.1),
     )
     drift = Drift(np.zeros(1), 0.0, 0.0)
     scrape = Scrape(seen, drift, None, 0, "memory", received=tokens)

@@ -90,7 +90,6 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
             "no load.* 5 s ago",
         ),
         (seen(death=Death(NOW - 1, "rank 3 died")), Grade.STOPPED, "1 s ago: rank 3 died"),
-        (supervised(token_age_s=56.0), Grade.STOPPED, "no step of all ranks for 56 s.* 30 s"),
         (seen(**STUCK), Grade.STOPPED, "31.0 s.* 30 s: rank 1, step: dispatch"),
         (
             seen(**STUCK | {"progress_of": "rank 1, mover: pulling"}),

@@ -33,7 +33,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.supervisor = Supervisor(SupervisionSettings(max_delay_s=0.0, hung_after_s=NEVER_S))
+        self.supervisor = Supervisor(SupervisionSettings(restart_delay_s=0.0, hung_after_s=NEVER_S))
         self.commands = Commands(self.supervisor, lambda where, what: self.notes.append(what))
 
     def add(self, code: str, *, comes_back: bool = True) -> Command:

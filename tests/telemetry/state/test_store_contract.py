@@ -42,7 +42,16 @@ PROPOSAL = Proposal(
     by="alice",
     trigger="request",
     reason="hot expert",
-    summary={"decision": "MOVE", "moves": 1},
+    target_generation=2,
+    decision="MOVE",
+    plan_reason="worth it",
+    policy="auto",
+    imbalance_before=1.6,
+    imbalance_after=1.1,
+    expected_gain=2.0,
+    moves=1,
+    bytes=24,
+    cost_s=0.5,
 )
 CONTENT = Content(TARGET, {"explanation": [{"layer": 0, "sentences": ["a", "b"]}]})
 
@@ -308,7 +317,7 @@ def test_proposals_are_read_back_approved_once_and_forgotten(open_stores: OpenSt
     other.publish(plan, approval=Approval(first.id, "bob", "go"))
     store.reject(second.id, by="bob", reason="no")
     ends = [(one.state, one.plan_id, one.ended_by) for one in store.proposals()]
-    assert ends == [("approved", plan.plan_id, "bob"), ("rejected", 0, "bob")]
+    assert ends == [("approved", plan.plan_id, "bob"), ("rejected", None, "bob")]
 
     kept = [store.propose(PROPOSAL, CONTENT).id for _ in range(KEPT_PROPOSALS)]
     assert [one.id for one in other.proposals()] == kept

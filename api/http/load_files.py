@@ -1,4 +1,4 @@
-"""Rows of load as ``.npy``, CSV or JSON, in a file that is sent once it is whole.
+"""Load over a range of time as ``.npy``, CSV or JSON, in a file that is sent once it is whole.
 
 The number of rows is known only after the last one, and a store that fails half-way is answered
 with a problem: so rows are written to an unnamed file first, and memory holds one of them.
@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.errors import EplbError
-from telemetry.load.load_range import LoadRow
+from api.http.problems import ProblemType, Refused
+from eplb.core.load import Phase
+from eplb.declared import Meaning
+from telemetry.load.load_range import LoadRow, load_rows
+from telemetry.state.store import StateStore
 
 Format = Literal["json", "npy", "csv"]
 Of = Literal["tokens", "rank_load", "windows"]
@@ -31,12 +38,38 @@ CHUNK_BYTES = 256 * 2**10
 COLUMNS = ("time", "seconds", "first_step", "last_step", "generation", "missing_ranks")
 
 
-class TooLarge(EplbError):
-    """More load than one answer may have."""
+MOST_BYTES: dict[Format, int] = {"npy": 256 * 2**20, "csv": 256 * 2**20, "json": 32 * 2**20}
+AT_ONCE = 2  # matrices that are made: each takes a processor
+AHEAD_S = 60.0  # by which clocks of ranks may differ
+
+_making = threading.BoundedSemaphore(AT_ONCE)
 
 
-class OtherShape(EplbError):
-    """Rows of several shapes, which are no matrix."""
+@dataclass(frozen=True)
+class WindowOfMatrix:
+    """One row of the matrix."""
+
+    run: str
+    phase: Phase
+    time: Annotated[float, Meaning("time of its end", example=1790000000.0)]
+    seconds: Annotated[int, Meaning("0: a window of samples; 60 or 3600: a roll-up")]
+    first_step: int
+    last_step: int
+    generation: Annotated[int, Meaning("the newest that ranks served")]
+    missing_ranks: Annotated[int, Meaning("ranks that sent nothing, or not all of a window")]
+
+
+@dataclass(frozen=True)
+class LoadMatrix:
+    """Load over a range of time, oldest first."""
+
+    of: Of
+    shape: Annotated[list[int], Meaning("shape of the values", example=[720, 58, 256])]
+    values: Annotated[
+        list[list[list[int]] | list[float]],
+        Meaning("[T, L, E] tokens of experts, [T, L, R] of ranks, or [T, 6] of windows"),
+    ]
+    windows: list[WindowOfMatrix]
 
 
 class Written(NamedTuple):
@@ -46,6 +79,7 @@ class Written(NamedTuple):
     head: bytes
     tail: bytes
     num_bytes: int
+    media_type: str
 
     def chunks(self) -> Iterator[bytes]:
         """Give the bytes in order, and close the file."""
@@ -58,41 +92,81 @@ class Written(NamedTuple):
                 yield self.tail
 
 
-def write_load(rows: Iterable[LoadRow], of: Of, form: Format, most_bytes: int) -> Written:
-    """Write rows of load.
+def load_file(
+    store: StateStore,
+    form: Format,
+    of: Of,
+    *,
+    since: float,
+    until: float | None,
+    phase: Phase | None,
+) -> Written:
+    """Write the load of a range of time.
 
     Raises:
-        TooLarge: more than ``most_bytes``.
-        OtherShape: a row of another model or number of ranks than the first.
+        Refused: more bytes than the format may have, a run of another model or number of ranks
+            than the first, or too many such files are written now.
         StoreError: the store cannot be read.
     """
+    newest = time.time() + AHEAD_S
+    end = newest if until is None else min(until, newest)
+    if not _making.acquire(blocking=False):
+        why = f"{AT_ONCE} matrices of load are being made, expected fewer"
+        raise Refused(ProblemType.TOO_BUSY, why)
     file = tempfile.TemporaryFile(prefix="eplb-load-")  # noqa: SIM115 - chunks() closes it
     try:
-        return _written(file, rows, of, form, most_bytes)
+        return _written(file, load_rows(store, since, end, phase), of, form)
     except BaseException:
         file.close()
         raise
+    finally:
+        _making.release()
 
 
-def _written(
-    file: IO[bytes], rows: Iterable[LoadRow], of: Of, form: Format, most_bytes: int
-) -> Written:
+def accepted(accept: str) -> Format:
+    """Return the first format that an Accept header names, the best first.
+
+    Raises:
+        Refused: it names none.
+    """
+    asked = list[tuple[float, str]]()
+    for part in accept.split(",")[:20]:
+        kind, *parameters = (word.strip() for word in part.split(";"))
+        quality = next((one[2:] for one in parameters if one.startswith("q=")), "1")
+        try:
+            weight = float(quality)
+        except ValueError:
+            weight = math.nan
+        if weight > 0:
+            asked.append((-weight, kind.lower()))
+    for _, kind in sorted(asked, key=lambda one: one[0]):
+        for name, media_type in MEDIA_TYPES.items():
+            if kind in (media_type, "*/*", media_type.partition("/")[0] + "/*"):
+                return name
+    known = ", ".join(MEDIA_TYPES.values())
+    why = f"Accept is {accept[:100]!r}, expected one of: {known}"
+    raise Refused(ProblemType.NOT_ACCEPTABLE, why)
+
+
+def _written(file: IO[bytes], rows: Iterable[LoadRow], of: Of, form: Format) -> Written:
     shape: tuple[int, ...] | None = None
     windows, size, number = list[dict[str, Any]](), 0, 0
     for number, row in enumerate(rows, start=1):
         values = _values(row, of)
         if shape is not None and values.shape != shape:
-            raise OtherShape(
+            raise Refused(
+                ProblemType.OTHER_SHAPE,
                 f"run {row.run!r} has {of} of shape {list(values.shape)} from time {row.time:.3f} "
-                f"on, those before {list(shape)}: expected a range with one of them"
+                f"on, those before {list(shape)}: expected a range with one of them",
             )
         shape = values.shape
         text = _text(row, values, form, is_first=number == 1)
         size += len(text)
-        if size > most_bytes:
-            raise TooLarge(
-                f"{number} rows up to time {row.time:.3f} take more than {most_bytes} bytes, "
-                "expected a range with fewer"
+        if size > MOST_BYTES[form]:
+            raise Refused(
+                ProblemType.TOO_MUCH_LOAD,
+                f"{number} rows up to time {row.time:.3f} take more than {MOST_BYTES[form]} bytes, "
+                "expected a range with fewer",
             )
         file.write(text)
         if form == "json":
@@ -103,7 +177,7 @@ def _written(
         about = json.dumps({"of": of, "shape": of_all}, separators=(",", ":"))
         head = f'{about[:-1]},"values":['.encode()
         tail = f'],"windows":{json.dumps(windows, separators=(",", ":"))}}}'.encode()
-    return Written(file, head, tail, len(head) + size + len(tail))
+    return Written(file, head, tail, len(head) + size + len(tail), MEDIA_TYPES[form])
 
 
 def _values(row: LoadRow, of: Of) -> NDArray[Any]:

@@ -3,52 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.http.deployments.served import Deployments
+from api.http.event_feed import Client, EventFeed
 from api.http.limits import HttpLimits
-from api.http.problems import RETRY, ProblemType, Refused, problem
-from api.http.requests import MAX_ID
-from api.http.routes.events.feed import Client, EventFeed
-from api.http.routes.request_parts import service_of
+from api.http.problems import RETRY, ProblemType
+from api.http.refusals import problem
 
-if TYPE_CHECKING:
-    from fastapi import APIRouter
-
-PATH = "/events/stream"
-LAST_ID = "Last-Event-ID"
 RETRY_MS = 1000  # after which a browser connects again
 HEARTBEAT_S = 15.0
-EVENT = {"id": 41, "time": 1790000000.0, "kind": "commit", "detail": {"generation": 7}}
-EXAMPLE = {"id": "41", "event": "message", "data": json.dumps(EVENT)}
-TEXTS = {name: {"type": "string"} for name in EXAMPLE}
-OF_EVENT = {"type": "object", "properties": TEXTS, "required": ["data"]}  # of each, as it is parsed
-DOCUMENT: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": LAST_ID,
-            "in": "header",
-            "required": False,
-            "schema": {"type": "integer", "minimum": 0, "maximum": MAX_ID},
-            "description": "in place of `after`: what a browser sends when it connects again",
-        }
-    ]
-}
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Events; `retry` and comments as heartbeats",
-        "content": {"text/event-stream": {"schema": OF_EVENT, "example": EXAMPLE}},
-    }
-}
 
 
 class EventStream(EventSourceResponse):
@@ -111,33 +79,3 @@ class EventStream(EventSourceResponse):
                 self._client.has_missed = False
                 yield b"event: missed\ndata: {}\n\n"
             yield chunk
-
-
-async def get_event_stream(
-    request: Request, after: Annotated[int | None, Field(ge=0, le=MAX_ID)] = None
-) -> Response:
-    """As they happen, past an id or from now on; the latest 1,000 are kept for clients that return.
-
-    An event `missed` says that others came between: read them from `/api/v1/events`.
-    """
-    given = request.headers.get(LAST_ID)
-    if given is not None:
-        if not (given.isascii() and given.isdigit() and int(given[:20]) <= MAX_ID):
-            raise Refused(
-                ProblemType.INVALID_REQUEST,
-                f"{LAST_ID} is {given[:40]!r}, expected a number 0..{MAX_ID}",
-            )
-        after = int(given)
-    state = request.app.state
-    return EventStream(service_of(request).feed, after, state.limits, state.deployments)
-
-
-def add_event_stream(watch: APIRouter) -> None:
-    """Add the route."""
-    watch.get(
-        PATH,
-        summary="Events as they happen",
-        response_class=EventSourceResponse,
-        responses=STREAM,
-        openapi_extra=DOCUMENT,
-    )(get_event_stream)
