@@ -132,7 +132,7 @@ class Setting(Meaning):
             object.__setattr__(self, "at_least", 0)
 
 
-_declared: dict[type[Any], Mapping[str, tuple[Any, Meaning]]] = {}  # by class
+_declared: dict[type[Any], Mapping[str, tuple[Any, Meaning]]] = {}  # class -> its fields
 
 
 def declared_fields(cls: type[Any]) -> Mapping[str, tuple[Any, Meaning]]:

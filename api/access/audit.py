@@ -15,6 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pwd
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_SH, flock
@@ -22,6 +25,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Annotated
 
+from api.access.keys import Role
 from eplb.declared import Meaning
 from eplb.errors import EplbError
 
@@ -38,7 +42,7 @@ class AuditError(EplbError):
 class BrokenChain(AuditError):
     """A line of the audit was changed, removed or inserted."""
 
-    exit_status = 1  # of a command that it ends
+    exit_status = 1  # exit status of a command that this error ends
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,35 @@ class Audit:
                 )
             before, last = entry.hash, entry
         return last
+
+
+def local_actor() -> str:
+    """Return the user of this process and its host, as the audit names them."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def note(state_dir: Path, deployment: str, action: str, reason: str, outcome: str) -> None:
+    """Add what a command of this host did to the audit.
+
+    Raises:
+        AuditError: it cannot be written.
+    """
+    entry = AuditEntry(
+        time=time.time(),
+        deployment=deployment,
+        actor=local_actor(),
+        role=Role.ADMIN.label,
+        address="local",
+        request="",
+        action=action,
+        reason=reason,
+        outcome=outcome,
+    )
+    Audit(state_dir).append(entry)
 
 
 def _start_of(text: mmap, number: int) -> int:

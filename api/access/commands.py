@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from api.access.audit import START, Audit, BrokenChain
+from api.access.audit import START, Audit, BrokenChain, local_actor, note
 from api.access.keys import AccessKeys
-from api.access.local import local_actor, note
 from api.cli.deploy import Config, Profile, Setting, settings_of
 from api.cli.options import AsJson
 from api.terminal.printable import printable

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api.access.local import note
+from api.access.audit import note
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,

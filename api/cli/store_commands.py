@@ -22,7 +22,7 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.tree import load, profile_names
-from api.terminal.table import print_table
+from api.terminal.printable import print_table
 from eplb.errors import ConfigError
 from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import deployments_of

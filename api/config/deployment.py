@@ -16,7 +16,7 @@ from rebalance.network.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 Layout = Literal["eplb", "transformers"]
-EVERY = "*"  # in place of the names of deployments
+EVERY = "*"  # stands for the names of all deployments
 
 
 @dataclass(frozen=True)

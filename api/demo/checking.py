@@ -33,7 +33,7 @@ from runtime.model.reference import ReferenceModel
 CLOSE_DEADLINE_S = 20.0
 MAX_WAITING = 4  # sampled steps of a rank; more are dropped and counted
 POLL_S = 0.25
-RETRY_S = 0.5  # from one attempt to reach the checker to the next
+RETRY_S = 0.5  # interval of attempts to reach the checker
 CHECKED_AFTER_COMMIT = 4  # steps after a swap that are still sampled densely
 
 # Largest relative error of a right answer: float32 sums in another order stay far below theirs;
@@ -54,7 +54,7 @@ class Checks:
     model: ModelShape
     weights: Path
     precision: str
-    num_threads: int  # of the checker
+    num_threads: int  # threads of the checker
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CheckedStep:
 
     rank: int
     step: int
-    phase: str  # of the rank's migration in that step
+    phase: str  # phase of the rank's migration during that step
     max_error: float
     wrong_routes: int
 

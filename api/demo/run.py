@@ -48,9 +48,9 @@ from eplb.errors import RankError, StoreError
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
-START_DEADLINE_S = 300.0  # for the ranks to serve
+START_DEADLINE_S = 300.0  # deadline until every rank serves
 CHECKS_DEADLINE_S = 60.0
-END_DEADLINE_S = 30.0  # for the service, which ends its controller first
+END_DEADLINE_S = 30.0  # deadline of the service, which ends its controller first
 GRACE_S = 2.0  # after the end of a first launcher, for what the others report
 
 log = logging.getLogger(__name__)

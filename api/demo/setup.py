@@ -56,7 +56,7 @@ from runtime.model.moe import NUM_HEADS
 from telemetry.formats.routing import read_expert_ids
 from telemetry.state.store import StateStore, without_password
 
-WINDOW_TOKENS = 16_384  # of all ranks in a load window, where telemetry.window_steps is not set
+WINDOW_TOKENS = 16_384  # tokens of a load window if telemetry.window_steps is not set
 SAMPLES_PER_WINDOW = 4
 ENGINE_FILE, FIGURES, RESULTS = "engine.json", "figures", "checks.jsonl"
 BY = "eplb demo"
@@ -69,14 +69,14 @@ class Options:
     """What a demo has beside the settings of its deployment."""
 
     seconds: float  # how long the ranks serve
-    tokens_per_rank: int  # in a step
+    tokens_per_rank: int  # tokens of one step
     text: Sequence[Path]  # files or folders; none: text of this machine
     trace: Path | None  # recorded routes in place of text
-    seed: int  # of weights and text
+    seed: int  # the weights and the text are made from it
     check_every: int  # steps between two reference checks
-    dispatcher: str  # on GPUs
-    serve: bool  # on until interrupted
-    resume: bool  # from the placement of the last run
+    dispatcher: str  # dispatcher of GPUs
+    serve: bool  # run until interrupted
+    resume: bool  # start from the placement of the last run
     json: Path | None  # file for the summary
     view: View
 
@@ -88,7 +88,7 @@ class Prepared:
     deployment: Deployment
     engine: EngineFile
     engine_path: Path
-    environ: Mapping[str, str]  # of its commands
+    environ: Mapping[str, str]  # environment of its commands
 
 
 def prepare(options: Options, settings: Settings, state: StateDir) -> Prepared:

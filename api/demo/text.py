@@ -156,9 +156,9 @@ def _unicode_rows(first: int) -> Iterator[str]:
 class Load:
     """What the ranks of the demo serve: text, or recorded routes."""
 
-    tokens_per_rank: int  # in a step
+    tokens_per_rank: int  # tokens of one step
     seed: int
-    period_s: float  # of the drift
+    period_s: float  # period of the drift
     text: Path | None  # an .npz of the domains' tokens; None with a trace
     trace: Path | None  # an .npz of expert_ids [L, tokens, K]; None with text
 

@@ -69,11 +69,11 @@ CGROUP = Path("/sys/fs/cgroup")
 class Costs:
     """Bytes of a deployment; every rank and every host takes the same."""
 
-    record: int  # of one expert
-    slots: int  # of a rank: live slots of all layers, spares left out
-    spares: int  # of a rank: slots that stay EMPTY between migrations
-    staging: int  # of a rank: the staging ring
-    cache: int  # of a host: records in its cache, once all were asked for
+    record: int  # the record of one expert
+    slots: int  # live slots of a rank in all layers, without spares
+    spares: int  # slots of a rank that stay EMPTY between migrations
+    staging: int  # the staging ring of a rank
+    cache: int  # the cache of a host after every record was requested
     num_local_ranks: int
     device: str
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from api.config.addresses import is_loopback
-from api.config.components import host_cache_settings, pace_of, reporting
 from api.config.deployment import RecordSources
 from api.config.live import static_layer
 from api.config.tree import Settings
@@ -21,7 +20,7 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from rebalance.build.config import NetworkConfig, RankConfig
+from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.preload.hosts.host_link_settings import HostLinkSettings
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from rebalance.preload.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
+SPOOL_FOLDER = "spool"  # in the state folder
 JOURNAL_FOLDER = "journal"  # in the state folder
 DEFAULT_REDUNDANCY = 1.25  # slots over experts where topology.slots_per_rank is 0
 
@@ -98,10 +98,12 @@ class Deployment:
 
     @property
     def pace(self) -> Pace:
-        """How much of a migration is staged at a time."""
+        """How migrations move records: flip mode with spares, copy mode with staging without."""
         spares = self.spare_slots
-        working = int(self.topology.slots_of_rank[0]) - spares
-        return pace_of(self.settings.topology.staging_experts or working, spares)
+        if spares:
+            return Pace(staging_experts=0, mode="flip", spare_slots=spares)
+        slots = int(self.topology.slots_of_rank[0])
+        return Pace(staging_experts=self.settings.topology.staging_experts or slots)
 
     @property
     def controller(self) -> ControllerSettings:
@@ -146,8 +148,15 @@ class Deployment:
 
     @property
     def host_cache(self) -> HostCacheSettings:
-        """How each host keeps records."""
-        return host_cache_settings(self.settings, self.settings.model.checkpoint, self.host_links)
+        """How each host keeps records; the record file lies beside the weights."""
+        given, weights = self.settings, self.settings.model.checkpoint
+        record_file = None
+        if given[RecordSources].record_file and weights is not None:
+            # Imported here: it loads torch, which a controller's process does without.
+            from rebalance.preload.disk.record_file import record_file_beside
+
+            record_file = record_file_beside(weights)
+        return replace(given.host_cache, record_file=record_file, links=self.host_links)
 
     def opened_store(self) -> StateStore:
         """Open its store.
@@ -187,6 +196,7 @@ class Deployment:
     def _rank_config(self) -> RankConfig:
         given, each = self.settings, self.settings.topology.ranks_per_node
         hosts = tuple(host for host in self.hosts for _ in range(each))
+        state_dir = self.state_dir.resolve()
         return given.make(
             RankConfig,
             deployment=self.name,
@@ -195,8 +205,11 @@ class Deployment:
             stage=given.staging.on(given.topology.device),
             network=replace(given[NetworkConfig], hosts=hosts),
             rank_links=self.rank_links,
-            reporting=reporting(given, self.state_dir.resolve()),
-            journal_dir=self.state_dir.resolve() / JOURNAL_FOLDER,
+            reporting=replace(
+                given[ReportingConfig],
+                spool_dir=given[ReportingConfig].spool_dir or state_dir / SPOOL_FOLDER,
+            ),
+            journal_dir=state_dir / JOURNAL_FOLDER,
         )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from runtime.experts import ExpertSchema
 
 TRANSFORMERS = "transformers"  # of model.layout
-OWN_PRECISION = "bfloat16"  # of eplb's own layout, where no precision is set
+OWN_PRECISION = "bfloat16"  # precision of eplb's own layout if none is set
 SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
 
 

@@ -32,7 +32,7 @@ from telemetry.state.store import StateStore
 
 POLL_S = 0.25
 RETRY_S = 0.5  # after the store failed
-START_EVENT_S = 5.0  # from one event of a controller's start to the next
+START_EVENT_S = 5.0  # interval of events while a controller starts
 Say = Callable[[str], None]
 
 log = logging.getLogger(__name__)

@@ -30,9 +30,8 @@ from api.access.changes import Changes
 from api.access.keys import Actor
 from api.http.deployments.choice import PREFIX, Choice, Prefix
 from api.http.deployments.served import Deployments, Others, Served
-from api.http.guard import Guard, check_request
+from api.http.guard import DEFAULT_LIMITS, Guard, HttpLimits, check_request
 from api.http.latest import WAIT_S, LatestAnswer
-from api.http.limits import DEFAULT_LIMITS, HttpLimits
 from api.http.refusals import report_problems
 from api.http.routes import add_operations, correct_document
 from api.http.service import AdminService

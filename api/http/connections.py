@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from api.http.limits import HttpLimits
+from api.http.guard import HttpLimits
 from api.http.problems import ProblemType
 from api.http.refusals import problem
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.http.deployments.served import Deployments
 from api.http.event_feed import Client, EventFeed
-from api.http.limits import HttpLimits
+from api.http.guard import HttpLimits
 from api.http.problems import RETRY, ProblemType
 from api.http.refusals import problem
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from api.config.live import LiveSetting, live_settings, settings_in
 from api.http.problems import ProblemType, Refused
-from api.http.requests import WHOLE, Body, Policy, Reason
+from api.operations.declaration import Policy, Reason
 from eplb.errors import StaleRevision
 from telemetry.state.live import LiveState
 from telemetry.state.store import StateStore
@@ -25,6 +25,17 @@ class SettingsAnswer:
 
     revision: int
     settings: list[LiveSetting]
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("expected a whole number")
+    return value
+
+
+# In a JSON document 1.0 is an integer; "1" and true are not. Field comes before the validator, or
+# the OpenAPI document would lack the bounds.
+WHOLE = (Field(strict=False), BeforeValidator(_number))
 
 
 def _fields() -> dict[str, Any]:
@@ -40,11 +51,13 @@ def _fields() -> dict[str, Any]:
     return found
 
 
-class _SettingsBody(Body):
+class _SettingsBody(BaseModel):
     """Change live settings; those that are not named stay."""
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": [name]} for name in live_settings()]}
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"anyOf": [{"required": [name]} for name in live_settings()]},
     )
 
     reason: Reason

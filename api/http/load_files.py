@@ -40,7 +40,7 @@ COLUMNS = ("time", "seconds", "first_step", "last_step", "generation", "missing_
 
 MOST_BYTES: dict[Format, int] = {"npy": 256 * 2**20, "csv": 256 * 2**20, "json": 32 * 2**20}
 AT_ONCE = 2  # matrices that are made: each takes a processor
-AHEAD_S = 60.0  # by which clocks of ranks may differ
+AHEAD_S = 60.0  # clocks of ranks may differ by that time
 
 _making = threading.BoundedSemaphore(AT_ONCE)
 

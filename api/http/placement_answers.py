@@ -17,7 +17,7 @@ from eplb.core.topology import Topology
 from eplb.declared import Meaning
 from telemetry.state.placements import CommittedPlacement
 
-LEAST_SHARE = 1e-9  # that counts as changed
+LEAST_SHARE = 1e-9  # smallest share that counts as changed
 
 
 @dataclass(frozen=True)

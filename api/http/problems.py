@@ -162,7 +162,7 @@ class ProblemType(Enum):
 class Refused(EplbError):
     """A request that cannot be served."""
 
-    exit_status = 1  # of a command that it ends
+    exit_status = 1  # exit status of a command that this error ends
 
     def __init__(self, kind: ProblemType, detail: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(detail)

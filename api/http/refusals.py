@@ -21,9 +21,9 @@ from eplb.errors import ConfigError, EplbError
 from telemetry.state.tasks import Refusal
 
 MAX_DETAIL = 500  # characters
-MAX_FOUND = 100  # of a refused value
+MAX_FOUND = 100  # characters of a refused value that are shown
 MEDIA_TYPE = "application/problem+json"
-BLANK = "about:blank"  # of RFC 9457: no more than the status tells
+BLANK = "about:blank"  # RFC 9457: the type says no more than the status
 PASSING = frozenset({ProblemType.TOO_BUSY, ProblemType.REQUEST_IN_PROGRESS})
 PASSES_S = "1"
 

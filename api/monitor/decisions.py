@@ -22,7 +22,7 @@ from telemetry.state.events import (
 )
 
 KEPT_DECISIONS, KEPT_REBALANCES = 50, 200
-HELD_BACK = " (not moved: "  # in the reason of a plan that was not published
+HELD_BACK = " (not moved: "  # part of the reason of a plan that was not published
 
 
 class DecisionLog:
@@ -30,7 +30,7 @@ class DecisionLog:
 
     def __init__(self, history: History | None) -> None:
         self._history = history
-        self._decisions: dict[int, DecisionRecord] = {}  # by id
+        self._decisions: dict[int, DecisionRecord] = {}  # id -> decision
         self._rebalances: dict[int, DecisionRecord] = {}  # those that were published, by plan id
         self._plan: DecisionRecord | None = None  # noted last, and not published
         self._is_moving = True

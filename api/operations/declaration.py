@@ -43,8 +43,8 @@ JSON = "application/json"
 ANY = "*"  # entity tag of whatever there is
 REVISION_TAG = r'(\*|"[0-9]{1,19}")'
 NOT_GIVEN: Any = None  # default of a key that may be left out, and is never null
-MAX_ID = 2**53 - 1  # of tasks, events and generations: what every reader of JSON holds exactly
-MAX_INDEX = 2**31 - 1  # of layers and experts, which are int32 in a placement
+MAX_ID = 2**53 - 1  # largest integer that every reader of JSON holds exactly
+MAX_INDEX = 2**31 - 1  # indices of layers and experts are int32 in a placement
 MOST_LASTS_S = 7 * 86_400
 
 
@@ -157,7 +157,7 @@ class Call:
         service: AdminService | None = None,
     ) -> None:
         self.operation, self.encode, self._sent, self._service = operation, encode, sent, service
-        self.headers: dict[str, str] = {}  # of the answer
+        self.headers: dict[str, str] = {}  # headers of the answer
         self.status = operation.status
 
     @property
@@ -427,7 +427,7 @@ class Answer:
     """An answer of the API, as a command gets it."""
 
     status: int
-    body: Any  # of its JSON
+    body: Any  # the decoded JSON
     content: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from telemetry.state.store import StateStore
 
 NOTES = "Eplb-Notes"  # header of a file: what it cannot express
-MOST_LAYERS = 64  # of one page; 64 x 2,880 slots are about 3 MB
+MOST_LAYERS = 64  # layers of one page; 64 x 2,880 slots are about 3 MB
 SHOWN = 8  # experts of a cell of a table
 FILE_OF = {  # ending and media type, by engine
     "sglang": ("json", JSON),

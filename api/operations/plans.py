@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 TASK = "api.http.answers:TaskAnswer"
 PROPOSAL = "telemetry.state.proposals:Proposal"
 DETAIL = "api.http.answers:ProposalDetail"
-DRY_OR_MOVE = {"dry_run": "dry-run/--move"}  # of a command
+DRY_OR_MOVE = {"dry_run": "dry-run/--move"}  # option of a command for the argument
 OF_MOVES = (
     ProblemType.MOVEMENT_OFF,
     ProblemType.MIGRATION_OPEN,

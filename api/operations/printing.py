@@ -11,7 +11,7 @@ WHY = "from the command line"  # reason of a change by a command that is given n
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], last: str | None = None) -> None:
     """Print rows under the names of their columns; ``last`` is a column of text."""
-    from api.terminal.table import print_table
+    from api.terminal.printable import print_table
 
     print_table(columns, rows, last)
 

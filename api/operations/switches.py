@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from telemetry.state.runs import RunInfo
     from telemetry.state.store import StateStore
 
-REPORTS_WAIT_S = 3.0  # of a command: ranks report every 0.25 s; a busy machine is slower
+REPORTS_WAIT_S = 3.0  # a command waits for reports: ranks send one every 0.25 s
 MOST_WAIT_S = 5.0  # the request holds a thread of the service
 LOOK_S = 0.05
 FOR = {"lasts": "for"}  # name of an option

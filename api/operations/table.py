@@ -12,4 +12,4 @@ _DECLARED = [
 ]
 OPERATIONS = [one for one in _DECLARED if isinstance(one, Operation)]
 COMMANDS = [one for one in _DECLARED if isinstance(one, Command)]
-GROUPS = {"placements": placements.GROUP, "pins": pins.GROUP}  # of commands, with their help
+GROUPS = {"placements": placements.GROUP, "pins": pins.GROUP}  # group of commands -> help

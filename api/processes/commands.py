@@ -34,7 +34,7 @@ from typing import Any
 from api.processes.supervision import REPORT_PERIOD_S, Kill, Note, Supervised, Supervisor
 from eplb.errors import ConfigError, EplbError
 
-NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # of sd_notify(3)
+NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # environment variable that sd_notify(3) reads
 STOP_DEADLINE_S = 10.0
 REFUSED = 2  # exit status of a command that cannot start, as of every command here
 _LONGEST_MESSAGE = 4096

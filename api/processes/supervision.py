@@ -70,7 +70,7 @@ class SupervisionSettings:
             "restarts of each other process within an hour; then it stays down", unit="restarts"
         ),
     ] = 20
-    restart_window_s: float = 3600.0  # of both budgets: what fails more often has to be repaired
+    restart_window_s: float = 3600.0  # window of both budgets: more failures need a repair
     restart_delay_s: Annotated[float, Setting("longest delay before a restart", at_most=3600)] = 5.0
     hung_after_s: Annotated[
         float,

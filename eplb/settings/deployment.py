@@ -10,7 +10,7 @@ from eplb.declared import Setting, check_fields
 from eplb.errors import UnfitSetting
 
 DEPLOYMENT = "demo"  # the name of a deployment that is given none
-STORE_FILE = "store.sqlite"  # in the state folder, where no store is named
+STORE_FILE = "store.sqlite"  # file in the state folder if no store is named
 
 
 @dataclass(frozen=True)

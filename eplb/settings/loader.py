@@ -34,13 +34,13 @@ NOT_SETTINGS = frozenset(
     {
         CONFIG_VARIABLE,
         PROFILE_VARIABLE,
-        "EPLB_SECRET",  # of the deployment: never shown beside settings (api/deploy/secret.py)
-        "EPLB_KEY",  # of a service that admin commands ask (api/cli/admin/client.py)
-        "EPLB_HALT_FILE",  # as the next
-        "EPLB_RANK_FILE",  # of a rank that `eplb launch` started (rebalance/build/environment.py)
-        "EPLB_REPLAY",  # a trace that an engine routes by (rebalance/engines/vllm/tools/replay.py)
+        "EPLB_SECRET",  # read by api/deploy/secret.py, never shown beside settings
+        "EPLB_KEY",  # read by api/cli/admin/client.py
+        "EPLB_HALT_FILE",  # set by `eplb launch`, read by rebalance/build/places.py
+        "EPLB_RANK_FILE",  # set by `eplb launch`, read by rebalance/build/description.py
+        "EPLB_REPLAY",  # a trace of routing, read by rebalance/engines/vllm/tools/replay.py
         "EPLB_REPLAY_PASSES",
-        "EPLB_DATA",  # where tests and benchmarks find recorded traces
+        "EPLB_DATA",  # folder of recorded traces, read by tests and benchmarks
     }
 )
 COMMAND_DEFAULTS = f"{DEFAULTS} of the command"  # the place of a command's own default
@@ -106,8 +106,8 @@ REMOVED |= {
 class _Given:
     """One value, under the name and in the place where it was found."""
 
-    name: str  # of a setting, in either form
-    written: str  # as it stands there
+    name: str  # name of a setting, with or without its section
+    written: str  # the text as it stands there
     value: Any
     place: str
 

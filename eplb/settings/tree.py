@@ -71,7 +71,7 @@ class Known:
 
     path: str  # section.name
     short: str  # the name without a section that stands for it; "" where none does
-    cls: type[Any]  # that declares it
+    cls: type[Any]  # the dataclass that declares the setting
     kind: Any  # type, without None
     default: Any
     about: Setting
@@ -130,10 +130,10 @@ class SettingsTree:
     # Sections that are known completely, where the file has settings of others too; None: all.
     whole: ClassVar[frozenset[str] | None] = None
 
-    sections: ClassVar[Mapping[str, Section[Any]]]  # by name, in order
+    sections: ClassVar[Mapping[str, Section[Any]]]  # name -> section, in the order of the file
     known: ClassVar[Mapping[str, Known]]  # every setting by its full name, in order
-    names: ClassVar[Mapping[str, Known]]  # by each of its names, the short ones first
-    _fields: ClassVar[dict[type[Any], dict[str, Known]]]  # of each component
+    names: ClassVar[Mapping[str, Known]]  # name -> setting, the short names first
+    _fields: ClassVar[dict[type[Any], dict[str, Known]]]  # component -> its fields
     _parts: ClassVar[dict[type[Any], dict[str, type[Any]]]]  # fields that are components too
 
     def __init__(

@@ -14,14 +14,14 @@ from typing import Any
 
 import httpx
 
+from api.access.audit import local_actor
 from api.access.keys import Actor, Role
-from api.access.local import local_actor
 from api.cli.store_place import ApiOptions, audit_folder, configured_store, open_existing
 from api.http.deployments.choice import path_of
 from api.operations.declaration import Answer, Ask, Operation
 from eplb.errors import ConfigError, EplbError
 
-IN_SERVICE_S = 10.0  # for which a service waits for the controller
+IN_SERVICE_S = 10.0  # a service waits for its controller for that time
 MARGIN_S = 30.0  # beyond the time that the service waits for the controller
 KEY = "EPLB_KEY"  # the environment variable with the key of a service: arguments are listed by ps
 

@@ -16,7 +16,7 @@ from telemetry.state.store import StateStore
 
 CONTROLLER = "controller"  # by whom its own proposals are
 EXPLAINED_LAYERS = 4  # that gain most
-FIGURES = (  # of a plan's summary
+FIGURES = (  # figures in the summary of a plan
     "target_generation",
     "decision",
     "policy",

@@ -45,7 +45,7 @@ class RankLinkSettings:
         ),
     ] = 2.0
     # Not settings: the bandwidth is limited above, and a chunk of 8 MiB takes 7 ms of it.
-    max_transfers: int = 4  # that a rank sends at a time; further ones take turns
+    max_transfers: int = 4  # transfers that a rank sends at a time; the others wait
     deadline_s: float = 5.0  # for one chunk
     back_off_s: float = 30.0  # upper limit of the back-off of a failed rank
     tls: TlsFiles | None = None  # None: bytes are not encrypted

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from api.access.audit import Audit
-from api.access.local import local_actor
+from api.access.audit import Audit, local_actor
 from api.cli.main import app
 from api.http.app import create_app
 from api.operations.table import COMMANDS, GROUPS

@@ -12,8 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from api.access.audit import Audit
-from api.access.local import local_actor
+from api.access.audit import Audit, local_actor
 from api.cli.main import app
 from eplb.errors import StoreError
 from telemetry import open_store

@@ -10,8 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from api.access.audit import Audit
-from api.access.local import local_actor
+from api.access.audit import Audit, local_actor
 from api.cli.main import app
 from api.config.live import static_layer
 from api.config.reference import reference_page

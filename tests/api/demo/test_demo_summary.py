@@ -16,7 +16,7 @@ from tests.support.deployments import deployment_in
 from tests.support.readings import changed, read
 from tests.support.stores import MemoryStore
 
-RECORD_BYTES = 3 * 4 * 4 * 4  # of an expert: three matrices of 4 x 4 in float32
+RECORD_BYTES = 3 * 4 * 4 * 4  # three matrices of 4 x 4 in float32
 
 
 def score(index: int, measured: float, *, is_complete: bool = True) -> WindowScore:
