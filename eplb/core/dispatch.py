@@ -10,7 +10,7 @@ Shapes:  L MoE layers, E experts, S slots, R ranks, W words of the random genera
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,9 @@ from eplb.errors import ConfigError
 SGLANG_SEED = 42  # SGLang's draws restart from it with every map
 Words = NDArray[np.uint32]
 START = cast(int, np.int64(0))
+
+
+DispatchRuleName = Literal["even", "weighted", "sglang_static", "ascend_mod", "per_source"]
 
 
 class DispatchRule(Enum):

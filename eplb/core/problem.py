@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from eplb.core.noise import sampling_noises
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.core.zones import Zones, keeps_groups, with_groups_kept, zones_for
+from eplb.declared import Setting
 from eplb.errors import ConfigError, HistoryError, PlacementError
 
 PRIOR = 0.5  # part of a promise that is realised, without a record
@@ -79,9 +80,23 @@ class Budget:
         ConfigError: a figure that no plan can meet.
     """
 
-    max_moves: int | None = None  # weights moved, over all layers
+    max_moves: Annotated[
+        int | None,
+        Setting(
+            "most experts that one plan moves, over all layers; 0: no limit",
+            unit="experts",
+            live=True,
+        ),
+    ] = None
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
-    target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is not changed
+    target_imbalance: Annotated[
+        float,
+        Setting(
+            "max/mean rank load of a layer at or below which the layer is not changed",
+            at_least=1,
+            live=True,
+        ),
+    ] = 1.02
     time_ms: float | None = None  # of search; None: while it gains, 200 at most; inf: no limit
     num_threads: int = 1  # of the search; the plan does not depend on it
 

@@ -83,7 +83,7 @@ class HostCacheServer:
         settings = settings or HostCacheSettings()
         self._record_bytes = schema.record_bytes
         num_records = model.num_layers * model.num_experts
-        self._num_entries = settings.num_entries(num_records, schema.record_bytes)
+        self._num_entries = settings.num_entries(num_records)
         self._link_server: HostLinkServer | None = None
         self._holders = itertools.count(WRITER + 1)
         self._is_closed = threading.Event()
