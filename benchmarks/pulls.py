@@ -1,4 +1,4 @@
-"""Random interleavings of the just-in-time replicas of ``runtime.pulls``, by rule.
+"""Random interleavings of the just-in-time replicas of ``runtime.batch.pulls``, by rule.
 
     python -m benchmarks.pulls --first 0 --count 100000
     python -m benchmarks.pulls --mutant "not closed"
@@ -15,7 +15,7 @@ Exchanges of counts and the closing exchange end when all ranks have begun them.
 combine waits only for ranks that rows come from, which is the least that a dispatcher promises.
 
 The vote that decides swaps is taken as right: ``benchmarks.schedules`` explores it. Modelled, and
-not run, are the streams; ``tests/runtime/pulls`` runs the real ones.
+not run, are the streams; ``tests/runtime/batch`` runs the real ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from eplb.shares.pulls import (
     plan_pulls,
     pulls_digest,
 )
-from runtime.pulls.readers import Read
+from runtime.batch.pulls import Read
 
 # -- Deployments and batches of the schedules, and what the real decision makes of them.
 

@@ -42,7 +42,8 @@ from benchmarks.simulator.local_dispatch import LocalDispatcher
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.shares.batch import EVERY_BATCH
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes

@@ -26,7 +26,8 @@ from eplb.shares.batch import EVERY_BATCH
 from rebalance.agent import RankAgent
 from rebalance.build.agent import WiredAgent
 from rebalance.swap.swapper import StepFigures
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
 from runtime.streams import Completion
 
 LAYER_RUNS = 14  # of four resident layers: a step of 56

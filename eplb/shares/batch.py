@@ -8,7 +8,7 @@ turn together, which makes a round a handful of steps of one warp. Each step goe
 level (over-relaxation): otherwise load diffuses slowly along chains of experts.
 
 A split costs time, and a batch that the plan had balanced gains none: ``SplitSwitch`` turns it off
-by what it saved. ``runtime/kernels/batch_split.py`` repeats this arithmetic on a GPU.
+by what it saved. ``runtime/batch/kernels/split.py`` repeats this arithmetic on a GPU.
 
 Shapes:  E experts, S slots, R ranks, M experts that are split, W ways: ranks that hold one of them,
          C slots of a rank.

@@ -10,7 +10,7 @@ level, until no rank is above it. A low level needs more pieces than there are s
 several levels are tried, all at once on a GPU, and the one with the lowest busiest rank is taken.
 
 All figures are integers, and equal figures go to the lowest index: ranks that have the same counts
-decide alike. ``runtime/kernels/pulls.py`` repeats this arithmetic on a GPU.
+decide alike. ``runtime/batch/kernels/pulls.py`` repeats this arithmetic on a GPU.
 
 Shapes:  E experts, R ranks, C slots of a rank, J spare slots of a rank, M experts that are split,
          W ways, K levels.

@@ -6,7 +6,7 @@ and the least load of the busiest rank has a closed form: the mean of all tokens
 tokens of a rank where that is more. No token moves beyond what this level needs.
 
 All figures are whole numbers, so that every rank and device decides alike.
-``runtime/kernels/shared_expert.py`` repeats this arithmetic on a GPU.
+``runtime/batch/kernels/shared_expert.py`` repeats this arithmetic on a GPU.
 
 Shapes:  R ranks, each of which is a source of tokens too.
 """

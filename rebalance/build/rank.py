@@ -35,7 +35,7 @@ from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
-from runtime.batch_parts import BatchParts, BatchRank, BatchRules, make_batch_parts
+from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import Experts

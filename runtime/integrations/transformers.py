@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from eplb.errors import CheckpointError, ConfigError
-from runtime.batch_split import BatchSplit
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.description import GATE_UP
 from runtime.checkpoints.layouts import transformers_schema
@@ -159,7 +159,7 @@ def serve_experts(
     runs a dummy batch. The parameters of the experts are released with their modules.
 
     Args:
-        split: ``runtime.batch_parts.BatchParts.split``: the only part that a library's model takes,
+        split: ``runtime.batch.parts.BatchParts.split``: the only part that a library's model takes,
             because its own code computes the shared expert and knows no spare slots.
 
     Returns:

@@ -1,7 +1,7 @@
 """Expert computation of a rank for received rows, on a CPU or a GPU.
 
 A rank's slots are those of its bank, and after them one for each shared expert that its layers
-spread (``runtime/shared_spread.py``). Weights of the latter are no part of the bank: they never
+spread (``runtime.batch.shared_expert``). Weights of the latter are no part of the bank: they never
 move, and may be of another intermediate size.
 
 Shapes:  C slots of this rank, n rows, M places of a slot, H hidden, I intermediate.

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_parts import BatchRank, BatchRules, make_batch_parts
+from runtime.batch.parts import BatchRank, BatchRules, make_batch_parts
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher

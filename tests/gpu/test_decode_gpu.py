@@ -34,7 +34,8 @@ from rebalance.build.agent import HeldExperts, WiredAgent
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Dispatcher

@@ -24,13 +24,13 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_split import BatchSplit, Exchange
+from runtime.batch.counts import Exchange
+from runtime.batch.pulls import DevicePulls, PulledExperts
+from runtime.batch.split import BatchSplit
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.model.compute import GroupedExperts
-from runtime.pulls.device import DevicePulls
-from runtime.pulls.layer import PulledExperts
 from runtime.routing import RoutingTable
 
 pytestmark = pytest.mark.gpu
@@ -243,8 +243,8 @@ def test_spare_slots_are_served_by_the_record_that_was_pulled(is_padded: bool) -
 
 
 def _two_gpus(rank: int, port: int) -> None:
-    from runtime.kernels import pull_plan
-    from runtime.kernels import pulls as kernels
+    from runtime.batch.kernels import pull_plan
+    from runtime.batch.kernels import pulls as kernels
     from runtime.memory.symmetric import SymmetricArena
 
     torch.cuda.set_device(rank)

@@ -18,7 +18,9 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.shared_expert import SharedSpread
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import (
     Weights,
@@ -37,7 +39,6 @@ from runtime.model.graphs import CapturedStack
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
-from runtime.shared_spread import SharedSpread
 from tests.gpu.parts import MODEL, NUM_TOKENS, needs_deep_ep, schema_of
 from tests.gpu.test_batch_split_gpu import EXPERTS, TOKENS, TOP_K, popularity, random_placement
 from tests.support.limits import NEVER_S

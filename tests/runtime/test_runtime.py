@@ -15,7 +15,8 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, first_sentence

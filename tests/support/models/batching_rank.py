@@ -19,7 +19,7 @@ from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.rank import BuiltRank, build_rank
 from rebalance.preload.cache.local_socket import HostCacheAddress
-from runtime.batch_parts import BatchParts, BatchRules
+from runtime.batch.parts import BatchParts, BatchRules
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.dispatch.all_to_all import AllToAllDispatcher

@@ -15,7 +15,9 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.shares.batch import SplitRule
 from eplb.shares.pulls import PullRule
-from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
+from runtime.batch.counts import Exchange, all_gather_counts
+from runtime.batch.pulls import HostPulls, HostReader, PulledExperts
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
@@ -24,9 +26,6 @@ from runtime.group.agreement import gathered
 from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
-from runtime.pulls.host import HostPulls
-from runtime.pulls.layer import PulledExperts
-from runtime.pulls.readers import HostReader, Peer
 from runtime.routing import RoutingTable
 from tests.support.limits import NEVER_S
 
@@ -91,7 +90,7 @@ def build(
     rule: PullRule = EAGER,
     *,
     exchange: Exchange | None = None,
-    peers: Callable[[Mapping[int, Peer]], Mapping[int, Peer]] = lambda found: found,
+    peers: Callable[[Mapping[int, PeerBank]], Mapping[int, PeerBank]] = lambda found: found,
     deadline_s: float = NEVER_S,
 ) -> PullingRank:
     group = dist.group.WORLD

@@ -14,49 +14,43 @@ Shapes:  L MoE layers, E experts, N sources (ranks that route), T tokens, K top-
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from eplb.core.placement import EMPTY
 from eplb.errors import ConfigError
 from eplb.shares.batch import PLANNED, SplitLayout, SplitRule, SplitSwitch, split_batch
-from runtime.peer_counts import PeerCounts
+from runtime.batch.counts import BatchTensors, Exchange, PeerCounts
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 from runtime.streams import Completion
 
 if TYPE_CHECKING:
-    from runtime.kernels.batch_split import LayerSplit
+    from runtime.batch.kernels.split import LayerSplit
 
 NO_END = 2**31 - 1  # of the last way: no position is past it
-Exchange = Callable[[torch.Tensor, torch.Tensor], None]  # own counts [E] -> gathered [N, E]
-
-
-def all_gather_counts(group: dist.ProcessGroup) -> Exchange:
-    """The exchange over a process group: an all-gather, which a CUDA graph can hold with NCCL."""
-
-    # Its name in torch from 2.13 on, where the other is deprecated.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-    def exchange(counts: torch.Tensor, gathered: torch.Tensor) -> None:
-        gather(gathered.view(-1), counts, group=group)
-
-    return exchange
 
 
 class BatchSplit:
     """Chooses the slot of every token by the counts of the batch.
 
     Buffers have fixed addresses and shapes, for CUDA graphs. A layer whose batches gain too little
-    follows the planned shares for a while: ``SplitSwitch``. Of an eager pass it is left out then,
-    with its exchange; of a captured one its rounds are.
+    follows the planned shares for a while: ``SplitSwitch``. An eager pass leaves such a layer's
+    split out then, with its exchange; a captured one leaves out its rounds.
+
+    Args:
+        table: of this rank, made with a topology.
+        exchange: gathers the counts of all sources.
+        source: this rank among them.
+        num_sources: N.
+        max_pairs: most tokens times top-k of a batch.
+        rule: alike on all ranks; None: the default one.
 
     Raises:
-        ConfigError: the table was made without a topology, or peers exchange counts on a CPU.
+        ConfigError: the table was made without a topology, or peers exchange counts on a CPU or
+            have words of other sizes.
     """
 
     def __init__(
@@ -69,55 +63,45 @@ class BatchSplit:
         max_pairs: int,
         rule: SplitRule | None = None,
     ) -> None:
-        """
-        Args:
-            table: of this rank, made with a topology.
-            exchange: gathers the counts of all sources.
-            source: this rank among them.
-            num_sources: N.
-            max_pairs: most tokens times top-k of a batch.
-            rule: alike on all ranks; None: the default one.
-        """
         if not table.split:
             raise ConfigError("the routing table has no topology, expected one to split batches")
         self.table, self._exchange, self.source = table, exchange, source
         self._rule = rule or SplitRule()
         num_layers, num_experts = table.slots.shape[:2]
-        device, int32 = table.slots.device, torch.int32
-        self._counts = torch.zeros(num_experts, dtype=int32, device=device)
-        self.gathered = torch.zeros((num_sources, num_experts), dtype=int32, device=device)
+        device, is_cuda = table.slots.device, table.slots.is_cuda
+        if isinstance(exchange, PeerCounts):
+            if not is_cuda:
+                raise ConfigError("found peer memory on a CPU, expected an exchange over a group")
+            exchange.check(num_sources, num_experts)
         self._switches = [SplitSwitch()] * num_layers
         self._num_slots = table.split["fed_by"][0].numel()
-        if device.type != "cuda":
-            if isinstance(exchange, PeerCounts):
-                raise ConfigError("found peer memory on a CPU, expected an exchange over a group")
-            # What a batch leaves, as ``BatchTensors`` on a device.
-            self.totals, self.starts = (torch.zeros_like(self._counts) for _ in range(2))
-            self.up_to = torch.zeros(table.split["rank"].shape[1:], dtype=int32)
-            self.rank_load = torch.zeros(table.split["fed_by"].shape[1])
-            return
-        from runtime.kernels import batch_counts, batch_split
+        num_blocks = 0
+        if is_cuda:
+            from runtime.batch.kernels import counts, split
 
-        self._counting, self._kernels = batch_counts, batch_split
-        num_ranks = table.split["fed_by"].shape[1]
-        self.batch = batch_split.BatchTensors(
-            counts=self._counts,
-            blocks=torch.zeros(
-                (batch_counts.num_blocks(max_pairs), num_experts), dtype=int32, device=device
-            ),
-            starts=torch.zeros_like(self._counts),
-            totals=torch.zeros_like(self._counts),
-            sent=torch.zeros(num_sources, dtype=int32, device=device),
-            up_to=torch.zeros(table.split["rank"].shape[1:], dtype=int32, device=device),
-            rank_load=torch.zeros(num_ranks, device=device),
+            self._counting, self._kernels = counts, split
+            num_blocks = counts.num_blocks(max_pairs)
+            self._saved = torch.zeros(num_layers, device=device)
+            self._seen = torch.zeros(num_layers, dtype=torch.int32, device=device)
+            self._passes = _Passes(self._seen, self._rule.num_off)
+            self._layers = [
+                split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
+                for layer in range(num_layers)
+            ]
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.gathered = zeros(num_sources, num_experts)
+        self.batch = BatchTensors(
+            counts=zeros(num_experts),
+            blocks=zeros(num_blocks, num_experts),
+            starts=zeros(num_experts),
+            totals=zeros(num_experts),
+            sent=zeros(num_sources),
+            up_to=zeros(*table.split["rank"].shape[1:]),
+            rank_load=torch.zeros(table.split["fed_by"].shape[1], device=device),
         )
-        self._saved = torch.zeros(num_layers, device=device)
-        self._seen = torch.zeros(num_layers, dtype=int32, device=device)
-        self._passes = _Passes(self._seen, self._rule.num_off)
-        self._layers = [
-            batch_split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
-            for layer in range(num_layers)
-        ]
 
     def is_on(self, layer: int, experts: torch.Tensor) -> bool:
         """Whether this batch of a layer is split; alike on all sources.
@@ -139,61 +123,14 @@ class BatchSplit:
         Every source calls it for the same layers in the same order, as a dispatch. An id that is no
         expert's is EMPTY and counted in ``RoutingTable.strays``.
         """
-        if not experts.is_cuda:
-            return self._on_host(layer, experts)
-        self.count(experts)
-        if not isinstance(self._exchange, PeerCounts):
-            self._exchange(self._counts, self.gathered)
-        self.split(layer, self.gathered)
-        return self.choose(layer, experts)
+        return (self._on_device if experts.is_cuda else self._on_host)(layer, experts)
 
     def switches(self) -> list[SplitSwitch]:
-        """Of each layer, whether its batches are split. Waits for the device."""
-        if self._counts.is_cuda:
+        """For each layer, whether its batches are split. Waits for the device."""
+        if self.gathered.is_cuda:
             both = zip(self._saved.tolist(), self._seen.tolist(), strict=True)
             return [SplitSwitch(saved, seen) for saved, seen in both]
         return list(self._switches)
-
-    def count(self, experts: torch.Tensor) -> None:
-        """First part on a device: this source's counts, which peers get or are exchanged next."""
-        exchange = self._exchange
-        if isinstance(exchange, PeerCounts):
-            exchange.check(len(self.batch.sent), len(self._counts))
-            self._counting.count_experts(
-                experts,
-                self.batch.blocks,
-                self._counts,
-                turn=exchange.tensors.turn,
-                peers=exchange.tensors.peers,
-                source=self.source,
-            )
-        else:
-            self._counting.count_experts(experts, self.batch.blocks, self._counts)
-
-    def split(self, layer: int, gathered: torch.Tensor) -> None:
-        """Second part on a device: where each replica's tokens end, in ``batch.up_to``."""
-        exchange = self._exchange
-        self._kernels.split_batch(
-            self._layers[layer],
-            self.batch,
-            (self._saved[layer:], self._seen[layer:]),
-            self.source,
-            exchanged=exchange.tensors if isinstance(exchange, PeerCounts) else gathered,
-            rule=self._rule,
-        )
-
-    def choose(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
-        """Third part on a device: the slots."""
-        chosen, table = torch.empty_like(experts), self.table
-        self._kernels.choose_by_split(
-            self._layers[layer],
-            (table.slots[layer], table.cumulative[layer]),
-            experts,
-            self.batch,
-            chosen,
-            table.strays,
-        )
-        return chosen
 
     def by_source(self) -> torch.Tensor:
         """[N, E] counts of each source in this batch, or [N, 1], their sums."""
@@ -202,46 +139,71 @@ class BatchSplit:
         return self.gathered
 
     def layer_split(self, layer: int) -> LayerSplit:
-        """Of a layer as the table has it, on a device."""
+        """The layout of a layer as the table has it, on a device."""
         return self._layers[layer]
 
     def layout(self, layer: int) -> SplitLayout:
-        """Of a layer as the table has it now, on a CPU."""
+        """The layout of a layer as the table has it now, on a CPU."""
         named = {name: one[layer].numpy() for name, one in self.table.split.items()}
         return SplitLayout(**{name: one for name, one in named.items() if name != "num_turns"})
 
     def positions(self, experts: torch.Tensor) -> torch.Tensor:
         """[T, K] numbers of the tokens among all sources' tokens of their expert, on a CPU."""
-        is_expert = (experts >= 0) & (experts < len(self.totals))
+        is_expert = (experts >= 0) & (experts < len(self.batch.totals))
         used = torch.where(is_expert, experts, 0)
         nth, _ = position_among_equals(torch.where(is_expert, experts, EMPTY).flatten())
-        return self.starts.to(torch.int64)[used] + nth.view_as(experts)
+        return self.batch.starts.to(torch.int64)[used] + nth.view_as(experts)
+
+    def _on_device(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
+        batch, table, split = self.batch, self.table, self._layers[layer]
+        exchanged: torch.Tensor | PeerCounts
+        if isinstance(self._exchange, PeerCounts):
+            exchanged = self._exchange
+            self._counting.count_experts(
+                experts,
+                batch.blocks,
+                batch.counts,
+                turn=exchanged.turn,
+                peers=exchanged.peers,
+                source=self.source,
+            )
+        else:
+            exchanged = self.gathered
+            self._counting.count_experts(experts, batch.blocks, batch.counts)
+            self._exchange(batch.counts, self.gathered)
+        switch = self._saved[layer:], self._seen[layer:]
+        self._kernels.split_batch(
+            split, batch, switch, self.source, exchanged=exchanged, rule=self._rule
+        )
+        chosen = torch.empty_like(experts)
+        replicas = table.slots[layer], table.cumulative[layer]
+        self._kernels.choose_by_split(split, replicas, experts, batch, chosen, table.strays)
+        return chosen
 
     def _on_host(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
-        table = self.table
+        table, batch = self.table, self.batch
         num_experts = table.slots.shape[1]
         flat = experts.flatten()
         is_expert = (flat >= 0) & (flat < num_experts)
         table.strays += (flat >= num_experts).sum()
-        found = torch.bincount(flat[is_expert], minlength=num_experts)
-        self._counts.copy_(found)
+        batch.counts.copy_(torch.bincount(flat[is_expert], minlength=num_experts))
         assert not isinstance(self._exchange, PeerCounts), "refused when this was made"
-        self._exchange(self._counts, self.gathered)
-        self.totals.copy_(self.gathered.sum(dim=0))
-        self.starts.copy_(self.gathered[: self.source].sum(dim=0))
-        layout, totals = self.layout(layer), self.totals.to(torch.int64)
+        self._exchange(batch.counts, self.gathered)
+        batch.totals.copy_(self.gathered.sum(dim=0))
+        batch.starts.copy_(self.gathered[: self.source].sum(dim=0))
+        layout, totals = self.layout(layer), batch.totals.to(torch.int64)
         switch = self._switches[layer]
         rule = self._rule if switch.is_on else replace(self._rule, rounds=0)
         made = split_batch(totals.numpy(), layout, rule)
         self._switches[layer] = switch.after(made.saved, self._rule)
-        self.rank_load.copy_(torch.from_numpy(made.rank_load))
+        batch.rank_load.copy_(torch.from_numpy(made.rank_load))
         used = torch.where(is_expert, flat, 0)
         position = self.positions(experts).flatten()
         row = torch.from_numpy(layout.row.astype(np.int64))[used]
         size = (layout.rank >= 0).sum(axis=1)
         ends = np.floor(np.cumsum(made.tokens, axis=1) + 0.5)
         ends[np.arange(ends.shape[1]) + 1 >= size[:, None]] = NO_END
-        self.up_to.copy_(torch.from_numpy(ends))
+        batch.up_to.copy_(torch.from_numpy(ends))
         way = (torch.from_numpy(ends)[row.clamp(min=0)] <= position[:, None]).sum(dim=1)
         slot = torch.from_numpy(layout.slot)[row.clamp(min=0), way.clamp(max=ends.shape[1] - 1)]
         draw = (position * SHARE_ONE // totals[used].clamp(min=1)).clamp(max=SHARE_ONE - 1)

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.batch_counts import PAIRS_PER_PROGRAM, num_blocks
-from runtime.kernels.batch_split import BLOCKS_AT_ONCE
+from runtime.batch.kernels.counts import PAIRS_PER_PROGRAM, num_blocks
+from runtime.batch.kernels.pull_plan import Decided, Ranks
+from runtime.batch.kernels.split import BLOCKS_AT_ONCE
 from runtime.kernels.launch import check, describe, kernel, num_multiprocessors
-from runtime.kernels.pull_plan import Decided, Ranks
 
 SPARES_AT_ONCE = 32
 

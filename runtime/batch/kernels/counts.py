@@ -2,7 +2,7 @@
 
     count_experts -> all-gather of the counts, or ``post`` into the peers' memory -> collect
 
-Where ranks can write each other's memory (``runtime/peer_counts.py``) the kernel that counts also
+Where ranks can write each other's memory (``PeerCounts``) the kernel that counts also
 adds its counts to a word of every peer, and the next kernel waits for the words to be complete: a
 collective of its own launch would take several times as long.
 
@@ -23,7 +23,6 @@ PAIRS_PER_PROGRAM = 64  # measured on an H200: at 32 tokens 2 us less than with 
 # A word of the exchange: the sum over sources of 1 << ARRIVAL | earlier << EARLIER | tokens.
 EARLIER, ARRIVAL = tl.constexpr(28), tl.constexpr(56)
 MOST_TOKENS = 2**28  # of all sources
-MOST_SOURCES = 255
 NO_PEERS = 0  # sources of a group that exchanges by a collective
 
 

@@ -14,7 +14,8 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.shares.batch import SplitRule, split_batch, split_layout
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
 from runtime.routing import RoutingTable
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]

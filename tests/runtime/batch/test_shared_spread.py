@@ -15,7 +15,9 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
+from runtime.batch.counts import Exchange, all_gather_counts
+from runtime.batch.shared_expert import SharedSpread
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import expert_name, layer_name
 from runtime.counters import SlotCounter
@@ -25,7 +27,6 @@ from runtime.model.compute import LoopExperts, swiglu
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
-from runtime.shared_spread import SharedSpread
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 

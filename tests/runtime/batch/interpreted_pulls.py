@@ -21,12 +21,12 @@ from eplb.shares.pulls import (
     pulls_digest,
     slot_tokens,
 )
-from runtime.batch_split import NO_END, BatchSplit
-from runtime.kernels import pull_plan
-from runtime.kernels import pulls as kernels
-from runtime.kernels.batch_counts import count_experts, num_blocks
-from runtime.kernels.batch_split import LayerSplit
-from runtime.pulls.host import redirected
+from runtime.batch.kernels import pull_plan
+from runtime.batch.kernels import pulls as kernels
+from runtime.batch.kernels.counts import count_experts, num_blocks
+from runtime.batch.kernels.split import LayerSplit
+from runtime.batch.pulls import redirected
+from runtime.batch.split import NO_END, BatchSplit
 from runtime.routing import RoutingTable
 
 EXPERTS, TOKENS, TOP_K, RECORD_BYTES = 16, 60, 4, 8192
@@ -76,8 +76,8 @@ class Case:
         )
 
     def expected(self) -> tuple[Pulls, SlotTokens]:
-        counts = self.split[0].totals.numpy().astype(np.int64)
-        served = slot_tokens(counts, self.split[0].layout(0), self.split[0].up_to.numpy())
+        counts = self.split[0].batch.totals.numpy().astype(np.int64)
+        served = slot_tokens(counts, self.split[0].layout(0), self.split[0].batch.up_to.numpy())
         return plan_pulls(served, self.domain, self.rule), served
 
     def ranks(self, bases: list[int] | None = None) -> pull_plan.Ranks:
@@ -90,7 +90,7 @@ class Case:
     def decided(self, rank: int, counter: torch.Tensor) -> pull_plan.Decided:
         layer = LayerSplit(**{name: one[0] for name, one in self.table.split.items()})
         found = pull_plan.Decided.on(torch.device("cpu"), 5 * self.rule.spare_slots)
-        totals, up_to = self.split[0].totals, self.split[0].up_to
+        totals, up_to = self.split[0].batch.totals, self.split[0].batch.up_to
         pull_plan.plan_pulls(layer, totals, up_to, self.ranks(), self.rule, rank, counter, found)
         return found
 
@@ -118,7 +118,7 @@ def test_kernels_decide_and_redirect_as_the_reference_token_by_token(
         blocks = torch.zeros((num_blocks(TOKENS * TOP_K), EXPERTS), dtype=torch.int32)
         count_experts(experts, blocks, torch.zeros(EXPERTS, dtype=torch.int32))
         split = case.split[source]
-        kernels.redirect(experts, blocks, split.starts, case.ranks(), decided, 5, slots)
+        kernels.redirect(experts, blocks, split.batch.starts, case.ranks(), decided, 5, slots)
         wanted = redirected(expected, case.topology, split.positions(experts), case.slots[source])
         assert torch.equal(slots, wanted)
 
@@ -167,7 +167,7 @@ def test_different_words_are_counted() -> None:
 def test_split_of_the_reference_has_ends_that_kernels_read() -> None:
     case = Case(0, 1)
     layout = case.split[0].layout(0)
-    split = split_batch(case.split[0].totals.numpy(), layout).tokens
+    split = split_batch(case.split[0].batch.totals.numpy(), layout).tokens
 
-    assert case.split[0].up_to.max() == NO_END
-    assert split.shape == tuple(case.split[0].up_to.shape)
+    assert case.split[0].batch.up_to.max() == NO_END
+    assert split.shape == tuple(case.split[0].batch.up_to.shape)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from eplb.core.topology import Topology
 from eplb.shares.pulls import MASK, NUM_LEVELS, ODD, PullRule
-from runtime.kernels.batch_split import LayerSplit
+from runtime.batch.kernels.split import LayerSplit
 from runtime.kernels.launch import check, describe, kernel
 
 

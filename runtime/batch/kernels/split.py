@@ -3,7 +3,7 @@
     count_experts -> (exchange of the counts) -> split_batch -> choose_by_split
 
 ``split_batch`` repeats ``eplb.shares.batch.split_batch``, in one program: the layer's split is too
-small for more. ``runtime/kernels/batch_counts.py`` has what comes before.
+small for more. ``runtime/batch/kernels/counts.py`` has what comes before.
 
 Shapes:  E experts, M experts that are split, W ways, R ranks, C slots of a rank, N sources (ranks
          that route), T tokens, K top-k, B blocks of (token, k) pairs.
@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from eplb.shares.batch import CLOSE, FILLS, PAST_LEVEL, PLANNED, SETTLED, SplitRule
-from runtime.kernels.batch_counts import (
+from runtime.batch.counts import BatchTensors, PeerCounts
+from runtime.batch.kernels.counts import (
     PAIRS_PER_PROGRAM,
     collect_totals,
     gather_totals,
@@ -51,37 +52,13 @@ class LayerSplit:
     num_turns: torch.Tensor  # [1]
 
 
-@dataclass(frozen=True)
-class BatchTensors:
-    """What the kernels of one batch leave for each other. Contiguous int32 except ``rank_load``."""
-
-    counts: torch.Tensor  # [E] tokens of this rank; zeros between batches
-    blocks: torch.Tensor  # [at least B, E] and of each block of its pairs
-    starts: torch.Tensor  # [E] tokens of the sources before this one
-    totals: torch.Tensor  # [E] tokens of all sources
-    sent: torch.Tensor  # [N] (token, k) pairs of each source, of an exchange over peer memory
-    up_to: torch.Tensor  # [M, W] position up to which a way takes tokens; none is past the last
-    rank_load: torch.Tensor  # [R] float32, tokens of each rank
-
-
-@dataclass(frozen=True)
-class PeerTensors:
-    """What the exchange over peer memory needs."""
-
-    words: torch.Tensor  # [2, E + N] int64 of this rank
-    peers: torch.Tensor  # [N] int64, addresses of all ranks' words
-    turn: torch.Tensor  # [2] int32, the number of exchanges so far, and zero
-    late: torch.Tensor  # [1] int32, exchanges that missed their deadline
-    most_polls: int  # of a wait
-
-
 def split_batch(
     layer: LayerSplit,
     batch: BatchTensors,
     switch: tuple[torch.Tensor, torch.Tensor],
     source: int,
     *,
-    exchanged: torch.Tensor | PeerTensors,
+    exchanged: torch.Tensor | PeerCounts,
     rule: SplitRule,
 ) -> None:
     """Split the tokens of all sources among the ranks of each expert.
@@ -103,8 +80,8 @@ def split_batch(
     num_split, ways = layer.rank.shape
     num_ranks, slots_per_rank = layer.fed_by.shape
     num_sources, num_experts = len(batch.sent), len(batch.counts)
-    by_words = isinstance(exchanged, PeerTensors)
-    if isinstance(exchanged, PeerTensors):
+    by_words = isinstance(exchanged, PeerCounts)
+    if isinstance(exchanged, PeerCounts):
         words, late, most_polls = exchanged.words, exchanged.late, exchanged.most_polls
         turn = exchanged.turn
     else:

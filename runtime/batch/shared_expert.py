@@ -21,7 +21,7 @@ import torch
 from eplb.core.placement import EMPTY
 from eplb.errors import ConfigError
 from eplb.shares.shared_expert import LEAST, split_shared, token_units
-from runtime.batch_split import BatchSplit
+from runtime.batch.split import BatchSplit
 from runtime.routing import RoutingTable
 
 
@@ -29,6 +29,15 @@ class SharedSpread:
     """Chooses the slot of the shared expert for every token, by the split of the batch.
 
     Buffers have fixed addresses and shapes, for CUDA graphs.
+
+    Args:
+        table: of this rank, with extra slots.
+        split: of this rank, which has split each batch before.
+        top_k: K.
+        weight: work of a token of the shared expert, in tokens of a routed one: its intermediate
+            size over theirs.
+        least: tokens that a rank gives away, or none.
+        extra_slot: of a rank's extra slots, the one of the shared expert.
 
     Raises:
         ConfigError: the table has no such extra slot, or sources are not the ranks.
@@ -44,16 +53,6 @@ class SharedSpread:
         least: int = LEAST,
         extra_slot: int = 0,
     ) -> None:
-        """
-        Args:
-            table: of this rank, with extra slots.
-            split: of this rank, which has split each batch before.
-            top_k: K.
-            weight: work of a token of the shared expert, in tokens of a routed one: its
-                intermediate size over theirs.
-            least: tokens that a rank gives away, or none.
-            extra_slot: of a rank's extra slots, the one of the shared expert.
-        """
         slots = table.extra_slot(extra_slot)
         num_ranks, (num_sources, self._num_experts) = len(slots), split.gathered.shape
         if num_sources != num_ranks:
@@ -65,10 +64,10 @@ class SharedSpread:
         self._top_k, self._weight, self._least = top_k, weight, least
         self._slot_of_rank = torch.from_numpy(slots.astype(np.int64)).to(table.slots.device)
         if table.slots.is_cuda:
-            from runtime.kernels import shared_expert
+            from runtime.batch.kernels import shared_expert
 
             self._kernels = shared_expert
-            self.ranks = shared_expert.Ranks.empty(num_ranks, table.slots.device)
+            self.ranks = shared_expert.RankTokens.empty(num_ranks, table.slots.device)
 
     def append(
         self, layer: int, experts: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -84,20 +83,10 @@ class SharedSpread:
             slots: [T, K] what the split has chosen.
             weights: [T, K].
         """
-        if experts.is_cuda:
-            return self._on_device(layer, experts, slots, weights)
-        return self._on_host(layer, experts, slots, weights)
-
-    def _on_device(
-        self, layer: int, experts: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.weigh(layer)
-        return self.append_weighed(experts, slots, weights)
-
-    def weigh(self, layer: int) -> None:
-        """First part on a device: what each rank has of the batch."""
-        split = self._split
-        self._kernels.weigh_ranks(
+        if not experts.is_cuda:
+            return self._on_host(layer, experts, slots, weights)
+        split, kernels = self._split, self._kernels
+        kernels.weigh_ranks(
             split.layer_split(layer),
             split.by_source(),
             split.batch.totals,
@@ -105,17 +94,12 @@ class SharedSpread:
             self.ranks,
             top_k=self._top_k,
         )
-
-    def append_weighed(
-        self, experts: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Second part on a device: slots and weights."""
         shape = (len(experts), self._top_k + 1)
         out = slots.new_empty(shape), weights.new_empty(shape)
-        self._kernels.append_shared(
+        kernels.append_shared(
             self.ranks,
             self._slot_of_rank,
-            self._split.source,
+            split.source,
             experts,
             slots,
             weights.contiguous(),
@@ -133,7 +117,7 @@ class SharedSpread:
         takes = (named["fixed"][layer] >= 0) | (named["fed_by"][layer] >= 0)
         tokens = -(-self._split.gathered.sum(dim=1) // self._top_k)
         shared = split_shared(
-            self._split.rank_load.numpy(),
+            self._split.batch.rank_load.numpy(),
             tokens.numpy(),
             takes.any(dim=1).numpy(),
             weight=self._weight,

@@ -26,19 +26,16 @@ from eplb.shares.batch import SplitRule
 from eplb.shares.pulls import PullRule
 from eplb.shares.shared_expert import LEAST
 from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS, BatchSwitches
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import PeerCounts, all_gather_counts
+from runtime.batch.pulls import DevicePulls, HostPulls, HostReader, PulledExperts
+from runtime.batch.shared_expert import SharedSpread
+from runtime.batch.split import BatchSplit
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, PeerBank, PlainArena, bank_bytes
 from runtime.group.agreement import first_refusal, gathered
 from runtime.memory.symmetric import SymmetricArena
 from runtime.model.compute import BankExperts, Experts
-from runtime.peer_counts import PeerCounts
-from runtime.pulls.device import DevicePulls
-from runtime.pulls.host import HostPulls
-from runtime.pulls.layer import PulledExperts
-from runtime.pulls.readers import HostReader, Peer
 from runtime.routing import RoutingTable
-from runtime.shared_spread import SharedSpread
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def make_batch_parts(
     exchange: PeerCounts | None = None
     if switches.exchange == "peer_memory":
         exchange = PeerCounts.join(model.num_experts, rank.tokens, rank.bank.device)
-        faults[LATE_COUNTS] = exchange.tensors.late
+        faults[LATE_COUNTS] = exchange.late
     split = BatchSplit(
         rank.table,
         exchange or all_gather_counts(rank.tokens),
@@ -239,14 +236,14 @@ def _device_pulls(
     )
 
 
-def _peers_of_host(rank: BatchRank) -> dict[int, Peer]:
+def _peers_of_host(rank: BatchRank) -> dict[int, PeerBank]:
     """Live slots of the other ranks of this host; collective.
 
     Raises:
         ConfigError: a rank cannot attach those of another one.
     """
     hosts, slots = rank.topology.host_of_rank, rank.topology.slots_of_rank
-    found: dict[int, Peer] = {}
+    found: dict[int, PeerBank] = {}
     wrong = ""
     for other, handle in enumerate(gathered(rank.bank.handle, rank.control)):
         if other == rank.rank or hosts[other] != hosts[rank.rank]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from eplb.shares.shared_expert import FILLS, UNIT
-from runtime.kernels.batch_split import LayerSplit
+from runtime.batch.kernels.split import LayerSplit
 from runtime.kernels.launch import check, describe, kernel
 
 TOKENS_PER_PROGRAM = 64
@@ -26,7 +26,7 @@ EARLIER_AT_ONCE = 256  # tokens of which a program counts the real ones before i
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankTokens:
     """What the ranks have of a batch."""
 
     load: torch.Tensor  # [R] float32 routed tokens
@@ -34,10 +34,10 @@ class Ranks:
     takes: torch.Tensor  # [R] int32 1 where the layer has slots that get tokens
 
     @staticmethod
-    def empty(num_ranks: int, device: torch.device) -> Ranks:
+    def empty(num_ranks: int, device: torch.device) -> RankTokens:
         """Room for the figures."""
         load = torch.zeros(num_ranks, dtype=torch.float32, device=device)
-        return Ranks(load, *(torch.zeros_like(load, dtype=torch.int32) for _ in range(2)))
+        return RankTokens(load, *(torch.zeros_like(load, dtype=torch.int32) for _ in range(2)))
 
 
 def weigh_ranks(
@@ -45,7 +45,7 @@ def weigh_ranks(
     gathered: torch.Tensor,
     totals: torch.Tensor,
     up_to: torch.Tensor,
-    ranks: Ranks,
+    ranks: RankTokens,
     *,
     top_k: int,
 ) -> None:
@@ -83,7 +83,7 @@ def weigh_ranks(
 
 
 def append_shared(
-    ranks: Ranks,
+    ranks: RankTokens,
     slot_of_rank: torch.Tensor,
     source: int,
     experts: torch.Tensor,

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from eplb.core.model import ModelShape
 from eplb.errors import BrokenGroup, ConfigError, RankError
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.pulls import HostPulls, HostReader
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.counters import SlotCounter
-from runtime.experts import ExpertSchema
-from runtime.pulls.host import HostPulls
-from runtime.pulls.readers import HostReader, Peer
+from runtime.experts import ExpertSchema, PeerBank
 from runtime.routing import RoutingTable
 from tests.support.limits import NEVER_S
 from tests.support.models.pulling_ranks import (
@@ -193,7 +193,7 @@ def test_late_pull_ends_the_step_on_all_ranks_with_one_reason(
     def serve(rank: int) -> str:
         stuck = Stuck()
 
-        def peers(found: Mapping[int, Peer]) -> Mapping[int, Peer]:
+        def peers(found: Mapping[int, PeerBank]) -> Mapping[int, PeerBank]:
             return found if rank else dict.fromkeys(found, stuck)
 
         made = build(rank, weights, peers=peers, deadline_s=0.05 if rank == 0 else NEVER_S)
