@@ -43,7 +43,6 @@ from eplb.shares.pulls import (
     plan_pulls,
     pulls_digest,
 )
-from runtime.batch.pulls import Read
 
 # -- Deployments and batches of the schedules, and what the real decision makes of them.
 
@@ -60,6 +59,14 @@ class Rows(NamedTuple):
     rank: int
     slot: int
     tokens: int
+
+
+class Read(NamedTuple):
+    """One record that a rank pulls into a spare slot of its own."""
+
+    rank: int
+    slot: int
+    spare: int
 
 
 @dataclass(frozen=True)

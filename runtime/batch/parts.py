@@ -26,8 +26,8 @@ from eplb.shares.batch import SplitRule
 from eplb.shares.pulls import PullRule
 from eplb.shares.shared_expert import LEAST
 from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS, BatchSwitches
-from runtime.batch.counts import PeerCounts, all_gather_counts
-from runtime.batch.pulls import DevicePulls, HostPulls, HostReader, PulledExperts
+from runtime.batch.counts import Exchange, PeerCounts, all_gather_counts
+from runtime.batch.pulls import DevicePulls, HostPulls, PulledExperts
 from runtime.batch.shared_expert import SharedSpread
 from runtime.batch.split import BatchSplit
 from runtime.counters import SlotCounter
@@ -68,17 +68,16 @@ class BatchRank:
 class BatchParts:
     """What a rank's layers, dispatcher and experts need of the switches."""
 
-    switches: BatchSwitches
     topology: Topology  # for the dispatcher: extra slots included
     top_k: int  # columns of the dispatch: K, or one more for the shared expert
     bank: ExpertBank
+    # Faults that the device counts without stopping, each [1] int32, by LATE_COUNTS (exchanges that
+    # missed their deadline) and DIFFERENT_PULLS (ranks decided differently: outputs are wrong).
+    faults: Mapping[str, torch.Tensor]
     split: BatchSplit | None = None
     spread: SharedSpread | None = None
     pulls: HostPulls | DevicePulls | None = None
     spare: ExpertBank | None = None  # one layer: records of the spare slots
-    # Faults that the device counts without stopping, each [1] int32, by LATE_COUNTS (exchanges that
-    # missed their deadline) and DIFFERENT_PULLS (ranks decided differently: outputs are wrong).
-    faults: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def experts(self, make: Callable[[ExpertBank], BankExperts]) -> Experts:
         """Experts of the rank's slots, spare ones included.
@@ -116,34 +115,43 @@ def make_batch_parts(
         RankError: ranks have different switches or rules.
     """
     rules = rules or BatchRules()
-    top_k = model.top_k + switches.spreads
-    off = BatchParts(switches, rank.topology.widened(switches.extra_slots), top_k, rank.bank)
     _agree(switches, rules, rank.control)
-    wrong = first_refusal(_misfit(switches, rank, model), rank.control)
-    if wrong:
+    if wrong := first_refusal(_misfit(switches, rank, model), rank.control):
         raise ConfigError(wrong)
+    top_k, faults = model.top_k + switches.spreads, dict[str, torch.Tensor]()
+    parts = BatchParts(rank.topology.widened(switches.extra_slots), top_k, rank.bank, faults)
     if not switches.split:
-        return off
-    faults: dict[str, torch.Tensor] = {}
-    exchange: PeerCounts | None = None
+        return parts
+    exchange: Exchange | PeerCounts = all_gather_counts(rank.tokens)
     if switches.exchange == "peer_memory":
         exchange = PeerCounts.join(model.num_experts, rank.tokens, rank.bank.device)
         faults[LATE_COUNTS] = exchange.late
     split = BatchSplit(
         rank.table,
-        exchange or all_gather_counts(rank.tokens),
+        exchange,
         source=rank.rank,
         num_sources=rank.topology.num_ranks,
         max_pairs=max_tokens * model.top_k,
         rule=rules.split,
     )
-    on = replace(off, split=split, faults=faults)
+    parts = replace(parts, split=split)
     if switches.spreads:
         weight = rules.shared_weight or float(model.num_shared_experts)
         least = rules.least_shared
         spread = SharedSpread(rank.table, split, top_k=model.top_k, weight=weight, least=least)
-        return replace(on, spread=spread)
-    return _with_pulls(on, split, rank, rules) if switches.pulls else on
+        return replace(parts, spread=spread)
+    if not switches.pulls:
+        return parts
+    rule = replace(rules.pull, spare_slots=switches.pulls, pull_rows=switches.pull_rows)
+    arena = PlainArena(bank_bytes(rank.bank.schema, 1, switches.pulls, 0), rank.bank.device)
+    spare = ExpertBank(rank.bank.schema, 1, switches.pulls, num_staging=0, arena=arena)
+    pulls: HostPulls | DevicePulls
+    if rank.bank.device.type == "cuda":
+        pulls = _device_pulls(split, rank, rule, spare)
+        faults[DIFFERENT_PULLS] = pulls.differences
+    else:
+        pulls = _host_pulls(split, rank, rule, spare)
+    return replace(parts, pulls=pulls, spare=spare)
 
 
 def _agree(switches: BatchSwitches, rules: BatchRules, control: dist.ProcessGroup) -> None:
@@ -173,44 +181,14 @@ def _misfit(switches: BatchSwitches, rank: BatchRank, model: ModelShape) -> str:
     is_cuda = rank.bank.device.type == "cuda"
     if switches.exchange == "peer_memory" and not is_cuda:
         return 'batch.exchange is "peer_memory" on a CPU, expected "group"'
-    if switches.pulls and is_cuda and not isinstance(rank.bank.arena, SymmetricArena):
+    arena = rank.bank.arena
+    if switches.pulls and not (isinstance(arena, SymmetricArena) if is_cuda else arena.handle):
         return (
-            f"batch.pulls is {switches.pulls}, and peers cannot map the memory of this rank's "
-            f"experts, which is a {type(rank.bank.arena).__name__}, expected a SymmetricArena, "
-            "or pulls = 0"
-        )
-    if switches.pulls and not is_cuda and not rank.bank.handle:
-        return (
-            f"batch.pulls is {switches.pulls}, and processes of this host cannot map the memory of "
-            "this rank's experts, expected shared memory, or pulls = 0"
+            f"batch.pulls is {switches.pulls}, and other ranks cannot map the memory of this "
+            f"rank's experts, which is a {type(arena).__name__}, expected "
+            f"{'a SymmetricArena' if is_cuda else 'shared memory'}, or pulls = 0"
         )
     return ""
-
-
-def _with_pulls(
-    parts: BatchParts, split: BatchSplit, rank: BatchRank, rules: BatchRules
-) -> BatchParts:
-    switches, device = parts.switches, rank.bank.device
-    rule = replace(rules.pull, spare_slots=switches.pulls, pull_rows=switches.pull_rows)
-    arena = PlainArena(bank_bytes(rank.bank.schema, 1, rule.spare_slots, 0), device)
-    spare = ExpertBank(rank.bank.schema, 1, rule.spare_slots, num_staging=0, arena=arena)
-    if device.type == "cuda":
-        on_device = _device_pulls(split, rank, rule, spare)
-        faults = {**parts.faults, DIFFERENT_PULLS: on_device.differences}
-        return replace(parts, pulls=on_device, spare=spare, faults=faults)
-    peers = _peers_of_host(rank)
-    reader = HostReader(peers, spare, deadline_s=rank.deadline_s)
-    pulls = HostPulls(
-        split,
-        rank.topology,
-        rank.rank,
-        rank.topology.host_of_rank.astype(np.int64),
-        rule,
-        reader,
-        all_gather_counts(rank.tokens),
-        rank.counter,
-    )
-    return replace(parts, pulls=pulls, spare=spare)
 
 
 def _device_pulls(
@@ -236,22 +214,33 @@ def _device_pulls(
     )
 
 
-def _peers_of_host(rank: BatchRank) -> dict[int, PeerBank]:
-    """Live slots of the other ranks of this host; collective.
+def _host_pulls(split: BatchSplit, rank: BatchRank, rule: PullRule, spare: ExpertBank) -> HostPulls:
+    """Pulls from the live slots of the other ranks of this host; collective.
 
     Raises:
         ConfigError: a rank cannot attach those of another one.
     """
     hosts, slots = rank.topology.host_of_rank, rank.topology.slots_of_rank
-    found: dict[int, PeerBank] = {}
+    peers: dict[int, PeerBank] = {}
     wrong = ""
     for other, handle in enumerate(gathered(rank.bank.handle, rank.control)):
         if other == rank.rank or hosts[other] != hosts[rank.rank]:
             continue
         try:
-            found[other] = PeerBank(str(handle), rank.bank, int(slots[other]))
+            peers[other] = PeerBank(str(handle), rank.bank, int(slots[other]))
         except EplbError as exc:
             wrong = f"batch.pulls: the slots of rank {other} cannot be attached: {exc}"
     if refusal := first_refusal(wrong, rank.control):
         raise ConfigError(refusal)
-    return found
+    return HostPulls(
+        split,
+        rank.topology,
+        rank.rank,
+        hosts.astype(np.int64),
+        rule,
+        peers,
+        spare,
+        all_gather_counts(rank.tokens),
+        rank.counter,
+        deadline_s=rank.deadline_s,
+    )

@@ -42,7 +42,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,15 +72,19 @@ FAILED = -1  # in place of a digest: this rank could not pull
 class HostPulls:
     """Pulls of one rank between processes of one host, in numpy and plain torch.
 
+    A thread of its own copies, while the rank's thread dispatches and computes.
+
     Args:
         split: of this rank, over a table with ``rule.spare_slots`` extra slots.
         topology: of the placement, without spare slots.
         rank: this one, a source and a rank of the topology.
         domain: [R] ranks of one domain can read each other's memory; -1 takes and gives nothing.
         rule: alike on all ranks.
-        reader: into this rank's spare records.
+        peers: banks of the ranks of this host, by rank.
+        spare: of this rank: one layer of J slots.
         exchange: gathers a word of all ranks.
         counter: with ``rule.spare_slots`` extra slots.
+        deadline_s: of the pulls of a layer, from the end of the resident experts' product on.
 
     Raises:
         ConfigError: the table has another number of extra slots.
@@ -94,14 +97,19 @@ class HostPulls:
         rank: int,
         domain: Ints,
         rule: PullRule,
-        reader: HostReader,
+        peers: Mapping[int, PeerBank],
+        spare: ExpertBank,
         exchange: Exchange,
         counter: SlotCounter,
+        *,
+        deadline_s: float,
     ) -> None:
         _check_extra_slots(split, rule)
         self._split, self._rank, self._domain, self._rule = split, rank, domain, rule
-        self._reader, self._exchange, self._counter = reader, exchange, counter
-        self._topology = topology
+        self._peers, self._spare, self._deadline_s = peers, spare, deadline_s
+        self._exchange, self._counter, self._topology = exchange, counter, topology
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="eplb-pull")
+        self._under_way: list[tuple[str, Future[None]]] = []
         self._per_rank = int(topology.slots_of_rank.max())
         self._words = torch.zeros((topology.num_ranks, 1), dtype=torch.int32)
         self._layer, self._word, self._is_open = -1, 0, False
@@ -122,12 +130,7 @@ class HostPulls:
         served = slot_tokens(counts, self._split.layout(layer), ends)
         pulls = plan_pulls(served, self._domain, self._rule)
         self._layer, self._word, self._is_open = layer, pulls_digest(pulls, served), True
-        reads = [
-            Read(*divmod(int(source), self._per_rank), spare)
-            for spare, source in enumerate(pulls.source[self._rank])
-            if source != NO_SLOT
-        ]
-        self._reader.begin(layer, reads)
+        self._begin(layer, pulls.source[self._rank])
         moved = moved_by_slot(pulls, self._per_rank)[self._rank]
         mine = int(self._topology.slots_of_rank[self._rank])
         self._counter.add_sampled(layer, torch.from_numpy(moved[:mine]))
@@ -145,7 +148,7 @@ class HostPulls:
         if not self._is_open:
             return
         self._is_open = False
-        wrong = self._reader.finish()
+        wrong = self._finish()
         word = torch.tensor([FAILED if wrong else self._word], dtype=torch.int32)
         where = f"rank {self._rank}: layer {self._layer}"
         try:
@@ -167,6 +170,26 @@ class HostPulls:
                 "counts, tables or pull rules differ"
             )
 
+    def _begin(self, layer: int, sources: Ints) -> None:
+        """Start the pulls of a layer; those of the layer before are finished."""
+        assert not self._under_way, "a layer is closed before the next one pulls"
+        for spare in np.flatnonzero(sources != NO_SLOT).tolist():
+            rank, slot = divmod(int(sources[spare]), self._per_rank)
+            read, into = self._peers[rank].read, self._spare.live(0, spare)
+            where = f"the pull of layer {layer} slot {slot} of rank {rank}"
+            self._under_way.append((where, self._thread.submit(read, layer, slot, into)))
+
+    def _finish(self) -> str:
+        """Wait for the pulls. Returns "", or what was not pulled and why."""
+        under_way, self._under_way = self._under_way, []
+        _, late = wait([future for _, future in under_way], self._deadline_s)
+        for where, future in under_way:
+            if future in late:
+                return f"{where} was not complete within {self._deadline_s:g} s"
+            if (exc := future.exception()) is not None:
+                return f"{where} failed: {exc}"
+        return ""
+
 
 class DevicePulls:
     """Pulls of one rank on GPUs that have mapped each other's memory, for CUDA graphs too.
@@ -177,9 +200,8 @@ class DevicePulls:
     host, as for every other exchange of the layer. Buffers have fixed addresses and shapes.
 
     Args:
-        split, topology, rank, domain, rule, counter: as in ``HostPulls``.
+        split, topology, rank, domain, rule, spare, counter: as in ``HostPulls``.
         bases: [R] addresses at which this process has the live slots of each rank of its domain.
-        spare: of this rank: one layer of J slots.
         exchange: gathers a word of all ranks, on the side stream: over a group of its own.
 
     Attributes:
@@ -292,53 +314,6 @@ class PulledExperts:
         results = self._resident.run(layer, received)
         self._pulls.close_layer()
         return self._spare.run(0, received, first_slot=self._num_resident, results=results)
-
-
-class Read(NamedTuple):
-    """One record to pull."""
-
-    rank: int  # that serves the expert
-    slot: int  # among its own, 0..C-1
-    spare: int  # of this rank, 0..J-1
-
-
-class HostReader:
-    """Copies on a thread of its own, while the rank's thread dispatches and computes.
-
-    Args:
-        peers: banks of the ranks of this host, by rank.
-        spare: of this rank: one layer of J slots.
-        deadline_s: from the end of the resident experts' product on.
-    """
-
-    def __init__(
-        self, peers: Mapping[int, PeerBank], spare: ExpertBank, *, deadline_s: float
-    ) -> None:
-        self._peers, self._spare, self._deadline_s = peers, spare, deadline_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="eplb-pull")
-        self._layer = -1
-        self._under_way: list[tuple[Read, Future[None]]] = []
-
-    def begin(self, layer: int, reads: list[Read]) -> None:
-        """Start the pulls of a layer; those of the layer before are finished."""
-        assert not self._under_way, "a layer is closed before the next one pulls"
-        self._layer = layer
-        self._under_way = [(read, self._thread.submit(self._pull, layer, read)) for read in reads]
-
-    def _pull(self, layer: int, read: Read) -> None:
-        self._peers[read.rank].read(layer, read.slot, self._spare.live(0, read.spare))
-
-    def finish(self) -> str:
-        """Wait for the pulls. Returns "", or what was not pulled and why."""
-        under_way, self._under_way = self._under_way, []
-        done, late = wait([future for _, future in under_way], self._deadline_s)
-        for read, future in under_way:
-            where = f"the pull of layer {self._layer} slot {read.slot} of rank {read.rank}"
-            if future in late:
-                return f"{where} was not complete within {self._deadline_s:g} s"
-            if future in done and (exc := future.exception()) is not None:
-                return f"{where} failed: {exc}"
-        return ""
 
 
 def redirected(

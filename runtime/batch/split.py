@@ -15,7 +15,6 @@ Shapes:  L MoE layers, E experts, N sources (ranks that route), T tokens, K top-
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,9 +25,6 @@ from eplb.shares.batch import PLANNED, SplitLayout, SplitRule, SplitSwitch, spli
 from runtime.batch.counts import BatchTensors, Exchange, PeerCounts
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 from runtime.streams import Completion
-
-if TYPE_CHECKING:
-    from runtime.batch.kernels.split import LayerSplit
 
 NO_END = 2**31 - 1  # of the last way: no position is past it
 
@@ -85,7 +81,7 @@ class BatchSplit:
             self._seen = torch.zeros(num_layers, dtype=torch.int32, device=device)
             self._passes = _Passes(self._seen, self._rule.num_off)
             self._layers = [
-                split.LayerSplit(**{name: one[layer] for name, one in table.split.items()})
+                {name: one[layer] for name, one in table.split.items()}
                 for layer in range(num_layers)
             ]
 
@@ -138,7 +134,7 @@ class BatchSplit:
             return self.batch.sent[:, None]
         return self.gathered
 
-    def layer_split(self, layer: int) -> LayerSplit:
+    def layer_split(self, layer: int) -> dict[str, torch.Tensor]:
         """The layout of a layer as the table has it, on a device."""
         return self._layers[layer]
 

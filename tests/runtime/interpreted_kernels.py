@@ -288,7 +288,7 @@ def batch_tensors(layer: LayerSplit, num_sources: int, num_experts: int = 8) -> 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
-    up_to = torch.zeros_like(layer.rank)
+    up_to = torch.zeros_like(layer["rank"])
     counts, starts, totals = (zeros(num_experts) for _ in range(3))
     blocks = zeros(num_blocks(200), num_experts)
     return BatchTensors(counts, blocks, starts, totals, zeros(num_sources), up_to, torch.zeros(4))
@@ -298,7 +298,7 @@ def batch_tensors(layer: LayerSplit, num_sources: int, num_experts: int = 8) -> 
 def test_split_kernels_send_tokens_as_the_reference_splits_them(by_words: bool) -> None:
     placement = Placement(np.array(HELD), num_experts=8)
     table = RoutingTable(placement, max_replicas=4, topology=FOUR_RANKS)
-    layer = LayerSplit(**{name: one[0] for name, one in table.split.items()})
+    layer = {name: one[0] for name, one in table.split.items()}
     rng = np.random.default_rng(3)
     words = torch.zeros((3, 2, 8 + 3), dtype=torch.int64)
     peers = [one.data_ptr() for one in words]
@@ -375,7 +375,7 @@ def test_split_kernels_send_tokens_as_the_reference_splits_them(by_words: bool) 
 def test_exchange_that_misses_its_deadline_splits_by_own_counts() -> None:
     placement = Placement(np.array(HELD), num_experts=8)
     table = RoutingTable(placement, max_replicas=4, topology=FOUR_RANKS)
-    layer = LayerSplit(**{name: one[0] for name, one in table.split.items()})
+    layer = {name: one[0] for name, one in table.split.items()}
     batch, words = batch_tensors(layer, 2), torch.zeros((2, 2, 8 + 2), dtype=torch.int64)
     exchange = PeerCounts(words[0], [one.data_ptr() for one in words], deadline_s=1e-6)
     experts = torch.from_numpy(np.random.default_rng(1).integers(0, 8, (20, 2)))
@@ -400,7 +400,7 @@ def test_ranks_are_weighed_by_what_the_split_sends_them() -> None:
     placement = Placement(np.array(held), num_experts=6)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
     table = RoutingTable(placement, max_replicas=4, topology=topology)
-    layer = LayerSplit(**{name: one[0] for name, one in table.split.items()})
+    layer = {name: one[0] for name, one in table.split.items()}
     gathered = torch.from_numpy(np.random.default_rng(5).integers(0, 90, (4, 6))).int()
     gathered[1] = 0
     batch = batch_tensors(layer, 4, num_experts=6)

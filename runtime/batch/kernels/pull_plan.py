@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from eplb.core.topology import Topology
 from eplb.shares.pulls import MASK, NUM_LEVELS, ODD, PullRule
 from runtime.batch.kernels.split import LayerSplit
-from runtime.kernels.launch import check, describe, kernel
+from runtime.kernels.launch import kernel
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,14 @@ def plan_pulls(
         counter: [at least C] int32 counters of this rank's slots.
         decided: filled.
     """
-    num_ranks, per_rank = layer.fed_by.shape
-    spares, num_split = rule.spare_slots, len(layer.expert)
-    check(
-        decided.source.numel() == num_ranks * spares,
-        f"room {describe(decided.source)}",
-        f"{num_ranks} x {spares} spare slots",
-    )
+    num_ranks, per_rank = layer["fed_by"].shape
+    spares, num_split = rule.spare_slots, len(layer["expert"])
     _try_levels[(NUM_LEVELS,)](
-        layer.row,
-        layer.expert,
-        layer.fed_by,
-        layer.fixed,
-        layer.fixed_share,
+        layer["row"],
+        layer["expert"],
+        layer["fed_by"],
+        layer["fixed"],
+        layer["fixed_share"],
         totals,
         up_to,
         ranks.domain,

@@ -11,8 +11,6 @@ Shapes:  E experts, R ranks, C slots of a rank, J spare slots of a rank, T token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -25,22 +23,14 @@ from runtime.kernels.launch import check, describe, kernel, num_multiprocessors
 SPARES_AT_ONCE = 32
 
 
-@dataclass(frozen=True)
-class PullTile:
-    """How one program of a pull copies.
-
-    A pull runs beside the experts' product, whose programs fill the multiprocessors. So a program
-    of a pull has few registers, and its buffers are shared memory that the product leaves. It needs
-    some of that: a multiprocessor divides one memory between L1 cache and shared memory, and while
-    a kernel without shared memory runs there, none that needs much of it can begin.
-    """
-
-    words: int = 1024  # int32 of a buffer
-    stages: int = 6  # buffers, one of which is written while the others are read
-    warps: int = 2
-
-
-PULL_TILE = PullTile()  # measured: benchmarks/reports/2026-11-24-just-in-time.md
+# How one program of a pull copies; measured: benchmarks/reports/2026-11-24-just-in-time.md. A pull
+# runs beside the experts' product, whose programs fill the multiprocessors. So a program of a pull
+# has few registers, and its buffers are shared memory that the product leaves. It needs some of
+# that: a multiprocessor divides one memory between L1 cache and shared memory, and while a kernel
+# without shared memory runs there, none that needs much of it can begin.
+WORDS = 1024  # int32 of a buffer
+STAGES = 6  # buffers, one of which is written while the others are read
+WARPS = 2
 
 
 def redirect(
@@ -63,7 +53,6 @@ def redirect(
         per_rank: C.
         slots: [T, k] int64 of the wider dispatch, from ``choose_by_split``.
     """
-    check(experts.shape == slots.shape, f"slots {describe(slots)}", describe(experts))
     if experts.numel() == 0:
         return
     num_spares = decided.source.numel()
@@ -97,7 +86,6 @@ def pull(
     records: torch.Tensor,
     *,
     programs: int | None = None,
-    tile: PullTile = PULL_TILE,
 ) -> None:
     """Copy the records of this rank's spare slots out of the peers' live slots.
 
@@ -109,7 +97,6 @@ def pull(
         per_rank: C.
         records: [J, record bytes] uint8, this rank's spare records.
         programs: for each spare slot; by default one for each multiprocessor, over all slots.
-        tile: bears on time alone.
     """
     words = records.view(torch.int32)
     check(words.is_contiguous(), f"records {describe(records)}", "contiguous whole pages")
@@ -124,10 +111,10 @@ def pull(
         RECORD_WORDS=words.shape[1],
         NUM_SLOTS=per_rank,
         SPARE=len(records),
-        WORDS=tile.words,
+        WORDS=WORDS,
         PROGRAMS=programs,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
+        STAGES=STAGES,
+        num_warps=WARPS,
     )
 
 

@@ -11,7 +11,7 @@ Shapes:  E experts, M experts that are split, W ways, R ranks, C slots of a rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from runtime.batch.kernels.counts import (
     gather_totals,
     num_blocks,
 )
-from runtime.kernels.launch import check, check_int32, describe, kernel
+from runtime.kernels.launch import check_int32, kernel
 
 SOURCES_AT_ONCE = 32
 BLOCKS_AT_ONCE = 32
@@ -33,23 +33,9 @@ SHARE_ONE = 65536
 THREADS_OF_WARP = 32
 
 
-@dataclass(frozen=True)
-class LayerSplit:
-    """Tensors of one layer on the device: ``eplb.shares.batch.SplitLayout`` and room for results.
-
-    All are contiguous int32, shares are float32; entries of nothing are -1.
-    """
-
-    row: torch.Tensor  # [E]
-    expert: torch.Tensor  # [M]
-    turn: torch.Tensor  # [M]
-    rank: torch.Tensor  # [M, W]
-    slot: torch.Tensor  # [M, W]
-    share: torch.Tensor  # [M, W]
-    fed_by: torch.Tensor  # [R, C]
-    fixed: torch.Tensor  # [R, C]
-    fixed_share: torch.Tensor  # [R, C]
-    num_turns: torch.Tensor  # [1]
+# A layer's views of ``RoutingTable.split``, on the device: names, shapes and types are those of
+# ``eplb.shares.batch.SplitLayout``, and ``num_turns`` is [1]. All are contiguous.
+LayerSplit = Mapping[str, torch.Tensor]
 
 
 def split_batch(
@@ -72,13 +58,8 @@ def split_batch(
         exchanged: [N, E] int32 counts of each source, or the words that the sources add to.
         rule: as in ``eplb.shares.batch.split_batch``.
     """
-    check(
-        batch.up_to.shape == layer.rank.shape,
-        f"up_to {describe(batch.up_to)}",
-        f"{describe(layer.rank)}",
-    )
-    num_split, ways = layer.rank.shape
-    num_ranks, slots_per_rank = layer.fed_by.shape
+    num_split, ways = layer["rank"].shape
+    num_ranks, slots_per_rank = layer["fed_by"].shape
     num_sources, num_experts = len(batch.sent), len(batch.counts)
     by_words = isinstance(exchanged, PeerCounts)
     if isinstance(exchanged, PeerCounts):
@@ -90,14 +71,14 @@ def split_batch(
         most_polls = 0
     num_warps = _warps(num_experts, num_ranks)
     _split[(1,)](
-        layer.expert,
-        layer.turn,
-        layer.rank,
-        layer.share,
-        layer.fed_by,
-        layer.fixed,
-        layer.fixed_share,
-        layer.num_turns,
+        layer["expert"],
+        layer["turn"],
+        layer["rank"],
+        layer["share"],
+        layer["fed_by"],
+        layer["fixed"],
+        layer["fixed_share"],
+        layer["num_turns"],
         words,
         turn,
         late,
@@ -159,13 +140,12 @@ def choose_by_split(
     Args:
         replicas: the layer's slots and cumulative shares of a ``RoutingTable``, [E, Rmax] each.
     """
-    check(experts.shape == out.shape, f"out {describe(out)}", f"{describe(experts)}")
     num_pairs, num_experts = experts.numel(), len(batch.totals)
     slots, cumulative = replicas
     # One program at least, which clears the counts.
     _choose[(max(1, num_blocks(num_pairs)),)](
-        layer.row,
-        layer.slot,
+        layer["row"],
+        layer["slot"],
         slots,
         cumulative,
         experts,
@@ -181,7 +161,7 @@ def choose_by_split(
         EXPERTS=triton.next_power_of_2(num_experts),
         REPLICAS=slots.shape[1],
         REPLICAS_PADDED=triton.next_power_of_2(slots.shape[1]),
-        WAYS=layer.slot.shape[1],
+        WAYS=layer["slot"].shape[1],
         PAIRS=PAIRS_PER_PROGRAM,
         BLOCKS=BLOCKS_AT_ONCE,
         PLANNED=PLANNED,

@@ -24,7 +24,6 @@ from eplb.shares.pulls import (
 from runtime.batch.kernels import pull_plan
 from runtime.batch.kernels import pulls as kernels
 from runtime.batch.kernels.counts import count_experts, num_blocks
-from runtime.batch.kernels.split import LayerSplit
 from runtime.batch.pulls import redirected
 from runtime.batch.split import NO_END, BatchSplit
 from runtime.routing import RoutingTable
@@ -88,7 +87,7 @@ class Case:
         )
 
     def decided(self, rank: int, counter: torch.Tensor) -> pull_plan.Decided:
-        layer = LayerSplit(**{name: one[0] for name, one in self.table.split.items()})
+        layer = {name: one[0] for name, one in self.table.split.items()}
         found = pull_plan.Decided.on(torch.device("cpu"), 5 * self.rule.spare_slots)
         totals, up_to = self.split[0].batch.totals, self.split[0].batch.up_to
         pull_plan.plan_pulls(layer, totals, up_to, self.ranks(), self.rule, rank, counter, found)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.errors import BrokenGroup, ConfigError, RankError
 from runtime.batch.counts import all_gather_counts
-from runtime.batch.pulls import HostPulls, HostReader
+from runtime.batch.pulls import HostPulls
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
@@ -242,7 +242,9 @@ def test_table_with_another_number_of_extra_slots_is_refused() -> None:
             0,
             ONE_DOMAIN,
             EAGER,
-            HostReader({}, spare_bank(ExpertSchema.swiglu(16, 8), 1), deadline_s=1.0),
+            {},
+            spare_bank(ExpertSchema.swiglu(16, 8), 1),
             lambda own, to: None,
             counter,
+            deadline_s=1.0,
         )

@@ -16,7 +16,7 @@ from eplb.core.topology import Topology
 from eplb.shares.batch import SplitRule
 from eplb.shares.pulls import PullRule
 from runtime.batch.counts import Exchange, all_gather_counts
-from runtime.batch.pulls import HostPulls, HostReader, PulledExperts
+from runtime.batch.pulls import HostPulls, PulledExperts
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
@@ -114,9 +114,17 @@ def build(
         max_pairs=400,
         rule=ALWAYS,
     )
-    reader = HostReader(peers(found), spares, deadline_s=deadline_s)
     pulls = HostPulls(
-        split, TOPOLOGY, rank, ONE_DOMAIN, rule, reader, all_gather_counts(group), counter
+        split,
+        TOPOLOGY,
+        rank,
+        ONE_DOMAIN,
+        rule,
+        peers(found),
+        spares,
+        all_gather_counts(group),
+        counter,
+        deadline_s=deadline_s,
     )
     dispatcher = AllToAllDispatcher(TOPOLOGY.widened(spare_slots), group, rank, counter)
     experts = PulledExperts(LoopExperts(bank), LoopExperts(spares), bank.num_slots, pulls)
