@@ -23,7 +23,7 @@ from api.cli.main import app
 from api.http.app import create_app
 from api.http.problems import ProblemType
 from runtime.checkpoints.description import ExpertLayout
-from runtime.checkpoints.families.table import FAMILIES
+from runtime.checkpoints.families import FAMILIES
 from telemetry import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
