@@ -47,9 +47,9 @@ from runtime.batch.split import BatchSplit
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from runtime.model.compute import Experts, GroupedExperts, LoopExperts
-from runtime.model.graph_times import captured
+from runtime.model.expert_times import captured
 from runtime.model.moe import MoELayer
 from runtime.routing import RoutingTable, TableLayers
 

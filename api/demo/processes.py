@@ -151,7 +151,7 @@ class DemoProcesses:
             EplbError: one of them could not start.
         """
         from api.demo.workers.rank import run_rank
-        from runtime.group.rendezvous import Rendezvous
+        from runtime.group import Rendezvous
 
         # Here and not in rank 0, which may exit as any other; new for each start, because what
         # ranks of an earlier one have left there would be read as these ranks' messages.

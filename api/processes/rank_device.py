@@ -79,8 +79,7 @@ class GpuDevice:
 
     def dispatcher(self, group: dist.ProcessGroup, counter: SlotCounter) -> tuple[Dispatcher, str]:
         """Choose the first that passes the self-test: DeepEP decode, DeepEP prefill, all-to-all."""
-        from runtime.dispatch.selftest import Trial
-        from runtime.dispatch.table import choose_dispatcher
+        from runtime.dispatch.table import Trial, choose_dispatcher
 
         plan = self._plan
         trial = Trial(

@@ -33,7 +33,7 @@ from benchmarks.ranks.serving import (
 )
 from benchmarks.ranks.soak_readings import MIB, Level, Progress, progress_line
 from benchmarks.result_table import Row
-from runtime.group.rendezvous import Rendezvous
+from runtime.group import Rendezvous
 
 # -- The processes of a soak: start, messages, end. All end before their folder is removed.
 

@@ -32,7 +32,7 @@ from runtime.batch.shared_expert import SharedSpread
 from runtime.batch.split import BatchSplit
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, PeerBank, PlainArena, bank_bytes
-from runtime.group.agreement import first_refusal, gathered
+from runtime.group import first_refusal, gathered
 from runtime.memory.symmetric import SymmetricArena
 from runtime.model.compute import BankExperts, Experts
 from runtime.routing import RoutingTable

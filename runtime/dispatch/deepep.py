@@ -23,7 +23,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Pending, Received, first_sentence
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 
 T = TypeVar("T")
 

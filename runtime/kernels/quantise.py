@@ -19,11 +19,12 @@ from runtime.kernels.launch import (
     check,
     check_slots,
     describe,
+    ends_of_slots,
     kernel,
     largest_tile,
+    locate,
     num_multiprocessors,
 )
-from runtime.kernels.slots import ends_of_slots, locate
 
 GROUP = 128  # columns that share a scale
 LARGEST_E4M3 = 448.0

@@ -24,7 +24,6 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank, bank_bytes
-from runtime.group.launch import launch
 from runtime.memory.symmetric import SymmetricArena
 from runtime.model.compute import GroupedExperts
 from runtime.model.moe import MoELayer, MoEStack
@@ -40,6 +39,7 @@ from tests.gpu.parts import (
     tokens_of,
     weights_of,
 )
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = pytest.mark.gpu

@@ -20,9 +20,9 @@ pytest.importorskip("triton")
 
 from runtime.batch.counts import PeerCounts, all_gather_counts
 from runtime.batch.split import BatchSplit
-from runtime.group.launch import launch
 from runtime.routing import RoutingTable
 from tests.gpu.parts import needs_two_gpus
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = pytest.mark.gpu

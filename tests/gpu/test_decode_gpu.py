@@ -41,7 +41,6 @@ from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Dispatcher
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 from runtime.experts import ExpertBank, PlainArena, bank_bytes
-from runtime.group.launch import launch
 from runtime.model.compute import GroupedExperts
 from runtime.model.graphs import CapturedStack
 from runtime.model.moe import MoELayer, MoEStack
@@ -60,6 +59,7 @@ from tests.gpu.parts import (
     weights_of,
 )
 from tests.support.agent_group import QuickStore, Sink
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = pytest.mark.gpu

@@ -33,7 +33,6 @@ from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Received
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
-from runtime.group.launch import launch
 from runtime.model.compute import GroupedExperts, SlotWeights, swiglu
 from runtime.model.graphs import CapturedStack
 from runtime.model.moe import MoELayer, MoEStack
@@ -41,6 +40,7 @@ from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
 from tests.gpu.parts import MODEL, NUM_TOKENS, needs_deep_ep, schema_of
 from tests.gpu.test_batch_split_gpu import EXPERTS, TOKENS, TOP_K, popularity, random_placement
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = pytest.mark.gpu

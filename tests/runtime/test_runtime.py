@@ -18,13 +18,12 @@ from eplb.errors import PlacementError
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.counters import SlotCounter
+from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, first_sentence
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
-from runtime.passes import PassCounter
 from runtime.routing import SHARE_ONE, RoutingTable
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]

@@ -24,10 +24,10 @@ from rebalance.build.group import join_ranks
 from rebalance.build.rank import BuiltRank, build_rank
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import Weights, layer_name
+from runtime.counters import PassCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
-from runtime.group.rendezvous import reach
+from runtime.group import reach
 from runtime.model.moe import MoELayer, MoEStack
-from runtime.passes import PassCounter
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
 from telemetry.state.store import StateStore

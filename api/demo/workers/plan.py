@@ -41,7 +41,7 @@ class WorkerPlan:
     model: ModelShape
     topology: Topology
     host_caches: tuple[HostCacheAddress, ...]  # one per host
-    rendezvous: str  # handle of a runtime.group.rendezvous.Rendezvous
+    rendezvous: str  # handle of a runtime.group.Rendezvous
     tokens_per_rank: int
     window_steps: int
     sample_steps: int

@@ -22,7 +22,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from eplb.errors import RankError
-from runtime.group.listeners import gloo_listeners_closed
-from runtime.group.rendezvous import Rendezvous, reach
+from runtime.group import Rendezvous, gloo_listeners_closed, reach
 
 RankMain = Callable[..., Any]  # (rank, num_ranks, *args) -> result
 

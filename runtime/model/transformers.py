@@ -26,10 +26,10 @@ from eplb.errors import CheckpointError, ConfigError
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint, transformers_schema
 from runtime.checkpoints.description import GATE_UP
+from runtime.counters import PassCounter
 from runtime.dispatch.all_to_all import Dispatcher, Received
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.moe import MoELayer
-from runtime.passes import PassCounter
 from runtime.routing import RoutingTable
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -25,7 +25,7 @@ from rebalance.preload.cache.local_socket import HostCacheAddress
 from runtime import Checkpoint, ExpertBank
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertSchema
-from runtime.integrations.transformers import (
+from runtime.model.transformers import (
     LibraryExperts,
     find_experts,
     library_schema,

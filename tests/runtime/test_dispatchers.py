@@ -14,8 +14,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Received
-from runtime.dispatch.selftest import Trial, check_dispatcher
-from runtime.dispatch.table import choose_dispatcher
+from runtime.dispatch.table import Trial, check_dispatcher, choose_dispatcher
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 UNEVEN = Topology(node_of_rank=np.array([0, 0, 0]), slots_of_rank=np.array([3, 2, 4]))
