@@ -35,7 +35,7 @@ class Cut:
             received.shape, dtype=received.dtype, pin_memory=received.is_cuda
         )
         self._snapshot.copy_(received, non_blocking=True)
-        self.arrival = Completion(is_cuda=received.is_cuda)  # of the figures, on the host
+        self.arrival = Completion(is_cuda=received.is_cuda)  # when the figures are on the host
 
     def is_ready(self) -> bool:
         """Return whether the figures have arrived; on a CPU they always have."""

@@ -62,7 +62,7 @@ def reach(handle: str, deadline_s: float) -> Store:
     """Open the rendezvous of another process.
 
     Args:
-        handle: of a ``Rendezvous`` that is open.
+        handle: the handle of an open ``Rendezvous``.
         deadline_s: for each wait for another rank.
 
     Raises:

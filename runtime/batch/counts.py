@@ -63,12 +63,12 @@ class PeerCounts:
     Args:
         words: [2, E + N] int64, zeros, of this rank.
         peers: [N] addresses of all ranks' words, in this process.
-        deadline_s: of a wait for all counts of a batch, at least.
+        deadline_s: shortest time of a wait for all counts of a batch.
 
     Attributes:
         turn: [2] int32, the number of exchanges so far, and zero.
         late: [1] int32, exchanges that missed their deadline.
-        most_polls: of a wait.
+        most_polls: looks at the words before a wait ends.
 
     Raises:
         ConfigError: more ranks than a word can count.

@@ -55,7 +55,7 @@ class BatchRank:
     """The rank that the parts are made for."""
 
     rank: int  # a source of tokens and a rank of the topology
-    topology: Topology  # of the placement
+    topology: Topology  # the placement's
     tokens: dist.ProcessGroup  # all ranks; gathers the counts
     control: dist.ProcessGroup  # all ranks; what they agree on before they serve
     bank: ExpertBank
@@ -104,9 +104,9 @@ def make_batch_parts(
 
     Args:
         switches: alike on all ranks.
-        rank: this one.
+        rank: the one that the parts are made for.
         model: the MoE layers and their experts.
-        max_tokens: of a batch of this rank, in one layer.
+        max_tokens: most tokens of a batch of this rank, in one layer.
         rules: alike on all ranks; None: the default ones.
 
     Raises:

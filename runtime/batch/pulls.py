@@ -75,16 +75,16 @@ class HostPulls:
     A thread of its own copies, while the rank's thread dispatches and computes.
 
     Args:
-        split: of this rank, over a table with ``rule.spare_slots`` extra slots.
-        topology: of the placement, without spare slots.
+        split: this rank's, over a table with ``rule.spare_slots`` extra slots.
+        topology: the placement's, without spare slots.
         rank: this one, a source and a rank of the topology.
         domain: [R] ranks of one domain can read each other's memory; -1 takes and gives nothing.
         rule: alike on all ranks.
         peers: banks of the ranks of this host, by rank.
-        spare: of this rank: one layer of J slots.
+        spare: this rank's spare records: one layer of J slots.
         exchange: gathers a word of all ranks.
         counter: with ``rule.spare_slots`` extra slots.
-        deadline_s: of the pulls of a layer, from the end of the resident experts' product on.
+        deadline_s: for the pulls of a layer, from the end of the resident experts' product on.
 
     Raises:
         ConfigError: the table has another number of extra slots.
@@ -293,8 +293,8 @@ class PulledExperts:
     """Resident experts, whose product waits for nothing, then those of the spare slots.
 
     Args:
-        resident: of the bank of live slots.
-        spare: of a bank of one layer, the spare records.
+        resident: experts of the live slots.
+        spare: experts of the spare records, a bank of one layer.
         num_resident: C.
         pulls: closes each layer in between.
     """
@@ -322,8 +322,8 @@ def redirected(
     """Slots [T, K] of the wider dispatch, where tokens of the pulled runs go to spare slots.
 
     Args:
-        pulls: of the layer.
-        topology: of the placement, without spare slots.
+        pulls: decided for the layer.
+        topology: the placement's, without spare slots.
         positions: [T, K] numbers of the tokens among all sources' tokens of their expert.
         slots: [T, K] as the split chose them, in the numbers of the wider dispatch.
     """

@@ -31,16 +31,15 @@ class SharedSpread:
     Buffers have fixed addresses and shapes, for CUDA graphs.
 
     Args:
-        table: of this rank, with extra slots.
-        split: of this rank, which has split each batch before.
+        table: this rank's, with an extra slot for the shared expert.
+        split: this rank's, which has split each batch before.
         top_k: K.
         weight: work of a token of the shared expert, in tokens of a routed one: its intermediate
             size over theirs.
         least: tokens that a rank gives away, or none.
-        extra_slot: of a rank's extra slots, the one of the shared expert.
 
     Raises:
-        ConfigError: the table has no such extra slot, or sources are not the ranks.
+        ConfigError: the table has no extra slot, or sources are not the ranks.
     """
 
     def __init__(
@@ -51,9 +50,8 @@ class SharedSpread:
         top_k: int,
         weight: float = 1.0,
         least: int = LEAST,
-        extra_slot: int = 0,
     ) -> None:
-        slots = table.extra_slot(extra_slot)
+        slots = table.extra_slot(0)
         num_ranks, (num_sources, self._num_experts) = len(slots), split.gathered.shape
         if num_sources != num_ranks:
             raise ConfigError(

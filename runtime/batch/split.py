@@ -26,7 +26,7 @@ from runtime.batch.counts import BatchTensors, Exchange, PeerCounts
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 from runtime.streams import Completion
 
-NO_END = 2**31 - 1  # of the last way: no position is past it
+NO_END = 2**31 - 1  # where the last way ends: no position is past it
 
 
 class BatchSplit:
@@ -37,7 +37,7 @@ class BatchSplit:
     split out then, with its exchange; a captured one leaves out its rounds.
 
     Args:
-        table: of this rank, made with a topology.
+        table: this rank's, made with a topology.
         exchange: gathers the counts of all sources.
         source: this rank among them.
         num_sources: N.

@@ -30,7 +30,7 @@ class Source:
     """Bytes to read for a part, and the part within them: rows, of the transpose perhaps."""
 
     stored: StoredTensor
-    shape: tuple[int, ...]  # of the part
+    shape: tuple[int, ...]  # the part's
     is_transposed: bool = False
     rows: tuple[int | None, ...] = (None, None, None)  # first, end, step
 
@@ -45,7 +45,7 @@ class _Layer:
     """The routed experts of one layer: how they are stored, and under which names."""
 
     layout: ExpertLayout
-    prefix: str  # of all tensors of the layer
+    prefix: str  # that all tensors of the layer have
     names: dict[tuple[int, str], str]  # by expert, or EVERY_EXPERT, and part
 
     @cached_property
@@ -66,7 +66,7 @@ class ExpertTensors:
 
     def __init__(self, files: WeightFiles, config: ModelConfig) -> None:
         self._files, self._config = files, config
-        # Of experts without computation, which some libraries save though nothing reads them.
+        # Experts without computation: some libraries save them, though nothing reads them.
         self._without_computation: set[str] = set()
         self._layers, prefix, layout = self._find_layers()
         self.mtp_layers: tuple[int, ...] = ()

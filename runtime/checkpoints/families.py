@@ -100,7 +100,7 @@ DEEPSEEK_V4 = _alike(
     layouts=(separate("ffn.experts", "w1", "w3", "w2"),),
     router=(
         *_router("ffn.gate.weight", "ffn.gate.bias"),
-        ("token_table", "ffn.gate.tid2eid"),  # of layers whose experts follow from the token id
+        ("token_table", "ffn.gate.tid2eid"),  # in layers whose experts follow from the token id
     ),
     shared=shared_names("ffn.shared_experts", ("w1", "w3", "w2")),
     mtp_layers=("mtp.{mtp}",),

@@ -16,7 +16,7 @@ CONFIG_FILE = "config.json"
 # Far above any published model, so that a damaged number cannot fill memory.
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536
-MAX_SIZE = 2**20  # of a hidden state
+MAX_SIZE = 2**20  # width of a hidden state
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ModelConfig:
     num_experts: int  # routed experts with weights
     top_k: int
     hidden: int
-    intermediate: int  # of one routed expert
+    intermediate: int  # width of one routed expert
     num_groups: int
     num_shared: int
     num_zero: int  # experts without computation, with the ids from num_experts on

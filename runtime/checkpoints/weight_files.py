@@ -58,7 +58,7 @@ DTYPES = {
 class StoredTensor:
     """One tensor of a file, or a part of one, and its range of bytes in the file."""
 
-    name: str  # of the whole tensor
+    name: str  # the whole tensor's
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -36,7 +36,7 @@ from runtime.group import first_refusal
 
 DISPATCHERS = ("deepep_low_latency", "deepep_normal", "deepep_by_phase", "all_to_all")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-TOLERANCE_FP8 = 5e-2  # of rows that travel as FP8
+TOLERANCE_FP8 = 5e-2  # for rows that travel as FP8
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Shapes:  C slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -61,14 +61,46 @@ def check_slots(starts: torch.Tensor, counts: torch.Tensor) -> None:
     )
 
 
-def check_int32(**tensors: torch.Tensor) -> None:
-    """Refuse tensors that are not contiguous int32."""
-    for name, tensor in tensors.items():
-        check(
-            tensor.dtype == torch.int32 and tensor.is_contiguous(),
-            f"{name} {describe(tensor)}",
-            "contiguous int32",
-        )
+def expect(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int | None] | None = None,
+    strides: Sequence[int | None] | None = None,
+) -> None:
+    """Refuse a tensor of another type, shape or layout than a kernel reads.
+
+    Args:
+        name: of the argument.
+        tensor: its value.
+        dtype: expected.
+        shape: expected; None stands for any, of one dimension or of all.
+        strides: expected, in the same way; by default the tensor must be contiguous.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    is_laid_out = tensor.is_contiguous() if strides is None else _fits(tensor.stride(), strides)
+    if tensor.dtype == dtype and _fits(tensor.shape, shape) and is_laid_out:
+        return
+    kind = str(dtype).removeprefix("torch.")
+    sizes = "of any shape" if shape is None else _shown(shape)
+    layout = "contiguous" if strides is None else f"with strides {_shown(strides)}"
+    raise ValueError(
+        f"found {name} {describe(tensor)} with strides {list(tensor.stride())}, "
+        f"expected {kind} {sizes} {layout}"
+    )
+
+
+def _fits(found: Sequence[int], expected: Sequence[int | None] | None) -> bool:
+    if expected is None:
+        return True
+    each = zip(found, expected, strict=False)
+    return len(found) == len(expected) and all(e is None or f == e for f, e in each)
+
+
+def _shown(expected: Sequence[int | None]) -> str:
+    return f"[{', '.join('any' if one is None else str(one) for one in expected)}]"
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -22,7 +22,7 @@ from eplb.errors import MigrationError
 
 PAGE_BYTES = 4096
 LANE_BYTES = 4  # a digest is over 32-bit lanes
-LANES_AT_ONCE = 2**17  # of a digest: as 64-bit numbers they still fit a core's second-level cache
+LANES_AT_ONCE = 2**17  # summed together: as 64-bit numbers they fit a core's second-level cache
 _POSITIONS = np.arange(1, LANES_AT_ONCE + 1, dtype=np.int64)
 COMPILED_FROM_BYTES = 4 * 2**20  # loading a compiler takes as long as the plain sums of 1 GB
 

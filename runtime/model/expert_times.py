@@ -24,10 +24,10 @@ from runtime.model.compute import Experts
 
 MOST_ROWS = 8192  # at once: with more rows of a slot fewer slots have any
 LAUNCHES = 8  # in turn, at least
-COLD_BYTES = 400_000_000  # of weights in turn, where the layers have them: a cache holds less
+COLD_BYTES = 400_000_000  # weights read in turn, where the layers have them: a cache holds less
 REPLAYS, MOST_REPEATS = 5, 10
 
-Launch = Callable[[int], object]  # told how many launches came before
+Launch = Callable[[int], object]  # its argument: how many launches came before
 
 
 def measure_experts(
@@ -101,7 +101,7 @@ class _Work:
         self._scales = torch.ones(blocks, device=self._device) if fp8_rows else None
 
     def seconds(self, rows: int) -> float:
-        """Of one slot with so many rows."""
+        """Time of one slot with so many rows."""
         num_slots = self._slots(rows)
         counts = torch.zeros(self._received_slots, dtype=torch.int32, device=self._device)
         counts[:num_slots] = rows

@@ -40,7 +40,7 @@ class ExpertsModule:
     """The experts of one layer in a model of the library."""
 
     layer: int  # the model's own number
-    path: str  # of the module
+    path: str  # dotted, from the model to the module
     module: nn.Module
 
     @property
@@ -111,7 +111,7 @@ def prove_experts(model: nn.Module, bank: ExpertBank, held: Iterable[tuple[int, 
 
     Args:
         model: still unmodified.
-        bank: of the schema that ``library_schema`` gave.
+        bank: live slots, with the schema that ``library_schema`` gave.
         held: (MoE layer 0..L-1, slot of this rank, expert) of the slots to compare.
 
     Raises:

@@ -308,7 +308,6 @@ def test_kernel_inputs_of_a_layer_are_contiguous() -> None:
 
     assert table.slots[1].is_contiguous()
     assert table.cumulative[1].is_contiguous()
-    assert table.num_bytes == 2 * 2 * 8 * 3 * 4  # tensors x layers x experts x replicas x int32
 
 
 def test_shares_of_the_rank_s_own_node_are_used() -> None:

@@ -16,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.launch import check, check_int32, describe, kernel
+from runtime.kernels.launch import check, describe, expect, kernel
 
 PAIRS_PER_PROGRAM = 64  # measured on an H200: at 32 tokens 2 us less than with 128
 
-# A word of the exchange: the sum over sources of 1 << ARRIVAL | earlier << EARLIER | tokens.
+# A word of the exchange: the sum over sources of 1 << ARRIVAL | earlier << EARLIER | tokens. So all
+# sources together may have fewer than 2**28 tokens in a batch.
 EARLIER, ARRIVAL = tl.constexpr(28), tl.constexpr(56)
-MOST_TOKENS = 2**28  # of all sources
 NO_PEERS = 0  # sources of a group that exchanges by a collective
 
 
@@ -50,10 +50,7 @@ def count_experts(
         peers: [N] int64, addresses of the ranks' words [2, E + N] int64.
         source: this rank among them.
     """
-    check_int32(blocks=blocks, counts=counts)
-    check(
-        experts.is_contiguous() and experts.dtype == torch.int64, describe(experts), "int64 [T, K]"
-    )
+    expect("experts", experts, torch.int64)
     num_pairs = experts.numel()
     programs = num_blocks(num_pairs)
     check(len(blocks) >= programs, f"blocks {describe(blocks)}", f"at least {programs} rows")

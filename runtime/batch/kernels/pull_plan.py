@@ -47,7 +47,7 @@ class Ranks:
 
     domain: torch.Tensor
     first_slot: torch.Tensor  # in the numbers of the wider dispatch
-    num_slots: torch.Tensor  # of the placement
+    num_slots: torch.Tensor  # that the placement fills
     bases: torch.Tensor  # [R] where this process has the live slots of each rank; 0: nowhere
 
     @staticmethod
@@ -58,7 +58,7 @@ class Ranks:
         spare_slots: int,
         bases: Sequence[int],
     ) -> Ranks:
-        """Of the placement's topology, without spare slots."""
+        """Tensors for the placement's topology, without spare slots."""
         first_slot = topology.widened(spare_slots).first_slot[:-1]
         small = [
             torch.from_numpy(np.array(one, dtype=np.int32)).to(device)
@@ -81,10 +81,10 @@ def plan_pulls(
     """Decide, and add what this rank's slots give away to their counters.
 
     Args:
-        layer: of the placement that serves.
+        layer: a layer of the placement that serves.
         totals: [E] int32 of all sources, from ``split_batch``.
         up_to: [M, W] int32, from ``split_batch``.
-        ranks: of the group.
+        ranks: all ranks of the group.
         rule: alike on all ranks.
         rank: this one.
         counter: [at least C] int32 counters of this rank's slots.

@@ -18,7 +18,7 @@ import triton.language as tl
 from runtime.batch.kernels.counts import PAIRS_PER_PROGRAM, num_blocks
 from runtime.batch.kernels.pull_plan import Decided, Ranks
 from runtime.batch.kernels.split import BLOCKS_AT_ONCE
-from runtime.kernels.launch import check, describe, kernel, num_multiprocessors
+from runtime.kernels.launch import expect, kernel, num_multiprocessors
 
 SPARES_AT_ONCE = 32
 
@@ -46,9 +46,9 @@ def redirect(
 
     Args:
         experts: [T, k] int64.
-        blocks: of ``count_experts`` for the same experts.
+        blocks: filled by ``count_experts`` for the same experts.
         starts: [E] int32 from ``split_batch``.
-        ranks: of the group.
+        ranks: all ranks of the group.
         decided: by ``plan_pulls``.
         per_rank: C.
         slots: [T, k] int64 of the wider dispatch, from ``choose_by_split``.
@@ -90,16 +90,16 @@ def pull(
     """Copy the records of this rank's spare slots out of the peers' live slots.
 
     Args:
-        layer: of the bank.
+        layer: index of the layer in the bank.
         rank: this one.
-        ranks: of the group, with the addresses of their banks.
+        ranks: all ranks of the group, with the addresses of their banks.
         decided: by ``plan_pulls``.
         per_rank: C.
         records: [J, record bytes] uint8, this rank's spare records.
         programs: for each spare slot; by default one for each multiprocessor, over all slots.
     """
+    expect("records", records, torch.uint8)
     words = records.view(torch.int32)
-    check(words.is_contiguous(), f"records {describe(records)}", "contiguous whole pages")
     programs = programs or max(1, num_multiprocessors(records.device) // len(records))
     _pull[(len(records), programs)](
         ranks.bases,

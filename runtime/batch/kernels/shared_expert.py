@@ -19,7 +19,7 @@ import triton.language as tl
 
 from eplb.shares.shared_expert import FILLS, UNIT
 from runtime.batch.kernels.split import LayerSplit
-from runtime.kernels.launch import check, describe, kernel
+from runtime.kernels.launch import expect, kernel
 
 TOKENS_PER_PROGRAM = 64
 EARLIER_AT_ONCE = 256  # tokens of which a program counts the real ones before its own
@@ -96,7 +96,7 @@ def append_shared(
     """Write slots and weights with one more column, that of the shared expert.
 
     Args:
-        ranks: of the batch.
+        ranks: what the ranks have of the batch.
         slot_of_rank: [R] int64 slot of the shared expert on each rank.
         source: this rank.
         experts: [T, K] int64 ids; a token without any in 0..E-1 is padding.
@@ -110,11 +110,7 @@ def append_shared(
     """
     num_tokens, top_k = experts.shape
     for name, tensor in (("experts", experts), ("slots", slots), ("weights", weights)):
-        check(
-            tensor.shape == experts.shape and tensor.is_contiguous(),
-            f"{name} {describe(tensor)}",
-            f"contiguous {list(experts.shape)}",
-        )
+        expect(name, tensor, tensor.dtype, experts.shape)
     if num_tokens == 0:
         return
     num_ranks = len(ranks.load)

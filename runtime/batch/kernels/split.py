@@ -25,7 +25,7 @@ from runtime.batch.kernels.counts import (
     gather_totals,
     num_blocks,
 )
-from runtime.kernels.launch import check_int32, kernel
+from runtime.kernels.launch import expect, kernel
 
 SOURCES_AT_ONCE = 32
 BLOCKS_AT_ONCE = 32
@@ -50,7 +50,7 @@ def split_batch(
     """Split the tokens of all sources among the ranks of each expert.
 
     Args:
-        layer: of the placement that serves.
+        layer: a layer of the placement that serves.
         batch: ``counts`` are read; ``starts``, ``totals``, ``sent``, ``up_to`` and ``rank_load``
             are filled.
         switch: ``saved`` [1] float32 and ``seen`` [1] int32 of the layer's ``SplitSwitch``.
@@ -66,7 +66,7 @@ def split_batch(
         words, late, most_polls = exchanged.words, exchanged.late, exchanged.most_polls
         turn = exchanged.turn
     else:
-        check_int32(gathered=exchanged)
+        expect("gathered", exchanged, torch.int32)
         words = turn = late = exchanged
         most_polls = 0
     num_warps = _warps(num_experts, num_ranks)
@@ -118,7 +118,7 @@ def split_batch(
 
 
 def _warps(num_experts: int, num_ranks: int) -> int:
-    """Of the split's one program, as measured on an H200: few threads have less to wait for."""
+    """Warps of the split's one program, as measured on an H200: few threads wait less."""
     if num_experts <= 64:
         return 1
     return 4 if num_ranks <= 32 else 2
@@ -266,7 +266,7 @@ def _split(
     is_fed = feeds >= 0
     seen = tl.load(seen_of)
     number = tl.where(seen < 0, ROUNDS, 0)
-    before = mean * 0.0 - 1.0  # of no round
+    before = mean * 0.0 - 1.0  # no round was before
     planned = before
     while number < ROUNDS:
         step = tl.where(number + 1 < ROUNDS, PAST_LEVEL, 1.0)
