@@ -103,16 +103,3 @@ class PeerCounts:
         torch.cuda.synchronize(device)
         dist.barrier(group)  # a peer's words are zero before the first batch is added
         return made
-
-    def check(self, num_sources: int, num_experts: int) -> None:
-        """Refuse a split of other sizes.
-
-        Raises:
-            ConfigError: the words are not those of so many sources and experts.
-        """
-        found, expected = tuple(self.words.shape), (2, num_experts + num_sources)
-        if found != expected or len(self.peers) != num_sources:
-            raise ConfigError(
-                f"found words {found} of {len(self.peers)} ranks, expected {expected} of "
-                f"{num_sources}"
-            )

@@ -24,14 +24,14 @@ Rules, and what breaks without them (``benchmarks.pulls`` explores them, and bre
 4. **The spare records are those of one layer at a time.** The next pull begins after the product
    that reads them. By rule 1 it does: a rank's next exchange follows that product in stream order.
 5. **The spare product begins after the pull.** The product of the resident slots does not wait.
-6. **All ranks decide alike, and say so.** Pieces are a function of the gathered counts, the table
-   and the rule. Where ranks differ, tokens reach a spare slot with another expert; before pulls
-   they could not. The closing exchange carries a digest of what every spare slot serves. If two
-   differ, every rank raises ``RankError`` before it sends a result.
-7. **Who misses the deadline says so.** Its tokens are under way, and no other rank has them. The
-   closing exchange carries the failure, and every rank raises ``BrokenGroup``, as for a dead rank.
-   A record of a dead rank stays readable on a host, while it is mapped; the exchanges of the layer
-   break.
+6. **All ranks decide alike, and compare their decisions.** Pieces are a function of the gathered
+   counts, the table and the rule. Where ranks differ, tokens reach a spare slot with another
+   expert; before pulls they could not. The closing exchange carries a digest of what every spare
+   slot serves. If two differ, every rank raises ``RankError`` before it sends a result.
+7. **A rank that misses the deadline reports it.** Its tokens are under way, and no other rank has
+   them. The closing exchange carries the failure, and every rank raises ``BrokenGroup``, as for a
+   dead rank. A record of a dead rank stays readable on a host, while it is mapped; the exchanges of
+   the layer break.
 8. **Tokens count where they came from**: the rank that gives adds them to its slot's counter, and
    no rank counts its spare slots. Telemetry sees the load of the placement.
 
@@ -72,7 +72,7 @@ FAILED = -1  # in place of a digest: this rank could not pull
 class HostPulls:
     """Pulls of one rank between processes of one host, in numpy and plain torch.
 
-    A thread of its own copies, while the rank's thread dispatches and computes.
+    A separate thread copies, while the rank's thread dispatches and computes.
 
     Args:
         split: this rank's, over a table with ``rule.spare_slots`` extra slots.

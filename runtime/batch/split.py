@@ -68,7 +68,12 @@ class BatchSplit:
         if isinstance(exchange, PeerCounts):
             if not is_cuda:
                 raise ConfigError("found peer memory on a CPU, expected an exchange over a group")
-            exchange.check(num_sources, num_experts)
+            found, wanted = list(exchange.words.shape), [2, num_experts + num_sources]
+            if found != wanted or len(exchange.peers) != num_sources:
+                raise ConfigError(
+                    f"found words {found} of {len(exchange.peers)} ranks, expected {wanted} of "
+                    f"{num_sources}"
+                )
         self._switches = [SplitSwitch()] * num_layers
         self._num_slots = table.split["fed_by"][0].numel()
         num_blocks = 0

@@ -24,7 +24,7 @@ from runtime.checkpoints.description import (
 def _alike(
     family: Family, name: str, model_types: str, architectures: str = "", **differences: Any
 ) -> Family:
-    """A family that has what another one has, but for the differences; ``unproven`` is its own."""
+    """A family with other names than ``family`` and the given differences; proven if not stated."""
     return replace(
         family,
         name=name,

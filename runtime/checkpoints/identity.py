@@ -41,7 +41,7 @@ class Identity:
         """Read what ``dataclasses.asdict`` and JSON made of one.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: ``found`` is no identity.
         """
         try:
             files = tuple((str(name), int(size), int(time)) for name, size, time in found["files"])
