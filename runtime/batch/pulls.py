@@ -225,17 +225,17 @@ class DevicePulls:
         exchange: Exchange,
         counter: SlotCounter,
     ) -> None:
-        from runtime.batch.kernels import pull_plan, pulls
+        from runtime.batch.kernels import pulls
 
         _check_extra_slots(split, rule)
         device = spare.device
-        self._plan, self._kernels = pull_plan.plan_pulls, pulls
+        self._kernels = pulls
         self._split, self._rank, self._rule = split, rank, rule
         self._exchange, self._counter = exchange, counter
         self._per_rank = int(topology.slots_of_rank.max())
         self._records = spare.records(0)
-        self._ranks = pull_plan.Ranks.on(device, topology, domain, rule.spare_slots, bases)
-        self._decided = pull_plan.Decided.on(device, topology.num_ranks * rule.spare_slots)
+        self._ranks = pulls.Ranks.on(device, topology, domain, rule.spare_slots, bases)
+        self._decided = pulls.Decided.on(device, topology.num_ranks * rule.spare_slots)
         self._words = torch.zeros((topology.num_ranks, 1), dtype=torch.int32, device=device)
         self.differences = torch.zeros(1, dtype=torch.int32, device=device)
         self._side, self._is_open = new_stream(device), False
@@ -243,7 +243,7 @@ class DevicePulls:
     def redirect(self, layer: int, experts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """See ``HostPulls.redirect``; ``slots`` are changed in place."""
         split, batch, decided = self._split, self._split.batch, self._decided
-        self._plan(
+        self._kernels.plan_pulls(
             split.layer_split(layer),
             batch.totals,
             batch.up_to,

@@ -243,7 +243,6 @@ def test_spare_slots_are_served_by_the_record_that_was_pulled(is_padded: bool) -
 
 
 def _two_gpus(rank: int, port: int) -> None:
-    from runtime.batch.kernels import pull_plan
     from runtime.batch.kernels import pulls as kernels
     from runtime.memory.symmetric import SymmetricArena
 
@@ -260,8 +259,8 @@ def _two_gpus(rank: int, port: int) -> None:
     bank.records(0).fill_(rank + 1)
     bases = [arena.peer(other).data_ptr() for other in range(2)]
     topology = Topology.uniform(1, 2, 3)
-    ranks = pull_plan.Ranks.on(device, topology, np.zeros(2, np.int64), 1, bases)
-    decided = pull_plan.Decided.on(device, 2)
+    ranks = kernels.Ranks.on(device, topology, np.zeros(2, np.int64), 1, bases)
+    decided = kernels.Decided.on(device, 2)
     decided.source.copy_(torch.tensor([3, 0]))  # each the other's slot 0
     records = torch.zeros((1, schema.record_bytes), dtype=torch.uint8, device=device)
     dist.barrier(group)

@@ -21,7 +21,6 @@ from eplb.shares.pulls import (
     pulls_digest,
     slot_tokens,
 )
-from runtime.batch.kernels import pull_plan
 from runtime.batch.kernels import pulls as kernels
 from runtime.batch.kernels.counts import count_experts, num_blocks
 from runtime.batch.pulls import redirected
@@ -79,18 +78,16 @@ class Case:
         served = slot_tokens(counts, self.split[0].layout(0), self.split[0].batch.up_to.numpy())
         return plan_pulls(served, self.domain, self.rule), served
 
-    def ranks(self, bases: list[int] | None = None) -> pull_plan.Ranks:
+    def ranks(self, bases: list[int] | None = None) -> kernels.Ranks:
         addresses = [0] * 5 if bases is None else bases
         spares = self.rule.spare_slots
-        return pull_plan.Ranks.on(
-            torch.device("cpu"), self.topology, self.domain, spares, addresses
-        )
+        return kernels.Ranks.on(torch.device("cpu"), self.topology, self.domain, spares, addresses)
 
-    def decided(self, rank: int, counter: torch.Tensor) -> pull_plan.Decided:
+    def decided(self, rank: int, counter: torch.Tensor) -> kernels.Decided:
         layer = {name: one[0] for name, one in self.table.split.items()}
-        found = pull_plan.Decided.on(torch.device("cpu"), 5 * self.rule.spare_slots)
+        found = kernels.Decided.on(torch.device("cpu"), 5 * self.rule.spare_slots)
         totals, up_to = self.split[0].batch.totals, self.split[0].batch.up_to
-        pull_plan.plan_pulls(layer, totals, up_to, self.ranks(), self.rule, rank, counter, found)
+        kernels.plan_pulls(layer, totals, up_to, self.ranks(), self.rule, rank, counter, found)
         return found
 
 
