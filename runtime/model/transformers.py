@@ -186,16 +186,6 @@ def serve_experts(
     return passes
 
 
-def _over_slots(module: nn.Module, slots: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The library's module with slots [C, ...] in place of experts [E, ...]; storage is shared."""
-    over_slots = copy.copy(module)
-    over_slots._parameters = {
-        name: nn.Parameter(tensor, requires_grad=False) for name, tensor in slots.items()
-    }
-    vars(over_slots)["num_experts"] = len(next(iter(slots.values())))
-    return over_slots
-
-
 class LibraryExperts:
     """Runs the library's own code on received rows; each row goes to one slot."""
 
@@ -206,9 +196,19 @@ class LibraryExperts:
     def over_slots(
         found: Sequence[ExpertsModule], slots: Sequence[Mapping[str, torch.Tensor]]
     ) -> LibraryExperts:
-        """Compute with the slots [C, ...] of each layer in place of its experts [E, ...]."""
-        pairs = zip(found, slots, strict=True)
-        return LibraryExperts([_over_slots(one.module, tensors) for one, tensors in pairs])
+        """The library's modules with the slots [C, ...] of each layer in place of experts [E, ...].
+
+        Storage is shared with the slots, and the modules themselves are not changed.
+        """
+        modules = []
+        for one, tensors in zip(found, slots, strict=True):
+            module = copy.copy(one.module)
+            module._parameters = {
+                name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
+            }
+            vars(module)["num_experts"] = len(next(iter(tensors.values())))
+            modules.append(module)
+        return LibraryExperts(modules)
 
     @torch.no_grad()
     def run(self, layer: int, received: Received) -> torch.Tensor:
