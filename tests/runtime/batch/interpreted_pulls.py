@@ -1,6 +1,6 @@
 """Kernels of just-in-time replicas against numpy, word by word, run by triton's interpreter.
 
-``test_pull_kernels.py`` runs this file in a process with TRITON_INTERPRET=1.
+``test_kernels.py`` runs this file in a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
