@@ -44,7 +44,7 @@ from benchmarks.batch_split import (
 from eplb import Placement, plan
 from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.core.placement import EMPTY
-from runtime.batch.pulls import PullRule, SlotTokens, moved_by_slot, plan_pulls
+from runtime.batch.pull_rule import PullRule, SlotTokens, moved_by_slot, plan_pulls
 from simulations.oracles.quotas import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
 
 CASES = (

@@ -11,7 +11,7 @@ Digest = tuple[int, int]  # the two sums of a record's bytes (runtime.memory.sha
 
 
 class StepCounter(Protocol):
-    """Counts forward passes, as ``runtime.passes.PassCounter`` does."""
+    """Counts forward passes, as ``runtime.counters.PassCounter`` does."""
 
     @property
     def steps(self) -> int:

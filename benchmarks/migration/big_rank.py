@@ -30,7 +30,7 @@ from rebalance.threads.cancellation import IsWanted, always
 from rebalance.transport.processes import HostMemory, MappedPeers, Peers, PullTransport, RankMemory
 from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from runtime.streams import Completion
 
 DEADLINE_S = 120.0
@@ -162,7 +162,7 @@ def build(
 ) -> BigRank:
     """Reserve a rank's memory, fill it, agree on digests, and map the peers' memory.
 
-    Called by every rank of a group that ``runtime.group.launch`` has joined; each waits for all
+    Called by every rank of a group that ``tests.support.launch`` has joined; each waits for all
     others.
 
     Args:

@@ -25,8 +25,9 @@ from eplb.core.model import ModelShape
 from rebalance.agent import RankAgent
 from rebalance.build.agent import WiredAgent
 from rebalance.swap.swapper import StepFigures
-from runtime.batch.split import EVERY_BATCH
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
+from runtime.batch.split_rule import EVERY_BATCH
 from runtime.streams import Completion
 
 LAYER_RUNS = 14  # of four resident layers: a step of 56

@@ -45,8 +45,8 @@ from rebalance.threads.cancellation import IsWanted, always
 from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.types import Digest, Record
 from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.group.launch import launch
 from runtime.memory.shared import digest
+from tests.support.launch import launch
 
 NUM_STAGED = 16
 REPEATS = 8

@@ -34,7 +34,7 @@ from rebalance.transport.ranks.client import OtherRanks
 from rebalance.transport.ranks.messages import GroupName
 from rebalance.types import Digest, Record
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 
 DEATH_S = 1.0  # after a failure of torch, to learn which rank died
 

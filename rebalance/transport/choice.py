@@ -20,7 +20,7 @@ from eplb.migration.build import Source
 from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import NoPeers, Peers, PullTransport, RankMemory
 from rebalance.types import Record
-from runtime.group.agreement import first_refusal
+from runtime.group import first_refusal
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 

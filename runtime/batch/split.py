@@ -1,255 +1,255 @@
-"""The split of a batch's own tokens among replicas that are already there.
+"""Replicas chosen by the batch's own counts, between the router and the dispatch.
 
-What placement from history leaves is mostly not knowing the batch. Its counts are known once the
-router has chosen, and then the busiest rank's tokens are a small linear program. Here it is
-approached by rounds of waterfill, from the planned shares on: an expert in turn spreads its tokens
-over the ranks that hold it, so that those it uses end level. Experts that share no rank take their
-turn together, which makes a round a handful of steps of one warp. Each step goes a little past the
-level (over-relaxation): otherwise load diffuses slowly along chains of experts.
+    router -> count -> exchange of counts [E] -> split -> slots -> dispatch
 
-A split costs time, and a batch that the plan had balanced gains none: ``SplitSwitch`` turns it off
-by what it saved. ``runtime/kernels/batch_split.py`` repeats this arithmetic on a GPU.
+A plan from history knows the experts' mean load, and a batch differs from it. The replicas that the
+placement has are split anew for each batch and layer, by the counts of all ranks. No weight moves.
 
-Shapes:  E experts, S slots, R ranks, M experts that are split, W ways: ranks that hold one of them,
-         C slots of a rank.
+Every rank splits by what it gathered. Were the counts of two ranks to differ, tokens would still go
+to replicas of their expert: the balance suffers, the output does not.
+
+Shapes:  L MoE layers, E experts, N sources (ranks that route), T tokens, K top-k, R ranks,
+         M experts that are split, W ways.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from eplb.core.placement import EMPTY
+from eplb.errors import ConfigError
+from runtime.batch.counts import BatchTensors, Exchange, PeerCounts
+from runtime.batch.split_rule import PLANNED, SplitLayout, SplitRule, SplitSwitch, split_batch
+from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
+from runtime.streams import Completion
 
-PLANNED = -2  # the row of an expert that keeps its planned shares
-MOST_WAYS = 8  # an expert on more ranks keeps its planned shares
-ROUNDS = 4  # at most
-PAST_LEVEL = 1.4  # of a step; the last round goes to the level
-FILLS = 2  # passes of a waterfill; each drops the ranks above the level, few remain after two
-# Rounds end where the busiest rank is this close to a lower bound of its tokens, or where a round
-# changed its tokens by less than this part.
-CLOSE = 1.005
-SETTLED = 5e-3
-# Tokens that a way gets at least, or none: the smallest tile of the experts' product. A step leaves
-# fewer to the expert's largest way, and the weights of a way without tokens are not read.
-LEAST_TOKENS = 16
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
+NO_END = 2**31 - 1  # where the last way ends: no position is past it
 
 
-@dataclass(frozen=True)
-class SplitLayout:
-    """What a layer's placement says about a split, in arrays of fixed shape.
+class BatchSplit:
+    """Chooses the slot of every token by the counts of the batch.
 
-    Entries of nothing are -1.
-    """
-
-    row: Ints  # [E] row m of an expert that is split; -1: one replica; PLANNED
-    expert: Ints  # [M] experts on more than one rank
-    turn: Ints  # [M] experts of one turn share no rank
-    rank: Ints  # [M, W] ranks of each
-    slot: Ints  # [M, W] and its slot there; of two replicas on one rank the first serves
-    share: Floats  # [M, W] of the expert's tokens, as planned
-    fed_by: Ints  # [R, C] entries m * W + w that put tokens on a rank
-    fixed: Ints  # [R, C] experts that put a fixed share of their tokens on a rank
-    fixed_share: Floats  # [R, C]
-
-    @property
-    def num_turns(self) -> int:
-        """Turns of a round."""
-        return int(self.turn.max(initial=-1)) + 1
-
-
-def split_layout(
-    expert_to_slots: NDArray[np.integer],
-    slot_share: NDArray[np.floating],
-    rank_of_slot: NDArray[np.integer],
-    *,
-    num_split: int,
-    ways: int,
-) -> SplitLayout:
-    """Work out the layout of one layer.
+    Buffers have fixed addresses and shapes, for CUDA graphs. A layer whose batches gain too little
+    follows the planned shares for a while: ``SplitSwitch``. An eager pass leaves such a layer's
+    split out then, with its exchange; a captured one leaves out its rounds.
 
     Args:
-        expert_to_slots: [E, Rmax], padded with EMPTY.
-        slot_share: [S] planned shares, which an expert on more than ``ways`` ranks keeps.
-        rank_of_slot: [S], ascending.
-        num_split: M, at least the number of experts on more than one rank.
-        ways: W.
+        table: this rank's, made with a topology.
+        exchange: gathers the counts of all sources.
+        source: this rank among them.
+        num_sources: N.
+        max_pairs: most tokens times top-k of a batch.
+        rule: alike on all ranks; None: the default one.
 
     Raises:
-        ValueError: more experts are on several ranks than ``num_split``.
-    """
-    num_ranks = int(rank_of_slot[-1]) + 1
-    first_slot = np.searchsorted(rank_of_slot, np.arange(num_ranks))
-    place = np.arange(len(rank_of_slot)) - first_slot[rank_of_slot]  # of a slot on its rank
-    by_slot = (num_ranks, int(place.max()) + 1)
-    layout = SplitLayout(
-        np.full(len(expert_to_slots), -1, np.int32),
-        np.full(num_split, -1, np.int32),
-        np.full(num_split, -1, np.int32),
-        np.full((num_split, ways), -1, np.int32),
-        np.full((num_split, ways), -1, np.int32),
-        np.zeros((num_split, ways), np.float32),
-        np.full(by_slot, -1, np.int32),
-        np.full(by_slot, -1, np.int32),
-        np.zeros(by_slot, np.float32),
-    )
-    # A replica without a share gets no tokens, whatever the batch: its rank may be dead.
-    takes = (expert_to_slots != EMPTY) & (slot_share[np.maximum(expert_to_slots, 0)] > 0)
-    experts, replicas = np.nonzero(takes)
-    slots = expert_to_slots[experts, replicas]
-    layout.fixed[rank_of_slot[slots], place[slots]] = experts
-    layout.fixed_share[rank_of_slot[slots], place[slots]] = slot_share[slots]
-    layout.row[(expert_to_slots != EMPTY).sum(axis=1) > 1] = PLANNED
-
-    ranks_by_turn: list[set[int]] = []
-    num_chosen = 0
-    num_replicas = takes.sum(axis=1)
-    # Those on many ranks first: they fit into few turns.
-    in_order = np.argsort(-num_replicas, kind="stable")
-    for expert in in_order[num_replicas[in_order] > 1].tolist():
-        held = expert_to_slots[expert, takes[expert]]
-        ranks, first, way = np.unique(rank_of_slot[held], return_index=True, return_inverse=True)
-        if not 1 < len(ranks) <= ways:
-            continue
-        if num_chosen == num_split:
-            raise ValueError(f"found more than {num_split} experts on several ranks, expected none")
-        row = num_chosen
-        layout.row[expert], layout.expert[row] = row, expert
-        layout.rank[row, : len(ranks)], layout.slot[row, : len(ranks)] = ranks, held[first]
-        planned = np.bincount(way, slot_share[held])
-        layout.share[row, : len(ranks)] = planned / planned.sum()
-        layout.fixed[rank_of_slot[held], place[held]] = -1
-        layout.fed_by[ranks, place[held[first]]] = row * ways + np.arange(len(ranks))
-        layout.turn[row] = _first_turn(ranks_by_turn, set(ranks.tolist()))
-        num_chosen += 1
-    return layout
-
-
-def _first_turn(ranks_by_turn: list[set[int]], ranks: set[int]) -> int:
-    for turn, taken in enumerate(ranks_by_turn):
-        if not taken & ranks:
-            taken |= ranks
-            return turn
-    ranks_by_turn.append(set(ranks))
-    return len(ranks_by_turn) - 1
-
-
-@dataclass(frozen=True)
-class SplitRule:
-    """How near to the optimum a split goes, and when it is worth its time.
-
-    The default ``worth`` is 12 us, what a split costs on an H200, by the time of a token at an
-    FP8 expert of DeepSeek-V3's shape there, 0.11 us
-    (benchmarks/reports/2026-11-24-batch-split.md).
+        ConfigError: the table was made without a topology, or peers exchange counts on a CPU or
+            have words of other sizes.
     """
 
-    rounds: int = ROUNDS
-    least: int = LEAST_TOKENS  # tokens of a way that is used
-    worth: float = 110.0  # tokens of the busiest rank that a split must save; -inf: always on
-    num_tried: int = 8  # batches after which it is judged, of each layer by itself
-    num_off: int = 256  # batches until it is tried again
-    least_rows: int = 128  # of a slot, below which a captured graph holds no split
+    def __init__(
+        self,
+        table: RoutingTable,
+        exchange: Exchange | PeerCounts,
+        *,
+        source: int,
+        num_sources: int,
+        max_pairs: int,
+        rule: SplitRule | None = None,
+    ) -> None:
+        if not table.split:
+            raise ConfigError("the routing table has no topology, expected one to split batches")
+        self.table, self._exchange, self.source = table, exchange, source
+        self._rule = rule or SplitRule()
+        num_layers, num_experts = table.slots.shape[:2]
+        device, is_cuda = table.slots.device, table.slots.is_cuda
+        if isinstance(exchange, PeerCounts):
+            if not is_cuda:
+                raise ConfigError("found peer memory on a CPU, expected an exchange over a group")
+            found, wanted = list(exchange.words.shape), [2, num_experts + num_sources]
+            if found != wanted or len(exchange.peers) != num_sources:
+                raise ConfigError(
+                    f"found words {found} of {len(exchange.peers)} ranks, expected {wanted} of "
+                    f"{num_sources}"
+                )
+        self._switches = [SplitSwitch()] * num_layers
+        self._num_slots = table.split["fed_by"][0].numel()
+        num_blocks = 0
+        if is_cuda:
+            from runtime.batch.kernels import counts, split
+
+            self._counting, self._kernels = counts, split
+            num_blocks = counts.num_blocks(max_pairs)
+            self._saved = torch.zeros(num_layers, device=device)
+            self._seen = torch.zeros(num_layers, dtype=torch.int32, device=device)
+            self._passes = _Passes(self._seen, self._rule.num_off)
+            self._layers = [
+                {name: one[layer] for name, one in table.split.items()}
+                for layer in range(num_layers)
+            ]
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.gathered = zeros(num_sources, num_experts)
+        self.batch = BatchTensors(
+            counts=zeros(num_experts),
+            blocks=zeros(num_blocks, num_experts),
+            starts=zeros(num_experts),
+            totals=zeros(num_experts),
+            sent=zeros(num_sources),
+            up_to=zeros(*table.split["rank"].shape[1:]),
+            rank_load=torch.zeros(table.split["fed_by"].shape[1], device=device),
+        )
+
+    def is_on(self, layer: int, experts: torch.Tensor) -> bool:
+        """Whether this batch of a layer is split; alike on all sources.
+
+        To be called once for each batch and layer, before ``slots``.
+        """
+        if not experts.is_cuda:
+            switch = self._switches[layer]
+            if not switch.is_on:
+                self._switches[layer] = switch.after(0.0, self._rule)
+            return switch.is_on
+        if torch.cuda.is_current_stream_capturing():
+            return experts.numel() * len(self.gathered) >= self._rule.least_rows * self._num_slots
+        return self._passes.is_on(layer)
+
+    def slots(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
+        """Slots [T, K] for experts [T, K]; EMPTY for padding.
+
+        Every source calls it for the same layers in the same order, as a dispatch. An id that is no
+        expert's is EMPTY and counted in ``RoutingTable.strays``.
+        """
+        return (self._on_device if experts.is_cuda else self._on_host)(layer, experts)
+
+    def switches(self) -> list[SplitSwitch]:
+        """For each layer, whether its batches are split. Waits for the device."""
+        if self.gathered.is_cuda:
+            both = zip(self._saved.tolist(), self._seen.tolist(), strict=True)
+            return [SplitSwitch(saved, seen) for saved, seen in both]
+        return list(self._switches)
+
+    def by_source(self) -> torch.Tensor:
+        """[N, E] counts of each source in this batch, or [N, 1], their sums."""
+        if isinstance(self._exchange, PeerCounts):
+            return self.batch.sent[:, None]
+        return self.gathered
+
+    def layer_split(self, layer: int) -> dict[str, torch.Tensor]:
+        """The layout of a layer as the table has it, on a device."""
+        return self._layers[layer]
+
+    def layout(self, layer: int) -> SplitLayout:
+        """The layout of a layer as the table has it now, on a CPU."""
+        named = {name: one[layer].numpy() for name, one in self.table.split.items()}
+        return SplitLayout(**{name: one for name, one in named.items() if name != "num_turns"})
+
+    def positions(self, experts: torch.Tensor) -> torch.Tensor:
+        """[T, K] numbers of the tokens among all sources' tokens of their expert, on a CPU."""
+        is_expert = (experts >= 0) & (experts < len(self.batch.totals))
+        used = torch.where(is_expert, experts, 0)
+        nth, _ = position_among_equals(torch.where(is_expert, experts, EMPTY).flatten())
+        return self.batch.starts.to(torch.int64)[used] + nth.view_as(experts)
+
+    def _on_device(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
+        batch, table, split = self.batch, self.table, self._layers[layer]
+        exchanged: torch.Tensor | PeerCounts
+        if isinstance(self._exchange, PeerCounts):
+            exchanged = self._exchange
+            self._counting.count_experts(
+                experts,
+                batch.blocks,
+                batch.counts,
+                turn=exchanged.turn,
+                peers=exchanged.peers,
+                source=self.source,
+            )
+        else:
+            exchanged = self.gathered
+            self._counting.count_experts(experts, batch.blocks, batch.counts)
+            self._exchange(batch.counts, self.gathered)
+        switch = self._saved[layer:], self._seen[layer:]
+        self._kernels.split_batch(
+            split, batch, switch, self.source, exchanged=exchanged, rule=self._rule
+        )
+        chosen = torch.empty_like(experts)
+        replicas = table.slots[layer], table.cumulative[layer]
+        self._kernels.choose_by_split(split, replicas, experts, batch, chosen, table.strays)
+        return chosen
+
+    def _on_host(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
+        table, batch = self.table, self.batch
+        num_experts = table.slots.shape[1]
+        flat = experts.flatten()
+        is_expert = (flat >= 0) & (flat < num_experts)
+        table.strays += (flat >= num_experts).sum()
+        batch.counts.copy_(torch.bincount(flat[is_expert], minlength=num_experts))
+        assert not isinstance(self._exchange, PeerCounts), "refused when this was made"
+        self._exchange(batch.counts, self.gathered)
+        batch.totals.copy_(self.gathered.sum(dim=0))
+        batch.starts.copy_(self.gathered[: self.source].sum(dim=0))
+        layout, totals = self.layout(layer), batch.totals.to(torch.int64)
+        switch = self._switches[layer]
+        rule = self._rule if switch.is_on else replace(self._rule, rounds=0)
+        made = split_batch(totals.numpy(), layout, rule)
+        self._switches[layer] = switch.after(made.saved, self._rule)
+        batch.rank_load.copy_(torch.from_numpy(made.rank_load))
+        used = torch.where(is_expert, flat, 0)
+        position = self.positions(experts).flatten()
+        row = torch.from_numpy(layout.row.astype(np.int64))[used]
+        size = (layout.rank >= 0).sum(axis=1)
+        ends = np.floor(np.cumsum(made.tokens, axis=1) + 0.5)
+        ends[np.arange(ends.shape[1]) + 1 >= size[:, None]] = NO_END
+        batch.up_to.copy_(torch.from_numpy(ends))
+        way = (torch.from_numpy(ends)[row.clamp(min=0)] <= position[:, None]).sum(dim=1)
+        slot = torch.from_numpy(layout.slot)[row.clamp(min=0), way.clamp(max=ends.shape[1] - 1)]
+        draw = (position * SHARE_ONE // totals[used].clamp(min=1)).clamp(max=SHARE_ONE - 1)
+        replica = (draw[:, None] >= table.cumulative[layer][used]).sum(dim=1)
+        planned = table.slots[layer][used, torch.where(row == PLANNED, replica, 0)]
+        chosen = torch.where(row >= 0, slot, planned).to(torch.int64)
+        return chosen.masked_fill_(~is_expert, EMPTY).view_as(experts)
 
 
-EVERY_BATCH = SplitRule(worth=-inf, least_rows=0)
+class _Passes:
+    """Which layers an eager pass leaves out: by the switches as they stood LAG passes ago.
 
-
-@dataclass(frozen=True)
-class SplitSwitch:
-    """Whether a layer's batches are split: by the tokens that the split saved the busiest rank.
-
-    A function of the batches' counts alone, so that all ranks switch at the same batch.
+    The device decides by the counts that all ranks have alike, so every rank reads the same
+    switches after the same pass, and none waits for its device to do so.
     """
 
-    saved: float = 0.0  # tokens of the busiest rank, moving average since the split is on
-    seen: int = 0  # batches since it is on; negative: batches that it stays off
+    LAG = 2
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the next batch is split."""
-        return self.seen >= 0
+    def __init__(self, seen: torch.Tensor, num_off: int) -> None:
+        self._seen, self._num_off = seen, max(num_off, self.LAG + 1)
+        self._copies = [torch.zeros(len(seen), dtype=seen.dtype).pin_memory() for _ in range(3)]
+        self._arrived: list[Completion | None] = [None] * len(self._copies)
+        self._until = [0] * len(seen)  # the pass that splits the layer again
+        self._number, self._first = 0, -1
 
-    def after(self, saved: float, rule: SplitRule) -> SplitSwitch:
-        """The switch after a batch, of which ``saved`` counts only where it is on."""
-        if not self.is_on:
-            return SplitSwitch(0.0, self.seen + 1)
-        mean = saved if self.seen == 0 else self.saved + (saved - self.saved) / rule.num_tried
-        seen = min(self.seen + 1, rule.num_tried)
-        return SplitSwitch(mean, -rule.num_off if self._fails(mean, seen, rule) else seen)
+    def is_on(self, layer: int) -> bool:
+        """Whether this pass splits the layer; a call for the first layer begins a pass."""
+        if self._first < 0:
+            self._first = layer
+        if layer == self._first:
+            self._begin()
+        return self._number >= self._until[layer]
 
-    @staticmethod
-    def _fails(mean: float, seen: int, rule: SplitRule) -> bool:
-        return seen == rule.num_tried and mean < rule.worth
-
-
-@dataclass(frozen=True)
-class BatchShares:
-    """A batch's split, and what it brought."""
-
-    tokens: NDArray[np.float64]  # [M, W] of each split expert on each of its ranks
-    rank_load: NDArray[np.float64]  # [R] tokens of each rank
-    saved: float  # tokens of the busiest rank, against the planned shares
-
-
-def split_batch(
-    counts: NDArray[np.integer], layout: SplitLayout, rule: SplitRule = SplitRule()
-) -> BatchShares:
-    """Split the tokens of a batch; sums over ways are the experts' counts.
-
-    Args:
-        counts: [E] tokens of the batch, of all ranks.
-        layout: of the layer.
-        rule: more rounds come closer to the optimum of the linear program.
-    """
-    is_way = layout.rank >= 0
-    tokens = np.where(layout.expert >= 0, counts[layout.expert], 0).astype(np.float64)
-    split = tokens[:, None] * layout.share
-    fixed = (np.where(layout.fixed >= 0, counts[layout.fixed], 0) * layout.fixed_share).sum(axis=1)
-    enough = max(counts.sum() / len(fixed), fixed.max()) * CLOSE
-    planned = float((fixed + _fed(split, layout)).max())
-    before = np.inf
-    for number in range(rule.rounds):
-        most = (fixed + _fed(split, layout)).max()
-        if most <= enough or abs(before - most) < SETTLED * most:
-            break
-        before = most
-        step = PAST_LEVEL if number + 1 < rule.rounds else 1.0
-        for turn in range(layout.num_turns):
-            load = fixed + _fed(split, layout)
-            others = np.where(is_way, load[layout.rank] - split, np.inf)
-            level = _level(tokens, others, is_way)
-            target = np.maximum(0.0, np.where(is_way, level[:, None] - others, 0.0))
-            moved = np.maximum(0.0, split + step * (target - split))
-            is_largest = moved == moved.max(axis=1, keepdims=True)
-            moved = np.where((moved >= rule.least) | is_largest, moved, 0.0)
-            total = moved.sum(axis=1)
-            moved *= (tokens / np.where(total > 0, total, 1.0))[:, None]
-            split = np.where((layout.turn == turn)[:, None], moved, split)
-    load = fixed + _fed(split, layout)
-    return BatchShares(split, load, planned - float(load.max()))
-
-
-def _fed(split: NDArray[np.float64], layout: SplitLayout) -> NDArray[np.float64]:
-    by_slot = np.where(layout.fed_by >= 0, split.reshape(-1)[layout.fed_by], 0.0)
-    fed: NDArray[np.float64] = by_slot.sum(axis=1)
-    return fed
-
-
-def _level(
-    tokens: NDArray[np.float64], others: NDArray[np.float64], is_way: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """[M] the load at which an expert's tokens just fill the ranks below it."""
-    is_used = is_way
-    level = np.full(len(tokens), np.inf)
-    for _ in range(FILLS):
-        below = np.where(is_used, others, 0.0).sum(axis=1)
-        num_used = is_used.sum(axis=1)
-        level = (tokens + below) / np.maximum(num_used, 1)
-        is_used = is_way & (others < level[:, None])
-    return level
+    def _begin(self) -> None:
+        self._number += 1
+        at, before = (
+            number % len(self._copies) for number in (self._number, self._number - self.LAG)
+        )
+        self._copies[at].copy_(self._seen, non_blocking=True)
+        self._arrived[at] = Completion(is_cuda=True)
+        arrived = self._arrived[before]
+        if arrived is None:
+            return
+        arrived.wait()
+        for layer, seen in enumerate(self._copies[before].tolist()):
+            if seen < 0 and self._number >= self._until[layer]:
+                self._until[layer] = self._number + self._num_off
+                self._seen[layer].zero_()  # on again when it is split the next time

@@ -24,7 +24,7 @@ from rebalance.transport.interface import HOST, Place
 from rebalance.transport.processes import MappedPeers, RankMemory
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from tests.support.limits import NEVER_S
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]

@@ -17,9 +17,9 @@ from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.rank import BuiltRank, build_rank
 from rebalance.preload.cache.local_socket import HostCacheAddress
-from runtime.batch.pulls import PullRule
-from runtime.batch.split import EVERY_BATCH
-from runtime.batch_parts import BatchParts, BatchRules
+from runtime.batch.parts import BatchParts, BatchRules
+from runtime.batch.pull_rule import PullRule
+from runtime.batch.split_rule import EVERY_BATCH
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.dispatch.all_to_all import AllToAllDispatcher

@@ -33,7 +33,7 @@ from rebalance.engines.vllm.moves.record import (
 from rebalance.preload.disk.record_file import RecordFile
 from rebalance.preload.disk.record_origin import RecordOrigin
 from rebalance.types import Digest
-from runtime.group.agreement import first_refusal, gathered
+from runtime.group import first_refusal, gathered
 from runtime.memory.shared import SharedArena, attach, whole_pages
 
 log = logging.getLogger(__name__)
