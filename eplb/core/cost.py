@@ -29,7 +29,7 @@ GROUPED_GEMM_H200: Curve = (
     *((1.0, 13.1), (32.0, 13.8), (64.0, 14.7), (96.0, 18.0), (128.0, 19.0)),
     *((192.0, 27.2), (256.0, 37.1), (512.0, 66.3), (1024.0, 124.5)),
 )
-NOMINAL_BYTES = 17_301_504  # of an expert without a model: DeepSeek-V2-Lite's, in BF16
+NOMINAL_BYTES = 17_301_504  # size of an expert without a model: DeepSeek-V2-Lite's, in BF16
 
 
 class Decision(Enum):
@@ -85,7 +85,8 @@ class CostModel:
     far_moves: Annotated[
         float, Setting("near moves that one from another node counts as", unit="moves", live=True)
     ] = 1.1
-    min_share_gain: float = 0.01  # of a layer's imbalance, for new shares to replace an equal split
+    # Part of a layer's imbalance that new shares must remove to replace an equal split.
+    min_share_gain: float = 0.01
     node_traffic: Annotated[
         float,
         Setting("imbalance that all tokens crossing nodes count as; 0: not counted", live=True),

@@ -168,7 +168,7 @@ def _starts(tokens_of_rank: ArrayLike | None, topology: Topology) -> FloatArray:
 class Sources(NamedTuple):
     """Source ranks of tokens."""
 
-    part: FloatArray  # [R] of the tokens
+    part: FloatArray  # [R] part of the tokens
     node: IntArray  # [R]
     rank: IntArray  # [S]
     nearest: bool  # SGLang's rule; else vllm-ascend's

@@ -97,8 +97,8 @@ class Budget:
             live=True,
         ),
     ] = 1.02
-    time_ms: float | None = None  # of search; None: while it gains, 200 at most; inf: no limit
-    num_threads: int = 1  # of the search; the plan does not depend on it
+    time_ms: float | None = None  # search time; None: while it gains, 200 at most; inf: no limit
+    num_threads: int = 1  # threads of the search; the plan does not depend on it
 
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes", "time_ms"):

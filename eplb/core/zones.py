@@ -42,7 +42,7 @@ class Zones(NamedTuple):
     """The zone of each expert, and the slots and ranks of each zone."""
 
     of_expert: IntArray  # [L, E]
-    num_slots: IntArray  # [L, Z] that a layer may use
+    num_slots: IntArray  # [L, Z] slots that a layer may use
     num_ranks: IntArray  # [L, Z] live ranks with at least one such slot
     ranks: Ranks
 
@@ -246,7 +246,7 @@ class Nodes(NamedTuple):
 
     num_slots: IntArray  # [L, N]
     num_ranks: IntArray  # [L, N] with at least one slot
-    speed: FloatArray  # [N] of all ranks together
+    speed: FloatArray  # [N] speed of all ranks together
     fastest: FloatArray  # [N] rank
 
 

@@ -20,7 +20,7 @@ from eplb.errors import ConfigError
 # In the order in which they are measured: a deadline leaves the curve coarse, and not short.
 POINTS = (1, 16, 256, 4096, 64, 1024, 4, 32, 128, 512, 2048, 96, 192)
 LEAST_LAST = 256  # tokens: the planner extends the last segment, which must not be the flat part
-BUDGET_S = 2.0  # of a rank's start
+BUDGET_S = 2.0  # time of a rank's start that the measurement may take
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Explanation:
     part_of_load: float  # its part of the layer's tokens
     place: int  # 1 for the layer's hottest expert
     load: float  # all its replicas together, in units of the mean rank load
-    ranks_before: tuple[int, ...]  # that hold a replica
+    ranks_before: tuple[int, ...]  # ranks that hold a replica
     ranks_after: tuple[int, ...]
     shares_after: tuple[float, ...]  # replica by replica
     with_one_less: float | None  # the layer's imbalance with one replica fewer; None: it has one

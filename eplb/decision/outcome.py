@@ -61,7 +61,7 @@ class Plan:
     base: Placement  # the serving placement; contiguous when there was none
     target: Placement  # generation + 1 when it moves, else ``base`` itself
     before_per_layer: NDArray[np.float64]  # [L]
-    after_per_layer: NDArray[np.float64]  # [L] of the planned placement, even if it is not taken
+    after_per_layer: NDArray[np.float64]  # [L] scores of the planned placement, taken or not
     decision: Decision
     reason: str
     curve: BalanceCurve  # (moves, mean score over layers) at equal split

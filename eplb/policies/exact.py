@@ -153,7 +153,7 @@ def _nearest_to_current(problem: Problem, held: IntArray) -> Placement:
 class Layer(NamedTuple):
     """One layer as input of the solver."""
 
-    work: NDArray[np.float64]  # [T, E] of windows that are not idle
+    work: NDArray[np.float64]  # [T, E] load of windows that are not idle
     start: IntArray  # [S] a good placement
     counts: list[range]  # replica counts of each expert that may be optimal
     ranks: list[int]  # live, with slots

@@ -34,7 +34,7 @@ from eplb.search.relabel import in_place, with_most_kept
 
 FIRST_FRESH = 8  # layers that are planned freshly first; twice as many follow while some gain
 EXPLORED = 0.25  # part of its price that a step must gain for the search to continue from it
-MOST_POINTS = 100  # of a plan's curve
+MOST_POINTS = 100  # points of a plan's curve
 
 BalanceCurve = tuple[tuple[int, float], ...]  # (moves, mean score over layers), fewest moves first
 
@@ -44,8 +44,8 @@ class Frontier(NamedTuple):
 
     layer: IntArray  # [P]
     steps: IntArray  # [P] steps of the layer that are taken once this is bought
-    moves: IntArray  # [P] that this adds
-    score: FloatArray  # [P] of the layer once this is bought
+    moves: IntArray  # [P] moves that this segment adds
+    score: FloatArray  # [P] score of the layer once this is bought
 
 
 def best_improved(problem: Problem) -> tuple[IntArray, BalanceCurve]:

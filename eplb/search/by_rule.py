@@ -104,7 +104,7 @@ class Dispatched:
     resident: BoolArray  # [R, E] experts of each rank in the base; 0 ranks when moves are free
     rank: IntArray  # [S]
     held: IntArray  # [S]
-    slots: IntArray  # [E, M] of each expert, in order
+    slots: IntArray  # [E, M] slots of each expert, in order
     count: IntArray  # [E]
     drawn: IntArray  # [E, R + 1] see ``draw_layer``
     share: FloatArray  # [E, M]

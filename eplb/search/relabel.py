@@ -65,7 +65,7 @@ def keep_in_place(held: IntArray, base: IntArray, first_slot: IntArray, room: In
     return kept
 
 
-MOST_RANKS = 512  # that exchange with each other: the time grows with the cube
+MOST_RANKS = 512  # ranks that exchange with each other: the time grows with the cube
 
 
 def with_singles_kept(problem: Problem, held: IntArray, base: NDArray[np.int32]) -> IntArray:

@@ -253,7 +253,7 @@ class Split:
     total: FloatArray  # [T] sum of ``near`` over ranks
     worst: FloatArray  # [T] busiest time
     prior: FloatArray  # [T] probability of each window, sums to 1
-    weight: FloatArray  # [T] of each window in the objective
+    weight: FloatArray  # [T] weight of each window in the objective
     pull: FloatArray  # [T] weight / total
 
 

@@ -58,10 +58,10 @@ def with_local_shares(problem: Problem, placement: Placement) -> Placement:
     local = np.minimum(starts, on_node)  # part of an expert's tokens
     node_of_slot = topology.node_of_slot
     layer = np.arange(len(held))[:, None]
-    served = on_node[layer, held, node_of_slot]  # [L, S] by all of the expert's slots on the node
+    served = on_node[layer, held, node_of_slot]  # [L, S] share of the expert on the node
     kept = local[layer, held, node_of_slot]
     part = np.divide(share, served, out=np.zeros(share.shape), where=served > 0)
-    left = share - part * kept  # [L, S] that other nodes may use
+    left = share - part * kept  # [L, S] share that other nodes may use
     left_of_expert = np.take_along_axis(1.0 - local.sum(axis=2), held, axis=1)
     far = np.divide(left, left_of_expert, out=np.zeros(share.shape), where=left_of_expert > 1e-12)
     per_source = np.empty((len(starts), *share.shape))
@@ -311,7 +311,7 @@ def _slower(state: LayerState, slots: tuple[int, int], ranks: Ranks) -> float:
     first, second = state.held[one], state.held[other]
     rise = 0.0
     for window in range(len(state.work)):
-        load = 0.0  # that goes from here to there
+        load = 0.0  # load that goes from here to there
         if first >= 0:
             load += state.work[window, first] / state.replicas[first]
         if second >= 0:

@@ -27,7 +27,7 @@ from runtime.memory.symmetric import SymmetricArena
 
 DEADLINE_S = 10.0
 POLL_S = 5e-7  # least time of one look; not measured, so a wait may be several times longer
-MOST_SOURCES = 255  # that the 8 bits of a word can count: ``runtime.batch.kernels.counts``
+MOST_SOURCES = 255  # sources that 8 bits of a word count: ``runtime.batch.kernels.counts``
 
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]  # own counts [E] -> gathered [N, E]
 

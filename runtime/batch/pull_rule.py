@@ -42,12 +42,12 @@ class PullRule:
     """
 
     spare_slots: int = 1  # J
-    least_rows: int = 64  # of a piece: below a tile of the expert kernel, time does not fall
+    least_rows: int = 64  # rows of a piece: below a tile of the expert kernel, time does not fall
     least_gain: int = 64  # rows that the busiest rank must lose, or nothing is pulled
     # Rows whose product takes as long as the pull of one record: a spare slot cannot be served
     # earlier than that.
     pull_rows: int = 0
-    most_readers: int = 2  # of one rank's memory, which share the bandwidth of its links
+    most_readers: int = 2  # readers of one rank's memory: they share its links
 
     def __post_init__(self) -> None:
         figures = (self.spare_slots, self.least_rows, self.least_gain, self.pull_rows)
@@ -66,7 +66,7 @@ class SlotTokens:
     expert: Ints  # -1: empty
     first: Ints
     tokens: Ints
-    may_give: NDArray[np.bool_]  # of experts that keep planned shares no run is known
+    may_give: NDArray[np.bool_]  # false for planned shares: their runs are not known
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Pulls:
     """What each spare slot serves in this layer of this batch; [R, J] each."""
 
     source: Ints  # r * C + c of the slot whose record is pulled; NO_SLOT
-    first: Ints  # of the expert's tokens that it takes
+    first: Ints  # first of the expert's tokens that it takes
     end: Ints
     busiest: int  # rows until the last rank is done, a pull counted as ``pull_rows``
 

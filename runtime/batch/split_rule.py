@@ -27,7 +27,7 @@ from eplb.core.placement import EMPTY
 PLANNED = -2  # the row of an expert that keeps its planned shares
 MOST_WAYS = 8  # an expert on more ranks keeps its planned shares
 ROUNDS = 4  # at most
-PAST_LEVEL = 1.4  # of a step; the last round goes to the level
+PAST_LEVEL = 1.4  # times the way to the level; the last round goes to the level
 FILLS = 2  # passes of a waterfill; each drops the ranks above the level, few remain after two
 # Rounds end where the busiest rank is this close to a lower bound of its tokens, or where a round
 # changed its tokens by less than this part.
@@ -53,7 +53,7 @@ class SplitLayout:
     turn: Ints  # [M] experts of one turn share no rank
     rank: Ints  # [M, W] ranks of each
     slot: Ints  # [M, W] and its slot there; of two replicas on one rank the first serves
-    share: Floats  # [M, W] of the expert's tokens, as planned
+    share: Floats  # [M, W] part of the expert's tokens, as planned
     fed_by: Ints  # [R, C] entries m * W + w that put tokens on a rank
     fixed: Ints  # [R, C] experts that put a fixed share of their tokens on a rank
     fixed_share: Floats  # [R, C]
@@ -86,7 +86,7 @@ def split_layout(
     """
     num_ranks = int(rank_of_slot[-1]) + 1
     first_slot = np.searchsorted(rank_of_slot, np.arange(num_ranks))
-    place = np.arange(len(rank_of_slot)) - first_slot[rank_of_slot]  # of a slot on its rank
+    place = np.arange(len(rank_of_slot)) - first_slot[rank_of_slot]  # place of a slot on its rank
     by_slot = (num_ranks, int(place.max()) + 1)
     layout = SplitLayout(
         np.full(len(expert_to_slots), -1, np.int32),
@@ -154,7 +154,7 @@ class SplitRule:
     worth: float = 110.0  # tokens of the busiest rank that a split must save; -inf: always on
     num_tried: int = 8  # batches after which it is judged, of each layer by itself
     num_off: int = 256  # batches until it is tried again
-    least_rows: int = 128  # of a slot, below which a captured graph holds no split
+    least_rows: int = 128  # rows of a slot, below which a captured graph holds no split
 
 
 EVERY_BATCH = SplitRule(worth=-inf, least_rows=0)
@@ -192,7 +192,7 @@ class SplitSwitch:
 class BatchShares:
     """A batch's split, and what it brought."""
 
-    tokens: NDArray[np.float64]  # [M, W] of each split expert on each of its ranks
+    tokens: NDArray[np.float64]  # [M, W] tokens of each split expert on each of its ranks
     rank_load: NDArray[np.float64]  # [R] tokens of each rank
     saved: float  # tokens of the busiest rank, against the planned shares
 

@@ -45,7 +45,7 @@ class _Layer:
     """The routed experts of one layer: how they are stored, and under which names."""
 
     layout: ExpertLayout
-    prefix: str  # that all tensors of the layer have
+    prefix: str  # the prefix of all tensors of the layer
     names: dict[tuple[int, str], str]  # by expert, or EVERY_EXPERT, and part
 
     @cached_property

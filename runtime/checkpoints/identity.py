@@ -21,7 +21,7 @@ from eplb.errors import CheckpointError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # small checkpoints have one file, and no index
 MAX_INDEX_BYTES = 256 * 2**20  # 91,000 tensors of the largest published model take 9 MB
-LENGTH_BYTES = 8  # that a safetensors file begins with: the length of its header
+LENGTH_BYTES = 8  # first bytes of a safetensors file: the length of its header
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 NUM_SAMPLES, SAMPLE_BYTES = 8, 4096  # samples of each file, evenly spread
 SAMPLE_DIGITS = 8  # hexadecimal digits of a sample's digest

@@ -72,7 +72,7 @@ class DeepEPShape:
     topology: Topology
     hidden: int
     top_k: int
-    max_tokens: int  # that one rank may have in one low-latency step
+    max_tokens: int  # tokens that one rank may have in one low-latency step
 
     def check(self, group: dist.ProcessGroup) -> None:
         """Refuse, on every rank, a shape that DeepEP cannot serve or that ranks disagree on.

@@ -169,7 +169,8 @@ def collect_totals(
     """
     n = tl.arange(0, WORDS)
     is_expert, is_word = n < NUM_EXPERTS, n < NUM_EXPERTS + NUM_SOURCES
-    here = words + (tl.load(turn) + 1) % 2 * (NUM_EXPERTS + NUM_SOURCES)  # of the last exchange
+    # The words of the last exchange.
+    here = words + (tl.load(turn) + 1) % 2 * (NUM_EXPERTS + NUM_SOURCES)
     polls = tl.where(tl.load(late) > 0, most_polls, 0)
     missing = 1
     word = tl.zeros((WORDS,), tl.int64)

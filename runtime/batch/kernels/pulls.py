@@ -48,7 +48,7 @@ class Decided:
     tried: torch.Tensor  # [K, 4, P] source, served word, first and end by level
     busiest: torch.Tensor  # [K + 1] by level; the last entry: without any pull
     source: torch.Tensor  # [P] r * C + c of the slot that is pulled; -1
-    first: torch.Tensor  # [P] of the expert's tokens that a spare slot takes
+    first: torch.Tensor  # [P] first of the expert's tokens that a spare slot takes
     end: torch.Tensor  # [P]
     word: torch.Tensor  # [1] ``pulls_digest``
 
@@ -65,7 +65,7 @@ class Ranks:
 
     domain: torch.Tensor
     first_slot: torch.Tensor  # in the numbers of the wider dispatch
-    num_slots: torch.Tensor  # that the placement fills
+    num_slots: torch.Tensor  # slots that the placement fills
     bases: torch.Tensor  # [R] where this process has the live slots of each rank; 0: nowhere
 
     @staticmethod
