@@ -200,8 +200,8 @@ def promising_changes(
     moves: int,
     reach: int,
     trial: FloatArray,
-) -> tuple[int, IntArray, FloatArray]:
-    """The number of changes with an estimated gain, [K, 3] these changes, and [K] their gains.
+) -> tuple[int, IntArray]:
+    """The number of changes with an estimated gain, and [K, 3] these changes, most gain first.
 
     Plain ones by the score; those of replicas by the variance over all ranks: where many ranks are
     busiest, relieving one of them changes the score little until plain swaps follow.
@@ -253,7 +253,7 @@ def promising_changes(
                         _insert(changes, gains, found, change, gain)
         if found > 0:
             break
-    return found, changes, gains
+    return found, changes
 
 
 @jit
@@ -485,13 +485,12 @@ def _descend(
     """Change a layer while it gains; return all moves, and the word after its draws."""
     at, end = span
     trial = np.zeros(layer.time.shape)
-    best = layer.held.copy()
     moves = _swap_single_replicas(layer, sources, terms, number, moves, trial)
-    best[:] = layer.held
+    best = layer.held.copy()
     score = score_of_time(layer, layer.time)
     left, reach = TRIES, NEAR
     while left > 0 and score > terms.target[number]:
-        found, changes, _ = promising_changes(layer, sources, terms, score, moves, reach, trial)
+        found, changes = promising_changes(layer, sources, terms, score, moves, reach, trial)
         gained = False
         for place in range(min(found, left)):
             left -= 1
@@ -522,12 +521,12 @@ def _swap_single_replicas(
         score = score_of_time(layer, layer.time)
         if score <= terms.target[number]:
             break
-        found, changes, _ = promising_changes(layer, sources, terms, score, moves, PLAIN, trial)
+        found, changes = promising_changes(layer, sources, terms, score, moves, PLAIN, trial)
         if found == 0:
             break
-        change = (changes[0, 0], changes[0, 1], False)
-        moves += moves_added(layer, change)
         one, other = changes[0, 0], changes[0, 1]
+        change = (one, other, False)
+        moves += moves_added(layer, change)
         mine, theirs = layer.held[one], layer.held[other]
         for part in range(2):
             add_load(layer, layer.time, mine if part == 0 else theirs, -1.0)
