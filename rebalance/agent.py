@@ -36,7 +36,7 @@ from rebalance.rank.report import rank_state
 from rebalance.rank.step_times import LOAD_PHASES
 from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
-from rebalance.transport.ranks.server import RankLinkServer
+from rebalance.weights.rank_server import RankLinkServer
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from telemetry.state.runs import EXPERT_TIMES, REPORT_EVERY_S, RankState

@@ -13,8 +13,8 @@ from eplb.migration.build import Pace
 from rebalance.build.config import ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.controller.plans.planner_request import PlannerRequest
-from rebalance.preload.cache.cache_settings import NUM_READERS, HostCacheSettings
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from rebalance.weights.cache.cache_settings import NUM_READERS, HostCacheSettings
+from rebalance.weights.link.host_link_settings import HostLinkSettings
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
 
@@ -89,7 +89,7 @@ def host_cache_settings(
     given, record_file = settings.host_cache, None
     if given.record_file and weights is not None:
         # Imported here: it loads torch, which a controller's process does without.
-        from rebalance.preload.disk.record_file import record_file_beside
+        from rebalance.weights.disk.record_file import record_file_beside
 
         record_file = record_file_beside(weights)
     return HostCacheSettings(

@@ -15,7 +15,7 @@ from pydantic import ValidationInfo, field_validator
 from api.config.fields import HOUR_S, Number, Section, Whole, files_together, setting
 from eplb.shares.switches import BatchSwitches, CountExchange, SharedExpert
 from rebalance.build.config import NetworkConfig
-from rebalance.network.tls import Certificate, TlsFiles
+from rebalance.weights.link.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 Layout = Literal["eplb", "transformers"]

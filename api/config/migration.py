@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import ValidationInfo, field_validator
 
 from api.config.fields import HOUR_S, MOST, Number, Section, Whole, setting
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
 
 
 class Agent(Section):

@@ -17,7 +17,7 @@ from api.demo.settings import DEPLOYMENT
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
 from rebalance.engines.plugin_settings import EngineSettings
-from rebalance.network.tls import Certificate
+from rebalance.weights.link.tls import Certificate
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
 

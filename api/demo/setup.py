@@ -35,9 +35,9 @@ from eplb.policies.table import policy_named
 from rebalance.build.description import schema_of
 from rebalance.build.rank import new_run_name, record_start
 from rebalance.controller.lease import new_holder
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS

@@ -30,16 +30,16 @@ from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from rebalance.build.config import NetworkConfig, RankConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from telemetry import file_of, open_store
 from telemetry.state.live import LiveSettings
 from telemetry.state.store import StateStore, without_password
 
 if TYPE_CHECKING:
     from rebalance.build.description import DeploymentDescription
-    from rebalance.preload.cache.cache_settings import HostCacheSettings
+    from rebalance.weights.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
 LOOPBACK = "127.0.0.1"

@@ -30,17 +30,17 @@ from benchmarks.attack import Attack, Outcome
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError
 from eplb.migration.recovery import Recovery
-from rebalance.network.frames import Wire, connect
-from rebalance.network.handshake import PROTOCOL as HOSTS
-from rebalance.network.handshake import client_handshake
-from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.recovery.survivors import rejoin
-from rebalance.transport.ranks.messages import PROTOCOL as RANKS
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.link.handshake import PROTOCOL as HOSTS
+from rebalance.weights.link.handshake import client_handshake
+from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.server import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.wire import Wire, connect
+from rebalance.weights.rank_messages import PROTOCOL as RANKS
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema

@@ -27,8 +27,8 @@ from eplb.errors import MigrationError
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.processes import HostMemory, MappedPeers, Peers, PullTransport, RankMemory
 from rebalance.types import Digest, Record
+from rebalance.weights.sources import HostMemory, MappedPeers, Peers, PullTransport, RankMemory
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group.agreement import gathered
 from runtime.streams import Completion

@@ -23,11 +23,11 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import RankError
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.link.host_link_settings import HostLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import SharedArena

@@ -26,10 +26,10 @@ import torch
 
 from benchmarks.migration.loopback import DEADLINE_S, plain_rate, process, send_plainly
 from rebalance.stage.stage_settings import MIB, StageSettings
-from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.messages import GroupName, Part
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
-from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.rank_client import OtherRanks
+from rebalance.weights.rank_messages import GroupName, Part
+from rebalance.weights.rank_server import RankLinkServer, Served
 from runtime.experts import ExpertBank, ExpertSchema
 
 SCHEMA = ExpertSchema.swiglu_fp8(7168, 2048)

@@ -32,10 +32,6 @@ from benchmarks.migration.preload import write_experts
 from benchmarks.result_table import Row
 from eplb.core.placement import EMPTY
 from eplb.migration.build import Move, Source
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
 from rebalance.protocol.phases import RankPhase
 from rebalance.stage.lanes import Pull
 from rebalance.stage.sources import Sources
@@ -44,6 +40,10 @@ from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import IsWanted, always
 from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.types import Digest, Record
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.group.launch import launch
 from runtime.memory.shared import digest

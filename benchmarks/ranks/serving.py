@@ -32,7 +32,7 @@ from eplb.migration.build import Migration, Pace, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.build.description import schema_of
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.streams import Completion
 from telemetry import open_store

@@ -19,9 +19,9 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError, PlacementError, StoreError
 from eplb.migration.build import Migration, Mode, Pace, Source, build_migration
 from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.interface import HOST, Place
-from rebalance.transport.processes import ranks_beside
 from rebalance.types import Outcome, Record
+from rebalance.weights.interface import HOST, Place
+from rebalance.weights.sources import ranks_beside
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 from telemetry.state.memory import MemoryBackend

@@ -22,17 +22,17 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
 from rebalance.build.config import RankConfig
 from rebalance.build.group import RankGroups
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
-from rebalance.transport.choice import KnownRecords, choose_transport
-from rebalance.transport.interface import WeightTransport
-from rebalance.transport.processes import MappedPeers, Peers, RankMemory, ranks_beside
-from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.messages import GroupName
 from rebalance.types import Digest, Record
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.first_fill import fill_bank
+from rebalance.weights.interface import WeightTransport
+from rebalance.weights.rank_client import OtherRanks
+from rebalance.weights.rank_messages import GroupName
+from rebalance.weights.sources import MappedPeers, Peers, RankMemory, ranks_beside
+from rebalance.weights.start_check import KnownRecords, choose_transport
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group.agreement import gathered
 

@@ -24,8 +24,8 @@ from rebalance.swap.weight_update import UpdateLinks, WeightUpdate
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
-from rebalance.transport.ranks.messages import GroupName
-from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.weights.rank_messages import GroupName
+from rebalance.weights.rank_server import RankLinkServer, Served
 
 
 @dataclass

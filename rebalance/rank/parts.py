@@ -14,9 +14,9 @@ from eplb.core.topology import Topology
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.interface import WeightTransport
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
 from rebalance.types import StepCounter, VoteGroup
+from rebalance.weights.interface import WeightTransport
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable

@@ -10,8 +10,8 @@ from rebalance.stage.figures import StageMeter
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import WeightTransport
 from rebalance.types import Record
+from rebalance.weights.interface import WeightTransport
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.network.throttle import Hold, TokenBucket
 from rebalance.stage.figures import Link, StageMeter
 from rebalance.stage.stage_settings import (
     BURST_CHUNKS,
@@ -21,8 +20,9 @@ from rebalance.stage.stage_settings import (
     LinkSettings,
     StageSettings,
 )
-from rebalance.transport.interface import Place
 from rebalance.types import Record
+from rebalance.weights.interface import Place
+from rebalance.weights.link.limits import Hold, TokenBucket
 from runtime.streams import Completion
 
 

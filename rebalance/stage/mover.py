@@ -40,8 +40,8 @@ from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import CalledOff
 from rebalance.threads.waiting import WAIT_S, SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import WeightTransport
 from rebalance.types import Record
+from rebalance.weights.interface import WeightTransport
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 

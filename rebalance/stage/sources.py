@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from eplb.clock import Clock
 from eplb.core.topology import Topology
 from eplb.migration.build import Move, Source
-from rebalance.transport.interface import HOST, Place
+from rebalance.weights.interface import HOST, Place
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from eplb.clock import Clock
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.network.throttle import Hold
 from rebalance.stage.figures import Link, StageMeter
 from rebalance.stage.host_records import HostRecords
 from rebalance.stage.lanes import Lane, Pull
@@ -33,7 +32,8 @@ from rebalance.stage.stage_settings import StageSettings
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import HOST, Place, WeightTransport
+from rebalance.weights.interface import HOST, Place, WeightTransport
+from rebalance.weights.link.limits import Hold
 from runtime.memory.digests import TOGETHER
 from runtime.streams import Completion
 

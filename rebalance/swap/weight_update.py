@@ -28,8 +28,8 @@ from rebalance.swap.verdicts import Voting
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import WeightTransport
 from rebalance.types import VoteGroup
+from rebalance.weights.interface import WeightTransport
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
+from rebalance.weights.sources import NoPeers, PullTransport, RankMemory
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter

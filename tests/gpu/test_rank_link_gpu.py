@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.messages import GroupName, Part
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
-from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.rank_client import OtherRanks
+from rebalance.weights.rank_messages import GroupName, Part
+from rebalance.weights.rank_server import RankLinkServer, Served
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 
 SCHEMA = ExpertSchema.swiglu(1024, 768)  # 9.4 MB: several pieces, and several chunks

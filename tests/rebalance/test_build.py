@@ -33,13 +33,13 @@ from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.rank import agent_settings, build_rank
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.watcher import POLL_S
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.launch import launch

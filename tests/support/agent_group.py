@@ -26,9 +26,9 @@ from rebalance.rank import watcher
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import MOVER
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.interface import WeightTransport
-from rebalance.transport.local import LocalTransport
 from rebalance.types import Record, VoteGroup
+from rebalance.weights.interface import WeightTransport
+from rebalance.weights.local import LocalTransport
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest

@@ -13,10 +13,10 @@ from eplb.core.topology import Topology
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.build.description import schema_of
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.protocol.journal import JOURNAL_FOLDER
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from telemetry.state.store import without_password
 

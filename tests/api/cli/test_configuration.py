@@ -29,10 +29,10 @@ from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
 from rebalance.build.rank import agent_settings
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.rank.parts import AgentSettings
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from telemetry import open_store
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo

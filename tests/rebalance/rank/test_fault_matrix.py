@@ -38,17 +38,17 @@ from eplb.errors import (
 from eplb.migration.build import Migration, Move, Pace, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.loop import Controller, ControllerSettings
-from rebalance.preload.cache.server import (
+from rebalance.rank.watcher import MOVER
+from rebalance.types import Outcome, PendingVote, Record, VoteGroup
+from rebalance.weights.cache.server import (
     HostCacheAddress,
     HostCacheClient,
     HostCacheServer,
     HostCacheSettings,
 )
-from rebalance.preload.first_fill import fill_bank
-from rebalance.rank.watcher import MOVER
-from rebalance.transport.interface import Place, WeightTransport
-from rebalance.transport.processes import MappedPeers, PullTransport, RankMemory
-from rebalance.types import Outcome, PendingVote, Record, VoteGroup
+from rebalance.weights.first_fill import fill_bank
+from rebalance.weights.interface import Place, WeightTransport
+from rebalance.weights.sources import MappedPeers, PullTransport, RankMemory
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion

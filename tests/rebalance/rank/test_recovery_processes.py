@@ -49,7 +49,7 @@ from rebalance.recovery.survivors import (
     recover,
     rejoin,
 )
-from rebalance.transport.local import LocalTransport
+from rebalance.weights.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.rendezvous import Rendezvous, reach
 from telemetry.state.runs import RankState

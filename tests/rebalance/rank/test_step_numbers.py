@@ -14,7 +14,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
 from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.transport.local import LocalTransport
+from rebalance.weights.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from tests.support.agent_group import AgentGroup, Sink, records_of
 

@@ -29,8 +29,8 @@ from rebalance.stage.stage_settings import (
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import HOST, Place
 from rebalance.types import Record
+from rebalance.weights.interface import HOST, Place
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable

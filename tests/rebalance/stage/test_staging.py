@@ -23,8 +23,8 @@ from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.stage.stager import Stager
 from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
-from rebalance.transport.interface import HOST, Place
 from rebalance.types import Record
+from rebalance.weights.interface import HOST, Place
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 from tests.support.simulated_time import Clock, Landing

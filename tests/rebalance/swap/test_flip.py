@@ -12,9 +12,9 @@ from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Migration, Pace
-from rebalance.transport.interface import Place
-from rebalance.transport.local import LocalTransport
 from rebalance.types import Record
+from rebalance.weights.interface import Place
+from rebalance.weights.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.state.live import Control

@@ -18,7 +18,7 @@ from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.transport.local import LocalTransport
+from rebalance.weights.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import SHARE_ONE

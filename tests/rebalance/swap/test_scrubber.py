@@ -18,9 +18,9 @@ from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace
 from rebalance.swap.scrub_schedule import in_hex
 from rebalance.swap.scrubber import LiveSlot, Loan, Scrubber
-from rebalance.transport.interface import HOST, Place
-from rebalance.transport.local import LocalTransport
 from rebalance.types import Record
+from rebalance.weights.interface import HOST, Place
+from rebalance.weights.local import LocalTransport
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.streams import Completion
