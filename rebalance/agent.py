@@ -36,7 +36,7 @@ from rebalance.rank.report import rank_state
 from rebalance.rank.step_times import LOAD_PHASES
 from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
-from rebalance.weights.rank_server import RankLinkServer
+from rebalance.weights.link.server import LinkServer
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from telemetry.state.runs import EXPERT_TIMES, REPORT_EVERY_S, RankState
@@ -62,7 +62,7 @@ class RankAgent:
             core.scrub_schedule,
         )
         self._update, self._recovery = core.update, core.recovery
-        self._link_server: RankLinkServer | None = None
+        self._link_server: LinkServer | None = None
         self._has_ended = False  # on every rank, by vote
         self._has_failed = False  # the last call, by an error of this rank's own
         self._watchdog.step.busy("before the first step")
@@ -304,7 +304,7 @@ class RankAgent:
         After an error of this rank's own the others detect a death; else it is an orderly leave.
         """
         self.core.watcher.close()
-        self.core.links.transport.close()
+        self.core.links.sources.close()
         if self._link_server is not None:
             self._link_server.close()
         self.core.links.votes.close(is_failure=self._has_failed)

@@ -34,13 +34,12 @@ from rebalance.recovery.survivors import rejoin
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link.handshake import PROTOCOL as HOSTS
-from rebalance.weights.link.handshake import client_handshake
 from rebalance.weights.link.host_link_settings import HostLinkSettings
-from rebalance.weights.link.server import ConnectionListener, ListenerSettings, listen
-from rebalance.weights.link.wire import Wire, connect
-from rebalance.weights.rank_messages import PROTOCOL as RANKS
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.wire import Wire, client_handshake, connect
+from rebalance.weights.rank_link import PROTOCOL as RANKS
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema

@@ -90,7 +90,7 @@ class Clockwork:
         self._store = open_store(self._run.store, DEPLOYMENT)
         self._reporter = Reporter(self._store)
         votes = GlooVotes(self._control)
-        return Links(votes, self._big.transport(), self._store, self._reporter)
+        return Links(votes, self._big.sources(), self._store, self._reporter)
 
     def _wired(self) -> WiredAgent:
         big = self._big

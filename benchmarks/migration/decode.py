@@ -41,7 +41,7 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     """Steps without, with and again without migrations, in one run."""
     big = build(rank, num_ranks, shapes)
     host_cache = host_cache_of_both_ends(big) if mode == "host" else None
-    wired, clock = agent_of(big, path, big.transport(host_cache))
+    wired, clock = agent_of(big, path, big.sources(host_cache))
     agent, forward = wired.agent, decode_step(big, wired)
     publisher = publisher_of(big, path, mode) if rank == 0 else None
     agent.start()

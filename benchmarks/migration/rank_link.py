@@ -27,9 +27,7 @@ import torch
 from benchmarks.migration.loopback import DEADLINE_S, plain_rate, process, send_plainly
 from rebalance.stage.stage_settings import MIB, StageSettings
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
-from rebalance.weights.rank_client import OtherRanks
-from rebalance.weights.rank_messages import GroupName, Part
-from rebalance.weights.rank_server import RankLinkServer, Served
+from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema
 
 SCHEMA = ExpertSchema.swiglu_fp8(7168, 2048)
@@ -46,7 +44,7 @@ def hold(pipe: Connection, settings: RankLinkSettings, num_records: int) -> None
     for slot in range(num_records):
         bank.live(0, slot).fill_(slot + 1)
     served = Served(np.arange(num_records, dtype=np.int32)[None], 0, is_open=True)
-    with closing(RankLinkServer(settings, 1, GROUP, bank, lambda: served)):
+    with closing(serve_slots(settings, 1, GROUP, bank, lambda: served)):
         pipe.send("ready")
         pipe.poll(DEADLINE_S)
 
@@ -60,7 +58,7 @@ def rate(settings: RankLinkSettings, num_records: int, chunk_bytes: int) -> floa
         for slot in range(num_records):
             for offset in range(0, size, chunk_bytes):
                 part = into[offset : offset + chunk_bytes]
-                others.pull(1, Part(0, 0, slot, slot, offset, len(part)), part)
+                others.fetch(1, Part(0, 0, slot, slot, offset, len(part)), part)
         return num_records * size / (time.monotonic() - started) / 1e9
 
 

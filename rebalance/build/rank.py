@@ -179,7 +179,7 @@ def build_rank(
     wired = wire_agent(
         agent_settings(config, place.run, place.topology, place.device.type, membership),
         HeldExperts(place.rank, first.bank, first.digests, placement),
-        Links(first.votes, first.transport, opened, reporter, journal=journal or NoJournal()),
+        Links(first.votes, first.sources, opened, reporter, journal=journal or NoJournal()),
         passes,
     )
     tempo = reporting.tempo

@@ -15,7 +15,8 @@ from rebalance.rank.sampling import SampleLabel, Sampler
 from rebalance.rank.step_times import StepTimer
 from rebalance.rank.watcher import WatchedAgent, Watcher
 from rebalance.recovery.rank import Member, RankRecovery
-from rebalance.stage.mover import Mover, RankSlots
+from rebalance.stage.mover import Mover
+from rebalance.stage.share import RankSlots
 from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.scrubber import Scrubber
 from rebalance.swap.swapper import Swapper
@@ -24,8 +25,8 @@ from rebalance.swap.weight_update import UpdateLinks, WeightUpdate
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
-from rebalance.weights.rank_messages import GroupName
-from rebalance.weights.rank_server import RankLinkServer, Served
+from rebalance.weights.link.server import LinkServer
+from rebalance.weights.rank_link import GroupName, Served, serve_slots
 
 
 @dataclass
@@ -64,7 +65,7 @@ class RankCore:
     read_ahead: ReadAhead
     step_timer: StepTimer
 
-    def listen(self) -> RankLinkServer | None:
+    def listen(self) -> LinkServer | None:
         """Let other ranks ask this one for what it holds, where the settings say so.
 
         Raises:
@@ -80,7 +81,7 @@ class RankCore:
             return Served(self.slots.held(self.swapper.placement), version, is_open)
 
         group = GroupName(settings.run, settings.membership)
-        return RankLinkServer(settings.rank_links, self.slots.rank, group, self.slots.bank, served)
+        return serve_slots(settings.rank_links, self.slots.rank, group, self.slots.bank, served)
 
 
 def make_core(
@@ -107,7 +108,7 @@ def make_core(
     fence, voter = Fence(), Voter(rank, links.votes, settings.vote_deadline_s, links.monotonic)
     mover = Mover(
         slots,
-        links.transport,
+        links.sources,
         settings.stage,
         dead=links.votes.dead,
         clock=links.monotonic,
@@ -150,7 +151,7 @@ def make_core(
         swapper,
         voting,
         scrub_schedule,
-        UpdateLinks(links.votes, voter, links.transport, settings.vote_deadline_s, links.monotonic),
+        UpdateLinks(links.votes, voter, links.sources, settings.vote_deadline_s, links.monotonic),
         shared=shared,
         fence=fence,
         beat=watchdog.step,

@@ -15,8 +15,8 @@ from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import StepCounter, VoteGroup
-from rebalance.weights.interface import WeightTransport
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.sources import WeightSources
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
@@ -67,7 +67,7 @@ class Links:
     """The agent's ways to the outside."""
 
     votes: VoteGroup
-    transport: WeightTransport
+    sources: WeightSources
     store: StateStore
     reporter: SampleSink
     clock: Clock = time.time

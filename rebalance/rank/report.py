@@ -17,9 +17,8 @@ def rank_state(core: RankCore, notes: Mapping[str, Any]) -> RankState:
     swapper = core.swapper
     with core.shared.changed:
         state = core.shared.state
-        migration = swapper.migration if state.plan is not None else None
-    transactions = migration.transactions if migration is not None else ()
-    to_stage = sum(len(core.mover.own_moves(one)) for one in transactions)
+        share = swapper.share if state.plan is not None else None
+    to_stage = sum(map(len, share.moves)) if share is not None else 0
     stage, oldest = core.mover.figures(), core.watchdog.oldest()
     return RankState(
         run=core.settings.run,

@@ -25,6 +25,7 @@ from rebalance.controller.store_loss import StoreLoss
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.stage.mover import Mover
+from rebalance.stage.share import Share
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from telemetry.state.events import Outcome
@@ -124,9 +125,9 @@ class Watcher:
         """Return whether the mover's thread is alive."""
         return any(thread.name == MOVER and thread.is_alive() for thread in self._threads)
 
-    def bring(self, migration: Migration) -> None:
-        """Queue a migration for the mover."""
-        self.do(partial(self._mover.bring, migration, self._shared))
+    def bring(self, share: Share) -> None:
+        """Queue a share of a migration for the mover."""
+        self.do(partial(self._mover.bring, share, self._shared))
 
     def do(self, job: Callable[[], None]) -> None:
         """Queue a job for the mover's thread."""

@@ -6,19 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from typing import Any
 
-
-class Link(Enum):
-    """A kind of link with its own bandwidth budget.
-
-    Copies within a rank count as a peer's: they run on the same stream and engines.
-    """
-
-    PEER = "peer"
-    HOST = "host"
-    NETWORK = "network"  # from ranks that are asked
+from rebalance.weights.sources import Link
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.stage.figures import Link, StageMeter
+from rebalance.stage.figures import StageMeter
 from rebalance.stage.stage_settings import (
     BURST_CHUNKS,
     SERVING_BYTES_PER_SECOND,
@@ -21,9 +23,11 @@ from rebalance.stage.stage_settings import (
     StageSettings,
 )
 from rebalance.types import Record
-from rebalance.weights.interface import Place
-from rebalance.weights.link.limits import Hold, TokenBucket
+from rebalance.weights.link.limits import NOW, TokenBucket
+from rebalance.weights.sources import Link, Place
 from runtime.streams import Completion
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -89,6 +93,44 @@ class Chunk:
     completion: Completion
     num_bytes: int
     deadline: float
+
+
+class Hold:
+    """Pauses of staging that an engine requests, during prefills or KV transfers.
+
+    Thread-safe. Staging stands still while any of them lasts. A pause without a resume ends at its
+    deadline, because a migration that never ends would block every later one.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._until: dict[object, float] = {}  # deadline of each pause, by whose it is
+
+    def pause(self, deadline_s: float, of: object = None) -> None:
+        """Pause staging until ``resume`` or for ``deadline_s``; a second call restarts it.
+
+        Args:
+            of: whose pause it is; each one's ends by itself.
+        """
+        with self._lock:
+            self._until[of] = self.clock() + deadline_s
+
+    def resume(self, of: object = None) -> None:
+        """End one's pause; nothing where it has ended already."""
+        with self._lock:
+            self._until.pop(of, None)
+
+    def ready_at(self) -> float:
+        """When staging may continue; a time in the past means now."""
+        with self._lock:
+            now = self.clock()
+            for of in [of for of, until in self._until.items() if now >= until]:
+                log.warning(
+                    "staging resumed: the pause reached its deadline without resume_staging"
+                )
+                del self._until[of]
+            return max(self._until.values(), default=NOW)
 
 
 class Lane:

@@ -23,17 +23,15 @@ from numpy.typing import NDArray
 from eplb.clock import Clock
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.stage.figures import Link, StageMeter
-from rebalance.stage.host_records import HostRecords
-from rebalance.stage.lanes import Lane, Pull
+from rebalance.stage.figures import StageMeter
+from rebalance.stage.lanes import Hold, Lane, Pull
 from rebalance.stage.proofs import Proofs
-from rebalance.stage.sources import Sources
+from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.weights.interface import HOST, Place, WeightTransport
-from rebalance.weights.link.limits import Hold
+from rebalance.types import CalledOff, IsWanted, Record, always
+from rebalance.weights.sources import HOST, Link, WeightSources
 from runtime.memory.digests import TOGETHER
 from runtime.streams import Completion
 
@@ -45,19 +43,18 @@ class Stager:
 
     def __init__(
         self,
-        transport: WeightTransport,
-        sources: Sources,
+        sources: WeightSources,
+        choice: SourceChoice,
         digests: torch.Tensor,
         settings: StageSettings,
         clock: Clock,
         *,
         beat: Heartbeat | None = None,
     ) -> None:
-        self._transport, self._sources = transport, sources
+        self._sources, self._choice = sources, choice
         self._settings, self._clock = settings, clock
         self.meter, self.hold = StageMeter(), Hold(clock)
         self._beat = beat or Heartbeat("mover", clock)
-        self.host = HostRecords(transport, settings, self.meter, self._beat)
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
         self._has_reported_wait = False  # that it waits, and for what
@@ -65,7 +62,7 @@ class Stager:
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Return whether the host cache is where a move's bytes are taken from first."""
-        return self._sources.choose(move, held, (), 0) == (HOST,)
+        return self._choice.choose(move, held, (), 0) == (HOST,)
 
     def use(self, link_part: float) -> None:
         """Use a part of the budget of each link from now on; 1: all of it."""
@@ -84,11 +81,33 @@ class Stager:
             MigrationError: the host failed, and other sources do not have all of it.
         """
         try:
-            self.host.preload([(move.layer, move.expert) for move, _ in wanted], is_wanted)
+            self._lease([(move.layer, move.expert) for move, _ in wanted], is_wanted)
         except MigrationError as exc:
-            if not all(self._sources.choose(move, held, (HOST,), 0) for move, held in wanted):
+            if not all(self._choice.choose(move, held, (HOST,), 0) for move, held in wanted):
                 raise
             log.info("%d records are taken from other sources than the host: %s", len(wanted), exc)
+
+    def _lease(self, records: Sequence[Record], is_wanted: IsWanted) -> None:
+        """Have the host load and lease records. May block; see ``HostMemory.lease``."""
+        layer, expert = records[0]
+        more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+        self._beat.busy(f"preloading layer {layer} expert {expert}{more} into the host")
+        deadline_s = self._settings.preload_deadline_s
+        brought = self._sources.host.lease(records, deadline_s=deadline_s, is_wanted=is_wanted)
+        for source, num_bytes in brought.items():
+            self.meter.add_bytes(source, num_bytes)
+
+    def _reload(self, pull: Pull) -> bool:
+        """Have the host reload a record with a wrong digest from disk; once for each pull."""
+        pull.is_reloaded = True
+        self._beat.busy(f"reloading {pull.name} on the host")
+        deadline_s = self._settings.preload_deadline_s
+        try:
+            self._sources.host.reload(pull.record, deadline_s=deadline_s, is_wanted=self._is_wanted)
+        except MigrationError as exc:
+            log.warning("%s: %s", pull.name, exc)
+            return False
+        return True
 
     def stage(self, pulls: Iterable[Pull], is_wanted: IsWanted) -> Generator[Wait, None, bool]:
         """Pull and verify all of ``pulls``; return False if that is not wanted any more.
@@ -157,19 +176,19 @@ class Stager:
         """
         while True:
             failed, tried = tuple(pull.failed), pull.num_tried
-            places = self._sources.choose(pull.move, pull.held, failed, tried)
+            places = self._choice.choose(pull.move, pull.held, failed, tried)
             if not places:
                 reasons = "; ".join(f"{place}: {why}" for place, why in pull.failed.items())
                 raise MigrationError(f"{pull.name}: no source is left ({reasons or 'none known'})")
             try:
                 if places == (HOST,):
-                    self.host.preload([pull.record], self._is_wanted)
+                    self._lease([pull.record], self._is_wanted)
                 break
             except MigrationError as exc:
                 # No attempt: nothing was pulled, and another source may be left.
                 pull.failed[HOST] = str(exc)
         pull.begin(places)
-        self._lanes[_link_to(places[0])].add(pull)
+        self._lanes[places[0].link].add(pull)
 
     def _again(self, pull: Pull) -> None:
         self.meter.add("num_retries")
@@ -195,14 +214,14 @@ class Stager:
         pull = lane.next()
         if pull is None:
             return False
-        place = pull.next_place(self._sources.is_alive)
+        place = pull.next_place(self._choice.is_alive)
         if place is None:
             self._fail(lane, pull)
             return True
         part = pull.into[pull.offset : pull.offset + lane.chunk_bytes]
         self._beat.busy(f"pulling {pull.name} from {place}")
         try:
-            completion = self._transport.pull(pull.record, place, pull.offset, part)
+            completion = self._sources.pull(pull.record, place, pull.offset, part)
         except MigrationError as exc:
             pull.fails(place, str(exc))
             self._fail(lane, pull)
@@ -241,24 +260,18 @@ class Stager:
     def _accept(self, pull: Pull) -> None:
         place = pull.places[0]
         if len(pull.places) == 1:
-            self._sources.right(pull.move, place, pull.suspected)
+            self._choice.right(pull.move, place, pull.suspected)
         self.meter.add_bytes(place.name, pull.num_bytes)
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
-        is_repaired = (
-            pull.places == (HOST,)
-            and not pull.is_reloaded
-            and self.host.reload(pull.record, self._is_wanted)
-        )
-        if not is_repaired:
-            self._sources.wrong(pull.move, pull.places)
-        if is_repaired:
-            pull.is_reloaded = True
-        elif len(pull.places) == 1:
-            pull.failed[pull.places[0]] = "digest mismatch"
-        else:
-            pull.suspected = pull.places
+        is_of_host = pull.places == (HOST,)
+        if not (is_of_host and not pull.is_reloaded and self._reload(pull)):
+            self._choice.wrong(pull.move, pull.places)
+            if len(pull.places) == 1:
+                pull.failed[pull.places[0]] = "digest mismatch"
+            else:
+                pull.suspected = pull.places
         self.meter.add_bytes("rejected", pull.num_bytes)
         self.meter.add("num_wrong_digests")
         self._again(pull)
@@ -295,9 +308,3 @@ class Stager:
         times += [lane.flying[0].deadline for lane in lanes if lane.flying]
         what = "chunks to land, or the budget of a link"
         return Wait(what, min(times, default=math.inf), tuple(oldest))
-
-
-def _link_to(place: Place) -> Link:
-    if place.is_far:
-        return Link.NETWORK
-    return Link.HOST if place == HOST else Link.PEER

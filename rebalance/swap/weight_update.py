@@ -21,7 +21,7 @@ from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
 from rebalance.stage.digest_table import agreed_digests, cast_digests
-from rebalance.stage.mover import RankSlots
+from rebalance.stage.share import RankSlots
 from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
@@ -29,7 +29,7 @@ from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.types import VoteGroup
-from rebalance.weights.interface import WeightTransport
+from rebalance.weights.sources import WeightSources
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class UpdateLinks:
 
     votes: VoteGroup
     voter: Voter
-    transport: WeightTransport  # its host must forget the records of older weights
+    sources: WeightSources  # the host must forget the records of older weights
     deadline_s: float
     clock: Clock  # of the deadline
 
@@ -126,7 +126,7 @@ class WeightUpdate:
         self._slots.digests.copy_(agreed)
         version = self._fence.next_version
         assert version is not None, "an update ends that has begun"
-        links.transport.serve_weights(version, links.deadline_s)
+        links.sources.invalidate(version, deadline_s=links.deadline_s)
         with self._shared.changed:
             self._fence.end()
             self._shared.state = phases.serve_weights(self._shared.state, self._fence.version)

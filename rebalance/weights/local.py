@@ -1,46 +1,36 @@
-"""Transport within one process: the shipped fake of ``rebalance/weights/sources.py``."""
+"""Sources within one process: other ranks' banks, and a host memory that is the shipped fake."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.migration.build import Source
-from rebalance.threads.cancellation import IsWanted, always
-from rebalance.types import Record
-from rebalance.weights.interface import Place
-from rebalance.weights.sources import out_of_reach, ranks_beside
+from rebalance.types import IsWanted, Record, always
+from rebalance.weights.sources import MappedSlots, Place, map_peers
 from runtime.experts import ExpertBank
 from runtime.streams import Completion
 
 
-class LocalTransport:
-    """The shipped fake: all ranks' banks and the host's records are in this process."""
+class LocalHost:
+    """The shipped fake of ``HostMemory``: the records of the disk are in this process."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        rank: int,
-        banks: Sequence[ExpertBank],
-        records: Mapping[Record, torch.Tensor],
-    ) -> None:
-        self._rank, self._banks = rank, banks
-        self._on_disk, self._on_host = records, dict[Record, torch.Tensor]()
+    ranks: frozenset[int] = frozenset()
+
+    def __init__(self, records: Mapping[Record, torch.Tensor]) -> None:
+        self._on_disk, self._leased = records, dict[Record, torch.Tensor]()
         self._weights_version = 0
-        self.host_room = len(records)
-        self.readable = frozenset([rank, *ranks_beside(rank, topology)])
-        self.reachable = frozenset[int]()
+        self.room = len(records)
 
-    def begin(self) -> None:
-        """Nothing to do: a CPU thread has no device and no stream."""
+    def begin(self, back: torch.cuda.Stream | None) -> None:
+        """Nothing to do: a CPU thread has no stream."""
 
-    def preload(
-        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    def lease(
+        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Load these records; return the bytes that were read from disk."""
+        """Lease these records; return the bytes that were read from disk."""
         from_disk = 0
         for record in records:
             if self._weights_version:
@@ -49,40 +39,38 @@ class LocalTransport:
                 )
             if record not in self._on_disk:
                 raise MigrationError(f"layer {record[0]} expert {record[1]} is not on disk")
-            if record not in self._on_host:
-                self._on_host[record] = self._on_disk[record]
+            if record not in self._leased:
+                self._leased[record] = self._on_disk[record]
                 from_disk += len(self._on_disk[record])
         return {"disk": from_disk}
 
     def hint(self, records: Sequence[Record]) -> None:
         """Nothing to do: reading takes no time."""
 
-    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> None:
         """Read a record again."""
-        self._on_host[record] = self._on_disk[record]
+        self._leased[record] = self._on_disk[record]
 
-    def release(self, records: Sequence[Record]) -> None:
-        """Forget records."""
-        for record in records:
-            self._on_host.pop(record, None)
-
-    def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Drop all records."""
-        self._on_host.clear()
-        self._weights_version = version
+    def release(self, records: Collection[Record] | None = None) -> None:
+        """End leases."""
+        for record in list(self._leased) if records is None else records:
+            self._leased.pop(record, None)
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Copy a part of a record."""
-        if place.is_far:
-            raise out_of_reach(record, place, "asked", self._rank, self.reachable)
-        if place.source is Source.HOST:
-            held = self._on_host[record]
-        elif place.rank in self.readable:
-            held = self._banks[place.rank].live(record[0], place.slot)
-        else:
-            raise out_of_reach(record, place, "read", self._rank, self.readable)
-        into.copy_(held[offset : offset + len(into)])
+        into.copy_(self._leased[record][offset : offset + len(into)])
         return Completion(is_cuda=False)
 
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Drop all records."""
+        self._leased.clear()
+        self._weights_version = version
+
     def close(self) -> None:
-        """Nothing to do: no rank is asked over a network."""
+        """Nothing to do: there is no connection."""
+
+
+def local_slots(topology: Topology, rank: int, banks: Sequence[ExpertBank]) -> MappedSlots:
+    """The slots of a rank whose peers are in this process, each with its bank."""
+    peers = map_peers(rank, topology, banks[rank], lambda peer: banks[peer].arena.bytes)
+    return MappedSlots(rank, banks[rank], peers)

@@ -1,40 +1,209 @@
-"""Transport for ranks in processes: peers of a host read each other, all read the host cache.
+"""Where a rank takes the bytes of experts from: one interface, whatever holds them.
 
-Ranks that cannot be read may be asked, where they listen (``rebalance/weights/rank_client.py``).
+    place                    source                        bytes come by
+    own slot, peer's slot    MappedSlots                   a copy from memory that is mapped here
+    host                     HostCacheClient               the same, once the record is leased
+      another host, disk       the host cache brings them into its memory (cache/record_sources.py)
+    other rank               OtherRanks (rank_link.py)     a request over a link
+
+Pulls are one-sided: the receiver reads, or requests within a deadline, and the serving side takes
+no part, so a busy or dying source can never block a receiver (two-sided transfers cause hangs
+elsewhere: pytorch issue 174288, sglang issue 7956). ``stage/source_choice.py`` chooses the place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
 
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from rebalance.threads.cancellation import IsWanted, always
-from rebalance.types import Digest, Record
-from rebalance.weights.interface import HOST, Place
-from rebalance.weights.rank_client import OtherRanks
-from rebalance.weights.rank_messages import Part
+from eplb.migration.build import Source
+from rebalance.types import IsWanted, Record, always
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, OnStream, new_stream
 
+NO_RANK = -1
 
-class Peers(Protocol):
-    """Live slots of other ranks that can be read without their help."""
+
+class Link(Enum):
+    """A kind of link with its own bandwidth budget.
+
+    Copies within a rank count as a peer's: they run on the same stream and engines.
+    """
+
+    PEER = "peer"
+    HOST = "host"
+    NETWORK = "network"  # from ranks that are asked
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a record's bytes lie: a slot of a rank, or the host cache of the receiver's host."""
+
+    source: Source  # SAME_RANK, PEER or HOST
+    rank: int = NO_RANK
+    slot: int = -1  # of that rank, from 0 on
+    is_far: bool = False  # of a PEER that is asked over the network: its memory is not mapped here
+
+    def __str__(self) -> str:
+        if self == HOST:
+            return "the host"
+        way = " over the network" if self.is_far else ""
+        return f"slot {self.slot} of rank {self.rank}{way}"
+
+    @property
+    def name(self) -> str:
+        """Label of this place in metrics."""
+        return "other_rank" if self.is_far else self.source.name.lower()
+
+    @property
+    def link(self) -> Link:
+        """The link that its bytes come over."""
+        if self.is_far:
+            return Link.NETWORK
+        return Link.HOST if self == HOST else Link.PEER
+
+
+HOST = Place(Source.HOST)
+
+
+class WeightSource(Protocol):
+    """One kind of source. Called from the mover's thread only, except for ``close``."""
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks that can be read."""
+        """Ranks whose live slots it gives; none of a host."""
 
-    def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
-        """Order the copy of a slot's bytes from ``offset`` on, on this thread's stream.
+    def begin(self, back: torch.cuda.Stream | None) -> None:
+        """The calling thread is the mover's, which works on the stream ``back``; None on a CPU."""
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a record's bytes ``offset`` .. ``offset + len(into)`` into ``into``.
+
+        From another host it blocks while the bytes arrive, up to a deadline.
+
+        Returns:
+            Completion of the copy; on a CPU it is complete on return.
+
+        Raises:
+            MigrationError: the place cannot be read.
+        """
+
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Give no bytes of weights older than ``version``; called while nothing moves.
+
+        Raises:
+            MigrationError: the source disconnected or timed out.
+        """
+
+    def close(self) -> None:
+        """Cancel what is under way; nothing is pulled any more."""
+
+
+class HostMemory(WeightSource, Protocol):
+    """The records in memory of this rank's host: leased before they are pulled.
+
+    ``lease`` and ``reload`` may block: up to ``deadline_s``, and while they are wanted. With
+    simulated time they return at once.
+    """
+
+    @property
+    def room(self) -> int:
+        """Records that the host has room for at a time, for this rank, whatever others hold."""
+
+    def lease(
+        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
+        """Have the host load those records that are not leased yet, and keep all until ``release``.
+
+        Returns:
+            Bytes that were loaded into host memory for it: "disk", "other_host".
+
+        Raises:
+            CalledOff: it is not wanted any more; the request was cancelled.
+            MigrationError: the host failed, timed out, or has no records of these weights.
+        """
+
+    def hint(self, records: Sequence[Record]) -> None:
+        """Name records to lease next; the host may read ahead when idle and not full.
+
+        Raises:
+            MigrationError: the host cache disconnected.
+        """
+
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> object:
+        """Have the host verify a leased record, and reload it from disk if it is corrupted.
+
+        Raises:
+            CalledOff: it is not wanted any more; the lease has ended.
+            MigrationError: it cannot be repaired, or not in time; the lease has ended.
+        """
+
+    def release(self, records: Collection[Record] | None = None) -> None:
+        """End the leases on these records, or on all.
+
+        Raises:
+            MigrationError: the host cache disconnected.
+        """
+
+
+class MappedSlots:
+    """A rank's own slots, and those of peers whose memory is mapped here: a ``WeightSource``.
+
+    On a GPU copies run on a stream of their own of the lowest priority, so that a slow host never
+    holds up a fast peer, and no kernel of serving waits for them.
+
+    Args:
+        rank: the reading rank.
+        bank: its own slots.
+        peers: those of other ranks on its host; see ``map_peers``.
+    """
+
+    def __init__(
+        self, rank: int, bank: ExpertBank, peers: Mapping[int, PeerBank] | None = None
+    ) -> None:
+        self._rank, self._bank, self._peers = rank, bank, dict(peers or {})
+        self._is_cuda = bank.device.type == "cuda"
+        self._stream = OnStream(new_stream(bank.device) if self._is_cuda else None)
+        self.ranks = frozenset([rank, *self._peers])
+
+    def begin(self, back: torch.cuda.Stream | None) -> None:
+        """Return to the mover's own stream after each copy."""
+        self._stream.back = back
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a part of a slot. See ``WeightSource.pull``."""
+        with self._stream:
+            self.read(record[0], place, offset, into)
+            return Completion(is_cuda=self._is_cuda, stream=self._stream.stream)
+
+    def read(self, layer: int, place: Place, offset: int, into: torch.Tensor) -> None:
+        """Order the copy of a part of a slot, on this thread's stream.
 
         Raises:
             MigrationError: it cannot be ordered.
         """
+        if place.rank == self._rank:
+            live = self._bank.live(layer, place.slot)
+            into.copy_(live[offset : offset + len(into)], non_blocking=True)
+            return
+        try:
+            self._peers[place.rank].read(layer, place.slot, into, offset)
+        except RuntimeError as exc:
+            raise MigrationError(
+                f"layer {layer} slot {place.slot} of rank {place.rank} cannot be read: {exc}"
+            ) from exc
+
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Nothing to do: slots hold what serves."""
+
+    def close(self) -> None:
+        """Nothing to do: peers' memory stays mapped."""
 
 
 def ranks_beside(rank: int, topology: Topology) -> list[int]:
@@ -43,18 +212,13 @@ def ranks_beside(rank: int, topology: Topology) -> list[int]:
     return [p for p in range(topology.num_ranks) if p != rank and hosts[p] == hosts[rank]]
 
 
-class NoPeers:
-    """No peers: all bytes come from the rank's own slots and the host cache."""
-
-    ranks: frozenset[int] = frozenset()
-
-    def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
-        """Refuse."""
-        raise MigrationError(f"layer {layer}: {place} cannot be read, expected the host cache")
-
-
-class MappedPeers:
-    """Peers' banks that this process has mapped: in shared memory, or in one symmetric allocation.
+def map_peers(
+    rank: int,
+    topology: Topology,
+    bank: ExpertBank,
+    arena_of: Callable[[int], str | torch.Tensor],
+) -> dict[int, PeerBank]:
+    """Map the slots of the other ranks of a rank's host: shared memory, or symmetric memory.
 
     Args:
         rank: the reading rank.
@@ -65,186 +229,67 @@ class MappedPeers:
     Raises:
         MigrationError: a peer's memory cannot be attached.
     """
-
-    def __init__(
-        self,
-        rank: int,
-        topology: Topology,
-        bank: ExpertBank,
-        arena_of: Callable[[int], str | torch.Tensor],
-    ) -> None:
-        self._banks = {
-            peer: PeerBank(arena_of(peer), bank, int(topology.slots_of_rank[peer]))
-            for peer in ranks_beside(rank, topology)
-        }
-        self.ranks = frozenset(self._banks)
-
-    def read(self, place: Place, layer: int, offset: int, into: torch.Tensor) -> None:
-        """Order the copy of a part of a peer's slot; on a CPU it is complete on return."""
-        try:
-            self._banks[place.rank].read(layer, place.slot, into, offset)
-        except RuntimeError as exc:
-            raise MigrationError(
-                f"layer {layer} slot {place.slot} of rank {place.rank} cannot be read: {exc}"
-            ) from exc
+    return {
+        peer: PeerBank(arena_of(peer), bank, int(topology.slots_of_rank[peer]))
+        for peer in ranks_beside(rank, topology)
+    }
 
 
-class HostMemory(Protocol):
-    """What a transport needs of the host cache; ``HostCacheClient`` documents each method."""
+class WeightSources:
+    """All sources of one rank. Called from the mover's thread only, except for ``close``.
 
-    @property
-    def num_entries(self) -> int:
-        """Records that there is room for."""
-
-    @property
-    def bytes_from_other_hosts(self) -> int:
-        """So far, for this rank."""
-
-    def load(
-        self,
-        records: Sequence[Record],
-        *,
-        deadline_s: float,
-        weights_version: int = 0,
-        is_wanted: IsWanted = always,
-    ) -> tuple[Sequence[Digest], int]:
-        """Lease records; return their digests, and the bytes that the disk gave for it."""
-
-    def prepare_for_gpu(self, records: Sequence[Record]) -> None:
-        """Register leased records with CUDA."""
-
-    def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
-        """Order the copy of a leased record's bytes."""
-
-    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
-        """Look at a leased record's bytes, and repair them."""
-
-    def release(self, records: Collection[Record]) -> None:
-        """End leases."""
-
-    def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
-        """Name what may be asked for next."""
-
-    def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
-        """Void the records of older weights."""
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Sources of a rank beside its peers' slots."""
-
-    rank: int
-    bank: ExpertBank
-    host_cache: HostMemory
-    ranks_on_host: int = 1  # that share the host cache
-    others: OtherRanks | None = None  # that can be asked over the network
-
-
-class PullTransport:
-    """The rank's own slots, its peers', its host cache, and other ranks where they can be asked.
-
-    On a GPU copies run on two streams of the lowest priority, so that a slow host never holds up a
-    fast peer; no kernel of serving ever waits for either.
+    Args:
+        slots: slots that are mapped here.
+        host: the memory of this host.
+        others: ranks that are asked over the network, last of all; None: there are none.
     """
 
-    def __init__(self, memory: RankMemory, peers: Peers) -> None:
-        self._rank, self._bank, self._host_cache = memory.rank, memory.bank, memory.host_cache
-        self._peers, self._device = peers, memory.bank.device
-        self._ranks_on_host = memory.ranks_on_host
-        self._is_cuda, self._weights_version = self._device.type == "cuda", 0
-        streams = (new_stream(self._device) if self._is_cuda else None for _ in range(2))
-        self._from_peers, self._from_host = map(OnStream, streams)
-        self.readable = peers.ranks | {memory.rank}
-        self._others = memory.others
-        asked = memory.others.ranks if memory.others is not None else frozenset[int]()
-        self.reachable = asked - self.readable
+    def __init__(
+        self, slots: WeightSource, host: HostMemory, others: WeightSource | None = None
+    ) -> None:
+        self.slots, self.host, self._others = slots, host, others
+        self.readable = slots.ranks
+        self.reachable = others.ranks - slots.ranks if others else frozenset[int]()
+        self._all = [slots, host, *([others] if others else [])]
 
-    def begin(self) -> None:
-        """Bind the mover's thread to this rank's device and to its own stream, for digests.
+    def begin(self, device: torch.device) -> None:
+        """Bind the mover's thread to the rank's device and to a stream of its own, for digests.
 
         A new thread starts on device 0 and on the default stream, which serving may be using.
         """
-        if self._is_cuda:
-            torch.cuda.set_device(self._device)
-            own = new_stream(self._device)
+        own = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            own = new_stream(device)
             torch.cuda.set_stream(own)
-            self._from_peers.back = self._from_host.back = own
-
-    def preload(
-        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
-        """Have the host cache load these records; return the loaded bytes by source."""
-        from_hosts = self._host_cache.bytes_from_other_hosts
-        _, from_disk = self._host_cache.load(
-            records,
-            deadline_s=deadline_s,
-            weights_version=self._weights_version,
-            is_wanted=is_wanted,
-        )
-        if self._is_cuda:
-            # Here, not at the first pull: locking 44 MB takes longer than copying it.
-            self._host_cache.prepare_for_gpu(records)
-        from_hosts = self._host_cache.bytes_from_other_hosts - from_hosts
-        return {"disk": from_disk, "other_host": from_hosts}
-
-    @property
-    def host_room(self) -> int:
-        """An even part of the host cache's entries: as if every rank of the host were at it too."""
-        return max(1, self._host_cache.num_entries // self._ranks_on_host)
-
-    def hint(self, records: Sequence[Record]) -> None:
-        """Name what is asked for next."""
-        self._host_cache.hint(records, weights_version=self._weights_version)
-
-    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
-        """Have the host cache verify and reload a record."""
-        self._host_cache.reload(record, deadline_s=deadline_s, is_wanted=is_wanted)
-
-    def release(self, records: Sequence[Record]) -> None:
-        """End the leases."""
-        self._host_cache.release(records)
-
-    def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Invalidate the records of older weights in the host cache."""
-        self._host_cache.invalidate(version, deadline_s=deadline_s)
-        self._weights_version = version
+        for source in self._all:
+            source.begin(own)
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
-        """Order the copy of a part of a record."""
-        if place.is_far:
-            return self._ask(record, place, offset, into)
-        link = self._from_host if place == HOST else self._from_peers
-        with link:
-            if place == HOST:
-                self._host_cache.read_part(record, offset, into)
-            elif place.rank == self._rank:
-                live = self._bank.live(record[0], place.slot)
-                into.copy_(live[offset : offset + len(into)], non_blocking=True)
-            else:
-                if place.rank not in self.readable:
-                    raise out_of_reach(record, place, "read", self._rank, self.readable)
-                self._peers.read(place, record[0], offset, into)
-            return Completion(is_cuda=self._is_cuda, stream=link.stream)
+        """Order the copy of a part of a record from a place. See ``WeightSource.pull``."""
+        if place == HOST:
+            return self.host.pull(record, place, offset, into)
+        way, in_reach = ("asked", self.reachable) if place.is_far else ("read", self.readable)
+        if place.rank not in in_reach:
+            layer, expert = record
+            raise MigrationError(
+                f"layer {layer} expert {expert}: rank {place.rank} cannot be {way} by this rank, "
+                f"expected one of {sorted(in_reach)}"
+            )
+        source = self._others if place.is_far else self.slots
+        assert source is not None, "a rank in reach has a source"
+        return source.pull(record, place, offset, into)
 
-    def _ask(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
-        if self._others is None or place.rank not in self.reachable:
-            raise out_of_reach(record, place, "asked", self._rank, self.reachable)
-        layer, expert = record
-        part = Part(self._weights_version, layer, place.slot, expert, offset, into.numel())
-        return self._others.pull(place.rank, part, into)
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Use no bytes of weights older than ``version``; called while nothing moves.
+
+        Raises:
+            MigrationError: the host cache disconnected or timed out.
+        """
+        for source in self._all:
+            source.invalidate(version, deadline_s=deadline_s)
 
     def close(self) -> None:
-        """Close connections to other ranks, but not the host cache client and the peers."""
+        """Close connections to other ranks, but not the client of the host cache."""
         if self._others is not None:
             self._others.close()
-
-
-def out_of_reach(
-    record: Record, place: Place, what: str, rank: int, expected: frozenset[int]
-) -> MigrationError:
-    """The refusal of a place that a rank has no way to."""
-    layer, expert = record
-    return MigrationError(
-        f"layer {layer} expert {expert}: rank {place.rank} cannot be {what} by rank {rank}, "
-        f"expected one of {sorted(expected)}"
-    )

@@ -1,4 +1,4 @@
-"""Start-up check of the transport: every rank pulls known records from all of its sources.
+"""Start-up check of a rank's sources: every rank pulls known records from all of them.
 
 Mapped memory may still be the wrong memory. A source that fails on one rank is used by none: all
 ranks use the same sources, so that their speed does not differ, and report the reason.
@@ -7,7 +7,7 @@ ranks use the same sources, so that their speed does not differ, and report the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,15 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Source
 from rebalance.types import Record
-from rebalance.weights.interface import HOST, Place
-from rebalance.weights.sources import NoPeers, Peers, PullTransport, RankMemory
+from rebalance.weights.sources import (
+    HOST,
+    HostMemory,
+    MappedSlots,
+    Place,
+    WeightSource,
+    WeightSources,
+)
+from runtime.experts import ExpertBank, PeerBank
 from runtime.group.agreement import first_refusal
 from runtime.memory.shared import digest
 from runtime.streams import Completion
@@ -46,82 +53,82 @@ class KnownRecords:
         ]
         return found[:1] + found[-1:]
 
+    def places(self, rank: int, readable: frozenset[int]) -> Iterator[tuple[Record, Place]]:
+        """Every kind of place of a rank, once or twice."""
+        for record, slot in self.held_by(rank):
+            yield record, Place(Source.SAME_RANK, rank, slot)
+            yield record, HOST
+        for peer in sorted(readable - {rank}):
+            for record, slot in self.held_by(peer):
+                yield record, Place(Source.PEER, peer, slot)
 
-def choose_transport(
-    memory: RankMemory,
-    open_peers: Callable[[], Peers],
+
+def checked_sources(
+    rank: int,
+    bank: ExpertBank,
+    host: HostMemory,
+    others: WeightSource | None,
+    *,
+    open_peers: Callable[[], Mapping[int, PeerBank]],
     known: KnownRecords,
     group: dist.ProcessGroup,
-) -> tuple[PullTransport, str]:
-    """Make the transport that passes on every rank; collective, with the same result on every rank.
+) -> tuple[WeightSources, str]:
+    """Make the sources that pass on every rank; collective, of the same kinds on every rank.
 
     Args:
-        memory: this rank's.
-        open_peers: attaches the peers of this rank's host.
+        rank: this one.
+        bank: its own slots.
+        host: the memory of its host.
+        others: ranks that can be asked over the network; not checked, because none listens yet.
+        open_peers: maps the slots of the peers on this rank's host.
         known: what the live slots of all ranks hold now.
         group: every rank, at start-up.
 
     Returns:
-        The transport, and one sentence with the reason of the choice.
+        The sources, and one sentence with the reason of the choice.
 
     Raises:
         MigrationError: some rank reads wrong bytes from its own slots or the host cache of its
             host.
     """
-    wrong = first_refusal(_wrong_with(PullTransport(memory, NoPeers()), known, memory), group)
+    without_peers = WeightSources(MappedSlots(rank, bank), host, others)
+    wrong = first_refusal(_wrong_with(without_peers, rank, bank, known), group)
     if wrong:
         raise MigrationError(
             f"start-up check failed for a rank's own slots or its host cache: {wrong}"
         )
-    made: PullTransport | None = None
+    made: WeightSources | None = None
     try:
-        made = PullTransport(memory, open_peers())
-        wrong = _wrong_with(made, known, memory)
+        made = WeightSources(MappedSlots(rank, bank, open_peers()), host, others)
+        wrong = _wrong_with(made, rank, bank, known)
     except (ConfigError, MigrationError) as exc:
         wrong = str(exc)
     wrong = first_refusal(wrong, group)
     if made is None or wrong:
-        ways = (
-            "the host"
-            if memory.others is None
-            else "the host and from other ranks over the network"
-        )
-        why = f"weights are read from {ways}, not from peers: {wrong}"
-        return PullTransport(memory, NoPeers()), why
-    return (
-        made,
-        f"peers' slots and the host cache passed the start-up check on {group.size()} ranks",
-    )
+        far = "" if others is None else " and from other ranks over the network"
+        return without_peers, f"weights are read from the host{far}, not from peers: {wrong}"
+    passed = f"peers' slots and the host cache passed the start-up check on {group.size()} ranks"
+    return made, passed
 
 
-def _places(
-    transport: PullTransport, known: KnownRecords, rank: int
-) -> Iterator[tuple[Record, Place]]:
-    """Every kind of place, once or twice."""
-    for record, slot in known.held_by(rank):
-        yield record, Place(Source.SAME_RANK, rank, slot)
-        yield record, HOST
-    for peer in sorted(transport.readable - {rank}):
-        for record, slot in known.held_by(peer):
-            yield record, Place(Source.PEER, peer, slot)
-
-
-def _wrong_with(transport: PullTransport, known: KnownRecords, memory: RankMemory) -> str:
+def _wrong_with(sources: WeightSources, rank: int, bank: ExpertBank, known: KnownRecords) -> str:
     """Return the first failure, or "". Nothing serves yet, so this may wait."""
-    size, device = memory.bank.schema.record_bytes, memory.bank.device
-    into = torch.empty(size, dtype=torch.uint8, device=device)
-    for record, place in _places(transport, known, memory.rank):
+    size = bank.schema.record_bytes
+    into = torch.empty(size, dtype=torch.uint8, device=bank.device)
+    for record, place in known.places(rank, sources.readable):
         where = f"layer {record[0]} expert {record[1]} from {place}"
         try:
             if place == HOST:
-                transport.preload([record], PROOF_DEADLINE_S)
+                sources.host.lease([record], deadline_s=PROOF_DEADLINE_S)
             into.zero_()
             Completion(is_cuda=into.is_cuda).wait()  # zeros on this stream, the pull on another
             half = size // 2  # an offset other than 0 is to be right too
-            landed = [transport.pull(record, place, at, into[at:][:half]) for at in (0, half)]
+            landed = [sources.pull(record, place, at, into[at:][:half]) for at in (0, half)]
             deadline = time.monotonic() + PROOF_DEADLINE_S
             if not all(completion.wait_until(deadline) for completion in landed):
                 return f"{where} did not arrive within {PROOF_DEADLINE_S:.0f} s"
+            if place == HOST:
+                sources.host.release([record])
         except MigrationError as exc:
             return f"{where}: {exc}"
         if digest(into) != tuple(known.digests[record].tolist()):

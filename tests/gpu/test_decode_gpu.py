@@ -27,13 +27,13 @@ pytest.importorskip("triton")
 pytest.importorskip("zstandard", reason="the store packs samples with it")
 
 from benchmarks.migration.agent import emulated_migration, wire_emulated
-from benchmarks.migration.big_rank import NoHostCache
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.weights.sources import NoPeers, PullTransport, RankMemory
+from rebalance.weights.local import LocalHost
+from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
@@ -115,11 +115,11 @@ def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
         digests[layer, expert] = torch.tensor(bank.digest(layer, slot))
     store = QuickStore("test")
     store.commit(start, expected=None, reason="start")
-    transport = PullTransport(RankMemory(0, bank, NoHostCache()), NoPeers())
+    sources = WeightSources(MappedSlots(0, bank), LocalHost({}))
     wired = wire_emulated(
         AgentSettings("test", "run", OWN, sample_steps=4),
         HeldExperts(0, bank, digests, start),
-        Links(LocalVotes(1).member(0), transport, store, Sink(store)),
+        Links(LocalVotes(1).member(0), sources, store, Sink(store)),
         GROUP,
     )
     group = dist.group.WORLD

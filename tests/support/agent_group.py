@@ -1,6 +1,6 @@
 """Rank agents in one process, in lock step, over the shipped fakes: what several test files drive.
 
-A file adds what is its own: the transport, claims after every step, what it reads of the slots.
+A file adds what is its own: the sources, claims after every step, what it reads of the slots.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import MOVER
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import Record, VoteGroup
-from rebalance.weights.interface import WeightTransport
-from rebalance.weights.local import LocalTransport
+from rebalance.weights.local import LocalHost, local_slots
+from rebalance.weights.sources import WeightSources
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -152,7 +152,7 @@ class AgentGroup:
 
     def add(
         self,
-        transport: WeightTransport,
+        sources: WeightSources,
         digests: torch.Tensor,
         *,
         votes: VoteGroup | None = None,
@@ -163,7 +163,7 @@ class AgentGroup:
         rank = len(self.agents)
         clock, sink = StepClock(), Sink(self.store)
         votes, journal = votes or self.votes.member(rank), journal or NoJournal()
-        links = Links(votes, transport, self.store, sink, journal=journal, monotonic=self.time)
+        links = Links(votes, sources, self.store, sink, journal=journal, monotonic=self.time)
         given = {"sample_steps": 4} | FAR_OFF | settings
         wired = wire_agent(
             AgentSettings("test", "run", self.topology, **given),
@@ -196,7 +196,8 @@ class AgentGroup:
         ]
         for rank in range(num_ranks):
             self.fill(rank, records)
-            self.add(LocalTransport(self.topology, rank, self.banks, records), digests, **settings)
+            slots = local_slots(self.topology, rank, self.banks)
+            self.add(WeightSources(slots, LocalHost(records)), digests, **settings)
 
     def fill(self, rank: int, records: Mapping[Record, torch.Tensor]) -> None:
         """Write into a rank's slots what the start says that they hold."""
@@ -212,7 +213,7 @@ class AgentGroup:
 
     def close(self) -> None:
         # At once: each waits for its watcher's turn to end.
-        with ThreadPoolExecutor(len(self.agents)) as pool:
+        with ThreadPoolExecutor(max(1, len(self.agents))) as pool:
             list(pool.map(RankAgent.close, self.agents))
         self._patch.undo()
 

@@ -1,4 +1,4 @@
-"""Connections between ranks and the preload process of their host."""
+"""Where a host cache is found by the ranks of its host: an abstract Unix socket, and a key."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from eplb.errors import MigrationError
 from rebalance.weights.link.admission import peer_of
-from rebalance.weights.link.handshake import client_handshake
-from rebalance.weights.link.wire import Message, Wire
+from rebalance.weights.link.wire import Message, Wire, client_handshake
 
 PROTOCOL = "eplb-host-cache-2"  # in the address too: version 1 knew another handshake
 MESSAGE_DEADLINE_S = 10.0  # for the next byte of a started message, and for room to send one

@@ -12,14 +12,71 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.entries import Entry, EntryTable, State
-from rebalance.weights.cache.requests import Request, no_room, refusal_of
 
 WAIT_S = 1.0  # a lost wake-up costs this long, not for ever
 WRITER = 0  # the holder that keeps records until they are written behind; ranks count from 1
+
+
+@dataclass(eq=False)
+class Request:
+    """A rank's request for records. ``ended`` is called once and must not block."""
+
+    holder: int
+    number: int
+    records: Sequence[Record]
+    ended: Callable[[Request], None]
+    weights_version: int = 0
+    is_for_host: bool = False  # another host asks, not a rank: nothing is asked of a third
+    num_from_disk: int = 0
+    num_from_hosts: int = 0
+    fetched: set[Record] = field(default_factory=set)  # read for this request, not for an earlier
+    added: list[Entry] = field(default_factory=list)  # leases that this request added
+    missing: set[Record] = field(default_factory=set)
+    found: dict[Record, tuple[Digest, int]] = field(default_factory=dict)  # digest and place
+    error: str | None = None
+    is_ended: bool = False
+
+
+def refusal_of(request: Request, table: EntryTable, weights_version: int) -> str | None:
+    """Return why a request can never be granted, or None.
+
+    Records come from the checkpoint, whose weights are version 0.
+    """
+    if request.weights_version < weights_version:
+        return (
+            f"weights version {request.weights_version} was invalidated by version "
+            f"{weights_version}: ranks replaced the weights while they served; to start from the "
+            "checkpoint again, restart the host caches of all hosts first"
+        )
+    if request.weights_version > 0:
+        return (
+            f"weights version {request.weights_version} is not in the host cache, "
+            "which is filled from the checkpoint, version 0"
+        )
+    asked, room = set(request.records), table.num_entries
+    if len(asked) + table.num_leases[request.holder] <= room:
+        return None
+    beside = {entry.record for entry in table.held_by(request.holder)} - asked
+    if len(asked) + len(beside) <= room:
+        return None
+    return (
+        f"{len(asked)} records asked for beside {len(beside)} that this rank holds, "
+        f"expected at most {room}, the capacity of the host cache"
+    )
+
+
+def no_room(request: Request, table: EntryTable) -> str:
+    """Return what keeps a request waiting."""
+    held = sum(bool(entry.holders) for entry in table.entries.values())
+    return (
+        f"no room for {len(set(request.records))} records: {held} of {table.num_entries} entries "
+        f"are held, by {len(table.holders())} ranks"
+    )
 
 
 class HostCache:
@@ -104,9 +161,8 @@ class HostCache:
     def drop(self, holder: int) -> None:
         """End all requests and leases of a disconnected rank."""
         with self._changed:
-            asked = [*self._waiting, *(r for rs in self._loading.values() for r in rs)]
-            for request in asked:
-                if request.holder == holder and not request.is_ended:
+            for request in self._unanswered():
+                if request.holder == holder:
                     self._end(request, "its rank disconnected")
             for entry in self.table.held_by(holder):
                 self._release(entry, holder)
@@ -242,9 +298,11 @@ class HostCache:
                     self._end(request, refusal)
 
     def close(self) -> None:
-        """Stop the disk readers."""
+        """Stop the disk readers, and end all requests."""
         with self._changed:
             self._is_closed = True
+            for request in self._unanswered():
+                self._end(request, "the host cache is closing")
             self._changed.notify_all()
 
     def figures(self) -> dict[str, int]:
@@ -260,6 +318,10 @@ class HostCache:
             }
 
     # -- with the lock held
+
+    def _unanswered(self) -> list[Request]:
+        asked = [*self._waiting, *(r for rs in self._loading.values() for r in rs)]
+        return [request for request in dict.fromkeys(asked) if not request.is_ended]
 
     def _is_stuck(self) -> bool:
         holders_that_wait = {request.holder for request in self._waiting}

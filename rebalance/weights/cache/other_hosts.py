@@ -1,50 +1,57 @@
-"""Client for the host caches of other hosts, a record source between local memory and local disk.
+"""The host caches of other hosts as a source of records, between local memory and local disk.
 
-Each transfer is a pairwise TCP stream with its own deadline. A dead host breaks only its own
-streams, where the members of a collective would hang or abort together.
-
-Received bytes are verified: their digest must be the one that the other host announced, and the one
-that this host cache knows, if any. A host that fails is in back-off for a while.
+Each host is asked at most once a second which records it has in memory, and only such a host is
+asked for one. Received bytes are verified: their digest must be the one that the other host
+announced, and the one that this host cache knows, if any.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.types import Digest, Record
-from rebalance.weights.cache.known_host import KnownHost
 from rebalance.weights.disk.record_origin import RecordOrigin
-from rebalance.weights.link.handshake import client_handshake
+from rebalance.weights.link.client import LinkClient, StoppedError
 from rebalance.weights.link.host_link_settings import HostLinkSettings
 from rebalance.weights.link.limits import CHUNK_BYTES, Budget
-from rebalance.weights.link.wire import (
-    Message,
-    RefusedError,
-    Wire,
-    break_off,
-    check_announced,
-    connect,
-    field,
-    malformed_responses_fail,
-)
+from rebalance.weights.link.wire import Message, RefusedError, Wire, field
 from runtime.memory.shared import RunningDigest
+
+PROTOCOL = "eplb-hosts-2"
+INVENTORY_AGE_S = 1.0  # maximum age of a host's list of records in memory
 
 log = logging.getLogger(__name__)
 
 
-class WrongBytesError(MigrationError):
+class WrongBytesError(StoppedError):
     """The digest of received bytes is not the announced one."""
+
+
+class _OtherHost:
+    """One other host: the link to it, and which records it has in memory."""
+
+    def __init__(self, link: LinkClient) -> None:
+        self.link = link
+        self.wrong: set[Record] = set()  # that it gave with wrong bytes, once
+        self.requesting = threading.Lock()  # its inventory, by one thread at a time
+        self.inventory, self.inventory_until = 0, -math.inf  # a bit for each record, by number
+
+    @property
+    def is_inventory_old(self) -> bool:
+        """Whether it is to be asked what it holds."""
+        return time.monotonic() >= self.inventory_until
+
+    def note_inventory(self, inventory: int) -> None:
+        """Set what it holds, and until when that is believed."""
+        self.inventory, self.inventory_until = inventory, time.monotonic() + INVENTORY_AGE_S
 
 
 class OtherHosts:
@@ -63,14 +70,17 @@ class OtherHosts:
         origin: RecordOrigin,
         weights_version: Callable[[], int],
     ) -> None:
-        self._settings, self._weights_version = settings, weights_version
+        self._silence_s, self._weights_version = settings.silence_s, weights_version
         self.origin = origin
-        self._hosts = [KnownHost(address, settings.back_off_s) for address in settings.others]
-        self._is_closing = threading.Event()
+        tls = settings.tls.client_context() if settings.tls else None
+        self._hosts = [
+            _OtherHost(
+                LinkClient("host {} port {}".format(*at), at, PROTOCOL, settings, tls, self._check)
+            )
+            for at in settings.others
+        ]
+        self._is_closing, self._lock = threading.Event(), threading.Lock()
         self._inward = Budget(settings.bytes_per_second, self._is_closing)
-        self._tls = settings.tls.client_context() if settings.tls else None
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
         self.num_failures = 0  # hosts that were late, dead or wrong
         self.num_wrong = 0  # of that: wrong bytes
 
@@ -89,133 +99,99 @@ class OtherHosts:
             MigrationError: no other host gives it; with the reason of each.
         """
         reasons = []
-        for host in self._in_turn(record):
+        number = self.origin.number_of(record)
+        first = number % max(1, len(self._hosts))  # so that no host is asked for all records
+        for host in self._hosts[first:] + self._hosts[:first]:
             try:
-                if why := self._reason_to_skip(host, record, from_disk=from_disk):
-                    reasons.append(f"{host}: {why}")
-                    continue
+                if not from_disk:
+                    self._check_inventory(host, record, number)
                 brought = self._fetch(host, record, into, expected, from_disk=from_disk)
-            except RefusedError as exc:
-                reasons.append(f"{host}: {exc}")
             except MigrationError as exc:
                 self._note_failure(host, record, exc)
-                reasons.append(f"{host}: {exc}")
+                reasons.append(str(exc))
             else:
-                host.back_off.record_success()
                 host.wrong.discard(record)
                 return brought
         name = "layer {} expert {}".format(*record)
         raise MigrationError(f"no other host provides {name}: {'; '.join(reasons)}")
 
-    def _in_turn(self, record: Record) -> list[KnownHost]:
-        """All hosts, another one first for every record: none is asked for all of them."""
-        first = self.origin.number_of(record) % max(1, len(self._hosts))
-        return self._hosts[first:] + self._hosts[:first]
-
-    def _reason_to_skip(self, host: KnownHost, record: Record, *, from_disk: bool) -> str:
-        """Why a host is not asked for a record; "" if it is."""
-        if why := host.back_off.reason():
-            return why
-        if from_disk:
-            return ""
-        if record in host.wrong:
-            return "digest mismatch in an earlier transfer"
-        self._refresh_inventory(host)
-        return "" if host.holds(self.origin.number_of(record)) else "record not in its memory"
-
-    def _note_failure(self, host: KnownHost, record: Record, failure: MigrationError) -> None:
+    def _note_failure(self, host: _OtherHost, record: Record, failure: MigrationError) -> None:
+        is_wrong = isinstance(failure, WrongBytesError)
+        if isinstance(failure, RefusedError | StoppedError) and not is_wrong:
+            return  # the host does not have it, or the budget of this one is exhausted
         with self._lock:
             self.num_failures += 1
-            self.num_wrong += isinstance(failure, WrongBytesError)
-        if isinstance(failure, WrongBytesError) and record not in host.wrong:
+            self.num_wrong += is_wrong
+        if is_wrong and record not in host.wrong:
             # The wire or its memory erred once: asked again, it looks at its own bytes first.
             host.wrong.add(record)
-            log.warning("%s: %s", host, failure)
-            return
-        host.back_off.record_failure(str(failure))
+            log.warning("%s", failure)
+        elif is_wrong:
+            host.link.back_off.record_failure(str(failure))
 
-    # -- one request
+    def _check_inventory(self, host: _OtherHost, record: Record, number: int) -> None:
+        """Refuse a host that does not have a record in memory; ask it, if that is not known.
 
-    def _refresh_inventory(self, host: KnownHost) -> None:
-        """Ask a host what it holds, if that is not known; one thread asks."""
-        # Another thread waits for its answer only where there is no older one to go by.
-        patience_s = 0.0 if host.has_inventory else self._settings.silence_s
-        if not host.is_inventory_old() or not host.requesting_inventory.acquire(timeout=patience_s):
-            return
-        try:
-            if host.is_inventory_old():
-                host.note_inventory(self._request_inventory(host))
-        except MigrationError:
-            host.note_inventory(0)  # not again for a while
-            raise
-        finally:
-            host.requesting_inventory.release()
-
-    def _request_inventory(self, host: KnownHost) -> int:
-        with self._call(host) as wire:
-            wire.send({"ask": "book", "deadline_s": self._settings.silence_s})
-            return int.from_bytes(bytes.fromhex(field(wire.receive(), "held", str)), "little")
+        Raises:
+            RefusedError: with the reason.
+            MigrationError: the host failed.
+        """
+        if why := host.link.back_off.reason():
+            raise RefusedError(f"{host.link.name}: {why}")
+        if record in host.wrong:
+            raise RefusedError(f"{host.link.name}: digest mismatch in an earlier transfer")
+        # One thread asks. Another one waits for its answer only where there is no older one.
+        patience_s = self._silence_s if host.inventory_until == -math.inf else 0.0
+        if host.is_inventory_old and host.requesting.acquire(timeout=patience_s):
+            try:
+                if host.is_inventory_old:
+                    bits = bytearray(-(-self.origin.num_records // 8))
+                    host.link.fetch({"ask": "inventory"}, memoryview(bits))
+                    host.note_inventory(int.from_bytes(bits, "little"))
+            except MigrationError:
+                host.note_inventory(0)  # not again for a while
+                raise
+            finally:
+                host.requesting.release()
+        if not host.inventory >> number & 1:
+            raise RefusedError(f"{host.link.name}: record not in its memory")
 
     def _fetch(
         self,
-        host: KnownHost,
+        host: _OtherHost,
         record: Record,
         into: torch.Tensor,
         expected: Digest | None,
         *,
         from_disk: bool,
     ) -> Digest:
-        settings = self._settings
-        with self._call(host) as wire:
-            # It is to give up first, so that its reason arrives in time.
-            answer_s = 0.8 * wire.left_s if from_disk else 0.5 * settings.silence_s
-            ask = {
-                "ask": "record",
-                "record": record,
-                "from_disk": from_disk,
-                "is_suspect": record in host.wrong,
-                "weights_version": self._weights_version(),
-                "answer_s": answer_s,
-                "deadline_s": settings.deadline_s,
-            }
-            wire.send(ask)
-            answer = wire.receive_answer(until_deadline=from_disk)
+        data, found = into.numpy(), RunningDigest()
+
+        def receive(wire: Wire, answer: Message) -> None:
             plain, weighted = field(answer, "digest", list)
             declared = int(plain), int(weighted)
             if expected not in (None, declared):
                 raise WrongBytesError(f"it announced digest {declared}, expected {expected}")
-            check_announced(answer, len(into))
-            self._receive(wire, into.numpy(), declared)
-            return declared
+            for first in range(0, len(data), CHUNK_BYTES):
+                chunk = data[first : first + CHUNK_BYTES]
+                try:
+                    self._inward.spend(len(chunk), wire.deadline)
+                except MigrationError as exc:
+                    raise StoppedError(str(exc)) from exc
+                wire.receive_bytes(chunk.data)
+                found.add(chunk)
+            if found.value != declared:
+                raise WrongBytesError(f"digest mismatch: found {found.value}, expected {declared}")
 
-    def _receive(self, wire: Wire, data: NDArray[np.uint8], declared: Digest) -> None:
-        running = RunningDigest()
-        for first in range(0, len(data), CHUNK_BYTES):
-            chunk = data[first : first + CHUNK_BYTES]
-            try:
-                self._inward.spend(len(chunk), wire.deadline)
-            except MigrationError as exc:
-                raise RefusedError(str(exc)) from exc  # the local budget, not the other host
-            wire.receive_bytes(chunk.data)
-            running.add(chunk)
-        if running.value != declared:
-            raise WrongBytesError(f"digest mismatch: found {running.value}, expected {declared}")
-
-    @contextmanager
-    def _call(self, host: KnownHost) -> Iterator[Wire]:
-        """Reach a host that proves to be of this deployment, and to have the same records."""
-        settings = self._settings
-        with connect(host.address, settings.silence_s, self._tls) as end:
-            with self._lock:
-                self._open.add(end)
-            try:
-                with malformed_responses_fail():
-                    wire = Wire(end, time.monotonic() + settings.deadline_s, settings.silence_s)
-                    self._check(client_handshake(wire, settings.secret))
-                    yield wire
-            finally:
-                with self._lock:
-                    self._open.discard(end)
+        ask = {
+            "ask": "record",
+            "record": record,
+            "from_disk": from_disk,
+            "is_suspect": record in host.wrong,
+            "weights_version": self._weights_version(),
+        }
+        host.link.fetch(ask, data.data, is_slow=from_disk, receive=receive)
+        return found.value
 
     def _check(self, hello: Message) -> None:
         """Reject a host whose records have another origin or version.
@@ -241,6 +217,5 @@ class OtherHosts:
     def close(self) -> None:
         """Break off whatever is under way."""
         self._is_closing.set()
-        with self._lock:
-            for end in self._open:
-                break_off(end)
+        for host in self._hosts:
+            host.link.close()

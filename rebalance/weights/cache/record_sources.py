@@ -1,9 +1,9 @@
-"""Record sources of a host cache: other hosts' memory, its own disk, other hosts' disks."""
+"""What fills a host cache: other hosts' memory, its own disk, other hosts' disks."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,8 +16,6 @@ from rebalance.weights.disk.record_loader import Loaded, RecordLoader
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-
-log = logging.getLogger(__name__)
 
 
 class RecordSources:
@@ -49,7 +47,10 @@ class RecordSources:
         self.hosts: OtherHosts | None = None
         if links is not None and links.others:
             self.hosts = OtherHosts(links, self._own_origin, weights_version)
-        self._asks_hosts_first = links is not None and links.order == "before_disk"
+        # A host cache without a disk asks memories first too: no host is to read what another has.
+        self._asks_hosts_first = links is not None and (
+            links.order == "before_disk" or self.disk is None
+        )
         self._brought: dict[Record, Digest] = {}  # of those that other hosts gave
 
     def origin(self) -> RecordOrigin:
@@ -73,39 +74,36 @@ class RecordSources:
             is_for_host: returns whether only another host requests it: then no third host is asked.
 
         Raises:
-            CheckpointError: the disk does not have it.
-            MigrationError: other hosts do not have it, and there is no disk.
+            CheckpointError: no source has it; with the reason of each.
         """
-        if self.hosts is None:
-            return self._read(record, into)
-        # A host cache without a disk asks memories first too: no host is to read what another
-        # holds.
-        if (self._asks_hosts_first or self.disk is None) and not is_for_host():
+        failures: list[Exception] = []
+        for load, is_host in self._in_order():
+            if is_host and is_for_host():
+                continue
             try:
-                return self._bring(self.hosts, record, into, from_disk=False)
-            except MigrationError as exc:
-                log.debug("%s", exc)  # of every host that failed there was a warning
-        try:
-            return self._read(record, into)
-        except (CheckpointError, OSError) as exc:
-            if is_for_host():
-                raise
-            try:
-                return self._bring(self.hosts, record, into, from_disk=True)
-            except MigrationError as none:
-                raise CheckpointError(f"{exc}; {none}") from exc
+                return load(record, into)
+            except (CheckpointError, MigrationError, OSError) as exc:
+                failures.append(exc)
+        raise CheckpointError("; ".join(map(str, failures))) from failures[-1]
 
-    def _read(self, record: Record, into: torch.Tensor) -> Loaded:
+    def _in_order(self) -> list[tuple[Callable[[Record, torch.Tensor], Loaded], bool]]:
+        """Loaders to try one after the other, and whether each asks other hosts."""
+        in_memory, on_disk = (partial(self._from_hosts, from_disk=disk) for disk in (False, True))
+        if self.hosts is None:
+            return [(self._from_own_disk, False)]
+        if self._asks_hosts_first:
+            return [(in_memory, True), (self._from_own_disk, False), (on_disk, True)]
+        return [(self._from_own_disk, False), (on_disk, True)]
+
+    def _from_own_disk(self, record: Record, into: torch.Tensor) -> Loaded:
         if self.disk is None:
-            layer, expert = record
-            raise CheckpointError(f"layer {layer} expert {expert}: this host has no checkpoint")
+            raise CheckpointError("layer {} expert {}: no checkpoint on this host".format(*record))
         return self.disk.load(record, into)
 
-    def _bring(
-        self, hosts: OtherHosts, record: Record, into: torch.Tensor, *, from_disk: bool
-    ) -> Loaded:
+    def _from_hosts(self, record: Record, into: torch.Tensor, *, from_disk: bool) -> Loaded:
+        assert self.hosts is not None, "only called with other hosts"
         expected = self.disk.digest_of(record) if self.disk else self._brought.get(record)
-        found = hosts.bring(record, into, expected, from_disk=from_disk)
+        found = self.hosts.bring(record, into, expected, from_disk=from_disk)
         if self.disk is not None:
             self.disk.learn(record, found)  # what the disk gives later must be the same
         else:

@@ -7,7 +7,7 @@ record's entry, and read the entries directly for as long as they hold a lease.
     rank --> HostCacheSession --> HostCache --> reader threads: other hosts, record file, checkpoint
     rank <-- digests, entries ---+                |
     rank reads the arena         WriteBehind <----+  appends repacked records to the record file
-    other host --> HostLinkServer --> HostCache, and receives the bytes
+    other host --> LinkServer --> RecordsForHosts --> HostCache, and receives the bytes
 """
 
 from __future__ import annotations
@@ -34,28 +34,19 @@ from rebalance.weights.cache.address import (
 )
 from rebalance.weights.cache.cache import WRITER, HostCache
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.client import HostCacheStats
 from rebalance.weights.cache.entries import Entry
-from rebalance.weights.cache.for_hosts import RecordsForHosts
-from rebalance.weights.cache.host_link_server import HostLinkServer
+from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
 from rebalance.weights.cache.record_sources import RecordSources
-from rebalance.weights.cache.session import HostCacheParts, HostCacheSession
-from rebalance.weights.cache.stats import HostCacheStats
+from rebalance.weights.cache.session import HostCacheParts, HostCacheSession, RecordsForHosts
 from rebalance.weights.disk.record_loader import WriteBehind, Written
 from rebalance.weights.link.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
-from rebalance.weights.link.server import ConnectionListener, ListenerSettings
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
+from rebalance.weights.link.server import LinkServer
 from rebalance.weights.link.wire import Message, Wire
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import PAGE_BYTES, SharedArena
-
-__all__ = [
-    "HostCacheAddress",
-    "HostCacheClient",
-    "HostCacheServer",
-    "HostCacheSettings",
-    "HostCacheStats",
-]
 
 CLOSE_DEADLINE_S = 10.0
 
@@ -84,8 +75,7 @@ class HostCacheServer:
         self._record_bytes = schema.record_bytes
         num_records = model.num_layers * model.num_experts
         self._num_entries = settings.num_entries(num_records, schema.record_bytes)
-        self._link_server: HostLinkServer | None = None
-        self._holders = itertools.count(WRITER + 1)
+        self._link_server: LinkServer | None = None
         self._is_closed = threading.Event()
         self._readers: list[threading.Thread] = []
         with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
@@ -100,14 +90,29 @@ class HostCacheServer:
             )
             undo.callback(sources.close)
             origin, links = sources.origin, settings.links
-            self._parts = HostCacheParts(cache, self.arena, origin(), lambda: asdict(self.stats()))
+            self._parts = HostCacheParts(
+                cache,
+                self.arena,
+                origin(),
+                lambda: asdict(self.stats()),
+                itertools.count(WRITER + 1),
+            )
+            self._for_hosts = RecordsForHosts(self._parts)
             self.writer = self._new_writer(settings)
             if self.writer is not None:
                 undo.callback(self.writer.close)
             undo.callback(self._end_readers)
             if links is not None and links.listen is not None:
-                self._link_server = HostLinkServer(
-                    links, RecordsForHosts(self._parts), origin, self._holders
+                self._link_server = LinkServer(
+                    "host",
+                    links.listen,
+                    HOSTS_PROTOCOL,
+                    links,
+                    lambda: {
+                        "origin": asdict(origin()),
+                        "weights_version": cache.weights_version,
+                    },
+                    self._for_hosts.lend,
                 )
                 undo.callback(self._link_server.close)
             self._start_readers(settings.num_readers)
@@ -162,7 +167,7 @@ class HostCacheServer:
     def _serve_rank(self, wire: Wire) -> None:
         """Serve one rank, on its own thread."""
         wire.deadline = math.inf
-        HostCacheSession(self._parts, wire, next(self._holders)).run()
+        HostCacheSession(self._parts, wire).run()
 
     # -- disk
 
@@ -220,7 +225,7 @@ class HostCacheServer:
             bytes_from_checkpoint=found.get("repacked", 0) * size,
             bytes_from_record_file=found.get("from_record_file", 0) * size,
             bytes_from_other_hosts=found.get("from_hosts", 0) * size,
-            bytes_to_other_hosts=(self._link_server.num_sent if self._link_server else 0) * size,
+            bytes_to_other_hosts=self._for_hosts.num_sent * size,
             host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
             damaged=self._sources.num_damaged,
             not_written=self.writer.num_skipped if self.writer else 0,

@@ -1,16 +1,22 @@
-"""One rank's session in the host cache: receive requests, answer when they are complete.
+"""What clients are served from a host cache: ranks of this host, and the caches of other hosts.
 
-While records are loaded the session keeps receiving, so that the leases of a rank that dies or
-cancels end at once.
+A rank's session receives requests, and answers when they are complete. While records are loaded it
+keeps receiving, so that the leases of a rank that dies or cancels end at once.
+
+Another host asks for one record at a time, which is leased like a rank's while its bytes are sent.
+Its request is never forwarded to a third host, only to the local disk, so hosts that lack the same
+record never wait for each other in a cycle.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
@@ -19,11 +25,13 @@ import torch
 from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.errors import CheckpointError
 from rebalance.types import Digest, Record
-from rebalance.weights.cache.cache import HostCache
-from rebalance.weights.cache.requests import Request
+from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.disk.record_origin import RecordOrigin
-from rebalance.weights.link.wire import DisconnectedError, Message, Wire
+from rebalance.weights.link.server import Lent
+from rebalance.weights.link.wire import DisconnectedError, Message, RefusedError, Wire, field
 from runtime.memory.shared import SharedArena, digest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class HostCacheParts:
     arena: SharedArena
     origin: RecordOrigin
     figures: Callable[[], dict[str, int]]
+    holders: Iterator[int]  # a new number for each client
 
     def record_at(self, place: int) -> torch.Tensor:
         """Bytes [record_bytes] of an entry, by its index."""
@@ -44,8 +53,8 @@ class HostCacheParts:
 class HostCacheSession:
     """A connected rank, on the thread that serves it."""
 
-    def __init__(self, parts: HostCacheParts, wire: Wire, holder: int) -> None:
-        self._parts, self._wire, self._holder = parts, wire, holder
+    def __init__(self, parts: HostCacheParts, wire: Wire) -> None:
+        self._parts, self._wire, self._holder = parts, wire, next(parts.holders)
         self._wake = os.eventfd(0)
         self._ended: deque[Request] = deque()
         self._deadlines: dict[Request, float] = {}  # of those that are not answered yet
@@ -152,3 +161,74 @@ class HostCacheSession:
 
 def _records(message: Message) -> Sequence[Record]:
     return [(int(layer), int(expert)) for layer, expert in message["records"]]
+
+
+class RecordsForHosts:
+    """Lends the records of a host cache to the caches of other hosts (``link/server.py``)."""
+
+    def __init__(self, parts: HostCacheParts) -> None:
+        self._parts, self._lock = parts, threading.Lock()
+        self.num_sent = 0  # records
+
+    @contextmanager
+    def lend(self, ask: Message, answer_at: float) -> Iterator[Lent]:
+        """Have in memory what another host asks for, until the context ends.
+
+        Raises:
+            RefusedError: it cannot be had, or not in time.
+        """
+        if ask["ask"] == "inventory":
+            yield Lent(self._inventory())
+            return
+        if ask["ask"] != "record":
+            raise ValueError(f"unknown request {ask['ask']!r}")
+        ((layer, expert),) = _records({"records": [ask["record"]]})
+        holder = next(self._parts.holders)
+        try:
+            self._parts.origin.number_of((layer, expert))
+            found, data = self._lease(holder, (layer, expert), ask, answer_at)
+            yield Lent(data, {"digest": found})
+        except CheckpointError as exc:
+            raise RefusedError(str(exc)) from exc
+        finally:
+            self._parts.cache.drop(holder)
+        with self._lock:
+            self.num_sent += 1
+
+    def _inventory(self) -> torch.Tensor:
+        """Which records are in memory: a bit each, in their order."""
+        origin = self._parts.origin
+        bits = bytearray(-(-origin.num_records // 8))
+        for record in self._parts.cache.ready():
+            number = origin.number_of(record)
+            bits[number // 8] |= 1 << number % 8
+        return torch.frombuffer(bits, dtype=torch.uint8)
+
+    def _lease(
+        self, holder: int, record: Record, ask: Message, answer_at: float
+    ) -> tuple[Digest, torch.Tensor]:
+        """Lease a record; look at its bytes first if the other host has received wrong ones."""
+        cache, version = self._parts.cache, field(ask, "weights_version", int)
+        ask_cache = cache.ask if field(ask, "from_disk", bool) else cache.lease_ready
+
+        def ended(ask_cache: Callable[[Request], None]) -> tuple[Digest, torch.Tensor]:
+            has_ended = threading.Event()
+            request = Request(
+                holder, 1, [record], lambda _: has_ended.set(), version, is_for_host=True
+            )
+            ask_cache(request)
+            if not has_ended.wait(max(0.0, answer_at - time.monotonic())):
+                cache.expire(request)
+            if request.error is not None:
+                raise RefusedError(request.error)
+            found, place = request.found[record]
+            return found, self._parts.record_at(place)
+
+        found, data = ended(ask_cache)
+        if field(ask, "is_suspect", bool) and digest(data) != found:
+            log.error(
+                "layer %d expert %d: checksum mismatch in the host cache; reloading from disk",
+                *record,
+            )
+            return ended(cache.reload)
+        return found, data

@@ -1,8 +1,9 @@
-"""Which clients of the host weight cache's socket get a session: an abstract name has no mode bits.
+"""Which clients a listener serves: so many over TCP; on this host those of one user, in turn.
 
-Any process of the machine may connect to it. A client of another user is closed at once. Those of
-this user prove that they know the key before a deadline, and only so many at a time: one process
-that connects without end neither uses up the descriptors nor keeps ranks out.
+Any process of the machine may connect to the socket of a host cache, whose abstract name has no
+mode bits. A client of another user is closed at once. Those of this user prove that they know the
+key before a deadline, and only so many at a time: one process that connects without end neither
+uses up the descriptors nor keeps ranks out.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from rebalance.weights.link.wire import break_off
+from eplb.errors import MigrationError
+from rebalance.weights.link.wire import Wire, break_off
 
+MAX_CLIENTS = 64  # open connections of one TCP listener; further clients are refused
+REFUSAL_TIMEOUT_S = 0.1
 MAX_SESSIONS = 1024
 MAX_UNAUTHENTICATED = 64  # clients that have not proved yet that they know the key
 MAX_UNAUTHENTICATED_OF_PROCESS = 8
@@ -25,6 +30,52 @@ HANDSHAKE_DEADLINE_S = 10.0  # for all of it, however slowly bytes come
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 log = logging.getLogger(__name__)
+
+
+class Admission(Protocol):
+    """Which clients are served. ``admit`` belongs to one thread; the rest is thread-safe."""
+
+    def admit(self, client: socket.socket) -> bool:
+        """Return whether a client gets a thread; ``leave`` ends it. A refusal is logged or sent."""
+
+    def authenticated(self, client: socket.socket) -> None:
+        """Note that a client has proved the secret."""
+
+    def leave(self, client: socket.socket, failure: str) -> None:
+        """Note that a client is served no more; ``failure`` says why it was never authenticated."""
+
+
+class ClientLimit:
+    """Admits ``MAX_CLIENTS`` clients; further ones receive the reason."""
+
+    def __init__(self, *, is_tls: bool = False) -> None:
+        self._lock, self._num_clients, self._is_tls = threading.Lock(), 0, is_tls
+
+    def admit(self, client: socket.socket) -> bool:
+        """Return whether there is room for a client."""
+        with self._lock:
+            has_room = self._num_clients < MAX_CLIENTS
+            self._num_clients += has_room
+        if not has_room and self._is_tls:  # a client would have to be waited for to be told
+            log.warning("connection limit reached: %d clients connected", MAX_CLIENTS)
+        elif not has_room:
+            try:
+                # Nothing was sent before, so there is room for this: it never waits.
+                wire = Wire(client, time.monotonic() + REFUSAL_TIMEOUT_S, REFUSAL_TIMEOUT_S)
+                wire.send({"refused": f"connection limit reached: {MAX_CLIENTS} clients connected"})
+            except (MigrationError, OSError) as exc:
+                log.warning("connection limit reached, refusal not sent: %s", exc)
+        return has_room
+
+    def authenticated(self, client: socket.socket) -> None:
+        """Ignored: the limit counts all clients."""
+
+    def leave(self, client: socket.socket, failure: str) -> None:
+        """Make room."""
+        with self._lock:
+            self._num_clients -= 1
+        if failure:
+            log.warning("%s", failure)
 
 
 class Peer(NamedTuple):
@@ -47,7 +98,7 @@ def peer_of(end: socket.socket) -> Peer:
 
 
 class LocalAdmission:
-    """``rebalance.weights.link.server.Admission`` of clients of this host."""
+    """Admits processes of this user, on this host, before and after they are authenticated."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

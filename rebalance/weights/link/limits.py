@@ -1,4 +1,4 @@
-"""Rate of staging: a bandwidth budget for each kind of link, and the engine's pause.
+"""Limits of a link: a budget of bytes a second, and the back-off of a peer that failed.
 
 Pulls at full speed delay serving: 88 MB from a peer in every step added 52 % to the slowest steps,
 8 MB in every step (19 GB/s) added 0.3 % (measured on 4 x H200). So bytes are pulled in small
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 8 * 2**20  # between two looks at a budget, and worked into the digest at once
 NOW = -math.inf  # a time that has always passed
+FIRST_BACK_OFF_S = 1.0  # doubled at every failure that follows another
 
 
 class TokenBucket:
@@ -85,39 +86,39 @@ class Budget:
                 raise MigrationError("this process is closing its connections")
 
 
-class Hold:
-    """Pauses of staging that an engine requests, during prefills or KV transfers.
+class BackOff:
+    """Suspends requests to one host or rank after failures. Thread-safe.
 
-    Thread-safe. Staging stands still while any of them lasts. A pause without a resume ends at its
-    deadline, because a migration that never ends would block every later one.
+    Args:
+        name: of the host or rank, for messages.
+        most_s: upper limit of one back-off.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
+    def __init__(
+        self, name: str, most_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name, self._most_s, self._clock = name, most_s, clock
         self._lock = threading.Lock()
-        self._until: dict[object, float] = {}  # deadline of each pause, by whose it is
+        self._rest_s, self._until, self._why = 0.0, -math.inf, ""
 
-    def pause(self, deadline_s: float, of: object = None) -> None:
-        """Pause staging until ``resume`` or for ``deadline_s``; a second call restarts it.
-
-        Args:
-            of: whose pause it is; each one's ends by itself.
-        """
+    def reason(self) -> str:
+        """Return why requests are suspended; "" if they are not."""
         with self._lock:
-            self._until[of] = self.clock() + deadline_s
+            left_s = self._until - self._clock()
+            return f"in back-off for {left_s:.1f} s more after: {self._why}" if left_s > 0 else ""
 
-    def resume(self, of: object = None) -> None:
-        """End one's pause; nothing where it has ended already."""
+    def record_failure(self, why: str) -> None:
+        """Start a back-off, twice as long as the one before."""
         with self._lock:
-            self._until.pop(of, None)
+            now = self._clock()
+            if now < self._until:
+                return  # the same failure, seen by another thread
+            self._rest_s = min(self._most_s, max(FIRST_BACK_OFF_S, 2 * self._rest_s))
+            self._until, self._why = now + self._rest_s, why
+        log.warning("%s: in back-off for %.3g s after: %s", self._name, self._rest_s, why)
 
-    def ready_at(self) -> float:
-        """When staging may continue; a time in the past means now."""
+    def record_success(self) -> None:
+        """Reset the back-off after a successful request."""
         with self._lock:
-            now = self.clock()
-            for of in [of for of, until in self._until.items() if now >= until]:
-                log.warning(
-                    "staging resumed: the pause reached its deadline without resume_staging"
-                )
-                del self._until[of]
-            return max(self._until.values(), default=NOW)
+            self._rest_s = 0.0

@@ -1,225 +1,152 @@
-"""Listener: one thread accepts, and each client is served by its own thread.
+"""The server of a link: sends the bytes that other processes ask for.
 
-A client must prove that it has the deployment's secret; before that it receives only a nonce. The
-owner (host cache or rank) serves the connection after the handshake.
+    client                                      server
+      | ------- what, answer_s, deadline_s -------> |   the answer begins within ``answer_s``
+      | <------ number of bytes, the bytes -------- |   or a refusal
+      | <------ confirmation ---------------------- |   or the reason why the bytes are invalid
+      | ------- the next request, or nothing -----> |
+
+What is served is the owner's: ``lend`` gives records of a host cache (``cache/session.py``) or live
+slots of a rank (``rank_link.py``). A dead or slow client costs one waiting thread, up to a
+deadline.
 """
 
 from __future__ import annotations
 
-import logging
-import socket
-import ssl
+import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+
+import torch
 
 from eplb.errors import MigrationError
-from rebalance.weights.link.handshake import server_handshake
-from rebalance.weights.link.tls import refusal
-from rebalance.weights.link.wire import Message, Wire, break_off
+from rebalance.weights.link.bounce import Bounce
+from rebalance.weights.link.client import KEPT_S, LinkSettings
+from rebalance.weights.link.limits import Budget
+from rebalance.weights.link.link_settings import HostAddress
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.wire import Message, RefusedError, Wire
+from rebalance.weights.link.wire import field as field_of
 
-MAX_CLIENTS = 64  # open connections of one listener; further clients are refused
-HANDSHAKE_DEADLINE_S = 5.0
-REFUSAL_TIMEOUT_S = 0.1
-ACCEPT_RETRY_S = 1.0
-CLOSE_DEADLINE_S = 10.0
+PIECE_BYTES = 2 * 2**20  # between two looks at the budget: 1.7 ms of it
+IDLE_S = 3 * KEPT_S  # a connection that was idle for longer is closed
 
-log = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+
+
+def always_valid() -> None:
+    """Bytes that cannot change while they are lent."""
 
 
 @dataclass(frozen=True)
-class ListenerSettings:
-    """Protocol and limits of a listener."""
+class Lent:
+    """What is sent for one request."""
 
-    peer_kind: str  # "host", "rank" or "local rank", for messages and for the names of threads
-    protocol: str
-    secret: bytes = field(repr=False)
-    silence_s: float  # without a byte, after which the connection is closed
-    handshake_s: float = HANDSHAKE_DEADLINE_S  # for all of it, however slowly bytes come
-    tls: ssl.SSLContext | None = None  # None: plain
+    data: torch.Tensor  # [num_bytes]
+    header: Message = field(default_factory=dict)  # fields of the answer
+    check: Callable[[], None] = always_valid  # raises RefusedError if the bytes were not valid
 
 
-class Admission(Protocol):
-    """Which clients are served. ``admit`` belongs to one thread; the rest is thread-safe."""
-
-    def admit(self, client: socket.socket) -> bool:
-        """Return whether a client gets a thread; ``leave`` ends it. A refusal is logged or sent."""
-
-    def authenticated(self, client: socket.socket) -> None:
-        """Note that a client has proved the secret."""
-
-    def leave(self, client: socket.socket, failure: str) -> None:
-        """Note that a client is served no more; ``failure`` says why it was never authenticated."""
+# Takes a request, and a time by which the answer must begin. Raises RefusedError, or TypeError for
+# a malformed request.
+Lend = Callable[[Message, float], AbstractContextManager[Lent]]
 
 
-class ClientLimit:
-    """Admits ``MAX_CLIENTS`` clients; further ones receive the reason."""
-
-    def __init__(self, *, is_tls: bool = False) -> None:
-        self._lock, self._num_clients, self._is_tls = threading.Lock(), 0, is_tls
-
-    def admit(self, client: socket.socket) -> bool:
-        """Return whether there is room for a client."""
-        with self._lock:
-            has_room = self._num_clients < MAX_CLIENTS
-            self._num_clients += has_room
-        if not has_room and self._is_tls:  # a client would have to be waited for to be told
-            log.warning("connection limit reached: %d clients connected", MAX_CLIENTS)
-        elif not has_room:
-            try:
-                # Nothing was sent before, so there is room for this: it never waits.
-                wire = Wire(client, time.monotonic() + REFUSAL_TIMEOUT_S, REFUSAL_TIMEOUT_S)
-                wire.send({"refused": f"connection limit reached: {MAX_CLIENTS} clients connected"})
-            except (MigrationError, OSError) as exc:
-                log.warning("connection limit reached, refusal not sent: %s", exc)
-        return has_room
-
-    def authenticated(self, client: socket.socket) -> None:
-        """Ignored: the limit counts all clients."""
-
-    def leave(self, client: socket.socket, failure: str) -> None:
-        """Make room."""
-        with self._lock:
-            self._num_clients -= 1
-        if failure:
-            log.warning("%s", failure)
-
-
-class ConnectionListener:
-    """Accepts on ``listening``, which it closes, until ``close``.
+class LinkServer:
+    """Serves bytes until ``close``.
 
     Args:
-        listening: a socket of ``listen``, or a Unix socket.
-        settings: protocol and limits.
+        kind: of the servers and clients, "host" or "rank", for messages.
+        address: where it listens.
+        protocol: of this kind of server.
+        settings: secret, limits and deadlines.
         hello: what an authenticated client receives about the owner.
-        serve: serves one client, on that client's thread; it sets its own deadline.
-        is_closing: set on close, so that waits in ``serve`` can end.
-        admission: which clients are served; by default ``ClientLimit``.
+        lend: gives what a request names, until the context ends.
+        device: of the bytes that are lent.
+
+    Raises:
+        MigrationError: the address cannot be listened on.
     """
 
     def __init__(
         self,
-        listening: socket.socket,
-        settings: ListenerSettings,
+        kind: str,
+        address: HostAddress,
+        protocol: str,
+        settings: LinkSettings,
         hello: Callable[[], Message],
-        serve: Callable[[Wire], None],
-        is_closing: threading.Event,
-        admission: Admission | None = None,
+        lend: Lend,
+        device: torch.device = CPU,
     ) -> None:
-        self._settings, self._hello, self._serve = settings, hello, serve
-        self._is_closing = is_closing
-        self._admission = admission or ClientLimit(is_tls=settings.tls is not None)
-        self._lock = threading.Lock()
-        self._clients: dict[socket.socket, threading.Thread] = {}
-        self._listening = listening
-        name = f"{settings.peer_kind}-accept"
-        self._accepting = threading.Thread(target=self._accept, name=name, daemon=True)
-        self._accepting.start()
-
-    def _accept(self) -> None:
-        while not self._is_closing.is_set():
-            try:
-                client, address = self._listening.accept()
-                is_admitted = self._admission.admit(client)
-            except OSError as exc:
-                if not self._is_closing.is_set():
-                    log.warning(
-                        "cannot accept the connection of a %s: %s", self._settings.peer_kind, exc
-                    )
-                    self._is_closing.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
-                continue
-            if is_admitted:
-                kind = self._settings.peer_kind
-                self._start(client, f"{kind} {address[0]}" if address else kind)  # Unix has none
-            else:
-                client.close()
-
-    def _start(self, accepted: socket.socket, name: str) -> None:
-        try:
-            client = self._wrapped(accepted)
-        except OSError as exc:  # disconnected already
-            accepted.close()
-            self._admission.leave(accepted, f"{name}: connection failed: {refusal(exc)}")
-            return
-
-        def run() -> None:
-            try:
-                with client:
-                    self._serve_client(client, name)
-            finally:
-                with self._lock:
-                    self._clients.pop(client, None)
-
-        thread_name = f"{self._settings.peer_kind}-client"
-        thread = threading.Thread(target=run, name=thread_name, daemon=True)
-        with self._lock:
-            self._clients[client] = thread
-        thread.start()
-
-    def _wrapped(self, client: socket.socket) -> socket.socket:
-        """Prepare TLS, if there is any; nothing is sent or received before the client's thread."""
-        if self._settings.tls is None:
-            return client
-        return self._settings.tls.wrap_socket(
-            client, server_side=True, do_handshake_on_connect=False
+        self._settings, self._lend, self._device = settings, lend, device
+        self._lock, self.num_bytes_sent = threading.Lock(), 0
+        is_closing = threading.Event()
+        self._outward = Budget(settings.bytes_per_second, is_closing)
+        # Who holds a turn is sending; on a GPU a turn comes with pinned memory.
+        self._turns: queue.SimpleQueue[Bounce | None] = queue.SimpleQueue()
+        for _ in range(settings.max_transfers):
+            self._turns.put(Bounce(device, PIECE_BYTES) if device.type == "cuda" else None)
+        tls = settings.tls.server_context() if settings.tls else None
+        self._listener = ConnectionListener(
+            listen(address, kind),
+            ListenerSettings(kind, protocol, settings.secret, settings.silence_s, tls=tls),
+            hello,
+            self._serve,
+            is_closing,
         )
 
-    def _serve_client(self, client: socket.socket, name: str) -> None:
+    def _serve(self, wire: Wire) -> None:
         """Serve one client, on its own thread."""
-        settings, failure, is_authenticated = self._settings, "", False
-        deadline = time.monotonic() + settings.handshake_s
-        try:
-            if isinstance(client, ssl.SSLSocket):
-                client.settimeout(settings.handshake_s)  # for the whole handshake
-                client.do_handshake()
-            wire = Wire(client, deadline, settings.silence_s)
-            server_handshake(wire, settings.secret, self._hello(), protocol=settings.protocol)
-            is_authenticated = True
-            self._admission.authenticated(client)
-            self._serve(wire)
-        except (MigrationError, OSError) as exc:
-            why = refusal(exc) if isinstance(exc, OSError) else exc
-            failure = f"{name}: connection failed: {why}"
-        except (KeyError, TypeError, ValueError) as exc:
-            log.error("%s: malformed request; closing the connection: %r", name, exc)
-        finally:
-            if self._is_closing.is_set():
-                failure = ""
-            elif failure and is_authenticated:
-                log.warning("%s", failure)
-            self._admission.leave(client, "" if is_authenticated else failure)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while wire.wait_for_data(IDLE_S):
+            wire.deadline = time.monotonic() + self._settings.deadline_s
+            ask = wire.receive()
+            now = time.monotonic()
+            wire.deadline = min(wire.deadline, now + field_of(ask, "deadline_s", float))
+            answer_at = min(wire.deadline, now + field_of(ask, "answer_s", float))
+            try:
+                with self._lend(ask, answer_at) as lent:
+                    self._send(wire, lent, answer_at)
+                    lent.check()  # a change meanwhile invalidates the bytes
+            except RefusedError as exc:  # before any byte, or after the last one
+                wire.send({"refused": str(exc)})
+                continue
+            with self._lock:
+                self.num_bytes_sent += len(lent.data)
+            wire.send({"is_whole": True})
 
-    def stop(self) -> None:
-        """Stop accepting connections; the address is free then."""
-        self._is_closing.set()
-        break_off(self._listening)  # ends the accept, which close alone does not
-        self._accepting.join(CLOSE_DEADLINE_S)
-        self._listening.close()
+    def _send(self, wire: Wire, lent: Lent, answer_at: float) -> None:
+        """Send the bytes when it is this request's turn.
+
+        Raises:
+            RefusedError: the limit of transfers or of bytes is reached.
+            MigrationError: the connection failed, or the client does not read.
+        """
+        try:
+            bounce = self._turns.get(timeout=max(0.0, answer_at - time.monotonic()))
+        except queue.Empty:
+            num = self._settings.max_transfers
+            raise RefusedError(f"transfer limit reached: {num} transfers are under way") from None
+        try:
+            pieces = torch.split(lent.data, PIECE_BYTES)
+            try:
+                self._outward.spend(len(pieces[0]), answer_at)
+            except MigrationError as exc:
+                raise RefusedError(str(exc)) from exc
+            wire.send(lent.header | {"num_bytes": len(lent.data)})
+            for number, piece in enumerate(pieces):
+                if number:
+                    self._outward.spend(len(piece), wire.deadline)
+                # Of a CPU's memory the bytes are sent from where they are.
+                here = bounce.take_out(piece, wire.deadline) if bounce else piece.numpy().data
+                wire.send_bytes(here)
+        finally:
+            self._turns.put(bounce)
 
     def close(self) -> None:
-        """Stop accepting connections and close those that are open."""
-        if not self._is_closing.is_set():
-            self.stop()
-        with self._lock:
-            clients = dict(self._clients)
-        for client, thread in clients.items():
-            break_off(client)
-            thread.join(CLOSE_DEADLINE_S)
-
-
-def listen(address: tuple[str, int], peer_kind: str) -> socket.socket:
-    """Listen at a TCP address.
-
-    Raises:
-        MigrationError: the address is taken, or none of this machine.
-    """
-    host, port = address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server(address, family=family, backlog=MAX_CLIENTS)
-    except OSError as exc:
-        raise MigrationError(
-            f"cannot listen for other {peer_kind}s on {host} port {port}: {exc}"
-        ) from exc
+        """Stop accepting requests and close all connections."""
+        self._listener.close()

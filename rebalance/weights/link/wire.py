@@ -1,15 +1,24 @@
-"""Framing and deadlines of a connection between two processes; see also ``handshake``.
+"""One connection between two processes: frames, deadlines, and the handshake that opens it.
 
 Hosts and ranks are reached over TCP, the host cache of a rank's own host over a Unix socket.
-Between two host caches a connection carries one request: no earlier response can be mistaken for a
-later one, and closing it frees what it held on the server. Between two ranks, and between a rank
-and its host cache, it is kept for further requests. Messages are JSON with a length prefix.
+Messages are JSON with a length prefix; bytes of records follow a message that announces them.
+
+    client                                   server
+      | <------ protocol, nonce ---------------- |   or: connection limit reached
+      | ------- nonce, proof of the secret ----> |
+      | <------ proof, hello ------------------- |   or: the secrets differ
+      | ------- requests ----------------------> |   see ``server.py`` and ``cache/session.py``
+
+Both sides prove that they have the deployment's secret. Each kind of listener has its own protocol
+name, which ends in a version.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
+import secrets
 import select
 import socket
 import ssl
@@ -26,6 +35,8 @@ from eplb.errors import MigrationError
 from rebalance.weights.link.tls import refusal
 
 MAX_MESSAGE_BYTES = 2**20  # after authentication
+MAX_PROOF_BYTES = 512  # a nonce and a proof take 150
+MAX_HELLO_BYTES = 2**16  # the server describes itself beside its proof
 _LENGTH = struct.Struct("!I")
 
 Message = dict[str, Any]
@@ -263,11 +274,52 @@ def field(message: Message, name: str, kind: type[T]) -> T:
     return found
 
 
-def check_announced(answer: Message, num_bytes: int) -> None:
-    """Refuse a response that announces another number of bytes.
+def client_handshake(wire: Wire, secret: bytes, *, protocol: str) -> Message:
+    """Authenticate to a server and check its proof.
+
+    Returns:
+        The server's hello message.
 
     Raises:
-        MigrationError: with both numbers.
+        RefusedError: the server's connection limit is reached.
+        MigrationError: the secrets differ, or the protocol is another one.
     """
-    if answer["num_bytes"] != num_bytes:
-        raise MigrationError(f"it announced {answer['num_bytes']} bytes, expected {num_bytes}")
+    theirs = wire.receive_answer(max_bytes=MAX_PROOF_BYTES)
+    if theirs.get("protocol") != protocol:
+        raise MigrationError(f"protocol {theirs.get('protocol')!r}, expected {protocol!r}")
+    nonces = secrets.token_hex(16), str(theirs.get("nonce"))
+    wire.send({"nonce": nonces[0], "proof": _proof(secret, protocol, "asks", nonces)})
+    found = wire.receive(max_bytes=MAX_HELLO_BYTES)
+    if "error" in found:
+        raise MigrationError(str(found["error"]))
+    proof = _proof(secret, protocol, "gives", nonces)
+    if not hmac.compare_digest(str(found.get("proof")), proof):
+        raise MigrationError(
+            "authentication failed: no proof of the deployment's secret from the server"
+        )
+    return found
+
+
+def server_handshake(wire: Wire, secret: bytes, hello: Message, *, protocol: str) -> None:
+    """Authenticate a client, then send the hello message.
+
+    Raises:
+        MigrationError: the client has no proof of the secret.
+    """
+    own = secrets.token_hex(16)
+    wire.send({"protocol": protocol, "nonce": own})
+    found = wire.receive(max_bytes=MAX_PROOF_BYTES)
+    nonces = str(found.get("nonce")), own
+    proof = _proof(secret, protocol, "asks", nonces)
+    if not hmac.compare_digest(str(found.get("proof")), proof):
+        why = "authentication failed: the secrets differ, expected the deployment's on both sides"
+        wire.send({"error": why})
+        raise MigrationError(
+            "authentication failed: no proof of the deployment's secret from the client"
+        )
+    wire.send({"proof": _proof(secret, protocol, "gives", nonces)} | hello)
+
+
+def _proof(secret: bytes, protocol: str, role: str, nonces: tuple[str, str]) -> str:
+    """Bound to the role, so that a proof cannot be replayed to its sender."""
+    return hmac.new(secret, "|".join((protocol, role, *nonces)).encode(), "sha256").hexdigest()

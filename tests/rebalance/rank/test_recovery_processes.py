@@ -49,7 +49,8 @@ from rebalance.recovery.survivors import (
     recover,
     rejoin,
 )
-from rebalance.weights.local import LocalTransport
+from rebalance.weights.local import LocalHost, local_slots
+from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.rendezvous import Rendezvous, reach
 from telemetry.state.runs import RankState
@@ -211,7 +212,7 @@ class Ranks:
             HeldExperts(rank, bank, digests_of(RECORDS), placement),
             Links(
                 votes,
-                LocalTransport(TOPOLOGY, rank, self.banks, RECORDS),
+                WeightSources(local_slots(TOPOLOGY, rank, self.banks), LocalHost(RECORDS)),
                 store,
                 Sink(),
                 journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),

@@ -1,4 +1,4 @@
-"""The start-up proof of the transport: one way for all ranks, and a sentence that says why."""
+"""The start-up check of a rank's sources: one way for all ranks, and a sentence that says why."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
+from rebalance.build.experts import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
-from rebalance.weights.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
-from rebalance.weights.first_fill import fill_bank
-from rebalance.weights.interface import HOST, Place
-from rebalance.weights.sources import MappedPeers, RankMemory
-from rebalance.weights.start_check import KnownRecords, choose_transport
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.sources import HOST, Place, map_peers
+from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.agreement import gathered
@@ -51,7 +52,7 @@ def nothing(rank: int, bank: ExpertBank, handles: list[str]) -> None:
 def choose(
     rank: int, host_cache: HostCacheAddress, schema: ExpertSchema, spoil: Spoil
 ) -> tuple[str, Any]:
-    """Pick a transport as a rank does at its start; (why, which ranks it reads) or the refusal."""
+    """Check the sources as a rank does at its start; (why, which ranks it reads) or the refusal."""
     placement = Placement(np.array(HELD), num_experts=8)
     bank = ExpertBank(schema, 2, int(TOPOLOGY.slots_of_rank[rank]), num_staging=1)
     reader = HostCacheClient(host_cache, 8, schema.record_bytes, deadline_s=NEVER_S)
@@ -65,16 +66,19 @@ def choose(
     spoil(rank, bank, handles)
     dist.barrier()
     try:
-        made, why = choose_transport(
-            RankMemory(rank, bank, reader),
-            lambda: MappedPeers(rank, TOPOLOGY, bank, handles.__getitem__),
-            KnownRecords(placement, TOPOLOGY, digests),
-            group,
+        made, why = checked_sources(
+            rank,
+            bank,
+            reader,
+            None,
+            open_peers=lambda: map_peers(rank, TOPOLOGY, bank, handles.__getitem__),
+            known=KnownRecords(placement, TOPOLOGY, digests),
+            group=group,
         )
     except MigrationError as exc:
         return str(exc), None
     into = torch.zeros(schema.record_bytes, dtype=torch.uint8)
-    made.preload([(0, 5)], NEVER_S)
+    made.host.lease([(0, 5)], deadline_s=NEVER_S)
     assert made.pull((0, 5), HOST, 0, into).is_complete()
     dist.barrier()  # nobody leaves while another may still attach
     return why, sorted(made.readable)

@@ -13,9 +13,17 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from eplb.errors import MigrationError
-from rebalance.weights.link.handshake import MAX_PROOF_BYTES, client_handshake
-from rebalance.weights.link.server import MAX_CLIENTS, ConnectionListener, ListenerSettings, listen
-from rebalance.weights.link.wire import DisconnectedError, Message, RefusedError, Wire, connect
+from rebalance.weights.link.admission import MAX_CLIENTS
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.wire import (
+    MAX_PROOF_BYTES,
+    DisconnectedError,
+    Message,
+    RefusedError,
+    Wire,
+    client_handshake,
+    connect,
+)
 from tests.support.limits import NEVER_S
 
 SECRET, PROTOCOL = b"secret", "test-1"

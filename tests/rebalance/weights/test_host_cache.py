@@ -24,16 +24,13 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from rebalance.weights.cache.address import PROTOCOL, listen
-from rebalance.weights.cache.server import (
-    HostCacheAddress,
-    HostCacheClient,
-    HostCacheServer,
-    HostCacheSettings,
-)
+from rebalance.build.experts import fill_bank
+from rebalance.weights.cache.address import PROTOCOL, HostCacheAddress, listen
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_loader import make_all
-from rebalance.weights.first_fill import fill_bank
-from rebalance.weights.link.server import ConnectionListener, ListenerSettings
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -296,7 +293,7 @@ def test_restarted_host_cache_receives_the_weights_version(
     start_host_cache(ring(4), address=address)
 
     with pytest.raises(MigrationError, match=r"weights version 0 .* version 7"):
-        reader.load([(0, 0)], deadline_s=NEVER_S)
+        reader.load([(0, 0)], deadline_s=NEVER_S, weights_version=0)
 
 
 # -- who is refused

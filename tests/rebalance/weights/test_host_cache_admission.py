@@ -16,8 +16,9 @@ import pytest
 
 from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
-from rebalance.weights.cache.address import listen
-from rebalance.weights.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
+from rebalance.weights.cache.address import HostCacheAddress, listen
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link import admission as host_cache_admission
 from rebalance.weights.link.admission import (
     MAX_UNAUTHENTICATED,
@@ -25,7 +26,7 @@ from rebalance.weights.link.admission import (
     LocalAdmission,
     Peer,
 )
-from rebalance.weights.link.server import ConnectionListener, ListenerSettings
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from tests.support.limits import NEVER_S

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from rebalance.types import Record
-from rebalance.weights.cache.cache import WRITER, HostCache
+from rebalance.weights.cache.cache import WRITER, HostCache, Request
 from rebalance.weights.cache.entries import Entry
-from rebalance.weights.cache.requests import Request
 
 RECORDS = [(0, expert) for expert in range(8)]
 

@@ -22,13 +22,11 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import MigrationError
-from rebalance.threads.cancellation import CalledOff
-from rebalance.weights.cache.server import (
-    HostCacheAddress,
-    HostCacheClient,
-    HostCacheServer,
-    HostCacheSettings,
-)
+from rebalance.types import CalledOff
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_file import RecordFile
 from rebalance.weights.disk.record_loader import make_all
 from rebalance.weights.disk.record_origin import RecordOrigin

@@ -26,20 +26,16 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Pace
 from eplb.migration.candidates import Candidates
-from rebalance.weights.cache.cache import HostCache
-from rebalance.weights.cache.known_host import KnownHost
+from rebalance.build.experts import fill_bank
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache import HostCache, Request
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.record_sources import RecordSources
-from rebalance.weights.cache.requests import Request
-from rebalance.weights.cache.server import (
-    HostCacheAddress,
-    HostCacheClient,
-    HostCacheServer,
-    HostCacheSettings,
-)
-from rebalance.weights.first_fill import fill_bank
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link.host_link_settings import HostLinkSettings
-from rebalance.weights.link.limits import CHUNK_BYTES
-from rebalance.weights.sources import NoPeers, PullTransport, RankMemory
+from rebalance.weights.link.limits import CHUNK_BYTES, BackOff
+from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
@@ -163,8 +159,11 @@ class Proxy:
                 while head := receive(host, 4):
                     said = receive(host, int.from_bytes(head, "big"))
                     asker.sendall(head + said)
-                    if (message := json.loads(said)).get("digest"):
+                    message = json.loads(said)
+                    if "digest" in message:
                         self._harm(host, asker, message["num_bytes"])
+                    else:
+                        asker.sendall(receive(host, message.get("num_bytes", 0)))
             except OSError:
                 pass  # one of the two has hung up: so does this
             for end in (asker, host):
@@ -532,20 +531,20 @@ def test_hanging_host_fails_by_its_silence_and_the_disk_is_read(
 
 def test_back_off_of_a_failing_host_doubles_up_to_its_limit() -> None:
     now = 100.0
-    host = KnownHost(new_address(), back_off_s=3.0, clock=lambda: now)
+    back_off = BackOff("host", 3.0, clock=lambda: now)
     back_offs_s = []
     for _ in range(3):
-        host.back_off.record_failure("it is dead")
-        host.back_off.record_failure("it is dead")  # the same, as another thread has seen it
+        back_off.record_failure("it is dead")
+        back_off.record_failure("it is dead")  # the same, as another thread has seen it
         began = now
-        while host.back_off.reason():
+        while back_off.reason():
             now += 0.5
         back_offs_s.append(now - began)
-    host.back_off.record_success()
-    host.back_off.record_failure("it is dead again")
+    back_off.record_success()
+    back_off.record_failure("it is dead again")
 
     assert back_offs_s == [1.0, 2.0, 3.0]
-    assert host.back_off.reason() == "in back-off for 1.0 s more after: it is dead again"
+    assert back_off.reason() == "in back-off for 1.0 s more after: it is dead again"
 
 
 def test_host_that_starts_late_is_used(
@@ -619,8 +618,7 @@ def ranks_of(hosts: list[Host], schema: ExpertSchema) -> Iterator[AgentGroup]:
         ).items():
             digests[record] = torch.tensor(found)
     for rank, host in enumerate(hosts):
-        memory = RankMemory(rank, group.banks[rank], host.reader)
-        group.add(PullTransport(memory, NoPeers()), digests)
+        group.add(WeightSources(MappedSlots(rank, group.banks[rank]), host.reader), digests)
     group.begin()
     yield group
     group.close()

@@ -13,8 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rebalance.weights.disk.direct_io import DirectFile
-from rebalance.weights.disk.parallel_reader import ParallelReader
+from rebalance.weights.disk.direct_io import DirectFile, ParallelReader
 from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
 
 NUM_PAGES = 10

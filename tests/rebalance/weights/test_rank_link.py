@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,26 +27,33 @@ from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.build.experts import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.stage.digest_table import agree_on_digests
-from rebalance.stage.intermediate_placements import readable, serving_after_each
 from rebalance.stage.lanes import Pull
-from rebalance.stage.sources import Sources
+from rebalance.stage.share import RankSlots, Share
+from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.stage.stager import Stager
 from rebalance.threads.waiting import SharedPhase, drive
-from rebalance.weights.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
-from rebalance.weights.first_fill import fill_bank
-from rebalance.weights.interface import HOST, Place
-from rebalance.weights.link.handshake import client_handshake
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
-from rebalance.weights.link.wire import RefusedError, Wire, connect
-from rebalance.weights.rank_client import OtherRanks
-from rebalance.weights.rank_messages import PROTOCOL, GroupName, Part, PartRequest
-from rebalance.weights.rank_server import PIECE_BYTES, RankLinkServer, Served
-from rebalance.weights.sources import NoPeers, PullTransport, RankMemory
+from rebalance.weights.link.server import PIECE_BYTES
+from rebalance.weights.link.wire import Message, RefusedError, Wire, client_handshake, connect
+from rebalance.weights.local import LocalHost
+from rebalance.weights.rank_link import (
+    PROTOCOL,
+    GroupName,
+    OtherRanks,
+    Part,
+    Served,
+    serve_slots,
+)
+from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -101,7 +108,7 @@ class Rank:
         self.open()
 
     def open(self) -> None:
-        self.server = RankLinkServer(self.settings, 1, GROUP, self.bank, self.look)
+        self.server = serve_slots(self.settings, 1, GROUP, self.bank, self.look)
 
     def look(self) -> Served:
         now = self.served
@@ -133,7 +140,7 @@ Start = Callable[..., tuple[Rank, OtherRanks]]
 
 def taken(asks: OtherRanks, part: Part = PART) -> torch.Tensor:
     into = torch.zeros(part.num_bytes, dtype=torch.uint8)
-    assert asks.pull(1, part, into).is_complete()
+    assert asks.fetch(1, part, into).is_complete()
     return into
 
 
@@ -247,7 +254,7 @@ def test_rank_that_is_another_one_is_refused(start: Start) -> None:
     with closing(OtherRanks(astray, 1, GROUP, SIZE)) as asks:
         into = torch.zeros(SIZE, dtype=torch.uint8)
         with pytest.raises(MigrationError, match=r"found rank 1 .*, expected rank 0"):
-            asks.pull(0, PART, into)
+            asks.fetch(0, PART, into)
 
 
 @contextmanager
@@ -257,6 +264,11 @@ def greeted(rank: Rank) -> Iterator[Wire]:
         wire = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
         client_handshake(wire, SECRET, protocol=PROTOCOL)
         yield wire
+
+
+def request(part: Part, answer_s: float) -> Message:
+    """What a client sends for a part."""
+    return asdict(GROUP) | asdict(part) | {"answer_s": answer_s, "deadline_s": NEVER_S}
 
 
 def test_client_with_malformed_requests_is_disconnected_others_are_served(start: Start) -> None:
@@ -272,11 +284,11 @@ def test_part_that_gets_no_turn_in_time_is_refused(start: Start) -> None:
     rank, _ = start(settings=links(2, max_transfers=1), schema=BIG_SCHEMA)
     size = BIG_SCHEMA.record_bytes
     with greeted(rank) as slow, greeted(rank) as in_a_hurry:
-        slow.send(PartRequest(GROUP, replace(PART, num_bytes=size), NEVER_S, NEVER_S).message())
+        slow.send(request(replace(PART, num_bytes=size), NEVER_S))
         assert slow.receive() == {"num_bytes": size}  # and takes none of it in
 
-        in_a_hurry.send(PartRequest(GROUP, PART, 0.01, NEVER_S).message())
-        with pytest.raises(RefusedError, match="1 parts are being sent"):
+        in_a_hurry.send(request(PART, 0.01))
+        with pytest.raises(RefusedError, match="1 transfers are under way"):
             in_a_hurry.receive_answer()
 
 
@@ -343,7 +355,7 @@ def rank_with_expert_0(
             at_the_end()
         return Served(np.array([[EMPTY, 0]], dtype=np.int32), 0, is_open=True)
 
-    with closing(RankLinkServer(settings, rank, GROUP, bank, served)):
+    with closing(serve_slots(settings, rank, GROUP, bank, served)):
         yield
 
 
@@ -367,13 +379,11 @@ HELD_BY_FIVE = np.concatenate([HELD, HELD[:, 4:]], axis=1)
 WANTED = Move(0, 0, 0, Source.HOST)
 
 
-class NoHostCache:
-    """The host cache of a host whose weights were updated."""
-
-    bytes_from_other_hosts = 0
-
-    def load(self, records: object, **given: object) -> None:
-        raise MigrationError("the host cache has no such version")
+def updated_host() -> LocalHost:
+    """The memory of a host whose weights were updated: it has no record of them."""
+    host = LocalHost({})
+    host.invalidate(1, deadline_s=NEVER_S)
+    return host
 
 
 @dataclass
@@ -381,7 +391,7 @@ class Receiver:
     """Rank 0, with what its mover's thread works with."""
 
     stager: Stager
-    sources: Sources
+    choice: SourceChoice
     held: NDArray[np.int32]
 
     def stage(self, move: Move = WANTED) -> torch.Tensor:
@@ -391,7 +401,7 @@ class Receiver:
         return into
 
     def figures(self) -> Any:
-        quarantined = self.sources.num_quarantined
+        quarantined = self.choice.num_quarantined
         return self.stager.meter.snapshot(
             num_quarantined=quarantined, ring_in_use=0, ring_entries=0
         )
@@ -419,16 +429,15 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
                     stack.enter_context(rank_with_expert_0(settings, rank, spoilt))
             others = OtherRanks(settings, 0, GROUP, SIZE)
             stack.callback(others.close)
-            bank: Any = ExpertBank(SCHEMA, 1, 2, num_staging=1)
-            host_cache: Any = NoHostCache()
-            transport = PullTransport(RankMemory(0, bank, host_cache, others=others), NoPeers())
-            sources = Sources(
-                0, topology, transport.readable, frozenset, reachable=transport.reachable
+            bank = ExpertBank(SCHEMA, 1, 2, num_staging=1)
+            sources = WeightSources(MappedSlots(0, bank), updated_host(), others)
+            choice = SourceChoice(
+                0, topology, sources.readable, frozenset, reachable=sources.reachable
             )
             digests = torch.tensor([[digest(record_of(0))]])
             chunked = StageSettings(network=LinkSettings(SIZE // 4))
-            stager = Stager(transport, sources, digests, chunked, time.monotonic)
-            return Receiver(stager, sources, HELD if topology is UNMAPPED else HELD_BY_FIVE)
+            stager = Stager(sources, choice, digests, chunked, time.monotonic)
+            return Receiver(stager, choice, HELD if topology is UNMAPPED else HELD_BY_FIVE)
 
         yield started
 
@@ -483,7 +492,7 @@ def test_record_on_no_host_is_an_error_that_names_each_host(
 ) -> None:
     made = receiver()
 
-    with pytest.raises(MigrationError, match=r"layer 0 expert 1: .*no such version"):
+    with pytest.raises(MigrationError, match=r"layer 0 expert 1: .*not in the host cache"):
         made.stage(replace(WANTED, expert=1))
 
 
@@ -498,7 +507,7 @@ TRADED = Placement(np.array([[2, 3, EMPTY, 0, 1, EMPTY]]), num_experts=4)
 
 def test_network_ranks_come_after_the_host_and_mapped_peers() -> None:
     everybody = frozenset(range(4))
-    sources = Sources(0, UNMAPPED, frozenset([0, 1]), frozenset, reachable=everybody)
+    sources = SourceChoice(0, UNMAPPED, frozenset([0, 1]), frozenset, reachable=everybody)
     mapped = Place(Source.PEER, 1, 1)
     far = [Place(Source.PEER, rank, 1, is_far=True) for rank in (2, 3)]
 
@@ -506,7 +515,7 @@ def test_network_ranks_come_after_the_host_and_mapped_peers() -> None:
     assert sources.choose(WANTED, HELD, (), 0) == (HOST,)
     assert sources.choose(WANTED, HELD, (mapped, HOST), 0) == (far[0],)
     assert sources.choose(WANTED, HELD, (mapped, HOST, far[0]), 1) == (far[1],)
-    dead = Sources(0, UNMAPPED, frozenset([0]), lambda: frozenset([1, 2]), reachable=everybody)
+    dead = SourceChoice(0, UNMAPPED, frozenset([0]), lambda: frozenset([1, 2]), reachable=everybody)
     assert dead.choose(WANTED, HELD, (HOST,), 0) == (far[1],)
 
 
@@ -515,8 +524,10 @@ def test_slot_freed_by_an_earlier_transaction_is_not_read(
 ) -> None:
     pace = Pace(mode="flip", spare_slots=1, staging_experts=0)
     migration = build_migration(FULL, TRADED, TWO_HOSTS, plan_id=1, pace=pace)
-    serving = list(serving_after_each(migration, RoutingTable(FULL, max_replicas=2)))
-    sources = Sources(1, TWO_HOSTS, frozenset([1]), frozenset, reachable=frozenset([0]))
+    bank, table = ExpertBank(SCHEMA, 1, 3, num_staging=0), RoutingTable(FULL, max_replicas=2)
+    share = Share(migration, RankSlots(1, TWO_HOSTS, bank, table, torch.zeros(1, 4, 2)))
+    share.prepare(num_staging=0)
+    sources = SourceChoice(1, TWO_HOSTS, frozenset([1]), frozenset, reachable=frozenset([0]))
     freed = {slot: n for n, txn in enumerate(migration.transactions) for _, slot in txn.frees}
     assert len(migration.transactions) > 1
 
@@ -524,7 +535,7 @@ def test_slot_freed_by_an_earlier_transaction_is_not_read(
         expert = int(FULL.slot_to_expert[0, slot])
         move = Move(0, expert, 5, Source.HOST)
         for number in range(len(migration.transactions)):
-            held = readable(migration, serving, number)
+            held = share.readable(number)
             found = [place.slot for place in sources.holders(move, held) if place.rank == 0]
             assert (slot in found) == (number <= first and slot < 3)
 
@@ -626,7 +637,7 @@ def live_rank(
         digests = agree_on_digests(filled, 2, 8, votes, deadline_s=NEVER_S)
         name = GroupName("run", 0)
         others = OtherRanks(settings, rank, name, SIZE) if settings is not None else None
-        transport = PullTransport(RankMemory(rank, bank, host_cache, others=others), NoPeers())
+        sources = WeightSources(MappedSlots(rank, bank), host_cache, others)
         store, clock = MemoryStore("test"), StepClock()
         store.commit(START, expected=None, reason="start")
         agent = wire_agent(
@@ -634,7 +645,7 @@ def live_rank(
                 "test", name.run, TWO_RANKS, 4, vote_deadline_s=NEVER_S, rank_links=settings
             ),
             HeldExperts(rank, bank, digests, START),
-            Links(votes, transport, store, Sink()),
+            Links(votes, sources, store, Sink()),
             clock,
         ).agent
         agent.start()

@@ -17,14 +17,11 @@ import pytest
 import torch
 
 from eplb.errors import ConfigError, MigrationError
-from rebalance.weights.link.handshake import client_handshake
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
-from rebalance.weights.link.server import ConnectionListener, ListenerSettings, listen
 from rebalance.weights.link.tls import Certificate, TlsFiles
-from rebalance.weights.link.wire import Wire, connect
-from rebalance.weights.rank_client import OtherRanks
-from rebalance.weights.rank_messages import GroupName, Part
-from rebalance.weights.rank_server import RankLinkServer, Served
+from rebalance.weights.link.wire import Wire, client_handshake, connect
+from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema
 from tests.support.certificates import Authority
 from tests.support.limits import NEVER_S
@@ -255,7 +252,7 @@ def test_live_slot_is_read_over_tls_and_is_not_in_clear_on_the_network(ours: Aut
     served = Served(np.array([[5]], dtype=np.int32), 0, is_open=True)
     seen = bytearray()
     with ExitStack() as stack:
-        server = RankLinkServer(settings, 1, GROUP, bank, lambda: served)
+        server = serve_slots(settings, 1, GROUP, bank, lambda: served)
         stack.callback(server.close)
         relay = stack.enter_context(socket.create_server(addresses[2]))
         threading.Thread(target=relayed, args=(relay, addresses[1], seen), daemon=True).start()
@@ -266,7 +263,7 @@ def test_live_slot_is_read_over_tls_and_is_not_in_clear_on_the_network(ours: Aut
 
         for _ in range(2):  # the second time over the connection that was kept
             into.zero_()
-            assert asks.pull(1, Part(0, 0, 0, 5, 0, SCHEMA.record_bytes), into).is_complete()
+            assert asks.fetch(1, Part(0, 0, 0, 5, 0, SCHEMA.record_bytes), into).is_complete()
             assert torch.equal(into, record)
 
     assert len(seen) > 2 * SCHEMA.record_bytes

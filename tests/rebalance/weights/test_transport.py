@@ -31,14 +31,13 @@ from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup
-from rebalance.weights.cache.server import HostCacheAddress, HostCacheClient, HostCacheServer
-from rebalance.weights.interface import HOST, Place, WeightTransport
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
-from rebalance.weights.local import LocalTransport
-from rebalance.weights.rank_client import OtherRanks
-from rebalance.weights.rank_messages import GroupName
-from rebalance.weights.rank_server import RankLinkServer, Served
-from rebalance.weights.sources import MappedPeers, NoPeers, PullTransport, RankMemory
+from rebalance.weights.local import LocalHost, local_slots
+from rebalance.weights.rank_link import GroupName, OtherRanks, Served, serve_slots
+from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources, map_peers
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank
 from runtime.memory.shared import attach
@@ -236,22 +235,22 @@ TOPOLOGY = Topology(
 
 @dataclass
 class Pulling:
-    """Rank 0 with its transport; rank 1 is its peer, here or in another process."""
+    """Rank 0 with its sources; rank 1 is its peer, here or in another process."""
 
-    transport: WeightTransport
+    sources: WeightSources
     bank: ExpertBank
     write_at_peer: Callable[[int, int, int], object]  # layer, slot, the byte to fill it with
 
     def at_peer(self, slot: int) -> Place:
         """A slot of rank 1, the way it is read from here."""
-        return Place(Source.PEER, 1, slot, is_far=1 in self.transport.reachable)
+        return Place(Source.PEER, 1, slot, is_far=1 in self.sources.reachable)
 
     def pull(self, record: Record, place: Place) -> torch.Tensor:
         """A whole record, in three chunks."""
         into = torch.zeros(self.bank.schema.record_bytes, dtype=torch.uint8)
         for offset in range(0, len(into), 2000):
             part = into[offset : offset + 2000]
-            assert self.transport.pull(record, place, offset, part).is_complete()
+            assert self.sources.pull(record, place, offset, part).is_complete()
         return into
 
 
@@ -270,7 +269,7 @@ def peer_process(
         if asked_at is not None:
             threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
             served = Served(np.full((2, 3), 3, dtype=np.int32), 0, is_open=True)
-            RankLinkServer(asked_at, 1, GROUP, bank, lambda: served)
+            serve_slots(asked_at, 1, GROUP, bank, lambda: served)
         theirs.send(bank.handle)
         while True:
             layer, slot, byte = theirs.recv()
@@ -299,8 +298,9 @@ def pulling(
     if request.param == "local":
         peers = [ExpertBank(small_schema, 2, slots, num_staging=4) for slots in (3, 2)]
         records = {(1, 6): repacked(small_checkpoint, small_schema, (1, 6))}
-        transport = LocalTransport(TOPOLOGY, 0, [mine, *peers], records)
-        yield Pulling(transport, mine, lambda *where: peers[0].live(*where[:2]).fill_(where[2]))
+        slots = local_slots(TOPOLOGY, 0, [mine, *peers])
+        sources = WeightSources(slots, LocalHost(records))
+        yield Pulling(sources, mine, lambda *where: peers[0].live(*where[:2]).fill_(where[2]))
         return
     address = HostCacheAddress(f"test-{os.getpid()}-pull", os.urandom(16))
     host_cache = HostCacheServer(address, small_checkpoint, small_model, small_schema)
@@ -311,7 +311,7 @@ def pulling(
     with peer_process(small_schema, links if is_far else None) as (handle, write):
         if is_far:
             others = OtherRanks(links, 0, GROUP, small_schema.record_bytes)
-            made = PullTransport(RankMemory(0, mine, reader, others=others), NoPeers())
+            made = WeightSources(MappedSlots(0, mine), reader, others)
             yield Pulling(made, mine, write)
             made.close()
             reader.close()
@@ -319,8 +319,8 @@ def pulling(
             return
         # Rank 2 is on another host: its handle means nothing here and must not be opened.
         handles = {0: mine.handle, 1: handle, 2: "/proc/1/fd/none"}
-        shared = MappedPeers(0, TOPOLOGY, mine, handles.__getitem__)
-        yield Pulling(PullTransport(RankMemory(0, mine, reader), shared), mine, write)
+        slots = MappedSlots(0, mine, map_peers(0, TOPOLOGY, mine, handles.__getitem__))
+        yield Pulling(WeightSources(slots, reader), mine, write)
     reader.close()
     host_cache.close()
 
@@ -347,11 +347,11 @@ def test_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None:
 
 
 def test_unreachable_peer_is_an_error_with_a_reason(pulling: Pulling) -> None:
-    transport = pulling.transport
-    assert transport.readable | transport.reachable == {0, 1}
+    sources = pulling.sources
+    assert sources.readable | sources.reachable == {0, 1}
 
     for is_far, way in ((False, "read"), (True, "asked")):
-        refusal = f"layer 0 expert 3: rank 2 cannot be {way} by rank 0"
+        refusal = f"layer 0 expert 3: rank 2 cannot be {way} by this rank"
         with pytest.raises(MigrationError, match=refusal):
             pulling.pull((0, 3), Place(Source.PEER, 2, 0, is_far=is_far))
 
@@ -359,15 +359,16 @@ def test_unreachable_peer_is_an_error_with_a_reason(pulling: Pulling) -> None:
 def test_record_is_preloaded_from_disk_once_and_then_copied(
     pulling: Pulling, small_checkpoint: Checkpoint, small_schema: ExpertSchema
 ) -> None:
-    loaded = [pulling.transport.preload([(1, 6)], NEVER_S) for _ in range(2)]
+    host = pulling.sources.host
+    loaded = [host.lease([(1, 6)], deadline_s=NEVER_S) for _ in range(2)]
 
-    assert [brought["disk"] for brought in loaded] == [small_schema.record_bytes, 0]
+    assert [brought.get("disk", 0) for brought in loaded] == [small_schema.record_bytes, 0]
     assert torch.equal(pulling.pull((1, 6), HOST), repacked(small_checkpoint, small_schema, (1, 6)))
 
 
 def test_record_that_is_not_on_disk_is_named(pulling: Pulling) -> None:
     with pytest.raises(MigrationError, match=r"expert.*9"):
-        pulling.transport.preload([(1, 9)], NEVER_S)
+        pulling.sources.host.lease([(1, 9)], deadline_s=NEVER_S)
 
 
 def test_slots_of_a_dead_peer_stay_readable_where_attached(small_schema: ExpertSchema) -> None:
@@ -401,12 +402,13 @@ def test_slots_are_read_of_a_peer_s_memory_that_is_mapped_already(
             other.live(layer, slot).fill_(10 * layer + slot)
     into = torch.zeros(small_schema.record_bytes // 2, dtype=torch.uint8)
 
-    peers = MappedPeers(0, TOPOLOGY, mine, {1: other.arena.bytes}.__getitem__)
-    peers.read(Place(Source.PEER, 1, 2), 1, len(into), into)
+    peers = map_peers(0, TOPOLOGY, mine, {1: other.arena.bytes}.__getitem__)
+    slots = MappedSlots(0, mine, peers)
+    slots.read(1, Place(Source.PEER, 1, 2), len(into), into)
 
     assert (into == 12).all()
     with pytest.raises(MigrationError, match=r"layer 1 slot 2 of rank 1 cannot be read: .*size"):
-        peers.read(Place(Source.PEER, 1, 2), 1, len(into) + 1, into)
+        slots.read(1, Place(Source.PEER, 1, 2), len(into) + 1, into)
 
 
 def test_peer_slots_are_mapped_read_only(small_schema: ExpertSchema) -> None:

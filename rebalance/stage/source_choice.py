@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from eplb.clock import Clock
 from eplb.core.topology import Topology
 from eplb.migration.build import Move, Source
-from rebalance.weights.interface import HOST, Place
+from rebalance.weights.sources import HOST, Place
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ HOST_RETRY_S = 60.0  # until a host's record that was wrong is tried again
 Key = tuple[int, int, int]  # (layer, rank, slot), or (layer, NO_RANK, expert) of a host's record
 
 
-class Sources:
-    """Selects the sources of one rank.
+class SourceChoice:
+    """Chooses the sources of one rank's pulls.
 
     Args:
         rank: the receiver.
