@@ -188,7 +188,7 @@ def test_folder_imports_only_what_its_rule_names(folder: str) -> None:
         ("runtime.experts", "rebalance/controller/loop.py", False),
         ("torch", "rebalance/controller/loop.py", False),
         ("rebalance.agent", "rebalance/types.py", False),
-        ("rebalance.weights.interface", "rebalance/protocol/voter.py", False),
+        ("rebalance.weights.sources", "rebalance/protocol/voter.py", False),
         ("rebalance.types", "rebalance/protocol/voter.py", True),
         ("rebalance.weights.cache.address", "rebalance/weights/disk/record_loader.py", False),
         ("runtime.experts", "simulations/replay.py", False),

@@ -335,7 +335,9 @@ def _asks_a_false_listener(frame: bytes) -> bool:
         with false, client:
             threading.Thread(target=_send, args=(false, frame), daemon=True).start()
             try:
-                client_handshake(Wire(client, time.monotonic() + 2.0, 1.0), b"secret")
+                client_handshake(
+                    Wire(client, time.monotonic() + 2.0, 1.0), b"secret", protocol=HOSTS
+                )
             except EplbError:
                 return True
             except RecursionError:

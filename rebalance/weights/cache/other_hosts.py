@@ -22,6 +22,7 @@ from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.client import LinkClient, StoppedError
 from rebalance.weights.link.host_link_settings import HostLinkSettings
 from rebalance.weights.link.limits import CHUNK_BYTES, Budget
+from rebalance.weights.link.link_settings import HostAddress
 from rebalance.weights.link.wire import Message, RefusedError, Wire, field
 from runtime.memory.shared import RunningDigest
 
@@ -73,12 +74,14 @@ class OtherHosts:
         self._silence_s, self._weights_version = settings.silence_s, weights_version
         self.origin = origin
         tls = settings.tls.client_context() if settings.tls else None
-        self._hosts = [
-            _OtherHost(
-                LinkClient("host {} port {}".format(*at), at, PROTOCOL, settings, tls, self._check)
-            )
-            for at in settings.others
-        ]
+
+        def link(address: HostAddress) -> LinkClient:
+            # Each request has a connection of its own: its hello has the weights version of then,
+            # and idle connections of many hosts do not use up a host's limit of connections.
+            name, check = "host {} port {}".format(*address), self._check
+            return LinkClient(name, address, PROTOCOL, settings, tls, check, kept_s=0.0)
+
+        self._hosts = [_OtherHost(link(address)) for address in settings.others]
         self._is_closing, self._lock = threading.Event(), threading.Lock()
         self._inward = Budget(settings.bytes_per_second, self._is_closing)
         self.num_failures = 0  # hosts that were late, dead or wrong

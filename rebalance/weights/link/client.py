@@ -2,7 +2,7 @@
 
 The receiver drives, without a collective: a request is a pairwise stream with its own deadline, so
 a dead or stopped server breaks only its own stream. It is then in back-off for a while, and the
-caller takes the next source. One idle connection is kept for further requests.
+caller takes the next source. One idle connection may be kept for further requests.
 
 ``server.py`` has the other end and the messages. Who takes bytes over a link also checks their
 digest: the link authenticates processes, not records.
@@ -48,6 +48,7 @@ class LinkClient:
         tls: None: plain.
         check: called with each connection's hello; raises RefusedError if the server cannot give
             anything now, MigrationError if it is not the expected one.
+        kept_s: for which an idle connection is kept; 0: each request has a connection of its own.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class LinkClient:
         settings: LinkSettings,
         tls: ssl.SSLContext | None,
         check: Callable[[Message], None],
+        *,
+        kept_s: float = KEPT_S,
     ) -> None:
         self.name, self._address, self._protocol = name, address, protocol
-        self._settings, self._tls, self._check = settings, tls, check
+        self._settings, self._tls, self._check, self._kept_s = settings, tls, check, kept_s
         self.back_off = BackOff(name, settings.back_off_s)
         self._lock, self._is_closed = threading.Lock(), False
         self._open: set[Wire] = set()
@@ -125,7 +128,7 @@ class LinkClient:
         if kept is not None:
             wire, since = kept
             # Readable: the server has closed it, or has sent bytes without a request.
-            if time.monotonic() - since < KEPT_S and not wire.is_readable():
+            if time.monotonic() - since < self._kept_s and not wire.is_readable():
                 wire.deadline = deadline
                 return wire
             self._disconnect(wire)
@@ -146,7 +149,7 @@ class LinkClient:
 
     def _keep(self, wire: Wire) -> None:
         with self._lock:
-            if self._idle is None and not self._is_closed:
+            if self._kept_s and self._idle is None and not self._is_closed:
                 self._idle = wire, time.monotonic()
                 return
         self._disconnect(wire)

@@ -281,6 +281,23 @@ def test_reader_attaches_again_to_a_host_cache_that_was_started_again(
         bytes_of(reader, (0, 0), 4096)
 
 
+def test_rank_leases_again_from_a_host_cache_that_was_started_again(
+    start_host_cache: StartHostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rebalance.weights.cache.client.CONNECT_AGAIN_S", NEVER_S)
+    address = HostCacheAddress(f"lease-{os.getpid()}", b"key")
+    host_cache, new_reader = start_host_cache(ring(4), address=address)
+    reader = new_reader()
+    from_disk = {"disk": 4096, "other_host": 0}
+    assert reader.lease([(0, 0)], deadline_s=NEVER_S) == from_disk
+    assert reader.lease([(0, 0)], deadline_s=NEVER_S) == {}  # it has the lease
+    host_cache.close()
+    start_host_cache(ring(4), address=address)
+
+    assert reader.lease([(1, 2)], deadline_s=NEVER_S) == from_disk
+    assert reader.lease([(1, 2), (0, 0)], deadline_s=NEVER_S) == from_disk
+
+
 def test_restarted_host_cache_receives_the_weights_version(
     start_host_cache: StartHostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

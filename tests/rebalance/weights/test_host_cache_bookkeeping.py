@@ -95,6 +95,16 @@ def test_disconnected_rank_makes_room() -> None:
     assert waiting.missing == {(0, 2), (0, 3)}
 
 
+def test_closing_host_cache_ends_requests_that_wait_or_are_loaded() -> None:
+    cache = HostCache(1)
+    loaded, waiting = ask(cache, 1, (0, 0)), ask(cache, 2, (0, 1))
+
+    cache.close()
+
+    assert {request.error for request in (loaded, waiting)} == {"the host cache is closing"}
+    assert cache.take() is None
+
+
 def test_request_that_can_never_fit_is_refused_with_figures() -> None:
     cache = HostCache(4)
     asked_and_loaded(cache, 1, (0, 0))

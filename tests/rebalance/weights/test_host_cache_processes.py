@@ -271,9 +271,10 @@ import os, sys
 from pathlib import Path
 from eplb.errors import MigrationError
 from eplb.core.model import ModelShape
-from rebalance.weights.cache.server import (
-    HostCacheAddress, HostCacheClient, HostCacheServer, HostCacheSettings
-)
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 
