@@ -37,7 +37,7 @@ class Pull:
     move: Move
     into: torch.Tensor  # [record_bytes]
     held: NDArray[np.int32]  # [L, S] experts in the slots that may be read, EMPTY in others
-    places: tuple[Place, ...] = ()  # of this attempt; chunks come from them in turn
+    places: tuple[Place, ...] = ()  # sources of this attempt; chunks come from them in turn
     offset: int = 0  # bytes ordered in this attempt
     num_chunks: int = 0  # ordered in this attempt
     num_flying: int = 0
@@ -45,7 +45,7 @@ class Pull:
     num_tried: int = 0
     suspected: tuple[Place, ...] = ()  # gave wrong bytes together
     is_reloaded: bool = False  # the host has read it again, once
-    failed: dict[Place, str] = field(default_factory=dict)  # and why
+    failed: dict[Place, str] = field(default_factory=dict)  # places with the reason
 
     def __post_init__(self) -> None:
         self.num_bytes = self.into.numel()  # read often, and slow to get from torch

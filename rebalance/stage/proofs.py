@@ -50,7 +50,7 @@ class Proofs:
 
     @property
     def completions(self) -> list[Completion]:
-        """Of all digests under way."""
+        """Completions of all digests under way."""
         return self._records.completions
 
     @property

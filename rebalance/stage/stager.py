@@ -57,8 +57,8 @@ class Stager:
         self._beat = beat or Heartbeat("mover", clock)
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
-        self._has_reported_wait = False  # that it waits, and for what
-        self._is_wanted: IsWanted = always  # what is being staged
+        self._has_reported_wait = False  # the heartbeat names the present wait
+        self._is_wanted: IsWanted = always  # whether the present records are wanted
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Return whether the host cache is where a move's bytes are taken from first."""

@@ -51,7 +51,7 @@ class Part:
 
     weights_version: int
     layer: int
-    slot: int  # of the rank that is asked, from 0 on
+    slot: int  # number among the slots of the asked rank, from 0 on
     expert: int
     offset: int
     num_bytes: int
@@ -162,7 +162,7 @@ class OtherRanks:
         others = [number for number in range(len(settings.addresses)) if number != rank]
         self._links: Mapping[int, LinkClient] = {number: link(number) for number in others}
         self.ranks = frozenset(self._links)
-        self._bounces: list[Bounce] = []  # of a GPU; the next one to use is first
+        self._bounces: list[Bounce] = []  # pinned memory, on a GPU; the next one to use is first
 
     def _checks(self, rank: int) -> Callable[[Message], None]:
         def check(hello: Message) -> None:

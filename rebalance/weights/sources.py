@@ -47,8 +47,8 @@ class Place:
 
     source: Source  # SAME_RANK, PEER or HOST
     rank: int = NO_RANK
-    slot: int = -1  # of that rank, from 0 on
-    is_far: bool = False  # of a PEER that is asked over the network: its memory is not mapped here
+    slot: int = -1  # number among the slots of that rank, from 0 on
+    is_far: bool = False  # PEER whose memory is not mapped here: asked over the network
 
     def __str__(self) -> str:
         if self == HOST:

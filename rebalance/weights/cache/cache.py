@@ -92,7 +92,7 @@ class HostCache:
             Entry, list[Request]
         ] = {}  # requests that wait for an entry to be READY
         self._queued: OrderedDict[Entry, None] = OrderedDict()
-        self._hinted: OrderedDict[Record, int] = OrderedDict()  # and in which hint
+        self._hinted: OrderedDict[Record, int] = OrderedDict()  # number of the hint
         self._num_hints = 0
         self._is_closed = False
 

@@ -90,7 +90,7 @@ class HostCacheClient:
         self._num_experts, self.record_bytes = num_experts, record_bytes
         self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
-        self._entry_of: dict[Record, int] = {}  # of the records that are leased
+        self._entry_of: dict[Record, int] = {}  # entries of the leased records
         self.bytes_from_other_hosts = 0  # brought by loads since the start
         self._registered: set[int] = set()  # entries; their addresses never change
         self._connect(deadline_s)
@@ -138,7 +138,7 @@ class HostCacheClient:
             self._registered.clear()
             self._entry_of.clear()
         log.info("host %s: attached to the preload process that was started again", self._name)
-        if self._weights_version > 0:  # which the new process cannot know
+        if self._weights_version > 0:  # the new process does not know the version
             self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
 
     def _in_either_process(self, act: Callable[[], Done]) -> Done:

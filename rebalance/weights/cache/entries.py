@@ -32,7 +32,7 @@ class Entry:
     digest: Digest | None = None
     hint: int = 0  # number of the hint that loaded it; 0 once a rank has requested it
     is_for_host: bool = False  # only another host has asked for it: it comes from disk
-    is_void: bool = False  # of older weights, or damaged: never handed out again
+    is_void: bool = False  # older weights, or damaged: never handed out again
     holders: set[int] = field(default_factory=set)
 
 
@@ -45,12 +45,12 @@ class EntryTable:
     def __init__(self, num_entries: int) -> None:
         self.num_entries = num_entries
         self.entries: dict[Record, Entry] = {}  # those that may be handed out
-        self.num_leases: Counter[int] = Counter()  # by holder
+        self.num_leases: Counter[int] = Counter()  # leases of each holder
         self.num_evicted = 0
         self.free_indices = list(range(num_entries - 1, -1, -1))
         self._allocated: set[int] = set()
         self.evictable: OrderedDict[Record, Entry] = OrderedDict()  # oldest first
-        self.voided: list[Entry] = []  # of which holders may still read
+        self.voided: list[Entry] = []  # void entries that holders may still read
 
     def room_beside(self, records: Collection[Record]) -> int:
         """Entries available without the eviction of any of these records."""

@@ -41,17 +41,17 @@ class _OtherHost:
 
     def __init__(self, link: LinkClient) -> None:
         self.link = link
-        self.wrong: set[Record] = set()  # that it gave with wrong bytes, once
-        self.requesting = threading.Lock()  # its inventory, by one thread at a time
+        self.wrong: set[Record] = set()  # records that came with wrong bytes once
+        self.requesting = threading.Lock()  # held by the thread that requests the inventory
         self.inventory, self.inventory_until = 0, -math.inf  # a bit for each record, by number
 
     @property
     def is_inventory_old(self) -> bool:
-        """Whether it is to be asked what it holds."""
+        """Whether the inventory has to be requested again."""
         return time.monotonic() >= self.inventory_until
 
     def note_inventory(self, inventory: int) -> None:
-        """Set what it holds, and until when that is believed."""
+        """Set the inventory; it is valid for ``INVENTORY_AGE_S``."""
         self.inventory, self.inventory_until = inventory, time.monotonic() + INVENTORY_AGE_S
 
 
@@ -85,7 +85,7 @@ class OtherHosts:
         self._is_closing, self._lock = threading.Event(), threading.Lock()
         self._inward = Budget(settings.bytes_per_second, self._is_closing)
         self.num_failures = 0  # hosts that were late, dead or wrong
-        self.num_wrong = 0  # of that: wrong bytes
+        self.num_wrong = 0  # failures by wrong bytes
 
     def bring(
         self, record: Record, into: torch.Tensor, expected: Digest | None, *, from_disk: bool

@@ -51,7 +51,7 @@ class RecordSources:
         self._asks_hosts_first = links is not None and (
             links.order == "before_disk" or self.disk is None
         )
-        self._brought: dict[Record, Digest] = {}  # of those that other hosts gave
+        self._brought: dict[Record, Digest] = {}  # digests of records from other hosts
 
     def origin(self) -> RecordOrigin:
         """Return the origin of the records, as far as it is known."""
@@ -105,7 +105,7 @@ class RecordSources:
         expected = self.disk.digest_of(record) if self.disk else self._brought.get(record)
         found = self.hosts.bring(record, into, expected, from_disk=from_disk)
         if self.disk is not None:
-            self.disk.learn(record, found)  # what the disk gives later must be the same
+            self.disk.learn(record, found)  # a later read of the disk must have this digest
         else:
             self._brought[record] = found
         return Loaded(found, is_from_host=True)

@@ -57,8 +57,8 @@ class HostCacheSession:
         self._parts, self._wire, self._holder = parts, wire, next(parts.holders)
         self._wake = os.eventfd(0)
         self._ended: deque[Request] = deque()
-        self._deadlines: dict[Request, float] = {}  # of those that are not answered yet
-        self._last: Request | None = None  # what a rank that gives up has asked for
+        self._deadlines: dict[Request, float] = {}  # deadlines of unanswered requests
+        self._last: Request | None = None  # the newest request, which the rank may give up
 
     def run(self) -> None:
         """Serve until the connection closes."""

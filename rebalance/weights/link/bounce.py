@@ -24,7 +24,7 @@ class Bounce:
         self._device = device
         self._stream = OnStream(new_stream(device))
         self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
-        self._last = Completion(is_cuda=False)  # of what was ordered out of or into it
+        self._last = Completion(is_cuda=False)  # completion of the newest copy out of it or into it
 
     def take_out(self, part: torch.Tensor, deadline: float) -> memoryview:
         """Copy bytes of the device here; good until the next call.

@@ -67,7 +67,7 @@ class LinkClient:
         self.back_off = BackOff(name, settings.back_off_s)
         self._lock, self._is_closed = threading.Lock(), False
         self._open: set[Wire] = set()
-        self._idle: tuple[Wire, float] | None = None  # and since when
+        self._idle: tuple[Wire, float] | None = None  # idle connection, and its start
 
     def fetch(
         self,
