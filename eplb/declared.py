@@ -14,8 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pkgutil import resolve_name
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from eplb.errors import UnfitSetting
+
+MOST = 10**9
 UNIT_OF_SUFFIX = {
     "_s": "s",
     "_ms": "ms",
@@ -101,18 +106,113 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Setting(Meaning):
-    """A field that users set.
+    """A field that users set. A number is 0 to ``MOST``, unless its bounds say otherwise.
+
+    The upper bound is far above useful values: a typing error is refused at the start instead of
+    exhausting the memory of a process.
 
     Args:
+        section: of the file; "": that of its class.
         short: a name without a section that stands for the setting; "": its own name, where only
             one section has a setting of that name.
         live: kept in the store while a deployment runs; a change needs no restart.
         secret: the value may hold a password, which is never shown.
+        check: reads the value of a text with a form of its own, and raises ConfigError.
     """
 
+    at_most: float | None = MOST
+    section: str = ""
     short: str = ""
     live: bool = False
     secret: bool = False
+    check: Callable[[str], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.above is None and self.at_least is None:
+            object.__setattr__(self, "at_least", 0)
+
+
+_declared: dict[type[Any], Mapping[str, tuple[Any, Meaning]]] = {}  # class -> its fields
+
+
+def declared_fields(cls: type[Any]) -> Mapping[str, tuple[Any, Meaning]]:
+    """Type and meaning of each declared field of a dataclass, in their order."""
+    if cls in _declared:
+        return _declared[cls]
+    found = _declared[cls] = dict[str, tuple[Any, Meaning]]()
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        meanings = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Meaning)]
+        if meanings:
+            found[name] = get_args(hint)[0], meanings[0]
+    return found
+
+
+def without_none(kind: Any) -> tuple[Any, bool]:
+    """A type without None, and whether None was one of its values."""
+    parts = [one for one in get_args(kind) if one is not NoneType]
+    is_optional = NoneType in get_args(kind)
+    return (parts[0], True) if is_optional else (kind, False)
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The values that a type lists; (): any."""
+    kind, _ = without_none(kind)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def expected_of(kind: Any, meaning: Meaning, value: Any) -> str:
+    """What was expected in place of a value of the right type; "": it can be used.
+
+    Not by ``pattern``, which is for requests: ``check`` says more of what is wrong.
+    """
+    if (choices := choices_of(kind)) and value not in choices:
+        *others, last = map(repr, choices)
+        return f"{', '.join(others)} or {last}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "" if meaning.is_within(value) else meaning.bounds or "a finite number"
+    if isinstance(value, str):
+        if meaning.min_length is not None and len(value) < meaning.min_length:
+            return f"at least {meaning.min_length} character"
+        if meaning.max_length is not None and len(value) > meaning.max_length:
+            return f"at most {meaning.max_length} characters"
+    return ""
+
+
+def check_fields(component: Any) -> None:
+    """Refuse a declared field that is out of its bounds; for ``__post_init__``.
+
+    Raises:
+        ConfigError: with the field, its value, and what was expected.
+    """
+    for name, (kind, meaning) in declared_fields(type(component)).items():
+        value = getattr(component, name)
+        if value is None:
+            continue
+        if expected := expected_of(kind, meaning, value):
+            raise UnfitSetting(name, value, expected)
+        if isinstance(meaning, Setting) and meaning.check is not None:
+            meaning.check(value)
+
+
+@dataclass(frozen=True)
+class Named(Meaning):
+    """A text that is one of known names. The component that has the names checks the text.
+
+    Args:
+        names: the names, or where they are, as ``module:attribute``, which is imported only when
+            the OpenAPI document is made.
+    """
+
+    names: tuple[str, ...] | str = ()
+
+    def __get_pydantic_json_schema__(
+        self, schema: Mapping[str, Any], handler: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Give pydantic the names too; null is one of them where the value may be null."""
+        shown = super().__get_pydantic_json_schema__(schema, handler)
+        known = resolve_name(self.names) if isinstance(self.names, str) else self.names
+        shown["enum"] = [*(sorted(known) if isinstance(self.names, str) else known)]
+        return shown | {"enum": [*shown["enum"], None]} if "anyOf" in shown else shown
 
 
 def _lengths(of: Meaning) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     EplbError
     ├── ConfigError       an invalid setting, flag or name
+    │   └── UnfitSetting  a field of a component that is out of range, or does not fit the others
     ├── PlacementError    a placement that must not serve
     ├── TopologyError     ranks, slots or nodes that contradict each other
     ├── HistoryError      load that cannot be planned on
@@ -18,12 +19,31 @@ are ``assert``s, not these.
 """
 
 
+def shown(value: object) -> str:
+    """A value as messages show it."""
+    return repr(value) if isinstance(value, str) else str(value)
+
+
 class EplbError(Exception):
     """Root of the tree: catch this to catch every error that this project raises on purpose."""
 
 
 class ConfigError(EplbError, ValueError):
     """An invalid setting, flag or name."""
+
+
+class UnfitSetting(ConfigError):
+    """A field of a component that is out of its range, or does not fit the others.
+
+    Who has read the value from a file adds the place (``eplb/settings``).
+    """
+
+    def __init__(self, name: str, found: object, expected: str) -> None:
+        super().__init__(name, found, expected)
+        self.name, self.found, self.expected = name, found, expected
+
+    def __str__(self) -> str:
+        return f"{self.name} is {shown(self.found)}, expected {self.expected}"
 
 
 class PlacementError(EplbError, ValueError):

@@ -88,7 +88,7 @@ class RankAgent:
             step: number of the forward pass that is about to begin, from 0 on, alike on every rank.
                 Micro-batches, speculative steps and dummy batches are part of one pass. None: the
                 count of ``RankParts.steps``; with both, they must agree.
-            phase: what the pass is; None: ``AgentSettings.load_phase``. A sample of passes that
+            phase: what the pass is; None: ``RankConfig.load_phase``. A sample of passes that
                 differ is "mixed".
 
         Raises:
@@ -136,13 +136,13 @@ class RankAgent:
         if not self._may_begin(step):
             return True
         self.core.steps.last = step
-        load_phase = phase or self._settings.load_phase
+        load_phase = phase or self._settings.config.load_phase
         self.core.step_timer.at_step(self._shared.state, load_phase)
         self._watchdog.step.busy(f"before step {step}")
         self.core.voter.raise_if_peer_dead(f"before step {step}")
-        if step % self._settings.sample_steps == 0:
+        if step % self._settings.config.sample_steps == 0:
             self._sampler.cut(step, self.placement)
-        is_vote_due = step % self._settings.vote_every == 0
+        is_vote_due = step % self._settings.config.vote_every == 0
         self._voting.read(step, must_finish=is_vote_due)
         if step == self._voting.halt_at:
             self._sampler.cut(step, self.placement)

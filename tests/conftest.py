@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from api.processes.children import preload_modules
 from eplb.core.model import ModelShape
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
@@ -30,8 +29,6 @@ pytest_plugins = ("tests.support.demo", "tests.support.stores")
 torch.set_num_threads(1)
 # A thread that logs between two tests, where pytest captures nothing, prints nothing either.
 logging.getLogger().addHandler(logging.NullHandler())
-# Children that tests start have these imported already: a second for each of them.
-preload_modules("api.processes.children", "pytest")
 
 COMPILE = """
 from eplb.precompile import compile_planner

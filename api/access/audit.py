@@ -15,12 +15,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pwd
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_SH, flock
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import Annotated
 
+from api.access.keys import Role
+from eplb.declared import Meaning
 from eplb.errors import EplbError
 
 AUDIT_FILE = "audit.jsonl"  # in the state folder
@@ -36,24 +42,24 @@ class AuditError(EplbError):
 class BrokenChain(AuditError):
     """A line of the audit was changed, removed or inserted."""
 
-    exit_status = 1  # of a command that it ends
+    exit_status = 1  # exit status of a command that this error ends
 
 
 @dataclass(frozen=True)
 class AuditEntry:
     """One line."""
 
-    time: float  # seconds since the epoch
-    deployment: str
-    actor: str  # name of a key, or who else it was
+    time: Annotated[float, Meaning("seconds since the epoch")]
+    deployment: Annotated[str, Meaning("the deployment that is changed")]
+    actor: Annotated[str, Meaning("name of a key, or who else it was")]
     role: str
-    address: str  # of the client; "local": a command on this host
-    request: str  # the same in both lines of one request
-    action: str  # method and path, or the command
+    address: Annotated[str, Meaning("of the client; local: a command on this host")]
+    request: Annotated[str, Meaning("the same in both lines of one request")]
+    action: Annotated[str, Meaning("method and path, or the command")]
     reason: str
-    outcome: str  # "asked", then the status of the answer
+    outcome: Annotated[str, Meaning("asked, then the status of the answer")]
     number: int = 0
-    before: str = ""
+    before: Annotated[str, Meaning("hash of the line before it")] = ""
     hash: str = ""
 
     def sealed(self, number: int, before: str) -> AuditEntry:
@@ -170,6 +176,35 @@ class Audit:
                 )
             before, last = entry.hash, entry
         return last
+
+
+def local_actor() -> str:
+    """Return the user of this process and its host, as the audit names them."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def note(state_dir: Path, deployment: str, action: str, reason: str, outcome: str) -> None:
+    """Add what a command of this host did to the audit.
+
+    Raises:
+        AuditError: it cannot be written.
+    """
+    entry = AuditEntry(
+        time=time.time(),
+        deployment=deployment,
+        actor=local_actor(),
+        role=Role.ADMIN.label,
+        address="local",
+        request="",
+        action=action,
+        reason=reason,
+        outcome=outcome,
+    )
+    Audit(state_dir).append(entry)
 
 
 def _start_of(text: mmap, number: int) -> int:

@@ -15,6 +15,7 @@ import base64
 import binascii
 import hmac
 import logging
+import re
 import time
 from collections import OrderedDict, deque
 from pathlib import Path
@@ -25,7 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.access.keys import AccessKeys, Actor, Role
 from api.http.guard import SAFE_METHODS
-from api.http.problems import ProblemType, problem
+from api.http.problems import ProblemType
+from api.http.refusals import problem
+from api.operations.table import OPERATIONS
 from eplb.clock import Clock
 from eplb.errors import ConfigError
 
@@ -34,9 +37,12 @@ CHALLENGE = 'Basic realm="eplb: any name, the key or token as password", charset
 OF_TOKEN = Actor("the deployment's token", Role.ADMIN)
 OF_HOST = Actor("a user of this host", Role.ADMIN)
 
-ADMINS = frozenset({"/api/v1/settings"})  # changes of these need an admin
-VIEWERS = frozenset({"/api/v1/explanations"})  # a POST that moves nothing
-OPERATORS = frozenset({"/api/v1/audit"})  # to be read too: it names people
+# Of operations with another role than a viewer's to read and an operator's to change.
+LEAST_ROLES = [
+    (one.method, re.compile(re.sub(r"{\w+}", "[^/]+", one.path)), one.role)
+    for one in OPERATIONS
+    if one.role is not None
+]
 
 FAILURES, FAILURES_S = 10, 60.0  # failed logins of one address within a minute, then 429
 ADDRESSES = 1024  # kept at most
@@ -150,11 +156,11 @@ class Authentication:
 
 def role_for(method: str, path: str) -> Role:
     """Return the least role that may send a request."""
-    if path in OPERATORS:
-        return Role.OPERATOR
-    if method in SAFE_METHODS or path in VIEWERS:
-        return Role.VIEWER
-    return Role.ADMIN if path in ADMINS else Role.OPERATOR
+    asked = "GET" if method in SAFE_METHODS else method
+    for of_method, form, role in LEAST_ROLES:
+        if of_method == asked and form.fullmatch(path):
+            return role
+    return Role.VIEWER if asked == "GET" else Role.OPERATOR
 
 
 def client_address(scope: Scope) -> str:

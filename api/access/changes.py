@@ -25,9 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.access.audit import Audit, AuditEntry, AuditError
 from api.access.authentication import OF_HOST, client_address
 from api.access.keys import Actor
-from api.http.guard import SAFE_METHODS, replayed, whole_body
-from api.http.limits import HttpLimits
-from api.http.problems import ProblemType, problem
+from api.http.guard import SAFE_METHODS, HttpLimits, replayed, whole_body
+from api.http.problems import ProblemType
+from api.http.refusals import problem
 from eplb.clock import Clock
 
 KEPT_ANSWERS, KEPT_ANSWERS_S = 1000, 24 * 3600.0

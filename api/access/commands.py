@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from api.access.audit import START, Audit, BrokenChain
+from api.access.audit import START, Audit, BrokenChain, local_actor, note
 from api.access.keys import AccessKeys
-from api.access.local import local_actor, note
-from api.cli.deploy import Config, Profile, Setting, loaded_of
+from api.cli.deploy import Config, Profile, Setting, settings_of
 from api.cli.options import AsJson
 from api.terminal.printable import printable
 
@@ -24,7 +23,7 @@ Reason = Annotated[str, typer.Option(help="Reason; stored in the audit.")]
 
 
 def _place(config: Path | None, setting: list[str] | None, profile: str | None) -> tuple[Path, str]:
-    deployment = loaded_of(config, setting, profile).settings.deployment
+    deployment = settings_of(config, setting, profile).deployment
     return deployment.state_dir, deployment.name
 
 

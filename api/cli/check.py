@@ -8,7 +8,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,9 +19,8 @@ from api.cli.deploy import (
     Profile,
     Setting,
     deployment_of,
-    loaded_of,
-    refused,
     say,
+    settings_of,
 )
 from api.cli.store_place import (
     ConfiguredDeployment,
@@ -29,15 +28,16 @@ from api.cli.store_place import (
     configured_store,
     open_existing,
 )
-from api.config.loader import profile_names
-from api.deploy.checks.finding import Finding
+from api.config.tree import profile_names
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
 from api.deploy.secret import Secret
 from api.terminal.printable import printable
-from eplb.errors import EplbError
+from eplb.settings.loader import PROFILE_VARIABLE
 from rebalance.engines.fsck.report import report_of
-from rebalance.engines.profiles import PROFILE_VARIABLE
+
+if TYPE_CHECKING:
+    from api.deploy.check import Finding
 
 FAULTY = 1
 
@@ -79,26 +79,19 @@ def check(
         _check_engine(engine, model_config)
         return
     # Imported here: it needs the extra "api".
+    from api.deploy.check import check_all, check_profiles, costs_of, lines_of
     from api.deploy.checkpoint import ACCEPT, accept_checkpoint
-    from api.deploy.checks.costs import costs_of, lines_of
-    from api.deploy.checks.host import check_all
-    from api.deploy.checks.profiles import check_profiles
     from api.deploy.first_placement import check_belongs
 
-    try:
-        deployment = deployment_of(config, setting, "check", profile)
-        if accept:
-            with closing(deployment.opened_store()) as store:
-                check_belongs(store, deployment)
-                say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
-        here, others = host_here(deployment, host), _other_profiles(config, setting, profile)
-        is_ok = _all_said(
-            chain(check_all(deployment, here), check_profiles(deployment, here, others))
-        )
-        for line in lines_of(costs_of(deployment)):
-            say(line)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    deployment = deployment_of(config, setting, "check", profile)
+    if accept:
+        with closing(deployment.opened_store()) as store:
+            check_belongs(store, deployment)
+            say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
+    here, others = host_here(deployment, host), _other_profiles(config, setting, profile)
+    is_ok = _all_said(chain(check_all(deployment, here), check_profiles(deployment, here, others)))
+    for line in lines_of(costs_of(deployment)):
+        say(line)
     if not is_ok:
         raise typer.Exit(BAD_INPUT)
 
@@ -109,7 +102,7 @@ def _other_profiles(
     mine = profile or os.environ.get(PROFILE_VARIABLE)
 
     def resolved(name: str, secret: Secret) -> Deployment:
-        return resolve(loaded_of(config, setting, name).settings, os.environ, secret)
+        return resolve(settings_of(config, setting, name), os.environ, secret)
 
     names = profile_names(config, os.environ)
     return {name: partial(resolved, name) for name in names if name != mine}
@@ -120,12 +113,9 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
 
     Exit status 0: no fault; 1: faults; 2: no rank checks, or the store cannot be read.
     """
-    try:
-        url, name = configured_store(store, deployment)
-        with closing(open_existing(url, name)) as opened:
-            report = report_of(opened)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    url, name = configured_store(store, deployment)
+    with closing(open_existing(url, name)) as opened:
+        report = report_of(opened)
     for line in report.lines:
         say(printable(line))
     if report.faults:
@@ -135,12 +125,9 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
 
 
 def _check_engine(command: str, model_config: Path | None) -> None:
-    from api.deploy.checks.engine import check_engine
+    from api.deploy.check import check_engine
 
-    try:
-        is_ok = _all_said(check_engine(command, model_config, os.environ))
-    except EplbError as exc:
-        raise refused(exc) from exc
+    is_ok = _all_said(check_engine(command, model_config, os.environ))
     if not is_ok:
         raise typer.Exit(BAD_INPUT)
 

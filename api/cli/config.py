@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api.access.local import note
+from api.access.audit import note
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
@@ -18,10 +18,9 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.live import live_page, parsed_changes
-from api.config.loader import load
 from api.config.reference import effective, reference_page
-from api.terminal.printable import print_error
-from eplb.errors import ConfigError, EplbError
+from api.config.tree import load
+from eplb.errors import ConfigError
 
 BAD_INPUT = 2
 
@@ -53,22 +52,18 @@ def config(
     if reference:
         typer.echo(reference_page(), nl=False)
         return
-    try:
-        changes = _live_changes(live, set_ or [], unset or [])
-        if live and store is not None and deployment is not None:
-            _print_live(store, deployment, audit_folder(store), changes, reason)
-            return
-        named = named_settings(setting or [])
-        loaded = load({}, config=config, environ=os.environ, named=named, profile=profile)
-        if live:
-            url, name = configured_store(store, deployment, loaded)
-            folder = loaded.settings.deployment.state_dir if profile else audit_folder(url)
-            _print_live(url, name, folder, changes, reason)
-            return
-    except EplbError as exc:
-        print_error(exc)
-        raise typer.Exit(BAD_INPUT) from exc
-    typer.echo(effective(loaded.settings, loaded.places), nl=False)
+    changes = _live_changes(live, set_ or [], unset or [])
+    if live and store is not None and deployment is not None:
+        _print_live(store, deployment, audit_folder(store), changes, reason)
+        return
+    named = named_settings(setting or [])
+    settings = load({}, config=config, environ=os.environ, named=named, profile=profile)
+    if live:
+        url, name = configured_store(store, deployment, settings)
+        folder = settings.deployment.state_dir if profile else audit_folder(url)
+        _print_live(url, name, folder, changes, reason)
+        return
+    typer.echo(effective(settings), nl=False)
 
 
 def _live_changes(live: bool, pairs: list[str], unset: list[str]) -> dict[str, str | None]:

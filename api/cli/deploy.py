@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +11,12 @@ from typing import Annotated
 import typer
 
 from api.cli.config import named_settings
-from api.config.loader import Loaded, load
+from api.config.tree import Settings, load
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.hosts import host_here
-from api.terminal.logs import LogSettings, set_up_logging
-from api.terminal.printable import print_error
-from eplb.errors import EplbError
+from api.processes.commands import own_command, raise_descriptor_limit, set_title
+from api.terminal.logs import set_up_logging
+from eplb.errors import ConfigError
 from eplb.package_check import check_packages
 from eplb.precompile import compile_planner
 
@@ -29,10 +30,18 @@ Setting = Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE
 Host = Annotated[
     int | None, typer.Option(min=0, max=255, help="Number of this host; else by its address.")
 ]
-Command = Annotated[list[str], typer.Argument(help="The program of a rank, after --.")]
+Command = Annotated[
+    list[str] | None, typer.Argument(help="The program of a rank, or its arguments, after --.")
+]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        help="A Python module whose main() is the program of a rank: imported once for all ranks."
+    ),
+]
 
 
-def loaded_of(config: Path | None, setting: list[str] | None, profile: str | None) -> Loaded:
+def settings_of(config: Path | None, setting: list[str] | None, profile: str | None) -> Settings:
     """Read the configuration of a command.
 
     Raises:
@@ -51,17 +60,10 @@ def deployment_of(
         ConfigError: the configuration cannot be used.
     """
     check_packages()
-    loaded = loaded_of(config, setting, profile)
-    log = loaded.settings.log
-    name = loaded.settings.deployment.name
-    set_up_logging(LogSettings(log.format, log.level, name), process=process)
-    return resolve(loaded.settings, os.environ)
-
-
-def refused(exc: EplbError) -> typer.Exit:
-    """Print a refusal; returns what to raise."""
-    print_error(exc)
-    return typer.Exit(BAD_INPUT)
+    raise_descriptor_limit()
+    settings = settings_of(config, setting, profile)
+    set_up_logging(replace(settings.log, deployment=settings.deployment.name), process=process)
+    return resolve(settings, os.environ)
 
 
 def say(line: str) -> None:
@@ -88,11 +90,12 @@ def compile_kernels() -> None:
 
 
 def launch(
-    command: Command,
+    command: Command = None,
     config: Config = None,
     host: Host = None,
     setting: Setting = None,
     profile: Profile = None,
+    module: Module = None,
 ) -> None:
     """Start the ranks of this host: eplb launch -- CMD. Under torchrun: become one of them.
 
@@ -108,25 +111,27 @@ def launch(
         run_ranks,
     )
 
-    try:
-        deployment = deployment_of(config, setting, "launch", profile)
-        here = Launch(deployment, host_here(deployment, host), command, os.environ)
-        if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
-            check_torchrun(here)
-            prepare_store(here)
-            become_rank(here)
-        check_start(here)
-        generation, found = prepare_store(here)
-        master = f"{deployment.hosts[0]}:{deployment.settings.network.rendezvous_port}"
-        say(
-            f"eplb launch: host {here.host} of {deployment.name}: ranks {here.ranks[0]}.."
-            f"{here.ranks[-1]} of {deployment.topology.num_ranks}, meeting at {master}"
-        )
-        say(f"eplb launch: {found}")
-        supervision = deployment.settings.supervision
-        status = run_ranks(here, generation, supervision, lambda line: say(f"eplb: {line}"))
-    except EplbError as exc:
-        raise refused(exc) from exc
+    if not (command or module):
+        raise typer.BadParameter("expected the program of a rank after --, or --module")
+    deployment = deployment_of(config, setting, "launch", profile)
+    here = Launch(deployment, host_here(deployment, host), command or [], os.environ, module)
+    set_title(f"launch {here.host}")
+    if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
+        if module:
+            raise ConfigError("--module under torchrun, expected the program of a rank")
+        check_torchrun(here)
+        prepare_store(here)
+        become_rank(here)
+    check_start(here)
+    generation, found = prepare_store(here)
+    master = f"{deployment.hosts[0]}:{deployment.settings.network.rendezvous_port}"
+    say(
+        f"eplb launch: host {here.host} of {deployment.name}: ranks {here.ranks[0]}.."
+        f"{here.ranks[-1]} of {deployment.topology.num_ranks}, meeting at {master}"
+    )
+    say(f"eplb launch: {found}")
+    supervision = deployment.settings.supervision
+    status = run_ranks(here, generation, supervision, lambda line: say(f"eplb: {line}"))
     raise typer.Exit(status)
 
 
@@ -134,10 +139,7 @@ def controller(config: Config = None, setting: Setting = None, profile: Profile 
     """Plan for a deployment until a signal. Any number may run; one leads."""
     from api.deploy.roles import run_controller
 
-    try:
-        run_controller(deployment_of(config, setting, "controller", profile), say)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    run_controller(deployment_of(config, setting, "controller", profile), say)
 
 
 def host_cache(
@@ -146,23 +148,16 @@ def host_cache(
     """Keep expert records in the memory of this host for its ranks, until a signal."""
     from api.deploy.roles import run_host_cache
 
-    try:
-        deployment = deployment_of(config, setting, "host cache", profile)
-        run_host_cache(deployment, host_here(deployment, host), say)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    deployment = deployment_of(config, setting, "host cache", profile)
+    run_host_cache(deployment, host_here(deployment, host), say)
 
 
 def serve(config: Config = None, setting: Setting = None, profile: Profile = None) -> None:
     """Run a controller, the REST API and the page until a signal; ranks are started elsewhere."""
-    from api.processes.children import import_for_children, preload_modules
+    from api.deploy.serve import serve as serve_until_signal
 
-    try:
-        deployment = deployment_of(config, setting, "serve", profile)
-        preload_modules("api.processes.controller")
-        import_for_children()
-        from api.deploy.serve import serve as serve_until_signal
-
-        serve_until_signal(deployment, say)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    same = [word for one in setting or [] for word in ("--setting", one)]
+    same += ["--config", str(config)] if config else []
+    same += ["--profile", profile] if profile else []
+    deployment = deployment_of(config, setting, "serve", profile)
+    serve_until_signal(deployment, own_command("controller", *same), say)

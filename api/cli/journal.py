@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from api.terminal.printable import printable
-from api.terminal.table import plain_table
+from api.terminal.printable import plain_table, printable
 from eplb.errors import ConfigError
 
 if TYPE_CHECKING:

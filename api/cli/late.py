@@ -25,7 +25,7 @@ from typer.main import get_command_from_info, get_group
 
 from eplb.errors import EplbError
 
-BAD_INPUT = 2
+BAD_INPUT = 2  # exit status
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Late:
     Args:
         place: ``module:name`` of a function, or of a ``typer.Typer`` with several commands.
         example: shown at the end of a command's help; "": none.
-        help: of a group, or of a function that has no docstring in its source.
+        help: of a group, or of a command that is made from a table.
+        words: what ``place`` makes the command of; "": it is the command.
     """
 
     place: str
     example: str = ""
     help: str = ""
+    words: str = ""
 
     @property
     def summary(self) -> str:
@@ -52,6 +54,8 @@ class Late:
         """Import the command, under the name that it has for users."""
         module, _, attribute = self.place.partition(":")
         found = getattr(import_module(module), attribute)
+        if self.words:
+            found = found(self.words)
         if isinstance(found, typer.Typer):
             made: Any = get_group(found)
             made.name, made.help = name, self.help
@@ -133,9 +137,11 @@ def group_of(panels: dict[str, dict[str, Late]]) -> type[TyperGroup]:
             try:
                 return super().invoke(ctx)
             except EplbError as exc:
+                from api.processes.commands import Notifier
                 from api.terminal.printable import print_error
 
                 print_error(exc)
+                Notifier().status(str(exc))  # a service manager may have started the command
                 raise typer.Exit(getattr(exc, "exit_status", BAD_INPUT)) from exc
 
     return LateGroup

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from api.cli.late import Late, group_of
+from api.operations.table import COMMANDS as API_COMMANDS
+from api.operations.table import GROUPS
 from eplb import __version__
 
 COMMANDS: dict[str, dict[str, Late]] = {
@@ -38,81 +40,24 @@ COMMANDS: dict[str, dict[str, Late]] = {
     "Watch a deployment": {
         "status": Late("api.cli.status:status"),
         "top": Late("api.cli.status:top"),
-        "ranks": Late(
-            "api.cli.admin.ranks:ranks", "eplb ranks --store redis://HOST:PORT --deployment prod"
-        ),
-        "deployments": Late(
-            "api.cli.admin.commands:deployments", "eplb deployments --service http://127.0.0.1:8765"
-        ),
-        "events": Late("api.cli.admin.commands:events", "eplb events --last 100 --json"),
-        "anomalies": Late(
-            "api.cli.admin.commands:anomalies",
-            "eplb anomalies --state open; eplb anomalies --last 100 --json",
-        ),
         "journal": Late("api.cli.journal:journal"),
         "observability": Late("api.metrics.observability:observability"),
         "support-bundle": Late("api.cli.support_bundle:support_bundle"),
     },
     "Act on a deployment": {
-        "pause": Late("api.cli.switches:pause"),
-        "resume": Late("api.cli.switches:resume"),
-        "proposals": Late(
-            "api.cli.admin.commands:proposals", "eplb proposals --service http://127.0.0.1:8765"
-        ),
-        "propose": Late(
-            "api.cli.admin.commands:propose",
-            "eplb propose --reason 'evening load' --store .eplb/store.sqlite",
-        ),
-        "explain": Late(
-            "api.cli.admin.commands:explain", "eplb explain 12; eplb explain --layer 3 --expert 17"
-        ),
-        "approve": Late(
-            "api.cli.admin.commands:approve",
-            "eplb approve 12 --reason 'looks right' --if-generation 41",
-        ),
-        "reject": Late("api.cli.admin.commands:reject", "eplb reject 12 --reason 'not tonight'"),
-        "rebalance": Late(
-            "api.cli.admin.commands:rebalance", "eplb rebalance --reason 'hot expert' --move"
-        ),
-        "rollback": Late(
-            "api.cli.admin.commands:rollback",
-            "eplb rollback 40 --reason 'answers got slower' --move",
-        ),
-        "tasks": Late(
-            "api.cli.admin.commands:tasks", "eplb tasks --state failed; eplb tasks --cancel 7"
-        ),
-        "cordon": Late(
-            "api.cli.admin.ranks:cordon",
-            "eplb cordon 3 --reason 'its GPU throttles'",
-            "Place no further expert on a rank; it keeps what it holds.",
-        ),
-        "drain": Late(
-            "api.cli.admin.ranks:drain",
-            "eplb drain 3 --reason 'change 4711'; eplb ranks",
-            "Move every expert off a rank, so that its loss costs none.",
-        ),
-        "uncordon": Late(
-            "api.cli.admin.ranks:uncordon",
-            "eplb uncordon 3 --reason 'change 4711 is done'",
-            "Let a rank take experts again, after cordon or drain.",
-        ),
-        "placements": Late(
-            "api.cli.admin.placements:app",
-            help="Show, compare and export placements. Exit status 1: there is none such, or the "
-            "deployment does not allow it; 2: bad input, no such service or store, or no "
-            "permission.",
-        ),
-        "pins": Late(
-            "api.cli.admin.pins:app",
-            help="Pin experts to ranks. Exit status 1: the ranks cannot meet the pin, there is "
-            "none such, or another change came first; 2: bad input, no such service or store, or "
-            "no permission.",
-        ),
         "store": Late("api.cli.store_commands:app", help="List, copy and clean up a store."),
         "keys": Late("api.access.commands:keys", help="Access keys of the HTTP service."),
         "audit": Late("api.access.commands:audit"),
     },
 }
+for one in API_COMMANDS:
+    group = one.words.partition(" ")[0]
+    COMMANDS["Watch a deployment" if one.is_question else "Act on a deployment"][group] = Late(
+        "api.cli.admin.commands:command_of",
+        example=one.example,
+        help=GROUPS.get(group) or one.about,
+        words=group,
+    )
 
 app = typer.Typer(
     cls=group_of(COMMANDS),

@@ -1,29 +1,43 @@
-"""``eplb status`` and ``eplb top``: how a deployment stands, for people and for scripts."""
+"""``eplb status`` and ``eplb top``: how a deployment stands, for people and for scripts.
+
+Both show answers of the admin API: of a service by its URL, or made in this process on a store.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
 from threading import Event
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.cli.deploy import Config, Profile, Setting, loaded_of, refused
-from api.cli.store_place import configured_store, open_existing
+from api.cli.deploy import Config, Profile, Setting, settings_of
+from api.cli.options import AsJson, with_options
+from api.cli.store_place import ApiOptions, configured_store, open_existing
 from api.interrupts import StopSignals
-from api.terminal.console import unbreakable_console
-from eplb.errors import EplbError
+from api.terminal.printable import printable, unbreakable_console
+from eplb.errors import ConfigError
 from telemetry.state.store import without_password
+
+if TYPE_CHECKING:
+    from api.config.tree import Settings
+    from api.monitor.state import State
+    from api.terminal.picture import Look
+    from telemetry.state.store import StateStore
 
 NOT_OK = 1
 LOOK_S = 0.25
+WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 
 
+@with_options
 def status(
+    place: ApiOptions,
     config: Config = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: AsJson = False,
     setting: Setting = None,
     profile: Profile = None,
 ) -> None:
@@ -31,23 +45,22 @@ def status(
 
     Exit status 0: nothing is wrong; 1: something is; 2: the deployment cannot be read.
     """
-    # Imported here: it needs the extra "api".
-    from api.deploy.status import check_configured, read_status, render
+    from pydantic import TypeAdapter
 
-    try:
-        loaded = loaded_of(config, setting, profile)
-        url, deployment = configured_store(loaded=loaded)
-        with closing(open_existing(url, deployment)) as store:
-            check_configured(store, loaded.settings, os.environ)
-            found = read_status(store, without_password(url))
-    except EplbError as exc:
-        raise refused(exc) from exc
-    typer.echo(json.dumps(found.as_json(), indent=1) if json_output else render(found))
-    if not found.is_ok:
+    from api.monitor.state import State
+    from api.operations import watching
+
+    with _asked(place, config, setting, profile) as (ask, where):
+        state: State = ask(watching.state)
+    as_json = TypeAdapter(State).dump_json(state, indent=1).decode() if json_output else ""
+    typer.echo(as_json or render(state, where))
+    if state.problems:
         raise typer.Exit(NOT_OK)
 
 
+@with_options
 def top(
+    place: ApiOptions,
     config: Config = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     setting: Setting = None,
@@ -55,28 +68,153 @@ def top(
 ) -> None:
     """Watch a deployment in the terminal: verdict, load of ranks, imbalance, migration, decisions.
 
-    It reads the store alone, and ends with Ctrl-C. Without a terminal it prints a line for each
-    window and event.
+    It ends with Ctrl-C. Without a terminal it prints a line for each window and event.
     """
-    # Imported here: it needs the extra "api".
-    from api.deploy.status import check_configured
-    from api.monitor.monitor import Monitor
     from api.terminal.live import LiveView
     from api.terminal.picture import render
 
     console, stop = unbreakable_console(), StopSignals()
-    try:
-        loaded = loaded_of(config, setting, profile)
-        url, deployment = configured_store(loaded=loaded)
-        with closing(open_existing(url, deployment)) as store:
-            check_configured(store, loaded.settings, os.environ)
-            monitor = Monitor(store)
-            if once:
-                monitor.refresh()
-                console.print(render(monitor.snapshot(), console.width, max(40, console.height)))
-                return
-            with LiveView(monitor, console=console):
-                while not stop.received:
-                    Event().wait(LOOK_S)
-    except EplbError as exc:
-        raise refused(exc) from exc
+    with _asked(place, config, setting, profile, watches=not once) as (ask, _):
+        if once:
+            console.print(render(_look(ask), console.width, max(40, console.height)))
+            return
+        with LiveView(partial(_look, ask), console=console) as view:
+            while view.is_showing and not stop.received:
+                Event().wait(LOOK_S)
+
+
+Ask = Callable[..., Any]  # takes an operation and its arguments by name; gives the answer
+
+
+@contextmanager
+def _asked(
+    place: ApiOptions, config: Any, setting: Any, profile: Any, *, watches: bool = False
+) -> Iterator[tuple[Ask, str]]:
+    """Give what asks an API, and where that is; a configuration must be that of its store.
+
+    Args:
+        watches: whether a store is read in the background meanwhile.
+    """
+    # Imported here: all of it needs the extra "api", and httpx takes 0.1 s.
+    from api.http.routes import answer_in_process, read_answer
+
+    if place.url is not None:
+        shown = without_password(place.url)
+        if config is not None or setting or profile is not None:
+            raise ConfigError(
+                f"a configuration names a store, found the service {shown} as well, expected one "
+                "of them: leave out --service and EPLB_SERVICE, or --config, --setting and "
+                "--profile"
+            )
+        from api.cli.admin.client import asking
+
+        with asking(place) as send:
+            yield lambda one, **query: read_answer(one, send(one, **query).content), f"at {shown}"
+        return
+    from api.http.service import AdminService
+
+    settings = settings_of(config, setting, profile)
+    url, deployment = configured_store(place.store, place.deployment, settings)
+    with closing(open_existing(url, deployment)) as store:
+        if place.store is None and place.deployment is None:
+            check_configured(store, settings, os.environ)
+        service = AdminService(store, keeps_history=False)
+        if watches:
+            service.reader.start()
+        try:
+            yield (
+                lambda one, **query: read_answer(one, answer_in_process(service, one, **query)),
+                f"in {without_password(url)}",
+            )
+        finally:
+            service.reader.stop()
+
+
+def _look(ask: Ask) -> Look:
+    from api.operations import watching
+    from api.terminal.picture import Look
+
+    imbalance = ask(watching.imbalance, last=WINDOWS)
+    return Look(
+        state=ask(watching.state),
+        heat=ask(watching.heat),
+        windows=imbalance.windows,
+        rebalances=imbalance.rebalances,
+        events=ask(watching.events, latest=EVENTS).events,
+        anomalies=ask(watching.anomalies, limit=ANOMALIES).anomalies,
+    )
+
+
+def check_configured(store: StateStore, settings: Settings, environ: Mapping[str, str]) -> None:
+    """Refuse a configuration that is another one than that of the deployment; reads only.
+
+    A store of the demo has nothing to compare with.
+
+    Raises:
+        ConfigError: another secret, or another number of ranks.
+        StoreError: the store cannot be read.
+    """
+    from api.deploy.deployment import secret_of
+    from api.deploy.first_placement import check_secret, last_start
+    from eplb.migration.serialisation import topology_from_dict
+
+    if last_start(store) is None:
+        return
+    check_secret(store, secret_of(settings, environ, makes=False))
+    run, given = store.current_run(), settings.topology
+    expected = given.nodes * given.ranks_per_node
+    if run is None:
+        return
+    found = topology_from_dict(dict(run.topology)).num_ranks
+    if found != expected:
+        raise ConfigError(
+            f"store: deployment {store.deployment!r} serves with {found} ranks (run {run.run}), "
+            f"expected {expected} (topology.nodes x topology.ranks_per_node)"
+        )
+
+
+def render(state: State, where: str) -> str:
+    """Give a state as lines for people."""
+    found, window, moving = state.controller, state.last_score, state.migration
+    turn = f"last turn {found.turn_age_s or 0.0:.0f} s ago"
+    leader = f"{found.leader}, {turn}, lease for {found.lease_left_s:.0f} s more"
+    # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.
+    alike = {
+        version: ", ".join(name for name, its in state.versions.items() if its == version)
+        for version in state.versions.values()
+    }
+    lines = {
+        "deployment": f"{state.deployment} {where}",
+        "leader": leader if found.leader else found.starting or "none",
+        "serves": "nothing yet"
+        if state.run is None
+        else f"generation {state.generation}, step {state.step}, run {state.run}",
+        "imbalance": "no complete window yet"
+        if window is None
+        else "no tokens in the latest window"
+        if window.measured is None
+        else f"{window.measured:.2f} in the latest window, {window.contiguous:.2f} unbalanced",
+        "migration": "none"
+        if moving is None
+        else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
+        "pace": f"{state.pace.part:g} of the deployment's own; {state.pace.reason}",
+        "curve": state.expert_curve,
+        "batches": state.batch,
+        "switches": f"movement {_on(state.movement)}, observe {_on(state.observe)}",
+        "versions": "; ".join(f"{names}: {version}" for version, names in alike.items()) or "none",
+    }
+    text = [f"{state.verdict}: {state.reason}"]
+    text += [f"{name:<11}{line}" for name, line in lines.items()]
+    if state.ranks:
+        text.append("rank  host  state    generation  step      last report")
+    for view in state.ranks:
+        phase = view.phase if view.is_alive else "silent"
+        age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
+        host = state.node_of_rank[view.rank]
+        text.append(f"{view.rank:<6}{host:<6}{phase:<9}{view.generation:<12}{view.step:<10}{age}")
+    text += [f"problem    {one}" for one in state.problems]
+    return "\n".join(map(printable, text))
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"

@@ -21,15 +21,14 @@ from api.cli.store_place import (
     file_at,
     open_existing,
 )
-from api.config.loader import load, profile_names
-from api.terminal.table import print_table
+from api.config.tree import load, profile_names
+from api.terminal.printable import print_table
 from eplb.errors import ConfigError
-from rebalance.engines.profiles import PROFILE_VARIABLE
+from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import deployments_of
 from telemetry.load.rollup import HOUR, MINUTE
 from telemetry.state.sqlite_backup import backup as copy_store
 from telemetry.state.sqlite_backup import shrink as shrink_file
-from telemetry.state.store import without_password
 
 LISTED = ("deployment", "verdict", "ranks", "generation", "imbalance", "stage")
 _SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
@@ -44,23 +43,24 @@ def list_deployments(
 ) -> None:
     """List the deployments of a store, and how each stands; profiles are deployments."""
     # Imported here: it needs the extra "api".
-    from api.deploy.status import read_status
+    from api.monitor.monitor import Monitor
 
     url = store or _configured_url()
     found = []
     for name in deployments_of(url):
         with closing(open_existing(url, name)) as opened:
-            stage = opened.live().effective.stage
-            found.append((read_status(opened, without_password(url)), stage))
+            monitor = Monitor(opened)
+            monitor.refresh()
+            found.append((monitor.reading().state, opened.live().text("stage") or None))
     rows = [
         {
             "deployment": one.deployment,
             "verdict": one.verdict,
             "ranks": len(one.node_of_rank),
             "generation": one.generation,
-            "imbalance": one.window.measured if one.window else None,
+            "imbalance": one.last_score.measured if one.last_score else None,
             "stage": stage,
-            "leader": one.leader or None,
+            "leader": one.controller.leader or None,
         }
         for one, stage in found
     ]
@@ -74,8 +74,8 @@ def _configured_url() -> str:
     """The store of the configuration, of whatever profile: all share it."""
     names = profile_names(None, os.environ)
     chosen = os.environ.get(PROFILE_VARIABLE) or next(iter(names), None)
-    loaded = load({}, config=None, environ=os.environ, profile=chosen)
-    return configured_store(loaded=loaded)[0]
+    settings = load({}, config=None, environ=os.environ, profile=chosen)
+    return configured_store(settings=settings)[0]
 
 
 @app.command()

@@ -6,15 +6,15 @@ A misspelt path must not create a new store, and a password is never printed.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from api.config.loader import Loaded, load
-from api.demo.state_dir import STORE_FILE
+from api.config.tree import Settings, load
 from eplb.errors import ConfigError, StoreError
-from rebalance.engines.profiles import PROFILE_VARIABLE
+from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import file_of, open_store
 from telemetry.state.store import StateStore, without_password
 
@@ -30,25 +30,46 @@ ConfiguredDeployment = Annotated[
 ]
 
 
+Service = Annotated[
+    str | None,
+    typer.Option(
+        envvar="EPLB_SERVICE",
+        help="URL of a service, its key in EPLB_KEY; else, or with --store: a store.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """Which API a command asks: of a service by its URL, or in this process on a store."""
+
+    service: Service = None
+    store: ConfiguredStore = None
+    deployment: ConfiguredDeployment = None
+
+    @property
+    def url(self) -> str | None:
+        """URL of the service; None: a store is used, which was named or is configured."""
+        return self.service if self.store is None else None
+
+
 def configured_store(
-    store: str | None = None, deployment: str | None = None, loaded: Loaded | None = None
+    store: str | None = None, deployment: str | None = None, settings: Settings | None = None
 ) -> tuple[str, str]:
     """Give the URL of a deployment's store and its name, as given or else as configured.
 
     Args:
         store: as given on the command line.
         deployment: as given on the command line.
-        loaded: the configuration; None: of the environment (``EPLB_CONFIG``, ``EPLB_STORE``, ...).
+        settings: the configuration; None: that of the environment (``EPLB_CONFIG``, ...).
 
     Raises:
         ConfigError: the configuration cannot be used.
     """
     if store is not None and deployment is not None:
         return store, deployment
-    loaded = loaded or load({}, config=None, environ=os.environ)
-    configured = loaded.settings.deployment
-    url = configured.store or str(configured.state_dir / STORE_FILE)
-    return store or url, deployment or configured.name
+    configured = (settings or load({}, config=None, environ=os.environ)).deployment
+    return store or configured.store_url, deployment or configured.name
 
 
 def audit_folder(url: str) -> Path:
@@ -62,7 +83,7 @@ def audit_folder(url: str) -> Path:
     path, is_shared = file_of(url), PROFILE_VARIABLE in os.environ
     if path is not None and path.is_file() and not is_shared:
         return path.parent
-    return load({}, config=None, environ=os.environ).settings.deployment.state_dir
+    return load({}, config=None, environ=os.environ).deployment.state_dir
 
 
 def open_existing(url: str, deployment: str) -> StateStore:

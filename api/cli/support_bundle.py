@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from api.cli.store_place import open_existing
-from api.demo.settings import DEPLOYMENT
-from api.demo.state_dir import SETTINGS_FILE, STORE_FILE
+from api.demo.state_dir import SETTINGS_FILE
+from api.operations.declaration import Operation
 from eplb import __version__
 from eplb.errors import ConfigError, EplbError
+from eplb.settings.deployment import DEPLOYMENT, STORE_FILE
 from telemetry.state.store import StateStore
 
 MB = 1_000_000
@@ -170,15 +171,23 @@ def _text_of(path: Path) -> str:
 
 def _add_state(bundle: Bundle, store: StateStore) -> None:
     # Imported here: it needs the extra "api".
-    from api.http.routes.placements.answers import Placements
+    from api.http.placement_answers import line_of
+    from api.http.routes import answer_in_process
     from api.http.service import AdminService
+    from api.operations import watching
+    from api.operations.placements import placement_answer
 
-    service, placements = AdminService(store), Placements(store)
+    service = AdminService(store)
+
+    def asked(operation: Operation) -> Any:
+        return json.loads(answer_in_process(service, operation))
+
     answers: Mapping[str, Callable[[], Any]] = {
-        "overview": service.state,
-        "placement": lambda: placements.one(None),
-        "placements": lambda: placements.history(LAST_PLACEMENTS).placements,
-        "plan": service.plan,
+        "overview": lambda: asked(watching.state),
+        "heat": lambda: asked(watching.heat),
+        "placement": lambda: placement_answer(store, None),
+        "placements": lambda: list(map(line_of, store.placements(LAST_PLACEMENTS))),
+        "plan": lambda: asked(watching.plan),
         "settings": lambda: asdict(store.live()),
         "lease": lambda: None if (lease := store.lease()) is None else asdict(lease),
     }
@@ -239,7 +248,4 @@ def without_secrets(text: str) -> str:
 
 
 def _json(answer: Any) -> str:
-    def plain(value: Any) -> Any:
-        return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
-
-    return json.dumps(answer, default=plain, indent=1) + "\n"
+    return TypeAdapter(Any).dump_json(answer, indent=1, fallback=str).decode() + "\n"

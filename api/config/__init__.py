@@ -1,1 +1,1 @@
-"""The tree of settings: sections, names, effective values, the reference page."""
+"""The tree of settings of the commands, live settings, and the reference page."""

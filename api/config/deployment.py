@@ -1,163 +1,129 @@
-"""Sections of a deployment: its model, its ranks and hosts, and its network.
+"""Settings of a deployment itself: its model, ranks, hosts, ports and HTTP service.
 
-The commands of a deployment read them (``eplb serve``, ``eplb launch``, ...); the demo has the same
-in its own section, because it makes its model and its hosts itself.
+What its components take is declared by them; ``api/config/tree.py`` puts all in one tree.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ValidationInfo, field_validator
-
-from api.config.fields import HOUR_S, Number, Section, Whole, files_together, setting
-from eplb.shares.switches import BatchSwitches, CountExchange, SharedExpert
-from rebalance.build.config import NetworkConfig
+from eplb.declared import Setting, check_fields
+from eplb.errors import ConfigError, UnfitSetting
 from rebalance.weights.link.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 Layout = Literal["eplb", "transformers"]
+EVERY = "*"  # stands for the names of all deployments
 
 
-class ModelSettings(Section):
-    """The model of a deployment: shapes, or a checkpoint whose `config.json` gives them.
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model of a deployment: shapes, or a checkpoint whose ``config.json`` gives them."""
 
-    A shape that is given beside a `config.json` must agree with it.
-    """
-
-    checkpoint: Path | None = setting(None, "folder of the weights; none: the engine loads them")
-    layers: Whole = setting(0, "MoE layers; 0: those of the checkpoint", ge=0, le=1024)
-    experts: Whole = setting(
-        0, "experts of each layer; 0: those of the checkpoint", ge=0, le=65_536
-    )
-    top_k: Whole = setting(
-        0, "experts that each token is routed to; 0: those of the checkpoint", ge=0, le=256
-    )
-    hidden: Whole = setting(0, "width of a token; 0: that of the checkpoint", ge=0, le=65_536)
-    intermediate: Whole = setting(
-        0, "width inside an expert; 0: that of the checkpoint", ge=0, le=65_536
-    )
-    layout: Layout = setting(
-        "eplb",
-        "tensors of an expert's record, by the code that computes with them: eplb's own kernels, "
-        "or the experts modules of the transformers library",
-    )
-    precision: Precision = setting(
-        "bfloat16",
-        "of the expert weights; fp8 has block scales; layout transformers: as in the checkpoint",
-    )
-
-
-class Batch(Section):
-    """What acts on each batch beside the placement; alike on every rank.
-
-    The engine takes the parts from `BuiltRank.batch_parts`. [planning.md](planning.md) says what to
-    choose where.
-    """
-
-    split: bool = setting(False, "choose replicas by the batch's own counts")
-    shared_expert: SharedExpert = setting(
-        "home", "where the shared expert of a token runs: on its own rank, or on a light one"
-    )
-    pulls: Whole = setting(
-        0,
-        "spare slots of each rank for just-in-time replicas; 0: none are pulled",
-        unit="slots",
-        ge=0,
-        le=64,
-    )
-    pull_rows: Whole = setting(
-        0,
-        "rows whose product takes as long as the pull of a record; 0: a pull counts as free",
-        unit="rows",
-        ge=0,
-        le=1_000_000,
-    )
-    exchange: CountExchange = setting(
-        "group",
-        "how ranks exchange the counts of a batch: over their process group, or through GPU memory "
-        "that all of them map",
-    )
-
-    def switches(self) -> BatchSwitches:
-        """Give them as ranks take them.
-
-        Raises:
-            ConfigError: a switch needs another one, or excludes it.
-        """
-        return BatchSwitches(**self.model_dump())
+    checkpoint: Annotated[
+        Path | None, Setting("folder of the weights; none: the engine loads them")
+    ] = None
+    layers: Annotated[int, Setting("MoE layers; 0: those of the checkpoint", at_most=1024)] = 0
+    experts: Annotated[
+        int, Setting("experts of each layer; 0: those of the checkpoint", at_most=65_536)
+    ] = 0
+    top_k: Annotated[
+        int,
+        Setting("experts that each token is routed to; 0: those of the checkpoint", at_most=256),
+    ] = 0
+    hidden: Annotated[
+        int, Setting("width of a token; 0: that of the checkpoint", at_most=65_536)
+    ] = 0
+    intermediate: Annotated[
+        int, Setting("width inside an expert; 0: that of the checkpoint", at_most=65_536)
+    ] = 0
+    layout: Annotated[
+        Layout,
+        Setting(
+            "tensors of an expert's record, by the code that computes with them: eplb's own "
+            "kernels, or the experts modules of the transformers library"
+        ),
+    ] = "eplb"
+    precision: Annotated[
+        Precision | None,
+        Setting(
+            "number format of the expert weights; fp8 has block scales; none: bfloat16, or with "
+            "the layout transformers as in the checkpoint"
+        ),
+    ] = None
 
 
-class TopologySettings(Section):
-    """The ranks of a deployment, and the hosts that they run on. A node is a host here."""
+@dataclass(frozen=True)
+class TopologySettings:
+    """The ranks of a deployment, and the hosts that they run on."""
 
-    nodes: Whole = setting(1, "hosts", ge=1, le=256)
-    ranks_per_node: Whole = setting(8, "ranks of each host", ge=1, le=256)
-    slots_per_rank: Whole = setting(
-        0, "expert slots of each rank and layer; 0: 1.25 times its share", ge=0, le=65_536
-    )
-    spare_slots: Whole = setting(0, "further slots of each rank, kept empty", ge=0, le=4096)
-    staging_experts: Whole = setting(
-        0,
-        "entries of a rank's staging ring; 0: slots_per_rank, or none with spare slots",
-        ge=0,
-        le=65_536,
-    )
-    hosts: list[str] = setting([], "address of each host; empty: one host, 127.0.0.1")
-    device: Literal["cpu", "cuda"] = setting("cuda", "where the ranks run")
+    nodes: Annotated[int, Setting("hosts", at_least=1, at_most=256)] = 1
+    ranks_per_node: Annotated[int, Setting("ranks of each host", at_least=1, at_most=256)] = 8
+    slots_per_rank: Annotated[
+        int, Setting("expert slots of each rank and layer; 0: 1.25 times its share", at_most=65_536)
+    ] = 0
+    spare_slots: Annotated[int, Setting("further slots of each rank, kept empty", at_most=4096)] = 0
+    staging_experts: Annotated[
+        int,
+        Setting(
+            "entries of a rank's staging ring; 0: slots_per_rank, or none with spare slots",
+            at_most=65_536,
+        ),
+    ] = 0
+    hosts: Annotated[
+        tuple[str, ...], Setting("address of each host; empty: all are this machine")
+    ] = ()
+    device: Annotated[Literal["cpu", "cuda"], Setting("where the ranks run")] = "cuda"
 
-    @field_validator("hosts")
-    @classmethod
-    def _every_host_has_an_address(cls, hosts: list[str], info: ValidationInfo) -> list[str]:
-        nodes = info.data.get("nodes", 1)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        hosts = list(self.hosts)
         for host in hosts:
             try:
                 ipaddress.ip_address(host)
             except ValueError as exc:
-                raise ValueError(f"expected numeric addresses, found {host!r}") from exc
-        if len(hosts) != nodes and (hosts or nodes > 1):
-            raise ValueError(f"expected {nodes} addresses, one for each of topology.nodes")
+                expected = f"numeric addresses, found {host!r}"
+                raise UnfitSetting("hosts", hosts, expected) from exc
+        if hosts and len(hosts) != self.nodes:
+            expected = f"{self.nodes} addresses, one for each of topology.nodes"
+            raise UnfitSetting("hosts", hosts, expected)
         if len(set(hosts)) < len(hosts):
-            raise ValueError("expected another address for each host")
-        return hosts
+            raise UnfitSetting("hosts", hosts, "another address for each host")
 
 
-class NetworkSettings(Section):
-    """Ports, deadlines and the secret of a deployment.
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Ports, the secret and the certificates of a deployment."""
 
-    Ports are alike on every host. Each rank of a host has its own rank link: `rank_port` is that
-    of the first. Both kinds of links listen only with `host_cache.other_hosts`.
-    """
-
-    interface: str | None = setting(
-        None, "network interface of gloo and NCCL; none: the one with the host's address"
-    )
-    rendezvous_port: Whole = setting(
-        29400, "where ranks meet, on the first host (MASTER_PORT)", ge=1, le=65_535
-    )
-    host_cache_port: Whole = setting(
-        23718, "of a host cache, for other hosts", unit="", ge=1, le=65_535
-    )
-    rank_port: Whole = setting(23719, "of the first rank link of a host", ge=1, le=65_535)
-    join_deadline_s: Number = setting(
-        NetworkConfig.join_deadline_s, "for all ranks to meet", gt=0, le=HOUR_S
-    )
-    fill_deadline_s: Number = setting(
-        NetworkConfig.fill_deadline_s, "for all ranks to load their experts", gt=0, le=HOUR_S
-    )
-    secret_file: Path | None = setting(
-        None,
-        "file with the secret of the deployment (or EPLB_SECRET); none: only loopback addresses",
-    )
-    tls_certificate_file: Path | None = setting(
-        None, "certificate of this host, for links with TLS; none: links are not encrypted"
-    )
-    tls_key_file: Path | None = setting(None, "its key, without a passphrase")
-    tls_ca_file: Path | None = setting(
-        None, "authorities that certificates of other hosts are accepted by"
-    )
+    rendezvous_port: Annotated[
+        int,
+        Setting("where ranks meet, on the first host (MASTER_PORT)", at_least=1, at_most=65_535),
+    ] = 29400
+    host_cache_port: Annotated[
+        int, Setting("port of a host cache, for other hosts", at_least=1, at_most=65_535)
+    ] = 23718
+    rank_port: Annotated[
+        int, Setting("port of the first rank link of a host", at_least=1, at_most=65_535)
+    ] = 23719
+    secret_file: Annotated[
+        Path | None,
+        Setting(
+            "file with the secret of the deployment (or EPLB_SECRET); none: only loopback addresses"
+        ),
+    ] = None
+    tls_certificate_file: Annotated[
+        Path | None,
+        Setting("certificate of this host, for links with TLS; none: links are not encrypted"),
+    ] = None
+    tls_key_file: Annotated[
+        Path | None, Setting("key of the certificate, without a passphrase")
+    ] = None
+    tls_ca_file: Annotated[
+        Path | None, Setting("authorities that certificates of other hosts are accepted by")
+    ] = None
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -167,5 +133,87 @@ class NetworkSettings(Section):
             ConfigError: one is not set.
         """
         names = "tls_certificate_file", "tls_key_file", "tls_ca_file"
-        given = files_together(self, "network", *names)
+        given = _files_together(self, "network", *names)
         return TlsFiles(Certificate(*given[:2]), given[2]) if given else None
+
+
+@dataclass(frozen=True)
+class RecordSources:
+    """Where a host cache finds records beside the checkpoint."""
+
+    record_file: Annotated[bool, Setting("keep expert records in a file beside the weights")] = (
+        False
+    )
+    other_hosts: Annotated[
+        Literal["off", "before_disk", "after_disk"],
+        Setting("whether and when records are requested from other hosts and their ranks"),
+    ] = "off"
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """The HTTP service. Its limits are constants (``HttpLimits``)."""
+
+    host: Annotated[
+        str,
+        Setting(
+            "address that the service listens on; one that is not loopback needs a secret",
+            min_length=1,
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[int, Setting("port; 0: any free one", at_most=65_535)] = 8765
+    tls_certificate_file: Annotated[
+        Path | None,
+        Setting("certificate, with those up to its authority; none: http, without encryption"),
+    ] = None
+    tls_key_file: Annotated[
+        Path | None, Setting("key of the certificate, without a passphrase")
+    ] = None
+    deployments: Annotated[
+        str,
+        Setting(
+            "deployments of the store that `eplb serve` shows beside its own, as `a, b`; `*`: all; "
+            "empty: none",
+            max_length=5000,
+        ),
+    ] = ""
+    metrics_level: Annotated[
+        Literal["default", "layer", "rank"],
+        Setting("series of /metrics for each layer, or each layer and rank"),
+    ] = "default"
+    metrics_host: Annotated[
+        str,
+        Setting(
+            "address of `eplb serve` for /metrics alone, empty: none; not loopback: needs a secret"
+        ),
+    ] = ""
+    metrics_port: Annotated[
+        int, Setting("port of metrics_host; 0: any free one", at_most=65_535)
+    ] = 8766
+
+    @property
+    def deployment_names(self) -> tuple[str, ...]:
+        """Deployments that are shown beside the service's own; EVERY: all of the store."""
+        return tuple(name for part in self.deployments.split(",") if (name := part.strip()))
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """The certificate of the service; None: it serves http.
+
+        Raises:
+            ConfigError: its key is not set, or the key without it.
+        """
+        given = _files_together(self, "http", "tls_certificate_file", "tls_key_file")
+        return Certificate(*given) if given else None
+
+
+def _files_together(settings: object, section: str, *names: str) -> list[Path]:
+    """Files that are of use only together: all of them, absolute, or none."""
+    found = {f"{section}.{name}": getattr(settings, name) for name in names}
+    given = {name: path.absolute() for name, path in found.items() if path is not None}
+    if given and len(given) < len(names):
+        missing = next(name for name in found if name not in given)
+        raise ConfigError(
+            f"{missing} is not set and {next(iter(given))} is, expected both or none of them"
+        )
+    return list(given.values())

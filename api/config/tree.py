@@ -1,127 +1,106 @@
-"""The tree of settings, and the names of each setting.
+"""Every setting of the commands: the sections, and the classes whose fields they are.
 
-``section.name`` is the full name. A name that only one section has stands for it without the
-section: ``ranks`` is ``demo.ranks``. The environment variable is ``EPLB_`` and either name in
-capitals, with two underscores for the point: ``EPLB_RANKS``, ``EPLB_DEMO__RANKS``.
+A setting is added where it is used: as a field of one of these classes, with a ``Setting``. The
+file, the environment, ``--setting``, live settings, REST and docs/configuration.md follow from it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from functools import partial
+from typing import ClassVar
 
-from pydantic.fields import FieldInfo
-
-from api.config.deployment import Batch, ModelSettings, NetworkSettings, TopologySettings
-from api.config.fields import Section, about
-from api.config.migration import Agent, HostCache, HostLink, Staging, Transport
-from api.config.planning import Controller, Planner
-from api.config.sections import (
-    Deployment,
-    Engine,
-    Http,
-    Log,
-    Supervision,
-    Telemetry,
+from api.config.deployment import (
+    HttpSettings,
+    ModelSettings,
+    NetworkSettings,
+    RecordSources,
+    TopologySettings,
 )
-from api.demo.settings import DemoSettings
-from telemetry.state.store import without_password
+from api.processes.supervision import SupervisionSettings
+from api.terminal.logs import LogSettings
+from eplb.core.problem import Budget
+from eplb.decision.gate import CostModel
+from eplb.decision.triggers import TriggerRules
+from eplb.settings import loader
+from eplb.settings.deployment import DeploymentSettings, WindowSettings
+from eplb.settings.tree import Section, SettingsTree
+from eplb.shares.switches import BatchSwitches
+from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.controller.plans.planner_request import PlannerRequest
+from rebalance.controller.settings import ControllerSettings
+from rebalance.engines.plugin_settings import EngineSettings
+from rebalance.stage.stage_settings import StageBudgets
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from telemetry.load.pruning import Retention
+from telemetry.load.reporter import Tempo
+from telemetry.state.live import Control
 
-ENV_PREFIX = "EPLB_"
 
-
-class Settings(Section):
+class Settings(SettingsTree):
     """Every setting, by section."""
 
-    demo: DemoSettings = DemoSettings()
-    deployment: Deployment = Deployment()
-    model: ModelSettings = ModelSettings()
-    topology: TopologySettings = TopologySettings()
-    network: NetworkSettings = NetworkSettings()
-    batch: Batch = Batch()
-    planner: Planner = Planner()
-    controller: Controller = Controller()
-    agent: Agent = Agent()
-    staging: Staging = Staging()
-    transport: Transport = Transport()
-    host_cache: HostCache = HostCache()
-    host_link: HostLink = HostLink()
-    telemetry: Telemetry = Telemetry()
-    engine: Engine = Engine()
-    http: Http = Http()
-    supervision: Supervision = Supervision()
-    log: Log = Log()
+    defaults: ClassVar = {"controller.stage": "observe"}  # a new deployment moves nothing
+
+    deployment = Section("What runs where.", DeploymentSettings)
+    model = Section(
+        "The model of a deployment: shapes, or a checkpoint whose `config.json` gives them. A "
+        "shape that is given beside a `config.json` must agree with it.",
+        ModelSettings,
+    )
+    topology = Section(
+        "The ranks of a deployment, and the hosts that they run on. A node is a host here.",
+        TopologySettings,
+    )
+    network = Section(
+        "Ports, deadlines and the secret of a deployment. Ports are alike on every host. Each rank "
+        "of a host has its own rank link: `rank_port` is that of the first. Both kinds of links "
+        "listen only with `host_cache.other_hosts`.",
+        NetworkSettings,
+        NetworkConfig,
+    )
+    batch = Section(
+        "What acts on each batch beside the placement; alike on every rank. The engine takes the "
+        "parts from `BuiltRank.batch_parts`. [planning.md](planning.md) says what to choose where.",
+        BatchSwitches,
+    )
+    controller = Section(
+        "When plans are made, and which are carried out.", ControllerSettings, Control, TriggerRules
+    )
+    planner = Section("What a plan aims at.", CostModel, Budget, PlannerRequest)
+    agent = Section(
+        "The vote and the migrations of a rank; alike on every rank (`RankConfig`).", RankConfig
+    )
+    staging = Section(
+        "What staging may take of links. 0: the default of the device (CPU or GPU).", StageBudgets
+    )
+    transport = Section("Transfers between ranks of different hosts.", RankLinkSettings)
+    host_cache = Section(
+        "The records that a host keeps in memory for its ranks.", HostCacheSettings, RecordSources
+    )
+    host_link = Section("Transfers between the host caches of different hosts.", HostLinkSettings)
+    telemetry = Section(
+        "Samples, load windows, and how long they are kept.",
+        WindowSettings,
+        ReportingConfig,
+        Tempo,
+        Retention,
+    )
+    engine = Section(
+        "The plug-in inside a serving engine. It reads the configuration file alone, no variables.",
+        EngineSettings,
+    )
+    http = Section("The HTTP service.", HttpSettings)
+    supervision = Section("Restarts of processes.", SupervisionSettings)
+    log = Section(
+        "The log of every process, on its error stream. A JSON line has `time` (UTC), `level`, "
+        "`logger`, `message`, `deployment` and `process`; where they are known `rank`, "
+        "`generation` and `task`; with an exception `exception`. A message that repeats more than "
+        "20 times a minute is dropped and counted.",
+        LogSettings,
+    )
 
 
-@dataclass(frozen=True)
-class Known:
-    """One setting of the tree."""
-
-    path: str  # section.name
-    short: str  # the name without a section that stands for it; "" where none does
-    field: FieldInfo
-
-    @property
-    def section(self) -> str:
-        """The table that it is in."""
-        return self.path.partition(".")[0]
-
-    @property
-    def name(self) -> str:
-        """Its name in that table."""
-        return self.path.partition(".")[2]
-
-    @property
-    def shown(self) -> str:
-        """The name under which messages report it."""
-        return self.short or self.path
-
-    @property
-    def variable(self) -> str:
-        """The environment variable that sets it."""
-        return ENV_PREFIX + self.path.replace(".", "__").upper()
-
-    @property
-    def is_live(self) -> bool:
-        """Whether a running deployment takes a change of it from the store."""
-        return bool(about(self.field, "live"))
-
-    def value_in(self, settings: Settings) -> Any:
-        """Give its value."""
-        return getattr(getattr(settings, self.section), self.name)
-
-    def masked(self, value: Any) -> Any:
-        """Give a value as it may be shown."""
-        return without_password(str(value)) if about(self.field, "secret") else value
-
-
-def section_class(name: str) -> type[Section]:
-    """Give the class of a section."""
-    return cast(type[Section], Settings.model_fields[name].annotation)
-
-
-@cache
-def known_settings() -> Mapping[str, Known]:
-    """Give every setting by its full name, in the order of the tree."""
-    fields = {
-        f"{section}.{name}": field
-        for section in Settings.model_fields
-        for name, field in section_class(section).model_fields.items()
-    }
-    times = Counter(path.partition(".")[2] for path in fields)
-
-    def short(path: str, field: FieldInfo) -> str:
-        name = path.partition(".")[2]
-        return str(about(field, "short")) or (name if times[name] == 1 else "")
-
-    return {path: Known(path, short(path, field), field) for path, field in fields.items()}
-
-
-@cache
-def known_names() -> Mapping[str, Known]:
-    """Give every setting by each of its names, the short ones first."""
-    known = known_settings().values()
-    return {one.short: one for one in known if one.short} | {one.path: one for one in known}
+load = partial(loader.load, Settings)
+profile_names = partial(loader.profile_names, Settings)

@@ -1,1 +1,1 @@
-"""``eplb demo``: a whole deployment on one machine."""
+"""``eplb demo``: a deployment on one machine, with an engine to copy."""

@@ -1,92 +1,85 @@
-"""``eplb demo``: a whole deployment on one machine, in real processes, measured.
+"""``eplb demo``: an ordinary deployment on one machine, started, watched and measured.
 
-ranks ---- samples ----> store ----> controller          one checker recomputes sampled steps
-  ^                        |             |               one host cache per host reads the weights
-  +------- migrations -----+-------------+               this process watches, and serves HTTP
+    eplb serve           controller, HTTP service, page
+    eplb host-cache      one for each host, which is a loopback address
+    eplb launch          one for each host: its ranks, with the engine of ``api/demo/engine.py``
+    api.demo.checking    computes sampled steps again
+
+Figures come from what a deployment has, its store, and from files that engine and checker write.
 """
 
 from __future__ import annotations
 
-import gc
+import json
+import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from api.config.loader import Loaded
-from api.config.reference import effective
 from api.config.tree import Settings
-from api.demo.processes import DeadRank, DemoProcesses
-from api.demo.setup import begin, begin_again, give_up_lease, prepare
+from api.demo.checking import CheckedStep, checks_in
+from api.demo.setup import Options, Prepared, begin, check_settings, prepare
 from api.demo.state_dir import StateDir
-from api.demo.summary import RankReport, render_summary, summarise
-from api.demo.summary_file import SummaryFile
-from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
-from api.http.app import create_app
-from api.http.server import HttpService
+from api.demo.summary import (
+    RankReport,
+    check_summary_file,
+    render_summary,
+    summarise,
+    write_summary,
+)
+from api.deploy.local_ranks import EXIT_DEADLINE_S, HALT_DEADLINE_S
 from api.monitor.monitor import Monitor
+from api.processes.commands import (
+    Command,
+    CommandEnded,
+    Commands,
+    own_command,
+    raise_descriptor_limit,
+)
 from api.processes.deployment_lease import DeploymentLease
-from api.processes.descriptors import raise_descriptor_limit
-from api.processes.supervision import RestartBudget, Supervisor
-from api.terminal.live import LiveView
-from eplb.core.placement import Placement
-from eplb.errors import BrokenGroup, RankError, StoreError
-from telemetry import open_store
+from api.processes.supervision import Supervisor, note_in
+from api.terminal.live import LiveView, look_at
+from eplb.errors import RankError, StoreError
 from telemetry.state.store import StateStore
 
-HALT_DEADLINE_S = 60.0
+POLL_S = 0.25
+START_DEADLINE_S = 300.0  # deadline until every rank serves
 CHECKS_DEADLINE_S = 60.0
+END_DEADLINE_S = 30.0  # deadline of the service, which ends its controller first
+GRACE_S = 2.0  # after the end of a first launcher, for what the others report
+
+log = logging.getLogger(__name__)
 
 
-def run_demo(loaded: Loaded, console: Console) -> dict[str, Any]:
+def run_demo(options: Options, settings: Settings, console: Console) -> dict[str, Any]:
     """Run the demo to its summary; with ``serve``, until interrupted.
 
     Raises:
         EplbError: the demo could not start, or failed; all processes have ended then.
     """
     raise_descriptor_limit()
-    settings = loaded.settings
+    check_settings(options, settings)
+    if options.json is not None:
+        check_summary_file(options.json)
     with ExitStack() as stack:
-        summary_file = SummaryFile(settings.demo.json_path)
-        stack.callback(summary_file.close)
         state = StateDir(settings.deployment.state_dir)
         stack.callback(state.close)
-        state.save_settings(effective(settings, loaded.places))
-        store = open_store(settings.deployment.store or state.store, DEPLOYMENT)
+        prepared = prepare(options, settings, state)
+        store = prepared.deployment.opened_store()
         stack.callback(store.close)
-        deployment = DeploymentLease(
-            store, settings.controller.lease_ttl_s, joins=settings.demo.join
-        )
-        deployment.take()
-        stack.callback(deployment.release)
-        supervisor = Supervisor(settings.supervision.settings())
-        http, limits = settings.http, settings.http.limits()
-        app = create_app(
-            store,
-            metrics_level=http.metrics_level,
-            supervision=supervisor.view,
-            limits=limits,
-            state_dir=settings.deployment.state_dir,
-            is_watching=True,
-        )
-        service = HttpService(
-            app, http.host, http.port, limits=limits, certificate=http.certificate
-        )
-        service.start()
-        stack.callback(service.stop)
-        plan = prepare(settings, state)
-        console.print(f"eplb demo: {service.url}", highlight=False)
-        demo = Demo(settings, plan, store, console, deployment, supervisor)
-        demo.supervise_http(service)
-        stack.callback(give_up_lease, plan, store)
+        lease = DeploymentLease(store, settings.controller.lease_ttl_s)
+        lease.take()
+        stack.callback(lease.release)
+        since = begin(options, prepared.deployment, store)
+        demo = Demo(options, prepared, store, console, lease, since)
         stack.callback(demo.end)
-        demo.first = begin(settings, plan, store)
         demo.start()
-        # What was loaded by now stays to the end; collecting among it stops every thread for 0.2 s.
-        gc.freeze()
-        return demo.serve(summary_file)
+        return demo.serve()
 
 
 class Demo:
@@ -94,133 +87,221 @@ class Demo:
 
     def __init__(
         self,
-        settings: Settings,
-        plan: WorkerPlan,
+        options: Options,
+        prepared: Prepared,
         store: StateStore,
         console: Console,
-        deployment: DeploymentLease,
-        supervisor: Supervisor,
+        lease: DeploymentLease,
+        since: int,
     ) -> None:
-        self._settings, self._plan, self._store = settings, plan, store
-        self._deployment = deployment
-        self.first: Placement  # that the run starts from
-        self._console, self._monitor = console, Monitor(store, supervision=supervisor.view)
-        self._supervisor, self._unserved = supervisor, supervisor.unserved
-        self._processes = DemoProcesses(plan, store, supervisor)
-        self._losses: list[str] = []  # why ranks were restarted
-        self._budget = RestartBudget(
-            settings.supervision.restart_after_death, settings.supervision.restart_window_s
-        )
-
-    def supervise_http(self, service: HttpService) -> None:
-        """Start the HTTP service again when its thread ends."""
-        self._processes.supervise_http(service)
+        self._options, self._prepared, self._store = options, prepared, store
+        self._deployment, self._lease = prepared.deployment, lease
+        self._since = since  # id of the latest event before the start
+        self._console, self._monitor = console, Monitor(store)
+        self._supervisor = Supervisor(self._deployment.settings.supervision)
+        self._commands = Commands(self._supervisor, note_in(store))
+        self.checks: list[CheckedStep] = []
+        self._checks_read = 0
+        self._runs: list[str] = []  # starts of the ranks that have served
+        self._unserved_s = 0.0
+        self._launchers: list[Command] = []
 
     def start(self) -> None:
-        """Start every process, and let the ranks begin together.
+        """Start every command, and wait until all ranks serve.
 
         Raises:
             EplbError: one of them could not start.
         """
-        self._processes.start()
-        self._processes.start_ranks(self._plan)
-        self._started = time.monotonic()
-        self._processes.start_serving(self._started)
+        hosts, add = range(len(self._deployment.hosts)), self._commands.add
+        environ, engine = self._prepared.environ, str(self._prepared.engine_path)
+        caches = [
+            add(
+                f"the host cache of host {host}",
+                "host_cache",
+                own_command("host-cache", "--host", str(host)),
+                environ,
+            )
+            for host in hosts
+        ]
+        serve = add("the service", "serve", own_command("serve"), environ)
+        checking = [sys.executable, "-P", "-m", "api.demo.checking", engine]
+        self._checker = add("the reference checker", "checker", checking, environ)
+        # Ranks fill their slots from the caches, and refuse to start without them.
+        self._look_until(lambda: all(cache.supervised.was_ready for cache in caches), "host caches")
+        ranks = ("--module", "api.demo.engine", "--", engine)
+        self._launchers = [
+            add(
+                f"the launcher of host {host}",
+                "launch",
+                own_command("launch", "--host", str(host), *ranks),
+                environ,
+                comes_back=False,
+            )
+            for host in hosts
+        ]
+        self._look_until(lambda: serve.supervised.was_ready, "the service")
+        http = self._deployment.settings.http
+        scheme = "https" if http.certificate else "http"
+        address = f"[{http.host}]" if ":" in http.host else http.host
+        self._console.print(f"eplb demo: {scheme}://{address}:{http.port}", highlight=False)
+        self._look_until(lambda: bool(self._runs), "the ranks")
 
     def end(self) -> None:
         """End every process that still runs."""
-        self._processes.end()
+        self._commands.end_all(END_DEADLINE_S)
 
-    def serve(self, summary_file: SummaryFile) -> dict[str, Any]:
+    def serve(self) -> dict[str, Any]:
         """Serve for the configured time, halt, and write the summary, also after a failure.
 
         Raises:
-            RankError: a rank or another process exited; the summary has the known figures.
+            RankError: the ranks ended; the summary has the known figures.
         """
-        until = self._started + self._settings.demo.seconds
-        reports: list[RankReport] = []
+        until = time.monotonic() + self._options.seconds
         failure: BaseException | None = None
+        reports: list[RankReport] = []
         try:
-            with LiveView(self._monitor, view=self._settings.demo.view, console=self._console):
+            look = partial(look_at, self._monitor)
+            with LiveView(look, view=self._options.view, console=self._console):
                 try:
-                    self._serve_until(lambda: time.monotonic() >= until)
-                    if self._settings.demo.serve:
-                        self._serve_until(lambda: False)
+                    while self._options.serve or time.monotonic() < until:
+                        self._look()
                 except KeyboardInterrupt:
                     self._console.print("interrupted: halting the ranks", highlight=False)
-                reports = self._processes.halt(HALT_DEADLINE_S, CHECKS_DEADLINE_S)
+                self._halt()
+                reports = self._reports()
         except (Exception, KeyboardInterrupt) as exc:
             failure = exc
         summary = self._summary(reports, failure)
-        summary_file.write(summary)
+        if (path := self._options.json) is not None:
+            write_summary(path, summary).replace(path)
         if failure is not None:
             raise failure
         self._console.print(render_summary(summary))
         return summary
+
+    def _look_until(self, is_reached: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not is_reached():
+            if time.monotonic() >= deadline:
+                raise RankError(f"{what}: not ready within {START_DEADLINE_S:.0f} s")
+            self._look()
+
+    def _look(self) -> None:
+        """Handle reports and exits of commands, results of checks, and starts of ranks.
+
+        Raises:
+            EplbError: the ranks ended, a command refused to start, or another process has taken
+                the deployment over.
+        """
+        try:
+            self._commands.look(POLL_S)
+        except CommandEnded as exc:
+            raise self._cause(exc) from exc
+        self._lease.check()
+        self._read_checks()
+        try:
+            self._look_at_run()
+        except StoreError as exc:
+            log.debug("the start of the ranks is not known: %s", exc)
+
+    def _cause(self, first: CommandEnded) -> RankError | CommandEnded:
+        """Find the first cause: the launchers of the other hosts end too, and may end first."""
+        if first.command not in self._launchers:
+            return first
+        ended, deadline = [first], time.monotonic() + GRACE_S
+        while len(ended) < len(self._launchers) and time.monotonic() < deadline:
+            try:
+                self._commands.look(POLL_S)
+            except CommandEnded as exc:
+                ended.append(exc)
+        how = [one.command.status or str(one) for one in ended]
+        killed = [words for words in how if "was killed by" in words]
+        return RankError(f"{(killed or how)[0]}, the demo cannot continue without it")
+
+    def _read_checks(self) -> None:
+        checks = self._prepared.engine.checks
+        found, self._checks_read = checks_in(checks.results, self._checks_read)
+        self.checks += found
+        for check in found:
+            if not check.is_right(checks.precision):
+                note_in(self._store)("reference", f"output differs from the reference: {check}")
+
+    def _look_at_run(self) -> None:
+        """Record a start of the ranks once all of them have served a step."""
+        info = self._store.current_run()
+        if info is None or info.run in self._runs or not self._is_new(info.run):
+            return
+        states = self._store.rank_states(info.run)
+        first = [float(state.detail.get("first_token") or 0.0) for state in states]
+        if len(states) < self._deployment.topology.num_ranks or not all(first):
+            return
+        if self._runs:
+            last = [figures["last_token"] or 0.0 for figures in self._figures(self._runs[-1])]
+            gap_s = round(max(first) - max(last, default=max(first)), 2)
+            self._unserved_s += max(0.0, gap_s)
+            detail = {"reason": "the ranks were started again", "unserved_s": gap_s}
+            self._store.add_event("serving", detail)
+        self._runs.append(info.run)
+
+    def _is_new(self, run: str) -> bool:
+        """Whether a run was begun by this demo's ranks; the store may have an earlier one."""
+        starts = (event for event in self._store.events_backwards({"run"}))
+        return any(event.id > self._since and event.detail["run"] == run for event in starts)
+
+    def _halt(self) -> None:
+        """Have all ranks end at one step, and the checker once it has checked what they sent."""
+        # Launchers have these deadlines for their ranks.
+        self._commands.end(self._launchers, HALT_DEADLINE_S + EXIT_DEADLINE_S + GRACE_S)
+        self._commands.end([self._checker], CHECKS_DEADLINE_S)
+        self._read_checks()
+
+    def _reports(self) -> list[RankReport]:
+        found = self._figures(self._runs[-1])
+        return found if len(found) == self._deployment.topology.num_ranks else []
+
+    def _figures(self, run: str) -> list[RankReport]:
+        """What ranks of a start have written at their end."""
+        paths = sorted(self._prepared.engine.figures.glob(f"{run}-rank-*.json"))
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
     def _summary(
         self, reports: Sequence[RankReport], failure: BaseException | None
     ) -> dict[str, Any]:
         """Build the summary from the known figures; ``missing`` names the others."""
         missing = [f"a regular end: {type(failure).__name__}: {failure}"] if failure else []
-        counts: Mapping[int, int] | None = None
+        run, counts = self._runs[-1], None
+        deaths, restarts = len(self._runs) - 1, self._restarts()
         try:
             self._monitor.refresh()
-            counts = self._store.sample_counts(self._plan.run)
+            counts = self._store.sample_counts(run)
+            restarts |= self._restarts_of_service()
         except StoreError as exc:
             missing.append(f"the latest load and the number of samples: {exc}")
-        snapshot, checks = self._monitor.snapshot(), self._processes.checks
         if not reports:
             missing.append("the reports of the ranks: steps, times, bytes and samples lost")
-        restarts = self._processes.restarts()
-        return summarise(self._plan, snapshot, reports, counts, checks) | {
+        engine, seen = self._prepared.engine, self._monitor.reading()
+        return summarise(self._deployment, engine, run, seen, reports, counts, self.checks) | {
             "controller_restarts": restarts["controller"],
             "restarts": restarts,
-            "deaths": len(self._losses),
-            "unserved_s": round(self._unserved.total_s, 2),
+            "deaths": deaths,
+            "unserved_s": round(self._unserved_s, 2),
             "missing": missing,
         }
 
-    def _serve_until(self, is_reached: Callable[[], bool]) -> None:
-        """Serve; when the group breaks, all ranks end and are restarted from the store.
+    def _restarts(self) -> dict[str, int]:
+        """Restarts of commands by kind."""
+        total = {"controller": 0, "http": 0}
+        for view in self._supervisor.view().processes:
+            total[view.kind] = total.get(view.kind, 0) + view.restarts
+        return total
 
-        This includes a group that broke because a rank was late: the committed placement is right
-        for a start of all ranks, whatever broke the group.
-
-        Raises:
-            BrokenGroup: one more than the settings allow for within their window.
-            StoreError: another process has taken the deployment over.
-        """
-
-        def is_over() -> bool:
-            self._deployment.check()
-            return is_reached()
-
-        while True:
-            try:
-                if self._unserved.is_open:
-                    self._start_again()
-                self._processes.wait_until(is_over)
-                return
-            except BrokenGroup as broken:
-                if self._budget.is_used_up:
-                    raise
-                self._budget.spend()
-                how = broken.how if isinstance(broken, DeadRank) else str(broken)
-                self._losses.append(how)
-                self._unserved.broken(self._supervisor.last_token())
-                self._processes.note("ranks", f"{how}; restarting all ranks")
-
-    def _start_again(self) -> None:
-        try:
-            self._processes.end_ranks()
-            self._plan = begin_again(self._plan, self._store, self.first)
-            self._processes.start_ranks(self._plan)
-            self._processes.start_serving(self._started)
-            self._processes.wait_until_all_serve()
-        except KeyboardInterrupt as exc:
-            raise RankError("interrupted while the ranks were restarting") from exc
-        except OSError as exc:  # no descriptor, for example
-            raise RankError(f"the ranks could not be restarted: {exc}") from exc
-        gap_s = round(self._unserved.serving(), 2)
-        self._processes.add_event("serving", {"reason": self._losses[-1], "unserved_s": gap_s})
+    def _restarts_of_service(self) -> Mapping[str, int]:
+        """Restarts that ``eplb serve`` has noted in the store."""
+        names = {"the controller": "controller", "the HTTP service": "http"}
+        found = dict.fromkeys(names.values(), 0)
+        for event in self._store.events_backwards({"error"}):
+            if event.id <= self._since:
+                break
+            if event.detail["where"] in names and "; restarting in" in event.detail["message"]:
+                found[names[event.detail["where"]]] += 1
+        return found

@@ -1,277 +1,334 @@
-"""Preparation of the demo before its first process starts, with all checks of its input."""
+"""What the demo writes before its first process starts, with all checks of its input.
+
+    options, settings --> weights, text --> settings.toml, engine.json --> first placement
+
+``settings.toml`` is the configuration of an ordinary deployment: with ``EPLB_CONFIG`` it starts the
+same processes by hand.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import math
+import os
+import random
 import secrets
-from dataclasses import replace
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from api.config.components import (
-    controller_settings,
-    host_cache_settings,
-    pace_of,
-    reporting,
-)
-from api.config.deployment import Batch
-from api.config.fields import values_of
-from api.config.live import overriding, static_layer
-from api.config.tree import Settings
-from api.demo.state_dir import StateDir
-from api.demo.text import VOCABULARY, domains_of, standard_domains
-from api.demo.workers.plan import SEQUENCE_LENGTH, WorkerPlan
-from api.deploy.first_placement import LOST_GENERATIONS, contiguous_placement
+from api.config.addresses import numeric_address
+from api.config.live import overriding
+from api.config.reference import toml_value
+from api.config.tree import Settings, load
+from api.demo.checking import Checks
+from api.demo.engine import EngineFile
+from api.demo.state_dir import SETTINGS_FILE, StateDir
+from api.demo.text import SEQUENCE_LENGTH, VOCABULARY, Load, domains_of, standard_domains
+from api.deploy.check import port_refusal
+from api.deploy.checkpoint import accept_checkpoint
+from api.deploy.deployment import Deployment, resolve, topology_of
+from api.deploy.first_placement import contiguous_placement, record_start
+from api.deploy.launch import check_gpus
+from api.deploy.secret import VARIABLE as SECRET_VARIABLE
+from api.terminal.live import View
 from eplb.core.model import ModelShape
-from eplb.core.placement import Placement, check_fits
-from eplb.core.topology import Topology
-from eplb.errors import ConfigError, StoreError
+from eplb.core.placement import check_fits
+from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict
 from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
+from eplb.settings.loader import COMMAND_DEFAULTS
+from eplb.shares.switches import BatchSwitches
+from rebalance.build.config import NetworkConfig
 from rebalance.build.description import schema_of
-from rebalance.build.rank import new_run_name, record_start
-from rebalance.controller.lease import new_holder
-from rebalance.weights.cache.address import HostCacheAddress
-from rebalance.weights.link.host_link_settings import HostLinkSettings
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.build.rank import new_run_name
+from rebalance.build.rank import record_start as begin_run
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
 from telemetry.formats.routing import read_expert_ids
-from telemetry.state.store import StateStore
+from telemetry.state.store import StateStore, without_password
 
+WINDOW_TOKENS = 16_384  # tokens of a load window if telemetry.window_steps is not set
 SAMPLES_PER_WINDOW = 4
-HOSTS_PORT = 23718  # of host caches; ranks have the next ones. Below the ephemeral ports
+ENGINE_FILE, FIGURES, RESULTS = "engine.json", "figures", "checks.jsonl"
+BY = "eplb demo"
 
 log = logging.getLogger(__name__)
 
 
-def prepare(settings: Settings, state: StateDir) -> WorkerPlan:
-    """Write weights and text, and build the ``WorkerPlan`` of all processes. Starts nothing.
+@dataclass(frozen=True)
+class Options:
+    """What a demo has beside the settings of its deployment."""
+
+    seconds: float  # how long the ranks serve
+    tokens_per_rank: int  # tokens of one step
+    text: Sequence[Path]  # files or folders; none: text of this machine
+    trace: Path | None  # recorded routes in place of text
+    seed: int  # the weights and the text are made from it
+    check_every: int  # steps between two reference checks
+    dispatcher: str  # dispatcher of GPUs
+    serve: bool  # run until interrupted
+    resume: bool  # start from the placement of the last run
+    json: Path | None  # file for the summary
+    view: View
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A demo whose files are written."""
+
+    deployment: Deployment
+    engine: EngineFile
+    engine_path: Path
+    environ: Mapping[str, str]  # environment of its commands
+
+
+def prepare(options: Options, settings: Settings, state: StateDir) -> Prepared:
+    """Write weights, text, the configuration and the engine's file. Starts nothing.
 
     Raises:
         ConfigError: settings, text or trace that cannot be used.
         CheckpointError: weights on disk that are damaged or of another model.
     """
-    policy_named(settings.planner.policy)
-    _check_batch(settings)
-    _check_shape(settings)
-    model, trace = _model(settings, state)
-    slots_per_rank = settings.demo.slots // settings.demo.ranks + settings.demo.spare_slots
-    topology = Topology.uniform(
-        settings.demo.nodes, settings.demo.ranks // settings.demo.nodes, slots_per_rank
-    )
-    pace = pace_of(settings.demo.slots // settings.demo.ranks, settings.demo.spare_slots)
-    tokens_per_step = settings.demo.ranks * settings.demo.tokens_per_rank
-    sample_steps = max(
-        1, round(settings.telemetry.window_tokens / tokens_per_step / SAMPLES_PER_WINDOW)
-    )
-    window_steps = sample_steps * math.ceil(
-        settings.telemetry.window_tokens / tokens_per_step / sample_steps
-    )
-    run = new_run_name()
-    text = None if trace is not None else _text(settings, state)
-    weights = _weights(settings, state, model)
-    return WorkerPlan(
-        run=run,
-        store=settings.deployment.store or state.store,
-        weights=weights,
-        text=text,
-        trace=trace,
+    model, trace = _model(options, settings, state)
+    text = None if trace is not None else _text(options, state)
+    weights = _weights(settings, options.seed, state, model)
+    path = state.save_text(SETTINGS_FILE, _configuration(options, settings, model, weights))
+    given = {SECRET_VARIABLE: os.environ[SECRET_VARIABLE]} if SECRET_VARIABLE in os.environ else {}
+    if settings.deployment.store:  # it may hold a password
+        given["EPLB_STORE"] = settings.deployment.store
+    deployment = resolve(load({}, config=path, environ=given), given)
+    for name in (FIGURES, RESULTS):
+        with suppress(FileNotFoundError):
+            shutil.rmtree(old) if (old := state.path / name).is_dir() else old.unlink()
+    checks = Checks(
+        socket=f"eplb-demo-checks-{secrets.token_hex(8)}",
+        key=secrets.token_bytes(16),
+        results=(state.path / RESULTS).absolute(),
+        every=options.check_every,
         model=model,
-        topology=topology,
-        host_caches=tuple(
-            HostCacheAddress(f"{run}-host{host}", secrets.token_bytes(16))
-            for host in range(settings.demo.nodes)
-        ),
-        rendezvous="",  # another for each start of the ranks
-        tokens_per_rank=settings.demo.tokens_per_rank,
-        window_steps=window_steps,
-        window_seconds=settings.telemetry.window_seconds,
-        sample_steps=sample_steps,
-        check_every=settings.demo.check_every,
-        drift_period_s=settings.demo.seconds,
-        seed=settings.demo.seed,
-        staging_experts=pace.staging_experts,
-        device=settings.demo.device,
-        precision=settings.demo.precision,
-        dispatcher=settings.demo.dispatcher,
-        controller=controller_settings(settings, pace, settings.demo.seed),
-        controller_poll_s=settings.controller.poll_s,
-        holder=new_holder(),
-        host_cache=host_cache_settings(settings, weights, model.expert_bytes, _links(settings)),
-        rank_links=_rank_links(settings),
-        reporting=reporting(settings, state.path),
-        scrub_every_steps=settings.agent.scrub_every_steps,
-        vote_every=settings.agent.vote_every,
-        plan_deadline_s=settings.agent.plan_deadline_s,
-        vote_deadline_s=settings.agent.vote_deadline_s,
-        staging=settings.staging,
+        weights=weights,
+        precision=_precision(settings),
+        # Beside GPUs there are cores to spare; beside CPU ranks there is one at most.
+        num_threads=8 if settings.topology.device == "cuda" else 1,
     )
+    engine = EngineFile(
+        Load(options.tokens_per_rank, options.seed, options.seconds, text, trace),
+        checks,
+        options.dispatcher,
+        (state.path / FIGURES).absolute(),
+        settings.log.format,
+        settings.log.level,
+    )
+    own = {name: value for name, value in os.environ.items() if not name.startswith("EPLB_")}
+    environ = own | given | {"EPLB_CONFIG": str(path.absolute())}
+    written = state.save_text(ENGINE_FILE, engine.to_json())
+    return Prepared(deployment, engine, written.absolute(), environ)
 
 
-def begin(settings: Settings, plan: WorkerPlan, store: StateStore) -> Placement:
-    """Record the start of a run, and the placement that it starts from.
+def begin(options: Options, deployment: Deployment, store: StateStore) -> int:
+    """Have the store name the placement that the run starts from; returns the latest event's id.
 
-    Contiguous, or with ``resume`` the one that the last run ended with.
+    It is contiguous, or with ``resume`` the one that the last run ended with. What an earlier demo
+    in this store had of a secret, a checkpoint and a topology is replaced.
     """
     committed = store.committed()
     generation = None if committed is None else committed.placement.generation
-    state = store.set_static(static_layer(settings), reason="start of the demo")
-    for one in overriding(state):
+    model, topology = deployment.model, deployment.topology
+    record_start(store, deployment, BY)
+    accept_checkpoint(store, deployment.checkpoint, BY)
+    live = store.set_static(deployment.static, reason="start of the demo")
+    for one in overriding(live):
         log.warning("live setting: %s; eplb config --live changes it", one)
-    if settings.demo.resume:
+    if not options.resume:
+        start = contiguous_placement(model, topology)
+        start = start.with_generation(0 if generation is None else generation + 1)
+        reason = "start of the demo: unbalanced, experts in order"
+        store.commit(start, expected=generation, reason=reason)
+    else:
         if committed is None:
-            raise ConfigError(f"{plan.store_shown} holds no placement to resume from, expected one")
+            raise ConfigError(
+                f"{deployment.store_shown} holds no placement to resume from, expected one"
+            )
         start = committed.placement
         found = (start.num_layers, start.num_experts)
-        if found != (plan.model.num_layers, plan.model.num_experts):
+        if found != (model.num_layers, model.num_experts):
             raise ConfigError(
-                f"the placement in {plan.store_shown} has {found[0]} layers x {found[1]} experts, "
-                f"expected {plan.model.num_layers} x {plan.model.num_experts} to resume"
+                f"the placement in {deployment.store_shown} has {found[0]} layers x {found[1]} "
+                f"experts, expected {model.num_layers} x {model.num_experts} to resume"
             )
-        check_fits(start, plan.topology)
-        compact(start, plan.topology, plan.spare_slots)  # refuses a placement without spares
-    else:
-        start = contiguous_placement(plan.model, plan.topology)
-        start = start.with_generation(0 if generation is None else generation + 1)
-        store.commit(
-            start, expected=generation, reason="start of the demo: unbalanced, experts in order"
-        )
-    _record_start(plan, store)
-    return start
+        check_fits(start, topology)
+        compact(start, topology, deployment.spare_slots)  # refuses a placement without spares
+    if store.current_run() is not None:
+        # The controller would plan on the load of an earlier demo, which may have had other ranks.
+        given = deployment.settings.telemetry
+        windows = given.window_steps, given.window_seconds
+        begin_run(store, new_run_name(), model, topology, windows)
+    return next(iter(store.latest_events(limit=1))).id
 
 
-def begin_again(plan: WorkerPlan, store: StateStore, start: Placement) -> WorkerPlan:
-    """Record another start after a death, from what is committed; return the plan for it.
+def check_settings(options: Options, settings: Settings) -> None:
+    """Refuse what needs no file to be refused.
 
-    With a new run name: sequences start from zero, so samples would look like repeats otherwise.
-
-    Args:
-        start: the run's first placement. The new ranks load it where the store lost its contents
-            after the last rank had ended: every legal placement gives right answers.
+    Raises:
+        ConfigError: settings that do not fit together.
     """
-    plan = replace(plan, run=new_run_name())
-    if store.committed() is None:
-        log.error("the store lost its contents: all ranks start from the run's first placement")
-        start = start.with_generation(start.generation + LOST_GENERATIONS)
-        store.commit(start, expected=None, reason="the store lost its contents")
-    _record_start(plan, store)
-    return plan
+    policy_named(settings.controller.policy)
+    model, device = settings.model, settings.topology.device
+    if settings.batch != BatchSwitches():
+        raise ConfigError(
+            f"batch: found {settings.batch}, expected its defaults: the demo's ranks "
+            "balance by plans alone"
+        )
+    if (model.precision == "float32") != (device == "cpu"):
+        raise ConfigError(
+            f"model.precision is {model.precision} with topology.device {device}, expected "
+            "float32 on the cpu, bfloat16 or fp8 on cuda"
+        )
+    if model.hidden % NUM_HEADS:
+        raise ConfigError(
+            f"model.hidden is {model.hidden}, expected a multiple of {NUM_HEADS}, the number of "
+            "attention heads"
+        )
+    if options.trace is not None and options.text:
+        raise ConfigError("--trace and --text are given, expected one of them")
+    tokens = options.tokens_per_rank
+    if options.trace is None and tokens > SEQUENCE_LENGTH and tokens % SEQUENCE_LENGTH:
+        raise ConfigError(
+            f"--tokens-per-rank is {tokens}, expected at most {SEQUENCE_LENGTH} or a multiple of "
+            "it, the tokens of one sequence of text"
+        )
+    if model.top_k > model.experts:
+        raise ConfigError(
+            f"model.top_k is {model.top_k}, expected at most {model.experts}, model.experts"
+        )
+    topology = topology_of(settings, _shape(settings))
+    if device == "cuda":
+        check_gpus(topology.num_ranks)
 
 
-def give_up_lease(plan: WorkerPlan, store: StateStore) -> None:
-    """Release the lease of this demo's controller, which has ended: the next one need not wait."""
-    try:
-        lease = store.lease()
-        if lease is not None and lease.holder == plan.holder:
-            store.release_lease(lease)
-    except StoreError as exc:  # the demo has served all the same, and the lease runs out
-        log.warning("the lease was not released: %s", exc)
-
-
-def _record_start(plan: WorkerPlan, store: StateStore) -> None:
-    windows = plan.window_steps, plan.window_seconds
-    record_start(store, plan.run, plan.model, plan.topology, windows)
-
-
-def _links(settings: Settings) -> HostLinkSettings | None:
-    """Links between the demo's hosts, which are processes with different loopback addresses."""
-    if settings.host_cache.other_hosts == "off":
-        return None
+def _configuration(options: Options, settings: Settings, model: ModelShape, weights: Path) -> str:
+    """Give the configuration of the demo's deployment: what differs from the defaults."""
+    places = settings.places
     block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
-    hosts = tuple((f"{block}.{host + 1}", HOSTS_PORT) for host in range(settings.demo.nodes))
-    return HostLinkSettings(
-        hosts,
-        secrets.token_bytes(32),
-        order=settings.host_cache.other_hosts,
-        **values_of(settings.host_link),
+    derived: dict[str, Any] = {
+        "deployment.state_dir": settings.deployment.state_dir.absolute(),
+        "model.checkpoint": weights,
+        "model.layers": model.num_layers,
+        "model.top_k": model.top_k,
+        "http.port": _free_port(settings.http.host, settings.http.port),
+        # Each host is an address of this machine, which no other demo has.
+        "topology.hosts": settings.topology.hosts
+        or [f"{block}.{host + 1}" for host in range(settings.topology.nodes)],
+        "network.interface": settings[NetworkConfig].interface or "lo",
+        **_window(options, settings),
+    }
+    lines, section = [], ""
+    for known in Settings.known.values():
+        if known.path not in places and known.path not in derived:
+            continue
+        if known.section != section:
+            section = known.section
+            lines += ["", f"[{section}]"]
+        value = derived.get(known.path, settings.value(known))
+        shown = f"{known.name} = {toml_value(value)}"
+        if known.path == "deployment.store":
+            shown = f"# store: EPLB_STORE has {without_password(str(value))}"
+        lines.append(f"{shown:<40} # {places.get(known.path, BY)}")
+    return "\n".join(["# The configuration of the demo's deployment.", *lines]) + "\n"
+
+
+def _window(options: Options, settings: Settings) -> dict[str, int]:
+    """Steps of a load window and of a sample: about WINDOW_TOKENS and a quarter, if not set."""
+    given, topology = settings.telemetry, settings.topology
+    window, sample = given.window_steps, given.sample_steps
+    has_sample = settings.places.get("telemetry.sample_steps") not in (None, COMMAND_DEFAULTS)
+    if "telemetry.window_steps" not in settings.places:
+        step = topology.nodes * topology.ranks_per_node * options.tokens_per_rank
+        if not has_sample:
+            sample = max(1, round(WINDOW_TOKENS / step / SAMPLES_PER_WINDOW))
+        window = sample * math.ceil(WINDOW_TOKENS / step / sample)
+    elif not has_sample:
+        most = max(1, window // SAMPLES_PER_WINDOW)
+        sample = next(steps for steps in range(most, 0, -1) if window % steps == 0)
+    return {"telemetry.window_steps": window, "telemetry.sample_steps": sample}
+
+
+def _free_port(host: str, port: int) -> int:
+    """Give the port of the service; for 0 one below those that connections are given.
+
+    So a service that is started again finds it free.
+
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
+    address, refusal = numeric_address(host), ""
+    for one in [port] if port else random.SystemRandom().sample(range(10_000, 32_000), 1_000):
+        if not (refusal := port_refusal(address, one)):
+            return one
+    raise ConfigError(
+        f"port {port} of {host} (http.port, http.host) cannot be used: {refusal}, expected a free "
+        "one"
     )
 
 
-def _rank_links(settings: Settings) -> RankLinkSettings | None:
-    """Where each rank listens: at an address of its host, which its own host uses too."""
-    if settings.host_cache.other_hosts == "off":
-        return None
-    block = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
-    ranks_per_host = settings.demo.ranks // settings.demo.nodes
-    addresses = tuple(
-        (f"{block}.{rank // ranks_per_host + 1}", HOSTS_PORT + 1 + rank % ranks_per_host)
-        for rank in range(settings.demo.ranks)
+def _shape(settings: Settings) -> ModelShape:
+    given = settings.model
+    return ModelShape(
+        layer_ids=tuple(range(given.layers)),
+        num_experts=given.experts,
+        top_k=given.top_k,
+        hidden=given.hidden,
+        intermediate=given.intermediate,
+        num_shared_experts=1,
     )
-    return RankLinkSettings(addresses, secrets.token_bytes(32), **values_of(settings.transport))
 
 
-def _check_batch(settings: Settings) -> None:
-    """Refuse parts that the demo's ranks do not make."""
-    if settings.batch != Batch():
-        raise ConfigError(
-            f"batch: found {settings.batch}, expected its defaults: the demo's ranks balance by "
-            "plans alone"
-        )
-
-
-def _check_shape(settings: Settings) -> None:
-    """Check that heads divide the hidden size, and sequences the tokens of a rank."""
-    if settings.demo.hidden % NUM_HEADS:
-        raise ConfigError(
-            f"hidden is {settings.demo.hidden}, "
-            f"expected a multiple of {NUM_HEADS}, the number of attention heads"
-        )
-    tokens = settings.demo.tokens_per_rank
-    if settings.demo.trace is None and tokens > SEQUENCE_LENGTH and tokens % SEQUENCE_LENGTH:
-        raise ConfigError(
-            f"tokens_per_rank is {tokens}, expected at most {SEQUENCE_LENGTH} or a multiple of it, "
-            "the tokens of one sequence of text"
-        )
-
-
-def _model(settings: Settings, state: StateDir) -> tuple[ModelShape, Path | None]:
-    shape = ModelShape(
-        layer_ids=tuple(range(settings.demo.layers)),
-        num_experts=settings.demo.experts,
-        top_k=settings.demo.top_k,
-        hidden=settings.demo.hidden,
-        intermediate=settings.demo.intermediate,
-        num_shared_experts=settings.demo.shared_experts,
-        expert_bytes=schema_of(
-            settings.demo.hidden, settings.demo.intermediate, settings.demo.precision
-        ).record_bytes,
-    )
-    if settings.demo.trace is None:
+def _model(options: Options, settings: Settings, state: StateDir) -> tuple[ModelShape, Path | None]:
+    """The model's shape, and the trace that gives its layers and top-k, if there is one."""
+    shape = _shape(settings)
+    if options.trace is None:
         return shape, None
-    ids = read_expert_ids(settings.demo.trace)
+    ids = read_expert_ids(options.trace)
     num_layers, _, top_k = ids.shape
     lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < -1 or highest >= settings.demo.experts:
+    if lowest < -1 or highest >= shape.num_experts:
         raise ConfigError(
-            f"trace {settings.demo.trace} names experts {lowest}..{highest}, "
-            f"expected 0..{settings.demo.experts - 1} (--experts), or -1 for padding"
+            f"trace {options.trace} names experts {lowest}..{highest}, "
+            f"expected 0..{shape.num_experts - 1} (--experts), or -1 for padding"
         )
     path = state.save_arrays("trace.npz", {"expert_ids": ids.astype(np.int16)})
-    return replace(shape, layer_ids=tuple(range(num_layers)), top_k=top_k), path
+    return replace(shape, layer_ids=tuple(range(num_layers)), top_k=top_k), path.absolute()
 
 
-def _text(settings: Settings, state: StateDir) -> Path:
-    domains = domains_of(settings.demo.text) if settings.demo.text else standard_domains()
+def _text(options: Options, state: StateDir) -> Path:
+    domains = domains_of(options.text) if options.text else standard_domains()
     arrays = {f"{number}-{domain.name}": domain.tokens for number, domain in enumerate(domains)}
-    return state.save_arrays("text.npz", arrays)
+    return state.save_arrays("text.npz", arrays).absolute()
 
 
-def _weights(settings: Settings, state: StateDir, model: ModelShape) -> Path:
+def _precision(settings: Settings) -> str:
+    return settings.model.precision or "bfloat16"
+
+
+def _weights(settings: Settings, seed: int, state: StateDir, model: ModelShape) -> Path:
     """Find the weights of this model and seed, or write them."""
-    schema = schema_of(model.hidden, model.intermediate, settings.demo.precision)
+    precision = _precision(settings)
+    schema = schema_of(model.hidden, model.intermediate, precision)
     named = {name: value for name, value in model_to_dict(model).items() if name != "expert_cost"}
     key = hashlib.blake2b(
-        repr((named, VOCABULARY, settings.demo.precision, settings.demo.seed)).encode(),
-        digest_size=6,
-    )
-    path = state.path / f"weights-{key.hexdigest()}"
+        repr((named, VOCABULARY, precision, seed)).encode(), digest_size=6
+    ).hexdigest()
+    path = (state.path / f"weights-{key}").absolute()
     if not path.exists():
-        write_random_checkpoint(path, model, schema, vocabulary=VOCABULARY, seed=settings.demo.seed)
+        write_random_checkpoint(path, model, schema, vocabulary=VOCABULARY, seed=seed)
     Checkpoint(path).check(model, schema)
     return path

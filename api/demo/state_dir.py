@@ -5,14 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
-from rebalance.engines.profiles import STORE_FILE as STORE_FILE
 
 SETTINGS_FILE = "settings.toml"
 
@@ -48,40 +48,34 @@ class StateDir:
             self.close()
             raise ConfigError(f"state folder {path} cannot be written: {exc.strerror}") from exc
 
-    @property
-    def store(self) -> Path:
-        """Where the load store lies."""
-        return self.path / STORE_FILE
-
     def save_arrays(self, name: str, arrays: Mapping[str, NDArray[np.integer]]) -> Path:
         """Write arrays for the processes to read: all of the file appears, or nothing.
 
         Raises:
             ConfigError: the disk is full or read-only.
         """
+        return self._save(name, lambda file: np.savez(file, allow_pickle=False, **arrays))
+
+    def save_text(self, name: str, text: str) -> Path:
+        """Write text for this user alone: all of the file appears, or nothing.
+
+        Raises:
+            ConfigError: the disk is full or read-only.
+        """
+        return self._save(name, lambda file: file.write(text.encode()))
+
+    def _save(self, name: str, write: Callable[[BinaryIO], object]) -> Path:
         path = self.path / name
         unfinished = path.with_name(f"{name}.unfinished")
         try:
             with unfinished.open("wb") as file:
-                np.savez(file, allow_pickle=False, **arrays)
+                os.fchmod(file.fileno(), 0o600)
+                write(file)
             unfinished.replace(path)
         except OSError as exc:
             unfinished.unlink(missing_ok=True)
             raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
         return path
-
-    def save_settings(self, text: str) -> None:
-        """Keep the effective settings of this start, for support bundles.
-
-        Raises:
-            ConfigError: the disk is full or read-only.
-        """
-        try:
-            (self.path / SETTINGS_FILE).write_text(text, encoding="utf-8")
-        except OSError as exc:
-            raise ConfigError(
-                f"{self.path / SETTINGS_FILE} cannot be written: {exc.strerror}"
-            ) from exc
 
     def _remove_unfinished(self) -> None:
         """Remove unfinished files of a demo that was killed."""

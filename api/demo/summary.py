@@ -1,8 +1,10 @@
-"""The summary of a demo, as a dictionary and as a table."""
+"""The summary of a demo: as a dictionary, as a table, and as a file of JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -11,18 +13,22 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
-from api.demo.workers.checker import CheckedStep
-from api.demo.workers.plan import MAX_RELATIVE_ERROR, WorkerPlan
-from api.monitor.snapshot import Snapshot, WindowScore
+from api.demo.checking import CheckedStep
+from api.demo.engine import EngineFile
+from api.deploy.deployment import Deployment
+from api.monitor.state import Reading, WindowScore
+from eplb.errors import ConfigError
 
 FINAL_WINDOWS = 5
 
-RankReport = Mapping[str, Any]  # what api.demo.workers.rank reports at its end
+RankReport = Mapping[str, Any]  # what a rank of api.demo.engine writes at its end
 
 
 def summarise(
-    plan: WorkerPlan,
-    snapshot: Snapshot,
+    deployment: Deployment,
+    engine: EngineFile,
+    run: str,
+    seen: Reading,
     ranks: Sequence[RankReport],
     stored: Mapping[int, int] | None,
     checks: Sequence[CheckedStep],
@@ -35,28 +41,32 @@ def summarise(
     complete window, those before the first commit included. ``stored`` is None where the store
     could not be read.
     """
-    final, complete = final_windows(snapshot), complete_windows(snapshot)
+    final, complete = final_windows(seen), complete_windows(seen)
     pauses = [pause for rank in ranks for pause in rank["swap_pauses_ms"]]
     steps = [ms for rank in ranks for ms in rank["step_ms"]]
     sources = sorted({source for rank in ranks for source in rank["bytes_by_source"]})
-    failures = [check for check in checks if not is_right(check, plan.precision)]
-    turns = [mark for mark in snapshot.marks if mark.plan_id]
+    precision = engine.checks.precision
+    failures = [check for check in checks if not check.is_right(precision)]
+    turns = [mark for mark in seen.marks if mark.plan_id]
+    model, topology = deployment.model, deployment.topology
+    tokens_per_step = engine.load.tokens_per_rank * topology.num_ranks
+    window_steps = deployment.settings.telemetry.window_steps
     return {
-        "run": plan.run,
-        "ranks": plan.topology.num_ranks,
-        "nodes": plan.topology.num_nodes,
-        "layers": plan.model.num_layers,
-        "experts": plan.model.num_experts,
-        "slots": plan.topology.num_slots,
-        "top_k": plan.model.top_k,
-        "expert_bytes": plan.model.expert_bytes,
-        "device": plan.device,
-        "precision": plan.precision,
+        "run": run,
+        "ranks": topology.num_ranks,
+        "nodes": topology.num_nodes,
+        "layers": model.num_layers,
+        "experts": model.num_experts,
+        "slots": topology.num_slots,
+        "top_k": model.top_k,
+        "expert_bytes": deployment.schema.record_bytes,
+        "device": deployment.settings.topology.device,
+        "precision": precision,
         "dispatcher": ranks[0]["dispatcher"] if ranks else None,
-        "policy": plan.controller.policy,
-        "seed": plan.seed,
+        "policy": deployment.settings.controller.policy,
+        "seed": engine.load.seed,
         "steps": max((rank["steps"] for rank in ranks), default=0),
-        "tokens_per_window": plan.window_steps * plan.tokens_per_rank * plan.topology.num_ranks,
+        "tokens_per_window": window_steps * tokens_per_step,
         "imbalance_initial": _median([score.contiguous for score in final]),
         "imbalance_final": _median([score.measured for score in final]),
         "imbalance_run": _mean([score.measured for score in complete]),
@@ -93,7 +103,7 @@ def summarise(
         "reference_checks_dropped": sum(rank["checks_dropped"] for rank in ranks),
         "samples_written": None if stored is None else sum(stored.values()),
         "samples_lost": _samples_lost(ranks, stored),
-        "tokens_per_second": _rate(plan, ranks),
+        "tokens_per_second": _rate(tokens_per_step, ranks),
     }
 
 
@@ -105,25 +115,20 @@ def _samples_lost(ranks: Sequence[RankReport], stored: Mapping[int, int] | None)
     return cut - sum(stored.values())
 
 
-def complete_windows(snapshot: Snapshot) -> list[WindowScore]:
+def complete_windows(seen: Reading) -> list[WindowScore]:
     """Return the windows that every rank reported."""
-    return [score for score in snapshot.series if score.is_complete]
+    return [score for score in seen.series if score.is_complete]
 
 
-def final_windows(snapshot: Snapshot) -> list[WindowScore]:
+def final_windows(seen: Reading) -> list[WindowScore]:
     """Return the last complete windows that lie wholly after the last commit.
 
     Without any such window, the last ones there are.
     """
-    complete = complete_windows(snapshot)
-    last = snapshot.marks[-1].step if snapshot.marks else None
+    complete = complete_windows(seen)
+    last = seen.marks[-1].step if seen.marks else None
     settled = [score for score in complete if last is not None and score.first_step >= last]
     return (settled or complete)[-FINAL_WINDOWS:]
-
-
-def is_right(check: CheckedStep, precision: str) -> bool:
-    """Return whether an output equals the reference within tolerance; NaN does not."""
-    return check.max_error <= MAX_RELATIVE_ERROR[precision] and check.wrong_routes == 0
 
 
 def render_summary(summary: Mapping[str, Any]) -> Group:
@@ -229,11 +234,36 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
     return round(float(np.percentile(values, percent)), 4) if values else None
 
 
-def _rate(plan: WorkerPlan, ranks: Sequence[RankReport]) -> float | None:
+def _rate(tokens_per_step: int, ranks: Sequence[RankReport]) -> float | None:
     """Tokens a second while serving: a step takes as long as its slowest rank."""
     means = [mean(rank["step_ms"]) for rank in ranks if rank["step_ms"]]
     if not means:
         return None
-    per_step = plan.tokens_per_rank * plan.topology.num_ranks
-    rate: float = per_step / (max(means) / 1e3)
+    rate: float = tokens_per_step / (max(means) / 1e3)
     return round(rate, 1)
+
+
+def check_summary_file(path: Path) -> None:
+    """Refuse a path at which no summary can be written, before the run.
+
+    Raises:
+        ConfigError: the folder is missing or read-only, or the path is a folder.
+    """
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder, expected a file")
+    write_summary(path, {}).unlink()
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> Path:
+    """Write a summary into an unfinished file beside ``path``; returns that file.
+
+    Raises:
+        ConfigError: the folder is missing, or the disk is full or read-only.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    except OSError as exc:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"--json {path} cannot be written: {exc.strerror}") from exc
+    return unfinished

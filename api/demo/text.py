@@ -1,4 +1,4 @@
-"""Real text of several domains, as token ids, in a mix that drifts.
+"""The load of the demo: real text of several domains whose mix drifts, or recorded routes.
 
 Every machine with Python has the three domains: the standard library's source code, prose (its
 documentation topics and docstrings, and licence files of the machine), and structured data (tables
@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError
 
 VOCABULARY = 4096
+SEQUENCE_LENGTH = 64  # tokens of one sequence of text
 DOMAIN_CHARACTERS = 1_500_000  # of each domain; enough that a minute seldom repeats
 PIECE = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 LICENCES = Path("/usr/share/common-licenses")
@@ -148,3 +150,59 @@ def _unicode_rows(first: int) -> Iterator[str]:
             width = unicodedata.east_asian_width(character)
             row = {"code": ord(character), "category": unicodedata.category(character)}
             yield json.dumps(row | {"width": width, "name": name})
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the ranks of the demo serve: text, or recorded routes."""
+
+    tokens_per_rank: int  # tokens of one step
+    seed: int
+    period_s: float  # period of the drift
+    text: Path | None  # an .npz of the domains' tokens; None with a trace
+    trace: Path | None  # an .npz of expert_ids [L, tokens, K]; None with text
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """(sequences, positions) of a rank's step."""
+        length = min(SEQUENCE_LENGTH, self.tokens_per_rank)
+        return self.tokens_per_rank // length, length
+
+
+class Batches:
+    """A rank's tokens of each step, and their experts when a trace is replayed.
+
+    Shapes:  B sequences, N positions, T = B * N tokens, L MoE layers, K top-k.
+    """
+
+    def __init__(self, load: Load, rank: int, num_ranks: int, device: torch.device) -> None:
+        self._load, self._rank, self._num_ranks, self._device = load, rank, num_ranks, device
+        self._domains: list[Domain] = []
+        self._trace: torch.Tensor | None = None
+        if load.text is not None:
+            with np.load(load.text) as archive:
+                self._domains = [Domain(name, archive[name]) for name in archive.files]
+        else:
+            assert load.trace is not None, "the demo runs on text or on a trace"
+            with np.load(load.trace) as archive:
+                self._trace = torch.from_numpy(archive["expert_ids"])
+
+    def at(self, step: int, elapsed_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(token ids [B, N], experts [L, T, K] by the trace, or None) of a step."""
+        load, rank = self._load, self._rank
+        if self._trace is None:
+            mix = mix_at(elapsed_s, load.period_s, len(self._domains))
+            drawn = draw_sequences(self._domains, mix, load.batch_shape, (load.seed, step, rank))
+            return self._to_device(torch.from_numpy(drawn)), None
+        total = self._trace.shape[1]
+        first = (step * self._num_ranks + rank) * load.tokens_per_rank
+        positions = torch.arange(first, first + load.tokens_per_rank) % total
+        ids = (positions % 1024).view(1, -1)  # the text is not recorded; routes are
+        forced = self._trace[:, positions].to(torch.int64)
+        return self._to_device(ids), self._to_device(forced)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy without waiting for the stream, where a kernel may be waiting for a dead peer."""
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""A deployment without the demo: what its commands share, from the secret to the ranks' start."""
+"""A deployment: what its commands do and share, from the secret to the ranks' start."""

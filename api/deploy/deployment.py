@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from api.config.addresses import is_loopback
-from api.config.components import (
-    controller_settings,
-    host_cache_settings,
-    pace_of,
-    reporting,
-)
-from api.config.fields import values_of
+from api.config.deployment import RecordSources
 from api.config.live import static_layer
 from api.config.tree import Settings
-from api.demo.settings import DEFAULT_REDUNDANCY
-from api.demo.state_dir import STORE_FILE
 from api.deploy.checkpoint import ServedCheckpoint
 from api.deploy.model import model_shape, record_schema
 from api.deploy.secret import Secret, deployment_secret
@@ -28,13 +20,13 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from rebalance.build.config import NetworkConfig, RankConfig
+from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.link.host_link_settings import HostLinkSettings
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from telemetry import file_of, open_store
-from telemetry.state.live import LiveSettings
+from telemetry.state.live import Value
 from telemetry.state.store import StateStore, without_password
 
 if TYPE_CHECKING:
@@ -42,8 +34,9 @@ if TYPE_CHECKING:
     from rebalance.weights.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
-LOOPBACK = "127.0.0.1"
+SPOOL_FOLDER = "spool"  # in the state folder
 JOURNAL_FOLDER = "journal"  # in the state folder
+DEFAULT_REDUNDANCY = 1.25  # slots over experts where topology.slots_per_rank is 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Deployment:
     @property
     def store_url(self) -> str:
         """Of the store; may hold a password."""
-        return self.settings.deployment.store or str(self.state_dir / STORE_FILE)
+        return self.settings.deployment.store_url
 
     @property
     def store_shown(self) -> str:
@@ -99,40 +92,42 @@ class Deployment:
         return record_schema(self.settings.model, self.model)
 
     @property
-    def static(self) -> LiveSettings:
+    def static(self) -> Mapping[str, Value]:
         """Live settings as its configuration has them."""
         return static_layer(self.settings)
 
     @property
     def pace(self) -> Pace:
-        """How much of a migration is staged at a time."""
+        """How migrations move records: flip mode with spares, copy mode with staging without."""
         spares = self.spare_slots
-        working = int(self.topology.slots_of_rank[0]) - spares
-        return pace_of(self.settings.topology.staging_experts or working, spares)
+        if spares:
+            return Pace(staging_experts=0, mode="flip", spare_slots=spares)
+        slots = int(self.topology.slots_of_rank[0])
+        return Pace(staging_experts=self.settings.topology.staging_experts or slots)
 
     @property
     def controller(self) -> ControllerSettings:
         """How its controller decides."""
-        return controller_settings(self.settings, self.pace)
+        return self.settings.make(ControllerSettings, pace=self.pace)
 
     @property
     def has_links(self) -> bool:
         """Whether caches and ranks of different hosts give each other records."""
-        return self.settings.host_cache.other_hosts != "off"
+        return self.settings[RecordSources].other_hosts != "off"
 
     @cached_property
     def host_links(self) -> HostLinkSettings | None:
         """Where host caches listen for each other."""
-        order = self.settings.host_cache.other_hosts
+        order = self.settings[RecordSources].other_hosts
         if order == "off":
             return None
         port = self.settings.network.host_cache_port
-        return HostLinkSettings(
-            tuple((host, port) for host in self.hosts),
-            self.secret.derived("links between host caches"),
+        return self.settings.make(
+            HostLinkSettings,
+            hosts=tuple((host, port) for host in self.hosts),
+            secret=self.secret.derived("links between host caches"),
             order=order,
             tls=self.settings.network.tls,
-            **values_of(self.settings.host_link),
         )
 
     @cached_property
@@ -144,17 +139,24 @@ class Deployment:
         addresses = tuple((host, first + local) for host in self.hosts for local in range(each))
         key = self.secret.derived("links between ranks")
         tls = self.settings.network.tls
-        return RankLinkSettings(addresses, key, tls=tls, **values_of(self.settings.transport))
+        return self.settings.make(RankLinkSettings, addresses=addresses, secret=key, tls=tls)
 
     def host_cache_address(self, host: int) -> HostCacheAddress:
         """Where ranks of a host find its cache."""
         key = self.secret.derived(f"host cache {host}", 16)
-        return HostCacheAddress(f"{self.name}-host{host}", key)
+        return HostCacheAddress(f"{self.name}-host{host}-{self.hosts[host]}", key)
 
-    def host_cache(self, record_bytes: int) -> HostCacheSettings:
-        """How each host keeps records."""
-        weights = self.settings.model.checkpoint
-        return host_cache_settings(self.settings, weights, record_bytes, self.host_links)
+    @property
+    def host_cache(self) -> HostCacheSettings:
+        """How each host keeps records; the record file lies beside the weights."""
+        given, weights = self.settings, self.settings.model.checkpoint
+        record_file = None
+        if given[RecordSources].record_file and weights is not None:
+            # Imported here: it loads torch, which a controller's process does without.
+            from rebalance.weights.disk.record_file import record_file_beside
+
+            record_file = record_file_beside(weights)
+        return replace(given.host_cache, record_file=record_file, links=self.host_links)
 
     def opened_store(self) -> StateStore:
         """Open its store.
@@ -192,30 +194,23 @@ class Deployment:
         )
 
     def _rank_config(self) -> RankConfig:
-        given, agent = self.settings, self.settings.agent
-        each = given.topology.ranks_per_node
-        network = NetworkConfig(
-            given.network.interface,
-            tuple(host for host in self.hosts for _ in range(each)),
-            given.network.join_deadline_s,
-            given.network.fill_deadline_s,
-        )
-        config = RankConfig(
-            self.name,
+        given, each = self.settings, self.settings.topology.ranks_per_node
+        hosts = tuple(host for host in self.hosts for _ in range(each))
+        state_dir = self.state_dir.resolve()
+        return given.make(
+            RankConfig,
+            deployment=self.name,
             sample_steps=given.telemetry.sample_steps,
             staging_experts=self.pace.staging_experts,
-            vote_every=agent.vote_every,
-            vote_deadline_s=agent.vote_deadline_s,
-            plan_deadline_s=agent.plan_deadline_s,
-            scrub_every_steps=agent.scrub_every_steps,
-            network=network,
-            batch=given.batch.switches(),
+            stage=given.staging.on(given.topology.device),
+            network=replace(given[NetworkConfig], hosts=hosts),
             rank_links=self.rank_links,
-            reporting=reporting(given, self.state_dir.resolve()),
-            journal_dir=self.state_dir.resolve() / JOURNAL_FOLDER,
+            reporting=replace(
+                given[ReportingConfig],
+                spool_dir=given[ReportingConfig].spool_dir or state_dir / SPOOL_FOLDER,
+            ),
+            journal_dir=state_dir / JOURNAL_FOLDER,
         )
-        stage = given.staging.applied_to(config.stage_on(given.topology.device))
-        return replace(config, stage=stage)
 
 
 def resolve(
@@ -233,9 +228,10 @@ def resolve(
         ConfigError: settings that do not fit together, or a secret that cannot be used.
         CheckpointError: the checkpoint's folder cannot be read.
     """
-    # Refused here where one of their files is not set, or switches exclude each other.
-    _ = settings.network.tls, settings.http.certificate, settings.batch.switches()
-    hosts = tuple(settings.topology.hosts) or (LOOPBACK,)
+    _ = settings.network.tls, settings.http.certificate  # refused where one of the files is not set
+    # Without addresses all hosts are this machine.
+    own = (f"127.0.0.{host + 1}" for host in range(settings.topology.nodes))
+    hosts = tuple(settings.topology.hosts or own)
     is_remote = any(not is_loopback(host) for host in hosts)
     if is_remote and len(hosts) > 1 and (path := file_of(settings.deployment.store)) is not None:
         raise ConfigError(
@@ -243,13 +239,7 @@ def resolve(
             f"expected a server that all {len(hosts)} hosts reach, as redis://HOST:PORT"
         )
     model = model_shape(settings.model)
-    topology = _topology(settings, model)
-    telemetry = settings.telemetry
-    if telemetry.window_steps % telemetry.sample_steps:
-        raise ConfigError(
-            f"telemetry.sample_steps is {telemetry.sample_steps}, expected a divisor of "
-            f"telemetry.window_steps, {telemetry.window_steps}"
-        )
+    topology = topology_of(settings, model)
     return Deployment(settings, secret or secret_of(settings, environ), hosts, model, topology)
 
 
@@ -273,7 +263,12 @@ def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = T
     )
 
 
-def _topology(settings: Settings, model: ModelShape) -> Topology:
+def topology_of(settings: Settings, model: ModelShape) -> Topology:
+    """Give the ranks of a deployment and their slots.
+
+    Raises:
+        ConfigError: too few slots for the experts, or more than can be used.
+    """
     given = settings.topology
     num_ranks = given.nodes * given.ranks_per_node
     least = math.ceil(model.num_experts / num_ranks)

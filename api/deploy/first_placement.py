@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
 
 import numpy as np
 
 from api.config.live import overriding
-from api.deploy.checkpoint import ServedCheckpoint, record_checkpoint
+from api.deploy.checkpoint import record_checkpoint
+from api.deploy.deployment import Deployment
 from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, offset_text
 from api.deploy.secret import Secret
 from api.monitor.verdict import CLOCK_TOLERANCE_S
@@ -26,45 +26,12 @@ from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
 from telemetry.state.events import Event
-from telemetry.state.live import LiveSettings
 from telemetry.state.store import StateStore
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 START_EVENT = "deployment"  # a process of the deployment started
 
 log = logging.getLogger(__name__)
-
-
-class Starting(Protocol):
-    """What a deployment starts with."""
-
-    @property
-    def name(self) -> str:
-        """Of the deployment."""
-
-    @property
-    def model(self) -> ModelShape:
-        """Its model."""
-
-    @property
-    def topology(self) -> Topology:
-        """Its ranks, with their spare slots."""
-
-    @property
-    def spare_slots(self) -> int:
-        """Slots of each rank and layer that stay EMPTY."""
-
-    @property
-    def secret(self) -> Secret:
-        """Of the deployment."""
-
-    @property
-    def checkpoint(self) -> ServedCheckpoint | None:
-        """Its weights on this host."""
-
-    @property
-    def static(self) -> LiveSettings:
-        """Live settings as its configuration has them."""
 
 
 def contiguous_placement(model: ModelShape, topology: Topology) -> Placement:
@@ -75,7 +42,7 @@ def contiguous_placement(model: ModelShape, topology: Topology) -> Placement:
 
 def ensure_first_placement(
     store: StateStore,
-    starting: Starting,
+    deployment: Deployment,
     by: str,
     *,
     lost_after: int | None = None,
@@ -85,7 +52,7 @@ def ensure_first_placement(
 
     Args:
         store: of the deployment.
-        starting: the deployment.
+        deployment: that starts.
         by: the process, for the history.
         lost_after: the generation that served last, if it is known: a store that has none now lost
             its contents, and generations must grow.
@@ -96,11 +63,11 @@ def ensure_first_placement(
         CheckpointError: the checkpoint is another one than at the first start.
         StoreError: the store cannot be used.
     """
-    check_belongs(store, starting)
-    record_checkpoint(store, starting.checkpoint, by)
+    check_belongs(store, deployment)
+    record_checkpoint(store, deployment.checkpoint, by)
     wrote = False
     if store.committed() is None:
-        first = contiguous_placement(starting.model, starting.topology)
+        first = contiguous_placement(deployment.model, deployment.topology)
         generation = 0 if lost_after is None else lost_after + LOST_GENERATIONS
         reason = f"first placement: unbalanced, experts in order ({by})"
         try:
@@ -110,17 +77,22 @@ def ensure_first_placement(
     committed = store.committed()
     if committed is None:
         raise ConfigError("the store lost the first placement at once, expected it to be kept")
-    _check_placement(committed.placement, starting)
-    if store.live().static != starting.static:
-        state = store.set_static(starting.static, reason=f"start with another configuration ({by})")
+    _check_placement(committed.placement, deployment)
+    if store.live().static != deployment.static:
+        state = store.set_static(
+            deployment.static, reason=f"start with another configuration ({by})"
+        )
         for one in overriding(state):
             log.warning("live setting: %s; eplb config --live changes it", one)
-    _record_start(store, starting, by, clock)
+    record_start(store, deployment, by, clock)
     return committed.placement, wrote
 
 
-def _record_start(store: StateStore, starting: Starting, by: str, clock: Clock) -> None:
-    detail = {"by": by, "secret": starting.secret.fingerprint}
+def record_start(
+    store: StateStore, deployment: Deployment, by: str, clock: Clock = time.time
+) -> None:
+    """Record that a process of a deployment starts; warn if its clock is off."""
+    detail = {"by": by, "secret": deployment.secret.fingerprint}
     offset_s, error_s = clock_offset(store, START_EVENT, detail, clock)
     if abs(offset_s) > CLOCK_TOLERANCE_S + error_s:
         # Not refused: the ranks serve. What they report is taken for old, or is of the future.
@@ -131,17 +103,17 @@ def _record_start(store: StateStore, starting: Starting, by: str, clock: Clock) 
         )
 
 
-def check_belongs(store: StateStore, starting: Starting) -> None:
+def check_belongs(store: StateStore, deployment: Deployment) -> None:
     """Refuse a store that another deployment of this name uses; reads only.
 
     Raises:
         ConfigError: it has another secret, or a placement of another model or topology.
         StoreError: the store cannot be used.
     """
-    check_secret(store, starting.secret)
+    check_secret(store, deployment.secret)
     committed = store.committed()
     if committed is not None:
-        _check_placement(committed.placement, starting)
+        _check_placement(committed.placement, deployment)
 
 
 def check_secret(store: StateStore, secret: Secret) -> None:
@@ -166,21 +138,22 @@ def last_start(store: StateStore) -> Event | None:
     return next(store.events_backwards({START_EVENT}), None)
 
 
-def _check_placement(placement: Placement, starting: Starting) -> None:
+def _check_placement(placement: Placement, deployment: Deployment) -> None:
     found = (placement.num_layers, placement.num_experts, placement.num_slots)
-    model, topology = starting.model, starting.topology
+    model, topology = deployment.model, deployment.topology
     expected = (model.num_layers, model.num_experts, topology.num_slots)
     if found != expected:
         raise ConfigError(
-            f"store: deployment {starting.name!r} has a placement of (layers, experts, slots) "
+            f"store: deployment {deployment.name!r} has a placement of (layers, experts, slots) "
             f"{found}, expected {expected} by the configuration: it is of another deployment, or "
             "its model or topology has changed; give a new deployment.name"
         )
     try:
         check_fits(placement, topology)
-        if starting.spare_slots:
-            compact(placement, topology, starting.spare_slots)
+        if deployment.spare_slots:
+            compact(placement, topology, deployment.spare_slots)
     except EplbError as exc:
         raise ConfigError(
-            f"store: the placement of deployment {starting.name!r} does not fit its topology: {exc}"
+            f"store: the placement of deployment {deployment.name!r} does not fit its topology: "
+            f"{exc}"
         ) from exc

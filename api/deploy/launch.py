@@ -7,27 +7,32 @@
 Launchers do not communicate. When a rank dies, the ranks of all hosts end (BrokenGroup), each
 launcher starts its own again, and they meet anew. Started by torchrun, once for each rank, the
 command takes that rank's place and becomes CMD.
+
+``--module`` imports a Python program once and forks the ranks: an import of torch takes a second of
+a core, which eight ranks on two cores would wait for at each start. The import of the module must
+start no thread and use no GPU.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
 
-from api.config.sections import Supervision
-from api.deploy.checks.host import port_refusal, ports_of
-from api.deploy.checks.tls import check_link_certificate
+from api.deploy.check import check_link_certificate, port_refusal, ports_of
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
-from api.deploy.local_ranks import REFUSED, LocalRanks
+from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
-from api.processes.devices import check_gpus
-from api.processes.supervision import RestartBudget
+from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier
+from api.processes.supervision import RestartBudget, SupervisionSettings
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
 from rebalance.build.description import RANK_FILE_VARIABLE
@@ -35,8 +40,8 @@ from rebalance.build.places import holder_of
 from telemetry.state.joining import check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
-# What a rank needs none of: the secret itself, and a store's password.
-NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE")
+# What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
+NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE", NOTIFY_VARIABLE)
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +52,31 @@ class Launch:
 
     deployment: Deployment
     host: int
-    command: Sequence[str]
+    command: Sequence[str]  # the program of a rank; the arguments of ``module`` where there is one
     environ: Mapping[str, str]
+    module: str | None = None
 
     @property
     def ranks(self) -> range:
         """The ranks of this host."""
         return self.deployment.ranks_of(self.host)
+
+    def imported(self) -> Callable[[], None] | None:
+        """Import the program of a module; None: it is a command.
+
+        Raises:
+            ConfigError: it cannot be imported, or has no function ``main``.
+        """
+        if self.module is None:
+            return None
+        sys.path.append(str(Path.cwd()))  # where python -m finds a module too
+        try:
+            main: Callable[[], None] = importlib.import_module(self.module).main
+        except (ImportError, AttributeError) as exc:
+            raise ConfigError(
+                f"--module {self.module} cannot be used: {exc}, expected a module with main()"
+            ) from exc
+        return main
 
     def environment(self, rank_file: str, local_rank: int) -> dict[str, str]:
         """The environment of one rank."""
@@ -80,12 +103,10 @@ def check_start(launch: Launch) -> None:
             cannot be used.
         RankError: a rank's place is taken.
     """
-    check_program(launch.command[0])
-    check_link_certificate(launch.deployment, launch.host)
-    if launch.deployment.settings.topology.device == "cuda":
-        check_gpus(len(launch.ranks))
+    _check_host(launch)
+    address = launch.deployment.hosts[launch.host]
     for rank in launch.ranks:
-        if (holder := holder_of(launch.deployment.name, rank)) is not None:
+        if (holder := holder_of(launch.deployment.name, rank, address)) is not None:
             raise RankError(
                 f"rank {rank} of deployment {launch.deployment.name!r} is run by process {holder} "
                 "of this host, expected none"
@@ -97,24 +118,50 @@ def check_start(launch: Launch) -> None:
             )
 
 
-def check_program(name: str) -> None:
-    """Refuse a program that cannot be started.
+def _check_host(launch: Launch) -> None:
+    """Refuse a program that is not there, a certificate that cannot be used, and too few GPUs."""
+    if launch.module is None and shutil.which(launch.command[0]) is None:
+        raise ConfigError(
+            f"{launch.command[0]} cannot be started: found no such program, expected one"
+        )
+    check_link_certificate(launch.deployment, launch.host)
+    if launch.deployment.settings.topology.device == "cuda":
+        check_gpus(len(launch.ranks))
+
+
+def check_gpus(num_ranks: int) -> None:
+    """Refuse a start on too few GPUs at once, and not by ranks that wait for each other.
 
     Raises:
-        ConfigError: it is not there, or is no program.
+        ConfigError: fewer GPUs are visible than one for each rank of this host.
     """
-    if shutil.which(name) is None:
-        raise ConfigError(f"{name} cannot be started: found no such program, expected one")
+    import torch  # takes seconds: only where GPUs are asked for
+
+    found = torch.cuda.device_count()
+    if found < num_ranks:
+        raise ConfigError(
+            f"device cuda: found {found} GPUs for {num_ranks} ranks of this host, "
+            "expected one for each"
+        )
 
 
-def prepare_store(launch: Launch, lost_after: int | None = None) -> tuple[int, str]:
-    """Have the store name a first placement; returns its generation, and a sentence about it."""
+def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "") -> tuple[int, str]:
+    """Have the store name a first placement; returns its generation, and a sentence about it.
+
+    Args:
+        launch: what is started.
+        lost_after: the generation that served last, if it is known.
+        died: how the ranks before ended, for the history.
+    """
     with closing(launch.deployment.opened_store()) as store:
         check_versions(store, Announcement(RANKS, ""))
         by = f"eplb launch, host {launch.host}"
         placement, wrote = ensure_first_placement(
             store, launch.deployment, by, lost_after=lost_after
         )
+        if died:
+            message = f"{died}; restarting the ranks of host {launch.host}"
+            store.add_event("error", {"where": "ranks", "message": message})
     did = "wrote the first placement" if wrote else "found a placement"
     where = launch.deployment.store_shown
     return placement.generation, f"{did}, generation {placement.generation}, in {where}"
@@ -140,10 +187,7 @@ def check_torchrun(launch: Launch) -> None:
         ConfigError: torchrun starts another number of ranks, the command is not there, there are
             too few GPUs, or a certificate cannot be used.
     """
-    check_program(launch.command[0])
-    check_link_certificate(launch.deployment, launch.host)
-    if launch.deployment.settings.topology.device == "cuda":
-        check_gpus(len(launch.ranks))
+    _check_host(launch)
     environ, expected = launch.environ, launch.deployment.topology.num_ranks
     found, rank = environ.get("WORLD_SIZE", ""), environ["RANK"]
     if found != str(expected):
@@ -175,7 +219,7 @@ def become_rank(launch: Launch) -> None:
 
 
 def run_ranks(
-    launch: Launch, generation: int, supervision: Supervision, say: Callable[[str], None]
+    launch: Launch, generation: int, supervision: SupervisionSettings, say: Callable[[str], None]
 ) -> int:
     """Run the ranks of this host until all have ended; returns the exit status.
 
@@ -187,31 +231,36 @@ def run_ranks(
         supervision: how often ranks may be started again.
         say: prints a line for operators.
     """
+    program = launch.imported()
     rank_file = write_rank_file(launch.deployment)
     budget = RestartBudget(supervision.restart_after_death, supervision.restart_window_s)
-    stop = StopSignals()
+    stop, notifier = StopSignals(), Notifier()
     while True:
         environs = {
             rank: launch.environment(rank_file, local) for local, rank in enumerate(launch.ranks)
         }
-        ranks = LocalRanks(launch.command, environs)
-        how = ranks.wait(stop)
+        ranks = LocalRanks(launch.command, environs, program=program)
+        notifier.ready()
+        how = ranks.wait(stop, notifier.alive)
         if not how or stop.received:
             return 0 if not how else 128 + stop.received
+        notifier.status(how)
         if ranks.has_refused:
             say(f"{how}: it refused to start, and is not started again")
             return REFUSED
         if budget.is_used_up:
             say(f"{how}; {budget} used up, ending")
             return 1
+        died = how
         while True:  # a store that fails is waited for, as long as the budget lasts
             budget.spend()
             say(f"{how}; starting the ranks of this host again")
             try:
-                generation = prepare_store(launch, lost_after=generation)[0]
+                generation = prepare_store(launch, lost_after=generation, died=died)[0]
                 break
             except StoreError as exc:
                 if budget.is_used_up or stop.received:
                     raise
                 how = str(exc)
+                notifier.alive()
                 Event().wait(supervision.restart_delay_s)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from api.interrupts import StopSignals
+from api.processes.commands import REFUSED, end_with_parent, start_with_parent
 from eplb.errors import ConfigError
 from rebalance.build.places import HALT_FILE_VARIABLE
 
@@ -23,10 +24,79 @@ HALT_DEADLINE_S = 30.0  # after a signal: for ranks to leave their serving loops
 # long on a busy host. Its tokens are served by then, so nothing is lost by waiting.
 EXIT_DEADLINE_S = 300.0
 POLL_MS = 250
-REFUSED = 2  # exit status of a rank that cannot start, as of every command here
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 log = logging.getLogger(__name__)
+
+
+class ForkedRank:
+    """A rank that is forked from the launcher, where its program is imported.
+
+    It is used as ``subprocess.Popen`` is.
+    """
+
+    def __init__(
+        self, program: Callable[[], None], argv: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
+        self.returncode: int | None = None
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The launcher has no threads by now that could hold a lock over the fork.
+        self.pid = os.fork()
+        if self.pid == 0:
+            end_with_parent(parent)
+            os.setpgid(0, 0)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(one, signal.SIG_DFL)
+            os.environ.clear()
+            os.environ.update(environ)
+            sys.argv[1:] = argv
+            os._exit(_status_of(program))  # daemon threads of libraries must not keep it alive
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        return self._reaped(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait for its end."""
+        return self._reaped(0)
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def _reaped(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def _status_of(program: Callable[[], None]) -> int:
+    """Run a program; returns its exit status, as the interpreter gives it."""
+    status = 0
+    try:
+        program()
+    except SystemExit as exc:
+        status = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if isinstance(exc.code, str):
+            print(exc.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+RankProcess = subprocess.Popen[bytes] | ForkedRank
 
 
 class LocalRanks:
@@ -35,6 +105,8 @@ class LocalRanks:
     Args:
         command: the program of each.
         environs: the environment of each, by rank.
+        program: in place of a command's, run in a process that is forked from this one; ``command``
+            has its arguments then.
 
     Raises:
         ConfigError: it is no program.
@@ -45,36 +117,45 @@ class LocalRanks:
         command: Sequence[str],
         environs: Mapping[int, Mapping[str, str]],
         *,
+        program: Callable[[], None] | None = None,
         halt_deadline_s: float = HALT_DEADLINE_S,
         exit_deadline_s: float = EXIT_DEADLINE_S,
     ) -> None:
         self._halt_deadline_s, self._exit_deadline_s = halt_deadline_s, exit_deadline_s
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._notices, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the ranks' numbers
+        self._processes: dict[int, RankProcess] = {}
+        self._notices, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # what ranks report
         self._ends = [self._notices, theirs]
         self._halted: set[int] = set()  # ranks that have left their serving loops
         self._late: set[int] = set()  # of these, ranks that were killed because they did not exit
+        named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
+        given = {rank: {**environ, **named} for rank, environ in environs.items()}
         try:
-            named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
-            for rank, environ in environs.items():
-                self._processes[rank] = _started(command, {**environ, **named})
-        except OSError as exc:
+            for rank, environ in given.items():
+                self._processes[rank] = (
+                    start_with_parent(command, environ)
+                    if program is None
+                    else ForkedRank(program, command, environ)
+                )
+        except ConfigError:
             self._kill()
             self._close()
-            raise ConfigError(
-                f"{command[0]} cannot be started: {exc.strerror}, expected a program"
-            ) from exc
+            raise
 
-    def wait(self, stop: StopSignals) -> str:
+    def wait(self, stop: StopSignals, alive: Callable[[], None] = lambda: None) -> str:
         """Wait for all to end; returns how the first failed, "" if none did.
 
         A rank that has ended on its own gives the others a deadline, and so does a signal, which
         they get too. A rank that has left its serving loop has a longer one to exit, and is no
         failure if it misses that.
+
+        Args:
+            stop: the signals of this process.
+            alive: called a few times a second.
         """
         first, deadline, is_told, is_exiting = "", float("inf"), False, False
         try:
             while left := {r: p for r, p in self._processes.items() if p.poll() is None}:
+                alive()
                 self._wait_for_one(left)
                 if not (first or is_exiting) and self._halted >= left.keys():
                     is_exiting, deadline = True, time.monotonic() + self._exit_deadline_s
@@ -109,7 +190,7 @@ class LocalRanks:
                 return f"rank {rank} exited with status {status}"
         return ""
 
-    def _end_late(self, left: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    def _end_late(self, left: Mapping[int, RankProcess]) -> None:
         for rank in left:
             if rank in self._halted:
                 self._late.add(rank)
@@ -123,8 +204,8 @@ class LocalRanks:
             process.kill()
             process.wait()
 
-    def _wait_for_one(self, left: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        """Wait until a process ends or a rank halts, for a moment at most."""
+    def _wait_for_one(self, left: Mapping[int, RankProcess]) -> None:
+        """Wait until a process ends or a rank reports something, for a moment at most."""
         with ExitStack() as stack:
             poll = select.poll()
             poll.register(self._notices, select.POLLIN)
@@ -133,26 +214,16 @@ class LocalRanks:
                 stack.callback(os.close, descriptor)
                 poll.register(descriptor, select.POLLIN)
             ready = [descriptor for descriptor, _ in poll.poll(POLL_MS)]
-        if self._notices in ready:
-            self._halted |= {int(line) for line in os.read(self._notices, select.PIPE_BUF).split()}
+        if self._notices not in ready:
+            return
+        for line in os.read(self._notices, select.PIPE_BUF).decode().splitlines():
+            what, rank = line.split()
+            if what == "halted":
+                self._halted.add(int(rank))
+            elif int(rank) in left:  # excluded by the survivors, which have agreed and end
+                log.warning("rank %s was excluded by the others and still runs: killed", rank)
+                left[int(rank)].kill()
 
     def _close(self) -> None:
         while self._ends:
             os.close(self._ends.pop())
-
-
-def _started(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a rank that ends with its launcher; a terminal's signals reach the launcher alone."""
-    library = ctypes.CDLL(None)
-
-    def end_with_parent() -> None:
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    # The launcher has no threads by now that could hold a lock over the fork.
-    return subprocess.Popen(
-        list(command),
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=end_with_parent,
-    )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from runtime.experts import ExpertSchema
 
 TRANSFORMERS = "transformers"  # of model.layout
+OWN_PRECISION = "bfloat16"  # precision of eplb's own layout if none is set
 SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
 
 
@@ -76,7 +77,7 @@ def _check_layout(settings: ModelSettings) -> None:
             f'model.layout is "{TRANSFORMERS}" and model.checkpoint is not set, expected the '
             "checkpoint whose tensors decide the layout"
         )
-    if "precision" in settings.model_fields_set:
+    if settings.precision is not None:
         raise ConfigError(
             f'model.precision is "{settings.precision}" beside the layout "{TRANSFORMERS}", '
             "expected it not to be set: records have the types of the checkpoint"
@@ -96,7 +97,7 @@ def record_schema(settings: ModelSettings, model: ModelShape) -> ExpertSchema:
     if settings.layout == TRANSFORMERS:
         assert settings.checkpoint is not None, "refused by model_shape"
         return transformers_schema(Checkpoint(settings.checkpoint))
-    return schema_of(model.hidden, model.intermediate, settings.precision)
+    return schema_of(model.hidden, model.intermediate, settings.precision or OWN_PRECISION)
 
 
 def check_checkpoint(settings: ModelSettings, model: ModelShape) -> str:
@@ -116,9 +117,10 @@ def check_checkpoint(settings: ModelSettings, model: ModelShape) -> str:
     checkpoint = Checkpoint(folder)
     schema = record_schema(settings, model)
     checkpoint.check(model, schema)
-    is_own = settings.layout != TRANSFORMERS
-    types = sorted({str(spec.dtype).removeprefix("torch.") for spec in schema.tensors})
-    kind = settings.precision if is_own else f"{', '.join(types)}, layout {TRANSFORMERS}"
+    kind = settings.precision or OWN_PRECISION
+    if settings.layout == TRANSFORMERS:
+        types = sorted({str(spec.dtype).removeprefix("torch.") for spec in schema.tensors})
+        kind = f"{', '.join(types)}, layout {TRANSFORMERS}"
     return (
         f"{folder}: {checkpoint.config.family.name}, {model.num_layers} MoE layers x "
         f"{model.num_experts} experts in {kind}{unserved(checkpoint.mtp_layers)}"

@@ -1,63 +1,120 @@
 """``eplb controller`` and ``eplb host-cache``: one process each, in the foreground, until a signal.
 
-A service manager (systemd, an orchestrator) starts them again; ``eplb serve`` supervises a
-controller itself.
+Whatever starts them again supervises them by their reports (``api/processes/commands.py``): a
+service manager, ``eplb serve`` for its controller, ``eplb demo`` for its host caches.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
 from contextlib import closing
 from threading import Event
 
+from api.deploy.check import check_link_certificate
 from api.deploy.checkpoint import check_same_checkpoint
-from api.deploy.checks.tls import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.model import check_checkpoint
 from api.interrupts import StopSignals
-from api.processes.controller import ControllerJob, keep_planning
+from api.processes.commands import Notifier, set_title
+from api.processes.supervision import REPORT_PERIOD_S
+from eplb.clock import Clock
 from eplb.errors import ConfigError, StoreError
 from eplb.versions import HOST_CACHE, Announcement
+from rebalance.build.controller import build_controller
+from rebalance.controller.lease import new_holder
+from telemetry.state.events import STARTING
 from telemetry.state.joining import check_versions
+from telemetry.state.store import StateStore
 
 POLL_S = 0.25
+RETRY_S = 0.5  # after the store failed
+START_EVENT_S = 5.0  # interval of events while a controller starts
 Say = Callable[[str], None]
 
 log = logging.getLogger(__name__)
 
 
-def controller_job(deployment: Deployment, holder: str | None = None) -> ControllerJob:
-    """What a controller of a deployment is started with."""
-    settings = deployment.settings
-    return ControllerJob(
-        deployment.store_url,
-        deployment.name,
-        deployment.controller,
-        holder,
-        settings.controller.poll_s,
-    )
+class StartReports:
+    """Reports how far a controller's start is, while it compiles the planner's kernels.
+
+    Args:
+        store: gets an event now and then, for ``eplb status`` and the page.
+        holder: the controller's.
+        report: gets a sentence more often, for the supervisor.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        holder: str,
+        report: Callable[[str], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store, self._holder, self._report, self._clock = store, holder, report, clock
+        self._functions: set[str] = set()
+        self._begun = clock()
+        self._reported = self._stored = -math.inf
+
+    def compiling(self, function: str) -> None:
+        """Record that the compiler works on a function."""
+        self._functions.add(function)
+        now = self._clock()
+        work = (
+            f"compiling the planner's kernels: {len(self._functions)} functions in "
+            f"{now - self._begun:.0f} s"
+        )
+        if now - self._reported >= REPORT_PERIOD_S:
+            self._reported = now
+            self._report(work)
+        if now - self._stored >= START_EVENT_S:
+            self._stored = now
+            try:
+                self._store.add_event(STARTING, {"holder": self._holder, "work": work})
+            except StoreError as exc:
+                log.warning("event not stored: %s", exc)
 
 
 def run_controller(deployment: Deployment, say: Say) -> None:
     """Plan until a signal; one controller of all leads, the others stand by.
 
+    A store that fails after the start is retried.
+
     Raises:
         ConfigError: the store is of another deployment.
         StoreError: it cannot be used at the start.
     """
-    stop = StopSignals()
+    stop, notifier, holder = StopSignals(), Notifier(), new_holder()
+    set_title("controller")
+
+    def has_to_stop() -> bool:  # called once in each cycle of the controller
+        notifier.alive()
+        return stop.received > 0
+
+    def starting(work: str) -> None:
+        log.info("the controller is starting: %s", work)
+        notifier.status(work)
+
     with closing(deployment.opened_store()) as store:
         check_belongs(store, deployment)
-    ready = f"eplb controller: ready for {deployment.name} in {deployment.store_shown}"
-    keep_planning(
-        controller_job(deployment),
-        lambda: stop.received > 0,
-        lambda: say(ready),
-        log.warning,
-        lambda work: log.info("the controller is starting: %s", work),
-    )
+        controller = build_controller(
+            deployment.controller,
+            store,
+            deployment.name,
+            holder=holder,
+            on_compile=StartReports(store, holder, starting).compiling,
+        )
+        say(f"eplb controller: ready for {deployment.name} in {deployment.store_shown}")
+        notifier.ready()
+        while not has_to_stop():
+            try:
+                controller.run(has_to_stop, poll_s=POLL_S)
+            except StoreError as exc:
+                log.warning("the controller cannot use the store, trying again: %s", exc)
+                Event().wait(RETRY_S)
 
 
 def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
@@ -73,8 +130,9 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     from rebalance.build.host_cache import build_host_cache
 
     check_link_certificate(deployment, host)
-    _compare(deployment, host)
-    stop, given = StopSignals(), deployment.settings
+    stop, notifier, given = StopSignals(), Notifier(), deployment.settings
+    set_title(f"host cache {host}")
+    _join_store(deployment, host)
     model, weights = deployment.model, given.model.checkpoint
     if weights is None and not deployment.has_links:
         raise ConfigError(
@@ -83,36 +141,34 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
         )
     check_checkpoint(given.model, model)
     schema = deployment.schema
-    settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address
-    with closing(build_host_cache(settings, address(host), model, schema, weights, host=host)):
-        _announce(deployment, host)
+    settings, address = deployment.host_cache, deployment.host_cache_address
+    with closing(
+        build_host_cache(settings, address(host), model, schema, weights, host=host)
+    ) as cache:
         records = model.num_layers * model.num_experts
         say(
             f"eplb host-cache: host {host} of {deployment.name}: ready: {records} records of "
             f"{schema.record_bytes:,} bytes, mode {settings.mode}"
         )
+        notifier.ready()
         while not stop.received:
             Event().wait(POLL_S)
+            cache.stats()  # takes the cache's lock: in a deadlock no progress is reported
+            notifier.alive()
 
 
-def _compare(deployment: Deployment, host: int) -> None:
+def _join_store(deployment: Deployment, host: int) -> None:
     """Refuse a version that the ranks cannot work with, another secret, and another checkpoint.
 
     A cache needs the store for nothing else: ranks compare versions, keys and digests again when
     they connect, and may do so while the store is down.
     """
+    mine = Announcement(HOST_CACHE, str(host))
     try:
         with closing(deployment.opened_store()) as store:
-            check_versions(store, Announcement(HOST_CACHE, str(host)))
+            check_versions(store, mine)
             check_belongs(store, deployment)
             check_same_checkpoint(store, deployment.checkpoint)
+            store.announce(mine)
     except StoreError as exc:
         log.warning("host %d: not compared with what the deployment serves: %s", host, exc)
-
-
-def _announce(deployment: Deployment, host: int) -> None:
-    try:
-        with closing(deployment.opened_store()) as store:
-            store.announce(Announcement(HOST_CACHE, str(host)))
-    except StoreError as exc:
-        log.warning("host %d: its version is not announced: %s", host, exc)

@@ -12,73 +12,32 @@ for the store.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 from api.access.audit import Audit
 from api.access.authentication import Authentication
 from api.access.changes import Changes
 from api.access.keys import Actor
-from api.demo.settings import DEPLOYMENT
 from api.http.deployments.choice import PREFIX, Choice, Prefix
-from api.http.deployments.routes import add_deployment_routes
 from api.http.deployments.served import Deployments, Others, Served
-from api.http.guard import Guard, check_request
+from api.http.guard import DEFAULT_LIMITS, Guard, HttpLimits, check_request
 from api.http.latest import WAIT_S, LatestAnswer
-from api.http.limits import DEFAULT_LIMITS, HttpLimits
-from api.http.live_settings import (
-    SettingsAnswer,
-    SettingsRequest,
-    change_settings,
-    entity_tag,
-    settings_answer,
-)
-from api.http.problems import (
-    ProblemType,
-    Refused,
-    correct_media_types,
-    documented,
-    report_problems,
-)
-from api.http.requests import (
-    MAX_ID,
-    ControlRequest,
-    PauseRequest,
-    ReasonRequest,
-)
-from api.http.routes.anomalies import add_anomaly_routes
-from api.http.routes.events.stream import add_event_stream
-from api.http.routes.load_matrix import add_load_matrix
-from api.http.routes.pins import add_pin_routes
-from api.http.routes.placements.routes import add_placement_routes
-from api.http.routes.problem_types import add_problem_types
-from api.http.routes.ranks import IF_MATCH, add_rank_routes
-from api.http.routes.rebalances import add_rebalance_routes
-from api.http.routes.request_parts import revision_of, served, service_of
-from api.http.routes.simulations.routes import add_simulation_routes
-from api.http.routes.simulations.runs import Simulations
-from api.http.routes.tasks import add_task_routes
-from api.http.routes.watching import add_watching_routes
-from api.http.schemas import (
-    AuditAnswer,
-    AuditPage,
-    ControlAnswer,
-    Health,
-    WhoAnswer,
-)
+from api.http.refusals import report_problems
+from api.http.routes import add_operations, correct_document
 from api.http.service import AdminService
 from api.metrics.definitions import Level
-from api.metrics.exposition import metrics_text
+from api.operations.service import metrics
+from api.operations.table import OPERATIONS
 from api.processes.supervision import SupervisionView
 from eplb import __version__
 from telemetry.state.store import StateStore
@@ -90,198 +49,10 @@ SERVERS: list[dict[str, Any]] = [
     {
         "url": f"{PREFIX}{{deployment}}",
         "description": "each deployment of GET /api/v1/deployments",
-        "variables": {"deployment": {"default": DEPLOYMENT}},
+        "variables": {"deployment": {"default": "demo"}},  # an example
     },
 ]
 METRICS_CONNECTIONS, METRICS_REQUESTS = 16, 4  # of an address of their own
-
-
-async def _service(request: Request) -> AdminService:
-    return service_of(request)
-
-
-Service = Annotated[AdminService, Depends(_service)]
-IfMatch = Annotated[
-    str, Header(pattern=r'^(\*|"[0-9]{1,19}")$', description="the ETag that was read, or *")
-]
-
-OF_ALL = (
-    ProblemType.BAD_REQUEST,
-    ProblemType.FOREIGN_HOST,
-    ProblemType.NO_SUCH_DEPLOYMENT,
-    ProblemType.REQUEST_TOO_SLOW,
-    ProblemType.INVALID_REQUEST,
-)
-OF_KEYS = (ProblemType.NOT_AUTHENTICATED, ProblemType.TOO_MANY_FAILED_LOGINS)
-OF_STORE = (ProblemType.STORE_UNAVAILABLE, ProblemType.TOO_BUSY, ProblemType.KEYS_UNAVAILABLE)
-OF_CHANGES = (
-    ProblemType.FOREIGN_ORIGIN,
-    ProblemType.ROLE_TOO_LOW,
-    ProblemType.BODY_TOO_LARGE,
-    ProblemType.NOT_JSON,
-    ProblemType.KEY_REUSED,
-    ProblemType.AUDIT_UNAVAILABLE,
-)
-READING, CHANGING = (*OF_ALL, *OF_KEYS, *OF_STORE), (*OF_ALL, *OF_KEYS, *OF_STORE, *OF_CHANGES)
-ONCE = documented(ProblemType.REQUEST_IN_PROGRESS)
-probes = APIRouter(tags=["health"], responses=documented(*OF_ALL))
-figures = APIRouter(tags=["health"], responses=documented(*OF_ALL))
-watch = APIRouter(prefix="/api/v1", tags=["watch"], responses=documented(*READING))
-act = APIRouter(prefix="/api/v1", tags=["act"], responses=documented(*CHANGING))
-
-
-@probes.get("/livez", summary="Is the HTTP service alive?")
-async def get_livez() -> Health:
-    """Answers while the process runs."""
-    return Health(detail=f"eplb {__version__}")
-
-
-@probes.get("/healthz", summary="Does the store answer?", responses=documented(*OF_KEYS, *OF_STORE))
-def get_healthz(service: Service) -> Health:
-    """Reads one number from the store."""
-    return service.health()
-
-
-@probes.get(
-    "/readyz",
-    summary="Does every rank serve?",
-    responses=documented(ProblemType.NOT_READY, ProblemType.STORE_UNAVAILABLE),
-)
-async def get_readyz(request: Request) -> Health:
-    """A run has begun, every rank reports, and steps make progress."""
-    return await served(request).readiness.get()
-
-
-@figures.get(
-    "/metrics",
-    summary="Figures for Prometheus",
-    response_class=PlainTextResponse,
-    responses=documented(*OF_KEYS, *OF_STORE),
-)
-def get_metrics(request: Request) -> Response:
-    """Under a hundred series of each deployment; counters are its own, not this process's.
-
-    A path of one deployment has that one alone.
-    """
-    deployments: Deployments = request.app.state.deployments
-    is_of_one = getattr(request.state, "asked_for", None) is not None
-    chosen = [served(request)] if is_of_one else deployments.all()
-    text, media_type = metrics_text(one.service.metrics for one in chosen)
-    return Response(text, media_type=media_type)
-
-
-add_deployment_routes(watch)
-add_watching_routes(watch)
-add_anomaly_routes(watch)
-add_load_matrix(watch)
-add_placement_routes(watch)
-add_event_stream(watch)
-add_task_routes(watch, act)
-add_pin_routes(watch, act)
-add_rank_routes(watch, act)
-add_simulation_routes(watch, act)
-add_problem_types(watch)
-
-
-@watch.get("/whoami", summary="Who asks")
-async def get_whoami(request: Request) -> WhoAnswer:
-    """Name and role of the key."""
-    actor: Actor = request.state.actor
-    return WhoAnswer.model_validate({"name": actor.name, "role": actor.role.label})
-
-
-@watch.get(
-    "/audit",
-    summary="Who changed what, and why",
-    responses=documented(ProblemType.ROLE_TOO_LOW, ProblemType.NOT_FOUND),
-)
-def get_audit(
-    request: Request,
-    before: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> AuditPage:
-    """Newest first, those before a number: give `next` as `before` to continue."""
-    audit: Audit | None = request.app.state.audit
-    if audit is None:
-        why = "this service keeps no audit, expected one with a state folder"
-        raise Refused(ProblemType.NOT_FOUND, why)
-    found = audit.page(before, limit)
-    following = found[-1].number if found and found[-1].number > 1 else None
-    return AuditPage(entries=[AuditAnswer.model_validate(one) for one in found], next=following)
-
-
-add_rebalance_routes(watch, act)
-
-
-AT_REVISION = documented(ProblemType.SETTINGS_CHANGED)
-
-
-@act.post(
-    "/pause",
-    summary="Stop all movement at once",
-    responses=ONCE | AT_REVISION,
-    openapi_extra=IF_MATCH,
-)
-def post_pause(request: Request, body: PauseRequest, response: Response) -> ControlAnswer:
-    """The kill switch: no weight moves until it is resumed, or for `expires_s`."""
-    return _switched(request, response, {"movement": False}, body.reason, body.expires_s)
-
-
-@act.post(
-    "/resume",
-    summary="Let weights move again",
-    responses=ONCE | AT_REVISION,
-    openapi_extra=IF_MATCH,
-)
-def post_resume(request: Request, body: ReasonRequest, response: Response) -> ControlAnswer:
-    """Ends a pause."""
-    return _switched(request, response, {"movement": True}, body.reason)
-
-
-@act.patch("/control", summary="Change switches", responses=AT_REVISION, openapi_extra=IF_MATCH)
-def patch_control(request: Request, body: ControlRequest, response: Response) -> ControlAnswer:
-    """Those that are not named stay as they are."""
-    changes = body.model_dump(exclude_none=True, exclude={"reason"})
-    return _switched(request, response, changes, body.reason)
-
-
-def _switched(
-    request: Request,
-    response: Response,
-    changes: dict[str, Any],
-    reason: str,
-    lasts_s: int | None = None,
-) -> ControlAnswer:
-    expected = revision_of(request, is_required=False)
-    answer, tag = service_of(request).set_control(
-        changes, reason, expected=expected, lasts_s=lasts_s
-    )
-    response.headers["ETag"] = tag
-    return answer
-
-
-@watch.get("/settings", summary="Live settings")
-def get_settings(service: Service, response: Response) -> SettingsAnswer:
-    """What applies, from which source and revision; the `ETag` is for `PATCH`."""
-    return _tagged(settings_answer(service.store.live()), response)
-
-
-@act.patch(
-    "/settings", summary="Change live settings", responses=documented(ProblemType.SETTINGS_CHANGED)
-)
-def patch_settings(
-    service: Service,
-    body: SettingsRequest,  # type: ignore[valid-type]
-    if_match: IfMatch,
-    response: Response,
-) -> SettingsAnswer:
-    """At the revision in `If-Match`. Those that are not named stay; null removes a live value."""
-    return _tagged(change_settings(service.store, body, if_match), response)
-
-
-def _tagged(answer: SettingsAnswer, response: Response) -> SettingsAnswer:
-    response.headers["ETag"] = entity_tag(answer)
-    return answer
 
 
 def create_app(
@@ -310,7 +81,6 @@ def create_app(
         actor: who sends every request, for an application that is bound to no port.
         others: deployments that are shown beside it; None: there are none.
     """
-    is_simulating = threading.Lock()
 
     def serve(
         of: StateStore, supervision: Callable[[], SupervisionView] = SupervisionView
@@ -319,7 +89,7 @@ def create_app(
             of, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
         )
         readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
-        return Served(service, Simulations(of, is_simulating), readiness)
+        return Served(service, readiness)
 
     deployments = Deployments(serve(store, supervision), others, serve, is_watching=is_watching)
 
@@ -371,7 +141,7 @@ def create_metrics_app(
     app.state.deployments, app.state.limits = deployments, few
     app.state.streams = None
     _add_checks(app, token, state_dir)
-    app.include_router(figures)
+    add_operations(app, [metrics])
     app.openapi()  # makes its routes now, and not at the first request
     return app
 
@@ -405,9 +175,8 @@ def _routes() -> FastAPI:
     """
     app = _bare_app(TITLE)
     app.servers = SERVERS
-    for router in (probes, figures, watch, act):
-        app.include_router(router)
-    correct_media_types(app.openapi())
+    add_operations(app, OPERATIONS)
+    correct_document(app.openapi())
     return app
 
 

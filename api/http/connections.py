@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from api.http.limits import HttpLimits
-from api.http.problems import ProblemType, problem
+from api.http.guard import HttpLimits
+from api.http.problems import ProblemType
+from api.http.refusals import problem
 
 PART_OF_DESCRIPTORS = 4  # connections take a quarter of them at most
 PART_OF_ADDRESS = 2  # one client address takes half of the connections at most

@@ -8,16 +8,35 @@ site. A page can send JSON to another origin only after a preflight, which fails
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.http.limits import HttpLimits
-from api.http.problems import ProblemType, Refused, place_of, problem
+from api.http.problems import ProblemType, Refused
+from api.http.refusals import place_of, problem
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 THREADLESS = frozenset({"/livez", "/readyz", "/api/v1/events/stream"})  # they take no thread
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Limits of connections and of requests."""
+
+    max_connections: int = 256
+    max_requests: int = 32  # in progress; anyio has 40 threads: no request waits for a thread
+    max_body_bytes: int = 65_536
+    request_deadline_s: float = 10.0  # for all of a request, headers and body
+    # Streams of events take no thread; they must leave connections for requests.
+    max_streams: int = 128
+    stream_s: float = 600.0  # then a stream ends, and its client connects again
+    unread_deadline_s: float = 20.0  # then the kernel closes a connection that is not read
+
+
+DEFAULT_LIMITS = HttpLimits()
 
 
 class Guard:

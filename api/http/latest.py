@@ -7,12 +7,21 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from api.http.problems import ProblemType, Refused
-from api.http.schemas import Health
 from eplb.clock import Clock
 
 WAIT_S = 0.25
+
+
+@dataclass(frozen=True)
+class Health:
+    """Alive, or ready; a problem otherwise."""
+
+    detail: str
+    status: Literal["ok"] = "ok"
 
 
 class LatestAnswer:

@@ -6,80 +6,58 @@ The revision is the entity tag of the settings. A change names the one that it h
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from api.config.live import check_policy, live_settings
+from api.config.live import LiveSetting, live_settings, settings_in
 from api.http.problems import ProblemType, Refused
-from api.http.requests import WHOLE, Body, Policy, Reason
-from api.http.schemas import Answer
-from api.http.service import ANY
+from api.operations.declaration import Policy, Reason
 from eplb.errors import StaleRevision
 from telemetry.state.live import LiveState
 from telemetry.state.store import StateStore
 
 
-class SettingAnswer(Answer):
-    """One live setting."""
-
-    name: str
-    value: bool | int | float | str | None = Field(description="what applies; null: not known")
-    source: Literal["live", "static"]
-    static: bool | int | float | str | None = Field(description="with what it was started")
-    revision: int | None = Field(description="that set the live value")
-    time: float | None = Field(description="when the live value was set")
-    reason: str | None = Field(description="why the live value was set")
-
-
-class SettingsAnswer(Answer):
+@dataclass(frozen=True)
+class SettingsAnswer:
     """Every live setting; the revision is the entity tag too."""
 
     revision: int
-    settings: list[SettingAnswer]
+    settings: list[LiveSetting]
 
 
-_SPEED = r"[0-9]{1,6}:(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,5}(\.[0-9]{1,6})?)"
-SPEEDS = rf"^({_SPEED}(, ?{_SPEED})*)?$"  # rank:speed, ...; that each rank is named once is left
-_US = r"(0\.[0-9]{0,6}[1-9]|[1-9][0-9]{0,8}(\.[0-9]{1,6})?)"
-_POINT = rf"[0-9]{{1,6}}:{_US}"
-_SLOTS = r"[0-9]{1,6}:[0-9]{1,6}"
-# Lists of figures: what the form leaves to the service is that nothing is named twice.
-_NUMBER = r"[0-9]{1,6}"
-_PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
-_CORDON = rf"{_NUMBER}:(cordon|drain)"
-FORMS = {
-    "curve": rf"^({_POINT}(, ?{_POINT})*)?$",  # that figures rise is left to the service
-    "rank_speed": SPEEDS,
-    "redundancy": rf"^({_SLOTS}(, ?{_SLOTS})*)?$",
-    "pins": rf"^({_PIN}(, ?{_PIN})*)?$",
-    "cordons": rf"^({_CORDON}(, ?{_CORDON})*)?$",
-}
+def _number(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("expected a whole number")
+    return value
+
+
+# In a JSON document 1.0 is an integer; "1" and true are not. Field comes before the validator, or
+# the OpenAPI document would lack the bounds.
+WHOLE = (Field(strict=False), BeforeValidator(_number))
 
 
 def _fields() -> dict[str, Any]:
-    """The live settings as fields of a body: bounds and meaning as in the tree of settings."""
+    """The live settings as fields of a body; null: the static value applies again."""
     found: dict[str, Any] = {}
     for name, known in live_settings().items():
-        of_type: Any = known.field.annotation
-        for constraint in known.field.metadata:
-            of_type = Annotated[of_type, constraint]
-        if name in FORMS:
-            of_type = Annotated[of_type, Field(pattern=FORMS[name])]
-        if known.field.annotation is int:
-            of_type = Annotated[of_type, *WHOLE]
-        meaning = f"{known.field.description}; null: the static value"
-        # The names of policies are documented, and checked by the service.
+        whole = WHOLE if known.kind is int else ()
+        of_type: Any = Annotated[known.kind, known.about, *whole]
+        meaning = f"{known.about.text}; null: the static value"
+        # The names of policies are documented; ``change_settings`` checks them.
         of_name = Policy if name == "policy" else of_type | None
         found[name] = (of_name, Field(None, description=meaning))
     return found
 
 
-class _SettingsBody(Body):
+class _SettingsBody(BaseModel):
     """Change live settings; those that are not named stay."""
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": [name]} for name in live_settings()]}
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"anyOf": [{"required": [name]} for name in live_settings()]},
     )
 
     reason: Reason
@@ -90,29 +68,22 @@ SettingsRequest: type[_SettingsBody] = create_model(
 )
 
 
-def entity_tag(answer: SettingsAnswer) -> str:
-    """Give the entity tag of an answer."""
-    return f'"{answer.revision}"'
-
-
 def settings_answer(state: LiveState) -> SettingsAnswer:
     """Give every live setting with its source."""
-    return SettingsAnswer(
-        revision=state.revision, settings=[_setting(name, state) for name in live_settings()]
-    )
+    return SettingsAnswer(revision=state.revision, settings=settings_in(state))
 
 
-def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> SettingsAnswer:
+def change_settings(store: StateStore, body: _SettingsBody, expected: int | None) -> SettingsAnswer:
     """Change live settings at the revision that the client has read.
 
     Args:
         store: that has them.
         body: the changes.
-        if_match: an entity tag, or ANY.
+        expected: the revision that the client has read; None: any.
 
     Raises:
         Refused: another change came first, or no setting was named.
-        ConfigError: an unknown policy.
+        ConfigError: an unknown policy, or a list of figures that cannot be read.
     """
     changes = {name: getattr(body, name) for name in body.model_fields_set - {"reason"}}
     if not changes:
@@ -120,23 +91,10 @@ def change_settings(store: StateStore, body: _SettingsBody, if_match: str) -> Se
             ProblemType.INVALID_REQUEST,
             "the body names no setting, expected one or more beside the reason",
         )
-    check_policy(changes)
-    expected = None if if_match == ANY else int(if_match.strip('"'))
+    for name, value in changes.items():
+        if value is not None and (check := live_settings()[name].about.check) is not None:
+            check(value)
     try:
         return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
     except StaleRevision as exc:
         raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
-
-
-def _setting(name: str, state: LiveState) -> SettingAnswer:
-    live, static = getattr(state.live, name), getattr(state.static, name)
-    change = state.changes.get(name)
-    return SettingAnswer(
-        name=name,
-        value=static if live is None else live,
-        source="static" if live is None else "live",
-        static=static,
-        revision=change.revision if change else None,
-        time=change.time if change else None,
-        reason=change.reason if change else None,
-    )

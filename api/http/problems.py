@@ -1,31 +1,16 @@
-"""Refusals of the HTTP service as problems (RFC 9457): a type, its title, and one sentence.
+"""The types of problems (RFC 9457) that the service answers with, and the exception for one.
 
-``ProblemType`` is the table of all types. A detail names what was found, cut to ``MAX_DETAIL``
-characters: an error never returns a body.
+This module imports no library. ``api/http/refusals.py`` makes answers of problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from enum import Enum, unique
-from http import HTTPStatus
-from typing import Any, Protocol, cast
 
-from pydantic import Field
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from eplb.errors import EplbError
 
-from api.http.schemas import Answer
-from eplb.errors import ConfigError, EplbError
-from telemetry.state.tasks import Refusal
-
-MAX_DETAIL = 500  # characters
-MAX_FOUND = 100  # of a refused value
-MEDIA_TYPE = "application/problem+json"
 PATH = "/api/v1/problems"  # below which each type is described
-BLANK = "about:blank"  # of RFC 9457: no more than the status tells
+RETRY = "Retry-After"
 
 
 @unique
@@ -45,11 +30,6 @@ class ProblemType(Enum):
     NO_SUCH_DEPLOYMENT = 404, "No such deployment", "the service shows none of this name"
     NO_SUCH_PLACEMENT = 404, "No such placement", "the store holds no placement of this generation"
     NO_SUCH_PROPOSAL = 404, "No such proposal", "the store keeps no proposal of this number"
-    NO_SUCH_SIMULATION = (
-        404,
-        "No such simulation",
-        "the service keeps no simulation of this number; it keeps the latest ones since its start",
-    )
     NO_SUCH_TASK = 404, "No such task", "the store keeps no task of this number"
     NO_SUCH_EXPERT = 404, "No such expert", "the model has no such layer or expert"
     NO_SUCH_RANK = 404, "No such rank", "the current run has no rank of this number"
@@ -58,8 +38,7 @@ class ProblemType(Enum):
     REQUEST_TOO_SLOW = (
         408,
         "Request too slow",
-        "its headers and body have not arrived within `http.request_deadline_s`; the connection "
-        "is closed",
+        "its headers and body have not arrived within 10 s; the connection is closed",
     )
     MOVEMENT_OFF = (
         409,
@@ -138,7 +117,7 @@ class ProblemType(Enum):
         "Settings were changed",
         "the revision of the live settings is not the one in `If-Match`",
     )
-    BODY_TOO_LARGE = 413, "Body too large", "the body is larger than `http.max_body_bytes`"
+    BODY_TOO_LARGE = 413, "Body too large", "the body is larger than 64 KiB"
     NOT_JSON = 415, "Not JSON", "the body of a change is not `application/json`"
     INVALID_REQUEST = (
         422,
@@ -157,8 +136,7 @@ class ProblemType(Enum):
     TOO_BUSY = (
         503,
         "Too busy",
-        "too many requests, event streams, load matrices or simulations are in progress; see "
-        "`Retry-After`",
+        "too many requests, event streams or load matrices are in progress; see `Retry-After`",
     )
     AUDIT_UNAVAILABLE = (
         503,
@@ -181,140 +159,12 @@ class ProblemType(Enum):
         return f"{PATH}/{self.label}"
 
 
-RETRY = "Retry-After"
-PASSING = frozenset({ProblemType.TOO_BUSY, ProblemType.REQUEST_IN_PROGRESS})
-PASSES_S = "1"
-
-OF_STATUS = {  # those of Starlette and FastAPI themselves
-    400: ProblemType.BAD_REQUEST,
-    404: ProblemType.NOT_FOUND,
-    405: ProblemType.METHOD_NOT_ALLOWED,
-}
-
-
-# Refusals of the controller whose problem has another name than the reason.
-_RENAMED = {
-    Refusal.EXPIRED: ProblemType.TASK_EXPIRED,
-    Refusal.ABANDONED: ProblemType.TASK_ABANDONED,
-    Refusal.CANCELLED: ProblemType.TASK_CANCELLED,
-}
-OF_REFUSAL = {one.value: _RENAMED.get(one) or ProblemType[one.name] for one in Refusal}
-
-
-class Problem(Answer):
-    """A problem (RFC 9457)."""
-
-    type: str = Field(json_schema_extra={"enum": [one.uri for one in ProblemType]})
-    title: str
-    status: int
-    detail: str
-
-
 class Refused(EplbError):
     """A request that cannot be served."""
+
+    exit_status = 1  # exit status of a command that this error ends
 
     def __init__(self, kind: ProblemType, detail: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(detail)
         self.kind = kind
         self.headers = {} if retry_after_s is None else {RETRY: str(retry_after_s)}
-
-
-def documented(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
-    """Document the problems that a route may answer with."""
-    titles: dict[int | str, list[str]] = {}
-    for kind in kinds:
-        titles.setdefault(kind.status, []).append(kind.title)
-    return {
-        status: {"model": Problem, "description": "; ".join(of_status)}
-        for status, of_status in titles.items()
-    }
-
-
-def problem(
-    kind: ProblemType, detail: str, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    """Make the answer that reports a problem; one that passes by itself has ``Retry-After``."""
-    passes = {RETRY: PASSES_S} if kind in PASSING else {}
-    return _answer(kind.uri, kind.title, kind.status, detail, passes | dict(headers or {}))
-
-
-def _answer(
-    uri: str, title: str, status: int, detail: str, headers: Mapping[str, str] | None
-) -> JSONResponse:
-    body = Problem(type=uri, title=title, status=status, detail=_cut(detail))
-    return JSONResponse(body.model_dump(), status, headers, media_type=MEDIA_TYPE)
-
-
-class InvalidRequest(Protocol):
-    """What FastAPI raises for a request that does not fit its route."""
-
-    def errors(self) -> Sequence[Any]:
-        """Describe each part that does not fit."""
-
-
-def report_problems(app: Starlette, invalid: type[Exception]) -> None:
-    """Have every error of the app answered with a problem.
-
-    Args:
-        app: a FastAPI application.
-        invalid: FastAPI's exception for a request that does not fit its route; an InvalidRequest.
-    """
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(ConfigError, _value_refused)
-    app.add_exception_handler(EplbError, _store_failed)
-    app.add_exception_handler(invalid, _body_refused)
-    app.add_exception_handler(HTTPException, _http_refused)
-
-
-def correct_media_types(schema: dict[str, Any]) -> None:
-    """Document problems under the media type that they are sent with; FastAPI assumes JSON."""
-    for operations in schema["paths"].values():
-        for operation in operations.values():
-            for status, response in operation["responses"].items():
-                if int(status) >= 400:
-                    (body,) = response["content"].values()
-                    response["content"] = {MEDIA_TYPE: body}
-
-
-def place_of(request: Request) -> str:
-    """Method and path of a request, for a detail."""
-    return f"{request.method} {_cut(request.url.path, MAX_FOUND)}"
-
-
-def _cut(text: str, limit: int = MAX_DETAIL) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def _refused(request: Request, exc: Exception) -> JSONResponse:
-    assert isinstance(exc, Refused), "registered for Refused only"
-    return problem(exc.kind, str(exc), exc.headers)
-
-
-def _value_refused(request: Request, exc: Exception) -> JSONResponse:
-    return problem(ProblemType.INVALID_REQUEST, str(exc))
-
-
-def _store_failed(request: Request, exc: Exception) -> JSONResponse:
-    return problem(ProblemType.STORE_UNAVAILABLE, f"{type(exc).__name__}: {exc}")
-
-
-def _http_refused(request: Request, exc: Exception) -> JSONResponse:
-    assert isinstance(exc, HTTPException), "registered for HTTPException only"
-    detail = f"{place_of(request)}: {exc.detail}"
-    headers = exc.headers
-    methods = request.app.openapi()["paths"].get(request.url.path)
-    if exc.status_code == 405 and methods:  # Starlette names those of the path's first route alone
-        headers = {"Allow": ", ".join(sorted(map(str.upper, methods)))}
-    kind = OF_STATUS.get(exc.status_code)
-    if kind is None:
-        phrase = HTTPStatus(exc.status_code).phrase
-        return _answer(BLANK, phrase, exc.status_code, detail, headers)
-    return problem(kind, detail, headers)
-
-
-def _body_refused(request: Request, exc: Exception) -> JSONResponse:
-    error = cast(InvalidRequest, exc).errors()[0]
-    where = _cut(".".join(str(part) for part in error["loc"]), MAX_FOUND)
-    found = _cut(f", found {error['input']!r}", MAX_FOUND) if error["type"] != "missing" else ""
-    detail = f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}{found}"
-    return problem(ProblemType.INVALID_REQUEST, detail)

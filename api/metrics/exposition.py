@@ -1,29 +1,23 @@
 """Prometheus metrics of the current run, in base units, below a hundred series a deployment.
 
-Nothing is counted here. Every figure comes from the store, to which ranks report their counters, so
-a counter does not fall when this process restarts. By default there is no series per expert, layer
+Every figure comes from the store, so a counter does not fall when this process restarts. By default
+there is no series per expert, layer
 or rank; the page has those. ``level`` adds more. The library's global registry is not used.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
-from api.http.routes.events.feed import EventFeed
+from api.http.event_feed import EventFeed
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
-from api.monitor.drift_watch import DriftWatch
-from api.monitor.monitor import KEPT_WINDOWS, Monitor
-from api.monitor.reader import Reader
-from api.monitor.snapshot import Snapshot
-from api.monitor.tally import BUCKETS_S, Durations
+from api.monitor.monitor import Monitor
+from api.monitor.reader import BackgroundReader
+from api.monitor.state import BUCKETS_S, Durations
 from eplb.errors import ConfigError, StoreError
-from telemetry.load.drift import Drift
-from telemetry.load.folder import Window
-from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -78,19 +72,17 @@ class Exposition:
 
     def __init__(
         self,
-        store: StateStore,
         monitor: Monitor,
         level: Level = "default",
         *,
-        reader: Reader | None = None,
+        reader: BackgroundReader | None = None,
         feed: EventFeed | None = None,
     ) -> None:
         if level not in get_args(Level):
             known = ", ".join(get_args(Level))
             raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
-        self._store, self._monitor, self._level = store, monitor, level
-        self._reader = reader or Reader(store, monitor)
-        self._feed, self._drift, self._drift_lock = feed, DriftWatch(), threading.Lock()
+        self._monitor, self._level = monitor, level
+        self._reader, self._feed = reader or BackgroundReader(monitor), feed
 
     def families(self) -> Iterator[Any]:
         """Give the metrics in the library's own form.
@@ -98,39 +90,19 @@ class Exposition:
         Raises:
             StoreError: the store cannot be read.
         """
-        scrape = self._scrape()
-        for metric in metrics_of(scrape, self._level):
-            yield _family(metric, scrape.seen.deployment)
-
-    def drift(self) -> Drift | None:
-        """How far the load is from the one that the serving placement was planned on.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        return self._drift_of(self._reader.reading().seen, self._monitor.windows(KEPT_WINDOWS))
-
-    def _drift_of(self, seen: Snapshot, windows: Sequence[Window]) -> Drift | None:
-        with self._drift_lock:
-            return self._drift.update(seen, windows)
-
-    def _scrape(self) -> Scrape:
-        reading = self._reader.reading()
-        seen = reading.seen
-        windows = self._monitor.windows(KEPT_WINDOWS)
-        counts = self._store.sample_counts(seen.run) if seen.run is not None else {}
-        return Scrape(
+        seen, store = self._reader.reading(), self._monitor.store
+        run = seen.state.run
+        scrape = Scrape(
             seen=seen,
-            judged=reading.judged,
-            latest=windows[-1] if windows else None,
-            drift=self._drift_of(seen, windows),
-            migration=self._store.published(),
-            samples_stored=sum(counts.values()),
-            leads=reading.leads,
-            backend=self._store.backend.kind,
+            drift=self._monitor.drift(seen),
+            migration=store.published(),
+            samples_stored=sum(store.sample_counts(run).values()) if run is not None else 0,
+            backend=store.backend.kind,
             received=self._monitor.received() if self._level == "rank" else None,
             event_streams=(self._feed.num_clients, self._feed.dropped) if self._feed else None,
         )
+        for metric in metrics_of(scrape, self._level):
+            yield _family(metric, seen.state.deployment)
 
 
 def _family(metric: Metric, deployment: str) -> Any:

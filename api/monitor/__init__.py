@@ -1,1 +1,1 @@
-"""Reads the store for every view: snapshot, verdict, tallies."""
+"""Reads the store for every view: state, verdict, history, counters."""

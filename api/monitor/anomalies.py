@@ -12,11 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from api.monitor.snapshot import Snapshot
-from api.monitor.tally import anomaly_of
-from api.monitor.verdict import Finding, FindingKind, Grade
+from api.monitor.counts import anomaly_of
+from api.monitor.state import EPOCH, Finding, FindingKind, Grade, Reading
+from eplb.declared import Meaning
 from telemetry.state.events import Event
 
 KEPT = 1000
@@ -48,15 +48,20 @@ OF_EVENT: dict[str, tuple[EventAnomaly, Severity]] = {
 class Anomaly:
     """Something that is or was wrong."""
 
-    id: int  # grows with each one of this service
+    id: Annotated[int, Meaning("number of the anomaly; grows with each one of this service")]
     kind: FindingKind | EventAnomaly
-    severity: Severity
-    subject: str  # the process; "": ranks, or the deployment
-    ranks: tuple[int, ...]
-    since: float  # seconds since the epoch; when it was first seen, if no earlier time is known
-    until: float | None  # None: it is so now
-    text: str  # what was found last
-    events: tuple[int, ...]  # ids of events at its beginning
+    severity: Annotated[
+        Severity,
+        Meaning("critical: stopped or blind, a death; warning: degraded; notice: costs speed"),
+    ]
+    subject: Annotated[str, Meaning("the process; empty: ranks, or the deployment")]
+    ranks: Annotated[
+        tuple[int, ...], Meaning("ranks that it is about; empty: the process or the deployment")
+    ]
+    since: Annotated[float, Meaning("when it began, or else was first seen", unit=EPOCH)]
+    until: Annotated[float | None, Meaning("when it ended; null: it is so now", unit=EPOCH)]
+    text: Annotated[str, Meaning("what was found last, and what was expected")]
+    events: Annotated[tuple[int, ...], Meaning("ids of events within 30 s of its beginning")]
 
 
 class AnomalyLog:
@@ -68,20 +73,16 @@ class AnomalyLog:
         self._open: dict[tuple[str, str], Anomaly] = {}
         self._last_id, self._last_event = 0, 0
 
-    def note(self, seen: Snapshot, findings: Sequence[Finding]) -> None:
-        """Take over what a reading of the store has found.
-
-        Args:
-            seen: what the store holds.
-            findings: all of the verdict on it.
-        """
+    def note(self, seen: Reading) -> None:
+        """Take over what a reading of the store has found, and the verdict on it."""
         with self._lock:
             self._note_events(seen.events)
-            found = {(one.kind, one.subject): one for one in reversed(findings)}  # the worst stays
+            worst_last = reversed(seen.findings)
+            found = {(one.kind, one.subject): one for one in worst_last}
             for key in [key for key in self._open if key not in found]:
-                self._ended.append(replace(self._open.pop(key), until=seen.time))
+                self._ended.append(replace(self._open.pop(key), until=seen.state.time))
             for key, finding in found.items():
-                self._open[key] = self._renewed(self._open.get(key), key, finding, seen)
+                self._open[key] = self._renewed(key, finding, seen)
 
     def page(
         self, before: int | None, limit: int, is_open: bool | None = None
@@ -101,43 +102,30 @@ class AnomalyLog:
         )
         return found[:limit], found[limit - 1].id if len(found) > limit else None
 
-    def _renewed(
-        self, known: Anomaly | None, key: tuple[str, str], finding: Finding, seen: Snapshot
-    ) -> Anomaly:
-        known = known or self._reopened(key, seen.time)
-        severity, since = OF_GRADE[finding.grade], seen.time
-        if finding.since is not None:
-            since = min(finding.since, since)
-        if known is not None:
-            since = min(since, known.since)
-            return replace(
-                known,
-                severity=severity,
-                ranks=finding.ranks,
-                text=finding.text,
-                since=since,
-                events=known.events or _telling(seen.events, since),
-            )
-        self._last_id += 1
-        return Anomaly(
-            self._last_id,
-            finding.kind,
-            severity,
-            finding.subject,
-            finding.ranks,
-            since,
-            None,
-            finding.text,
-            _telling(seen.events, since),
+    def _renewed(self, key: tuple[str, str], finding: Finding, seen: Reading) -> Anomaly:
+        """Give the anomaly of a finding: one that is known, one that is back, or a new one."""
+        now = seen.state.time
+        known = self._open.get(key)
+        for one in reversed(self._ended) if known is None else ():
+            is_recent = one.until is not None and now - one.until <= REOPENED_S
+            if (one.kind, one.subject) == key and is_recent:
+                self._ended.remove(one)
+                known = one
+                break
+        if known is None:
+            self._last_id += 1
+            none = (), now, None, finding.text, ()
+            known = Anomaly(self._last_id, finding.kind, "notice", finding.subject, *none)
+        since = min(known.since, now if finding.since is None else finding.since)
+        return replace(
+            known,
+            severity=OF_GRADE[finding.grade],
+            ranks=finding.ranks,
+            since=since,
+            until=None,
+            text=finding.text,
+            events=known.events or _telling(seen.events, since),
         )
-
-    def _reopened(self, key: tuple[str, str], now: float) -> Anomaly | None:
-        for known in reversed(self._ended):
-            is_recent = known.until is not None and now - known.until <= REOPENED_S
-            if (known.kind, known.subject) == key and is_recent:
-                self._ended.remove(known)
-                return replace(known, until=None)
-        return None
 
     def _note_events(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -1,4 +1,4 @@
-"""Imbalance by wall-clock time over a day: what the page draws, whether or not anyone looks.
+"""Imbalance by wall-clock time over a day, whether or not anyone looks.
 
 The windows of the last hour are kept as they are, older ones as means of a minute. What was before
 this process began comes from the samples that the store still has, and from its roll-ups of a
@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from api.monitor.snapshot import WindowScore
+from api.monitor.state import EPOCH, WindowScore
+from eplb.declared import Meaning
 
 MINUTE_S = 60.0
 KEPT_S = 24 * 3600.0
@@ -31,9 +32,9 @@ MarkKind = Literal["restart", "death", "MOVE", "RESPLIT", "HELD", "ROLLBACK", "p
 
 @dataclass(frozen=True)
 class HistoryMark:
-    """Something that happened at a time: a restart, a rebalance, a switch."""
+    """A restart, a death, a rebalance or a switch."""
 
-    time: float
+    time: Annotated[float, Meaning("when it happened", unit=EPOCH)]
     kind: MarkKind
     text: str
     generation: int | None = None
@@ -41,28 +42,16 @@ class HistoryMark:
 
 @dataclass(frozen=True)
 class HistoryPoint:
-    """The windows of one bin."""
+    """The windows of one stretch of time."""
 
-    time: float  # of the last window in it
-    measured: float | None  # None: no tokens
+    time: Annotated[float, Meaning("time of the last window in it", unit=EPOCH)]
+    measured: Annotated[float | None, Meaning("mean imbalance of its windows; null: no tokens")]
     contiguous: float | None
     generation: int
     run: str
     is_migrating: bool
-    is_joined: bool  # to the point before it; else there is a gap
+    is_joined: Annotated[bool, Meaning("to the point before it; false: there is a gap")]
     windows: int
-
-
-@dataclass(frozen=True)
-class MinuteScore:
-    """A roll-up of a minute, scored like a window."""
-
-    run: str
-    start: float
-    measured: float | None
-    contiguous: float | None
-    generation: int
-    is_migrating: bool
 
 
 class _Piece(NamedTuple):
@@ -104,13 +93,15 @@ class History:
         if score.is_complete and score.time is not None:
             self._recent[run, score.index] = _piece(run, score.time, score)
 
-    def note_minutes(self, scores: Iterable[MinuteScore]) -> None:
-        """Keep roll-ups of a minute, where no window of that minute is known."""
+    def note_minutes(self, scores: Iterable[tuple[str, WindowScore]]) -> None:
+        """Keep roll-ups of a minute with their runs, where no window of that minute is known."""
         known = {_minute(piece.time) for piece in self._recent.values()} | self._minutes.keys()
-        for one in scores:
-            if one.start not in known:
-                known.add(one.start)
-                self._minutes[one.start] = _piece(one.run, one.start + MINUTE_S, one)
+        for run, score in scores:
+            assert score.time is not None, "a roll-up ends at a time"
+            start = score.time - MINUTE_S
+            if start not in known:
+                known.add(start)
+                self._minutes[start] = _piece(run, score.time, score)
 
     def mark(self, mark: HistoryMark) -> None:
         """Keep something that happened."""
@@ -151,7 +142,7 @@ def _minute(time: float) -> float:
     return time // MINUTE_S * MINUTE_S
 
 
-def _piece(run: str, time: float, score: WindowScore | MinuteScore) -> _Piece:
+def _piece(run: str, time: float, score: WindowScore) -> _Piece:
     measured, contiguous = score.measured, score.contiguous
     counted = measured is not None and contiguous is not None
     return _Piece(

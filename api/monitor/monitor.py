@@ -1,10 +1,10 @@
-"""The one reader behind every view: it follows a store and gives a Snapshot.
+"""The one reader behind every view: it follows a store and gives Readings.
 
 It reads only what is new (samples and events past its cursors) and folds samples with the same
 reader into the same windows as the controller, so a viewer sees what plans use. A sample that
 does not fit ends no refresh; the controller reports what was wrong with it.
 
-    StateStore -> refresh() -> windows, scores, marks, decisions -> snapshot() -> terminal, HTTP
+    StateStore -> refresh() -> windows, scores, decisions, counters -> reading() -> every view
 """
 
 from __future__ import annotations
@@ -12,59 +12,57 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from api.monitor.anomalies import AnomalyLog
+from api.monitor.counts import EventTally, SampleTally, Tally, rank_tally
+from api.monitor.decisions import DecisionLog
 from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
-from api.monitor.rebalances import Rebalance, RebalanceLog
 from api.monitor.scores import (
+    DriftWatch,
     Holders,
-    contiguous_load,
-    layer_imbalance,
-    mean_imbalance,
     minute_scores,
-    relative,
+    scored,
 )
-from api.monitor.snapshot import (
+from api.monitor.state import (
     Death,
-    Decision,
+    DecisionRecord,
+    Grade,
+    MigrationProgress,
+    PaceView,
     RankView,
+    Reading,
     RebalanceMark,
-    Snapshot,
+    State,
     WindowScore,
-    batch_faults,
-    batch_parts,
-    bytes_by_source,
-    decision_of,
-    detail_sum,
-    expert_curve,
-    pace_view,
-    progress_of,
-    slowest_phase,
-    swap_pauses_ms,
 )
-from api.monitor.tally import Carried, RunTally, SampleTally, oldest_progress, scrubbed_slots
+from api.monitor.verdict import STALLED_AFTER_S, judged, leadership
 from api.processes.supervision import SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
-from eplb.core.topology import Topology
-from eplb.decision.pace import PaceChange
+from eplb.decision.expert_times import chosen_curve
+from eplb.decision.pace import PaceChange, pace_now
 from eplb.errors import HistoryError
-from eplb.fitting.cordons import Cordon
-from rebalance.controller.plans.planner_request import read_cordons
+from eplb.migration.build import Migration
+from eplb.versions import HOST_CACHE
+from rebalance.controller.plans.planner_request import curve_of, read_cordons
+from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader
 from telemetry.state.events import Event, PlanEnd, pace_change, plan_end
-from telemetry.state.runs import RankState, RunInfo
+from telemetry.state.joining import host_caches, serving
+from telemetry.state.runs import BATCH, BATCH_FAULTS, STEP_TIMES, RankState, RunInfo
 from telemetry.state.store import StateStore
 
+PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
 SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
 KEPT_EVENTS = 500
-KEPT_DECISIONS = 50
+VERSIONS_S = 5.0  # after which the versions are read again
 
 
 class Monitor:
@@ -74,6 +72,7 @@ class Monitor:
         history: of all runs that the store has, which then are read too; None: none is kept.
         clock: seconds since the epoch; gives how long a rank has been silent.
         supervision: what the process that supervises others knows; by default none does.
+        stalled_after_s: of the verdict.
     """
 
     def __init__(
@@ -83,29 +82,30 @@ class Monitor:
         history: History | None = None,
         clock: Clock = time.time,
         supervision: Callable[[], SupervisionView] = SupervisionView,
+        stalled_after_s: float = STALLED_AFTER_S,
     ) -> None:
-        self._store, self._clock = store, clock
-        self._supervision = supervision
+        self.store, self.anomalies = store, AnomalyLog()
+        self._clock, self._supervision, self._stalled_after_s = clock, supervision, stalled_after_s
         self._lock = threading.RLock()
         self._last_event = 0
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
-        self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
-        # Of the current run, with their times, by generation.
+        # Commits of the current run with their times, by generation.
         self._commits: dict[int, tuple[PlanEnd, float]] = {}
-        self._history, self._carried = history, Carried()
-        self._rebalances = RebalanceLog(history)
-        self._tally = RunTally()
+        self._history, self._decisions = history, DecisionLog(history)
+        self._event_tally = EventTally()
+        self._earlier = Tally()  # counters of the ranks of earlier runs
+        self._drift = DriftWatch()
         self._death: Death | None = None
         self._paced: tuple[PaceChange, float] | None = None  # the latest judgement, and its time
-        self._live = store.live()
-        self._committed = store.committed()
-        self._published = store.published()
+        self._versions: Mapping[str, str] = {}
+        self._versions_at = -VERSIONS_S
+        self._is_read = False
         self._follow(None)
 
     def _follow(self, info: RunInfo | None) -> None:
         """Start on another run, with nothing read of it."""
         if info is not None:  # first: a start that cannot be read leaves the monitor where it is
-            self._reader = RunReader(self._store, info, keep=KEPT_WINDOWS, clock=self._clock)
+            self._reader = RunReader(self.store, info, keep=KEPT_WINDOWS, clock=self._clock)
         self._info = info
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
@@ -117,8 +117,8 @@ class Monitor:
         if info is None:
             return
         self._model, self._topology = self._reader.model, self._reader.topology
-        self._holders = Holders(self._store, self._topology)
-        self._scale = self._topology  # of the latest window
+        self._holders = Holders(self.store, self._topology)
+        self._scale = self._topology  # ranks of the latest window
 
     def refresh(self) -> None:
         """Read what is new in the store.
@@ -127,26 +127,38 @@ class Monitor:
             StoreError: the store cannot be read.
         """
         with self._lock:
-            info = self._store.current_run()
+            info = self.store.current_run()
             if info is not None and (self._info is None or info.run != self._info.run):
                 if self._history is not None:
                     self._read_runs_before(info)
                 self._follow(info)
             self._read_events()
-            self._live = self._store.live()
-            self._committed = self._store.committed()
-            self._published = self._store.published()
+            self._read_small()
             if self._info is not None:
-                self._states = self._store.rank_states(self._info.run)
+                self._states = self.store.rank_states(self._info.run)
                 self._note_steps()
                 self._read_samples()
             if self._history is not None:
                 self._history.age(self._clock())
+            self._is_read = True
+
+    def _read_small(self) -> None:
+        """Read what is small, whole."""
+        now = self._clock()
+        self._live = self.store.live()
+        self._committed = self.store.committed()
+        self._published = self.store.published()
+        self._controller = leadership(self.store, now)
+        if now - self._versions_at >= VERSIONS_S:
+            self._versions_at = now
+            found = {one.component: one.version for one in serving(self.store, now)}
+            caches = sorted(host_caches(self.store), key=lambda one: one.name)
+            self._versions = found | {f"{HOST_CACHE} {one.name}": one.version for one in caches}
 
     def _read_runs_before(self, latest: RunInfo) -> None:
         """Read what the store has of the runs from the one that was followed to the latest."""
         assert self._history is not None, "without a history no run but the latest is read"
-        runs = self._store.runs()
+        runs = self.store.runs()
         known = self._info
         for info in runs:
             if info.run == latest.run or (known is not None and info.time < known.time):
@@ -157,13 +169,13 @@ class Monitor:
                 except HistoryError:
                     continue  # its samples are in no window of any reader
             self._read_samples()
-            counts = self._store.sample_counts(info.run)
-            self._carried = self._carried.plus(
-                self._store.rank_states(info.run), sum(counts.values())
-            )
+            of_run = rank_tally(self.store.rank_states(info.run))
+            of_run[("samples_stored",)] = sum(self.store.sample_counts(info.run).values())
+            # Faults of batches are those of the current run.
+            self._earlier.update({k: n for k, n in of_run.items() if k[0] != BATCH_FAULTS})
         if known is None:
             since = self._clock() - KEPT_S
-            self._history.note_minutes(minute_scores(self._store, runs, since))
+            self._history.note_minutes(minute_scores(self.store, runs, since))
 
     def _note_steps(self) -> None:
         """Note when the steps were seen to advance; the first sight of them proves nothing."""
@@ -173,19 +185,16 @@ class Monitor:
             self._step_at = (step, self._clock() if known >= 0 else None)
 
     def _read_events(self) -> None:
-        while new := self._store.events(after=self._last_event, limit=KEPT_EVENTS):
+        while new := self.store.events(after=self._last_event, limit=KEPT_EVENTS):
             for event in new:
                 self._last_event = event.id
                 self._events.append(event)
                 self._note(event)
 
     def _note(self, event: Event) -> None:
-        self._tally.note(event)
-        self._rebalances.note(event)
+        self._event_tally.note(event, ended=self._decisions.note(event))
         if event.kind == "run":  # marks are placed by steps, and those of another run are others
             self._commits.clear()
-        elif event.kind == "plan":
-            self._decisions.append(decision_of(event))
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
@@ -223,34 +232,23 @@ class Monitor:
         settled = [one for one in held if one.is_complete or one.index < newest - 1]
         for window in settled:
             if self._windows.get(window.index) is not window:
-                score = self._score(window, window.index in in_migration)
-                self._scores[window.index] = score
+                score = self._scores[window.index] = scored(
+                    window,
+                    self._holders,
+                    index=window.index,
+                    is_complete=window.is_complete,
+                    is_migrating=window.index in in_migration,
+                    time=self._time_of.get(window.index),
+                )
                 if self._history is not None:
                     self._history.note(window.run, score)
         self._windows = {window.index: window for window in settled}
         if settled:
-            self._scale = self._topology_of(settled[-1])
+            latest = settled[-1]
+            self._scale = self._holders.topology(latest.received, latest.generations)
         kept = sorted(self._scores)[-KEPT_SCORES:]
         self._scores = {index: self._scores[index] for index in kept}
         self._time_of = {at: when for at, when in self._time_of.items() if at >= oldest}
-
-    def _topology_of(self, window: Window) -> Topology:
-        """The ranks, of which those that held no expert count as drained."""
-        return self._holders.topology(window.received, window.generations)
-
-    def _score(self, window: Window, is_in_migration: bool) -> WindowScore:
-        topology = self._topology_of(window)
-        return WindowScore(
-            index=window.index,
-            first_step=window.first_step,
-            last_step=window.last_step,
-            measured=mean_imbalance(window.received, topology),
-            contiguous=mean_imbalance(contiguous_load(window.tokens, topology), topology),
-            generation=max(window.generations, default=0),
-            is_complete=window.is_complete,
-            is_migrating=is_in_migration or len(window.generations) > 1,
-            time=self._time_of.get(window.index),
-        )
 
     def windows(self, last: int) -> list[Window]:
         """Return the latest windows with their matrices, oldest first."""
@@ -267,71 +265,120 @@ class Monitor:
         with self._lock:
             return [] if self._history is None else self._history.marks(since, until)
 
-    def rebalances(self) -> tuple[Rebalance, ...]:
-        """Return the migrations of all runs, newest first."""
+    def drift(self, seen: Reading) -> Drift | None:
+        """Return how far the load is from the one that the serving placement was planned on."""
         with self._lock:
-            return self._rebalances.latest()
+            return self._drift.update(seen, self.windows(KEPT_WINDOWS))
 
-    def snapshot(self) -> Snapshot:
-        """Put together what the last ``refresh`` found."""
+    def judged(self, seen: Reading) -> Reading:
+        """Judge a reading, and note what is wrong."""
+        found = judged(seen, self._stalled_after_s)
+        self.anomalies.note(found)
+        return found
+
+    def reading(self) -> Reading:
+        """Put together what the last ``refresh`` found; the first one is made where none was.
+
+        Raises:
+            StoreError: nothing was read yet, and the store cannot be read.
+        """
         with self._lock:
-            info, now = self._info, self._clock()
-            latest = next(reversed(self._windows.values()), None)
-            ranks = self._rank_views(now)
-            age_s, stuck = oldest_progress(self._states, now)
-            stepped = self._step_at[1]
-            return Snapshot(
-                deployment=self._store.deployment,
-                run=info.run if info else None,
-                time=now,
-                started=info.time if info else None,
-                step=max((view.step for view in ranks), default=0),
-                generation=self._committed.placement.generation if self._committed else None,
-                num_layers=self._model.num_layers if info else 0,
-                layer_ids=self._model.layer_ids if info else (),
-                num_experts=self._model.num_experts if info else 0,
-                num_slots=self._topology.num_slots if info else 0,
-                ranks=ranks,
-                node_of_rank=tuple(self._topology.node_of_rank.tolist()) if info else (),
-                progress_age_s=age_s,
-                progress_of=stuck,
-                series=tuple(self._scores.values()),
-                heatmap=relative(latest.received, self._scale.serving) if latest else None,
-                layer_imbalance=layer_imbalance(latest.received, self._scale) if latest else None,
-                expert_heat=relative(latest.tokens) if latest else None,
+            if not self._is_read:
+                self.refresh()
+            of_ranks = rank_tally(self._states)
+            series = tuple(self._scores.values())
+            rebalances = self._decisions.rebalances()
+            found = Reading(
+                state=self._state(of_ranks, series, rebalances),
+                series=series,
                 marks=self._marks(),
-                phase=slowest_phase(self._states),
-                migration=progress_of(self._published, self._states),
-                bytes_by_source=bytes_by_source(self._states),
-                experts_moved=detail_sum(self._states, "experts_moved"),
-                swap_pauses_ms=swap_pauses_ms(self._states),
-                decisions=self._rebalances.followed(self._decisions),
+                rebalances=rebalances,
                 events=tuple(self._events),
-                samples_stored=self._reader.num_read if info else 0,
-                samples_lost=detail_sum(self._states, "samples_lost"),
-                movement=self._live.control.movement,
-                observe=self._live.control.observe,
-                until=self._live.until.get("movement"),
-                pace=pace_view(
-                    self._live.effective.step_time_budget or 0.0, self._paced, self._states
-                ),
-                expert_curve=expert_curve(self._live.effective.curve or "", self._states),
-                batch=batch_parts(self._states),
-                batch_faults=batch_faults(self._states),
-                scrubbed_slots=scrubbed_slots(self._states),
-                digest_failures=sum(state.digest_failures for state in self._states),
-                mover_failures=sum(state.mover_failures for state in self._states),
-                store_errors=detail_sum(self._states, "store_errors"),
-                uncounted_ranks=self._samples.uncounted(),
-                sample_age_s=self._samples.age_s(now),
-                token_time=self._samples.token_time,
-                sample_every_s=self._sample_every_s(),
-                step_age_s=None if stepped is None else max(0.0, now - stepped),
-                death=self._death,
-                earlier=self._carried,
-                supervision=self._supervision(),
-                **self._tally.shown(),
+                latest=next(reversed(self._windows.values()), None),
+                scale=self._scale if self._info else None,
+                counts=self._event_tally.counts(of_ranks, self._earlier),
             )
+        return self.judged(found)
+
+    def _state(
+        self,
+        of_ranks: Tally,
+        series: Sequence[WindowScore],
+        rebalances: Sequence[DecisionRecord],
+    ) -> State:
+        info, now = self._info, self._clock()
+        model, topology = (self._model, self._topology) if info else (None, None)
+        ranks = tuple(self._rank_views(now)) if info else ()
+        supervision = self._supervision()
+        token_time, stepped = self._samples.token_time, self._step_at[1]
+        progress_age_s, progress_of = _oldest_progress(self._states, now)
+        control, effective = self._live.control, self._live.effective
+        return State(
+            verdict=Grade.BLIND,  # until it is judged
+            reason="",
+            problems=(),
+            unread="",
+            deployment=self.store.deployment,
+            time=now,
+            run=info.run if info else None,
+            started=info.time if info else None,
+            step=max((view.step for view in ranks), default=0),
+            generation=self._committed.placement.generation if self._committed else None,
+            controller=self._controller,
+            versions=self._versions,
+            num_layers=model.num_layers if model else 0,
+            layer_ids=model.layer_ids if model else (),
+            num_experts=model.num_experts if model else 0,
+            num_slots=topology.num_slots if topology else 0,
+            ranks=ranks,
+            node_of_rank=tuple(topology.node_of_rank.tolist()) if topology else (),
+            silent_ranks=tuple(view.rank for view in ranks if not view.is_alive),
+            uncounted_ranks=self._samples.uncounted(),
+            death=self._death,
+            supervision=supervision,
+            progress_age_s=progress_age_s,
+            progress_of=progress_of,
+            step_age_s=None if stepped is None else max(0.0, now - stepped),
+            last_score=next((one for one in reversed(series) if one.is_complete), None),
+            token_age_s=None if token_time is None else max(0.0, now - token_time),
+            token_time=token_time,
+            sample_age_s=self._samples.age_s(now),
+            sample_every_s=self._sample_every_s(),
+            phase=_slowest_phase(self._states),
+            migration=_progress_of(self._published, self._states),
+            pace=self._pace(float(effective.get("step_time_budget", 0.0))),
+            expert_curve=self._expert_curve(self._live.text("curve")),
+            # Alike on all ranks unless an engine is not.
+            batch="; ".join(sorted({str(one.detail.get(BATCH, "off")) for one in self._states}))
+            or "off",
+            bytes_by_source={k[1]: n for k, n in of_ranks.items() if k[0] == "bytes_by_source"},
+            experts_moved=of_ranks[("experts_moved",)],
+            swap_pauses_ms=tuple(
+                float(pause_ms)
+                for state in self._states
+                for pause_ms in state.detail.get("swap_pauses_ms", ())
+            ),
+            decisions=self._decisions.decisions(),
+            last_rebalance=rebalances[0] if rebalances else None,
+            samples_stored=self._reader.num_read if info else 0,
+            samples_lost=of_ranks[("samples_lost",)],
+            movement=control.movement,
+            observe=control.observe,
+            until=self._live.until.get("movement"),
+        )
+
+    def _pace(self, budget: float) -> PaceView:
+        """The pace of the next migration, as the controller would give it now."""
+        latest, changed = (None, None) if self._paced is None else self._paced
+        is_measured = any(STEP_TIMES in one.detail for one in self._states)
+        now = pace_now(budget, latest, is_measured=is_measured)
+        return PaceView(now.part, now.reason, budget, latest, changed)
+
+    def _expert_curve(self, asked: str) -> str:
+        """Where the controller has the curve of the experts' time from, as it would now."""
+        measured = [one.expert_times for one in self._states]
+        known = [one for one in measured if one is not None]
+        return chosen_curve(curve_of(asked), known).source
 
     def received(self) -> NDArray[np.int64] | None:
         """[L, R] tokens that each rank received over all samples read so far; None without one."""
@@ -346,44 +393,82 @@ class Monitor:
         window_s = self._info.window_seconds or self._info.window_steps * step_ms / 1e3
         return window_s + max((state.report_every_s for state in self._states), default=0.0)
 
-    def _rank_views(self, now: float) -> tuple[RankView, ...]:
-        if self._info is None:
-            return ()
+    def _rank_views(self, now: float) -> Iterator[RankView]:
         state_of = {state.rank: state for state in self._states}
-        cordons = read_cordons(self._live.effective.cordons or "")
-        return tuple(
-            self._rank_view(rank, state_of.get(rank), now, cordons.get(rank))
-            for rank in range(self._topology.num_ranks)
-        )
-
-    def _rank_view(
-        self, rank: int, state: RankState | None, now: float, cordon: Cordon | None
-    ) -> RankView:
-        if state is None:
-            return RankView(rank, 0, 0, "silent", False, None, None, "", cordon=cordon)
-        age_s = max(0.0, now - state.time)
-        return RankView(
-            rank=rank,
-            step=state.step,
-            generation=state.generation,
-            phase=state.phase,
-            is_alive=age_s <= state.silent_after_s,
-            age_s=age_s,
-            step_ms=state.detail.get("step_ms"),
-            frozen=state.frozen,
-            ahead_s=max(0.0, state.time - now),
-            silent_after_s=state.silent_after_s,
-            cordon=cordon,
-        )
+        cordons = read_cordons(self._live.text("cordons"))
+        for rank in range(self._topology.num_ranks):
+            state, cordon = state_of.get(rank), cordons.get(rank)
+            if state is None:
+                yield RankView(rank, 0, 0, "silent", False, None, None, "", cordon=cordon)
+                continue
+            age_s = max(0.0, now - state.time)
+            yield RankView(
+                rank=rank,
+                step=state.step,
+                generation=state.generation,
+                phase=state.phase,
+                is_alive=age_s <= state.silent_after_s,
+                age_s=age_s,
+                step_ms=state.detail.get("step_ms"),
+                frozen=state.frozen,
+                ahead_s=max(0.0, state.time - now),
+                silent_after_s=state.silent_after_s,
+                cordon=cordon,
+            )
 
     def _marks(self) -> tuple[RebalanceMark, ...]:
         return tuple(
-            RebalanceMark(
-                generation,
-                end.plan_id,
-                self._first_step_of.get(generation),
-                when,
-                end.reason,
-            )
-            for generation, (end, when) in sorted(self._commits.items())
+            RebalanceMark(at, end.plan_id, self._first_step_of.get(at), when, end.reason)
+            for at, (end, when) in sorted(self._commits.items())
         )
+
+
+def _slowest_phase(states: Iterable[RankState]) -> str:
+    """Return the phase of the rank that is furthest behind on the newest plan; idle if none is."""
+    at_work = [state for state in states if state.plan_id]
+    if not at_work:
+        return "idle"
+    newest = max(state.plan_id for state in at_work)
+    phases = [state.phase for state in at_work if state.plan_id == newest]
+    return min(phases, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))
+
+
+def _progress_of(
+    migration: Migration | None, states: Iterable[RankState]
+) -> MigrationProgress | None:
+    """Return how far the ranks are with the open migration."""
+    if migration is None:
+        return None
+    at_work = [state for state in states if state.plan_id == migration.plan_id]
+    applied, total = min((one.applied for one in at_work), default=0), len(migration.transactions)
+    # Experts staged, where ranks count them, else whole transactions on the slowest rank.
+    to_stage = sum(int(one.detail.get("to_stage", 0)) for one in at_work)
+    if to_stage and any("staged" in one.detail for one in at_work):
+        staged = sum(int(one.detail.get("staged", 0)) for one in at_work) / to_stage
+    else:
+        prepared = min((one.prepared for one in at_work), default=0)
+        staged = prepared / total if total else 1.0
+    staged = min(1.0, staged)
+    return MigrationProgress(
+        plan_id=migration.plan_id,
+        base_generation=migration.base.generation,
+        target_generation=migration.target.generation,
+        num_transactions=total,
+        applied=applied,
+        num_moves=len(migration.moves),
+        staged_part=staged,
+        layers=tuple(layer for txn in migration.transactions for layer in txn.layers),
+        fraction=(staged + applied / total) / 2 if total else 1.0,
+    )
+
+
+def _oldest_progress(states: Iterable[RankState], now: float) -> tuple[float | None, str]:
+    """Give the longest time without progress of a step or busy thread, and where it is."""
+    ages = [
+        (
+            max(0.0, now - state.time - state.report_every_s) + state.progress_age_s,
+            f"rank {state.rank}, {state.progress_of or 'the step'}",
+        )
+        for state in states
+    ]
+    return max(ages, key=lambda age: age[0], default=(None, ""))

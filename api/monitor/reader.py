@@ -11,16 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
-from api.monitor.anomalies import AnomalyLog
-from api.monitor.health import Leadership, leadership
 from api.monitor.monitor import Monitor
-from api.monitor.snapshot import Snapshot
-from api.monitor.verdict import STALLED_AFTER_S, Around, Verdict, verdict
+from api.monitor.state import Reading
 from eplb.clock import Clock
 from eplb.errors import EplbError
-from telemetry.state.store import StateStore
 
 PERIOD_S = 1.0
 LEAST_S = 0.2  # between two readings, however often the store changes
@@ -30,41 +26,26 @@ STOP_DEADLINE_S = 10.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """What one look at the store has found."""
-
-    seen: Snapshot
-    leads: Leadership
-    judged: Verdict
-    unread: str = ""  # why it is old; "": the store answers
-
-
-class Reader:
+class BackgroundReader:
     """Reads on its own thread between ``start`` and ``stop``, else whenever it is asked.
 
     Args:
         monitor: follows the store; this object refreshes it.
-        stalled_after_s: of the verdict.
         clock: of the age of a reading.
     """
 
-    def __init__(
-        self,
-        store: StateStore,
-        monitor: Monitor,
-        *,
-        stalled_after_s: float = STALLED_AFTER_S,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._store, self._monitor, self._clock = store, monitor, clock
-        self._stalled_after_s = stalled_after_s
-        self.anomalies = AnomalyLog()
+    def __init__(self, monitor: Monitor, *, clock: Clock = time.monotonic) -> None:
+        self._monitor, self._clock = monitor, clock
         self._lock = threading.Lock()
         self._latest: Reading | None = None
         self._read_at, self._failure = clock(), ""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the store is read in the background."""
+        return self._thread is not None
 
     def start(self) -> None:
         """Begin to read in the background."""
@@ -91,25 +72,16 @@ class Reader:
         """
         with self._lock:
             latest, age_s, why = self._latest, self._clock() - self._read_at, self._failure
-        if self._thread is None or latest is None:
+        if not self.is_running or latest is None:
             return self._read()
         if not why and age_s <= UNREAD_S:
             return latest
-        leads = latest.leads
-        why = why or "it does not answer"
-        around = Around(leads.why_none, age_s, why, leads.turn_age_s)
-        judged = verdict(latest.seen, around, self._stalled_after_s)
-        self.anomalies.note(latest.seen, judged.findings)
-        return Reading(latest.seen, latest.leads, judged, judged.reason)
+        why = f"the store has not been read for {age_s:.0f} s: {why or 'it does not answer'}"
+        return self._monitor.judged(replace(latest, state=replace(latest.state, unread=why)))
 
     def _read(self) -> Reading:
         self._monitor.refresh()
-        seen = self._monitor.snapshot()
-        leads = leadership(self._store, seen.time)
-        around = Around(leads.why_none, turn_age_s=leads.turn_age_s)
-        judged = verdict(seen, around, self._stalled_after_s)
-        self.anomalies.note(seen, judged.findings)
-        found = Reading(seen, leads, judged)
+        found = self._monitor.reading()
         with self._lock:
             self._latest, self._read_at, self._failure = found, self._clock(), ""
         return found
@@ -119,7 +91,7 @@ class Reader:
         while not self._stopped.is_set():
             try:
                 self._read()
-                version = self._store.wait(version, PERIOD_S)
+                version = self._monitor.store.wait(version, PERIOD_S)
             except EplbError as exc:
                 self._failed(f"{type(exc).__name__}: {exc}")
                 self._stopped.wait(PERIOD_S)

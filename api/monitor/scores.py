@@ -1,7 +1,8 @@
-"""Imbalance of windows and roll-ups, for page, metrics, terminal and history alike.
+"""Imbalance of windows and roll-ups, and the drift of their load since it was planned on.
 
-It is that of ``eplb.measure.balance``, over the ranks that hold experts. A drained rank has no slot
-in use and gets no tokens: in the mean it would make the best placement look uneven.
+Page, metrics, terminal and history read the same figures. The imbalance is that of
+``eplb.measure.balance``, over the ranks that hold experts. A drained rank has no slot in use and
+gets no tokens: in the mean it would make the best placement look uneven.
 
 Shapes:  L MoE layers, E experts, R ranks.
 """
@@ -9,6 +10,7 @@ Shapes:  L MoE layers, E experts, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -16,18 +18,24 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from api.monitor.history import MinuteScore
+from api.monitor.state import Heat, Reading, WindowScore
+from eplb.core.load import LoadHistory
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
 from eplb.fitting.cordons import slots_in_use
 from eplb.measure.balance import imbalance_of
 from eplb.migration.serialisation import topology_from_dict
+from telemetry.load.drift import Drift, drift
+from telemetry.load.folder import Window, history
 from telemetry.load.pruning import rollups_after
 from telemetry.load.rollup import MINUTE, Rollup, joined
+from telemetry.state.events import Event, PlanEnd, read_event
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 
 KEPT_PLACEMENTS = 64
+COMPARED_WINDOWS = 4  # the latest ones
+PLANNED_WINDOWS = 4  # windows of a plan whose event does not name them
 
 
 class Holders:
@@ -99,42 +107,141 @@ def relative(
     mean = load[:, counts].mean(axis=1, keepdims=True)
     ratio: NDArray[np.float64] = np.full(load.shape, np.nan)
     np.divide(load, mean, out=ratio, where=mean > 0)
-    ratio.flags.writeable = False
     return ratio
 
 
-def minute_scores(
-    store: StateStore, runs: Sequence[RunInfo], since: float
-) -> Iterator[MinuteScore]:
-    """Score the roll-ups of a minute that start past a time, oldest first.
+def heat_of(seen: Reading) -> Heat:
+    """Give the load of ranks and experts in the latest window."""
+    window = seen.latest
+    if window is None or seen.scale is None:
+        return Heat(seen.state.run, None)
+    ranks, experts = relative(window.received, seen.scale.serving), relative(window.tokens)
+    return Heat(window.run, window.index, _rows(ranks), _rows(experts))
+
+
+def _rows(ratio: NDArray[np.float64]) -> tuple[tuple[float, ...] | None, ...]:
+    # Three digits are more than a picture shows, and a third of the bytes.
+    rows = np.round(ratio, 3).tolist()
+    is_empty = np.isnan(ratio[:, 0])  # [L]; a row is all NaN or has none
+    return tuple(None if none else tuple(row) for row, none in zip(rows, is_empty, strict=True))
+
+
+def scored(
+    load: Window | Rollup,
+    holders: Holders,
+    *,
+    index: int,
+    is_complete: bool,
+    is_migrating: bool,
+    time: float | None,
+) -> WindowScore:
+    """Score a window, or the roll-up of a minute.
+
+    Args:
+        load: tokens of the window.
+        holders: tells which ranks count.
+        index: number of the window in its run.
+        is_complete: whether every rank reported on it.
+        is_migrating: whether part of an uncommitted migration served in it.
+        time: end of its newest sample.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    holders = {info.run: _holders(store, info) for info in runs}
+    topology = holders.topology(load.received, load.generations)
+    return WindowScore(
+        index=index,
+        first_step=load.first_step,
+        last_step=load.last_step,
+        measured=mean_imbalance(load.received, topology),
+        contiguous=mean_imbalance(contiguous_load(load.tokens, topology), topology),
+        generation=max(load.generations, default=0),
+        is_complete=is_complete,
+        is_migrating=is_migrating or len(load.generations) > 1,
+        time=time,
+    )
+
+
+def minute_scores(
+    store: StateStore, runs: Sequence[RunInfo], since: float
+) -> Iterator[tuple[str, WindowScore]]:
+    """Score the roll-ups of a minute that start past a time, oldest first, each with its run.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    holders = dict[str, Holders]()
+    for info in runs:
+        # The samples of a run that cannot be read are in no window either.
+        with suppress(EplbError, LookupError, TypeError, ValueError):
+            holders[info.run] = Holders(store, topology_from_dict(dict(info.topology)))
     for (start, run), of_phases in groupby(
         rollups_after(store, MINUTE, since), key=lambda rollup: (rollup.start, rollup.run)
     ):
-        of_run = holders.get(run)
-        if of_run is not None:
-            yield _score(run, start, list(of_phases), of_run)
+        if run in holders:
+            minute = joined(list(of_phases), MINUTE, start, "mixed")
+            yield (
+                run,
+                scored(
+                    minute,
+                    holders[run],
+                    index=int(start) // MINUTE,
+                    is_complete=True,
+                    is_migrating=False,
+                    time=start + MINUTE,
+                ),
+            )
 
 
-def _holders(store: StateStore, info: RunInfo) -> Holders | None:
-    try:
-        return Holders(store, topology_from_dict(dict(info.topology)))
-    except (EplbError, LookupError, TypeError, ValueError):
-        return None  # its samples are in no window either
+class DriftWatch:
+    """Keeps the load that the serving placement was planned on, for as long as it serves.
+
+    It is found among the windows at hand, so a process that begins to watch long after a commit
+    does not know it, and gives None until the next one. The same holds for a first placement,
+    which was planned on no load.
+    """
+
+    def __init__(self) -> None:
+        self._serves: tuple[str | None, int | None] = (None, None)  # run and generation
+        self._planned_on: LoadHistory | None = None
+        self._planned_window = -1  # the newest of those
+
+    def update(self, seen: Reading, windows: Sequence[Window]) -> Drift | None:
+        """Give the drift of the latest windows; None while either side is not known.
+
+        Args:
+            seen: tells what serves, and the events that led to it.
+            windows: those with their matrices, oldest first.
+        """
+        serves = seen.state.run, seen.state.generation
+        if serves != self._serves:
+            self._serves, self._planned_on = serves, None
+        event = _plan_behind(seen) if self._planned_on is None else None
+        if event is not None:
+            newest = int(event.detail["window"])
+            looked_at = int(event.detail.get("windows", PLANNED_WINDOWS))
+            upto = [window for window in windows if window.index <= newest and window.is_complete]
+            if upto and upto[-1].index == newest:
+                self._planned_on = history(upto, last=looked_at)
+                self._planned_window = newest
+        since = [window for window in windows if window.index > self._planned_window]
+        latest = history(since, last=COMPARED_WINDOWS)
+        if self._planned_on is None or latest is None:
+            return None
+        return drift(self._planned_on, latest)
 
 
-def _score(run: str, start: float, parts: Sequence[Rollup], holders: Holders) -> MinuteScore:
-    minute = joined(parts, MINUTE, start, "mixed")
-    topology = holders.topology(minute.received, minute.generations)
-    return MinuteScore(
-        run=run,
-        start=start,
-        measured=mean_imbalance(minute.received, topology),
-        contiguous=mean_imbalance(contiguous_load(minute.tokens, topology), topology),
-        generation=max(minute.generations, default=0),
-        is_migrating=len(minute.generations) > 1,
-    )
+def _plan_behind(seen: Reading) -> Event | None:
+    """The decision that led to the placement that serves, while it is among the kept events."""
+    found: Event | None = None
+    for event in seen.events:
+        if event.kind == "run":
+            found = None
+        is_move = event.kind == "plan" and event.detail.get("decision") in ("MOVE", "RESPLIT")
+        if is_move and "window" in event.detail:
+            found = event
+        if event.kind == "commit":
+            end = read_event(event, PlanEnd)
+            if end.generation == seen.state.generation:
+                return found if end.plan_id > 0 else None
+    return None

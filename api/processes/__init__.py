@@ -1,1 +1,1 @@
-"""Child processes: start, supervision, restart budgets, the deployment lease."""
+"""Commands as child processes: start, reports, supervision, the deployment lease."""

@@ -24,14 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class DeploymentLease:
-    """The lease of one parent process on its deployment. Call ``take`` before anything is written.
+    """The lease of a parent process on its deployment; ``take`` it before anything is written."""
 
-    Args:
-        joins: run beside another deployment of the name: both write, and neither is refused.
-    """
-
-    def __init__(self, store: StateStore, ttl_s: float, *, joins: bool = False) -> None:
-        self._store, self._ttl_s, self._joins = store, ttl_s, joins
+    def __init__(self, store: StateStore, ttl_s: float) -> None:
+        self._store, self._ttl_s = store, ttl_s
         self._hold = ControllerLease(store, new_holder(), ttl_s, of="deployment")
         self._is_taken, self._lost_to = False, ""
         self._closing = threading.Event()
@@ -47,9 +43,6 @@ class DeploymentLease:
         first: Lease | None = None
         while not self._hold.is_held():
             found = self._store.lease("deployment")
-            if self._joins:
-                log.warning("joining a running deployment: both write to the store")
-                return
             if first is not None and found is not None and _mark(found) != _mark(first):
                 raise ConfigError(self._refusal(found))
             first = first or found
@@ -94,8 +87,7 @@ class DeploymentLease:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since))
         return (
             f"deployment {self._store.deployment!r} of this store is run by {shown(lease.holder)} "
-            f"since {since}, expected none: end that one, use another store, or join it on "
-            "purpose (--join)"
+            f"since {since}, expected none: end that one, or use another store"
         )
 
 

@@ -1,4 +1,4 @@
-"""Supervises the processes that do not serve: controller, checker, host caches, HTTP service.
+"""Supervises processes that may be restarted: controller, HTTP service, commands of a demo.
 
     STARTING --report--> RUNNING --no report within deadline--> SIGKILL
        ^                    |                                      |
@@ -16,33 +16,81 @@ until then. Clocks are arguments, and nothing here waits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
-from eplb.errors import EplbError
+from eplb.declared import Meaning, Setting, check_fields
+from eplb.errors import EplbError, StoreError
 from telemetry.state.lease import Lease
+from telemetry.state.store import StateStore
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
 REPORT_PERIOD_S = 0.5  # how often a process reports progress, about
+
+log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 Kill = Callable[[], None]
 Note = Callable[[str, str], None]  # stores an event: name of the process, what happened
 
 
+def note_in(store: StateStore) -> Note:
+    """Give what logs and stores a failure that ends nothing."""
+
+    def note(where: str, message: str) -> None:
+        log.warning("%s: %s", where, message)
+        try:
+            store.add_event("error", {"where": where, "message": message})
+        except StoreError as exc:
+            log.warning("event not stored: %s", exc)
+
+    return note
+
+
 @dataclass(frozen=True)
 class SupervisionSettings:
     """How often processes may be restarted, and when one that runs counts as hung."""
 
-    restarts: int = 20  # of each process, within the window
-    window_s: float = 3600.0
-    max_delay_s: float = 5.0  # before a restart
-    hung_after_s: float = 30.0  # without a report: SIGKILL. Longer than a plan takes
-    start_deadline_s: float = 300.0  # without progress of a start, however long the start takes
+    restart_after_death: Annotated[
+        int,
+        Setting(
+            "restarts of the ranks within an hour; one more exit ends the deployment",
+            unit="restarts",
+        ),
+    ] = 3
+    process_restarts: Annotated[
+        int,
+        Setting(
+            "restarts of each other process within an hour; then it stays down", unit="restarts"
+        ),
+    ] = 20
+    restart_window_s: float = 3600.0  # window of both budgets: more failures need a repair
+    restart_delay_s: Annotated[float, Setting("longest delay before a restart", at_most=3600)] = 5.0
+    hung_after_s: Annotated[
+        float,
+        Setting(
+            "time without a report after which a process is killed; longer than a plan takes",
+            at_least=1,
+            at_most=3600,
+        ),
+    ] = 30.0
+    start_deadline_s: Annotated[
+        float,
+        Setting(
+            "time without progress of a start after which the process is killed",
+            at_least=1,
+            at_most=3600,
+        ),
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class RestartBudget:
@@ -82,13 +130,17 @@ class ProcessView:
     """State of a process for metrics and readiness."""
 
     name: str
-    kind: str  # controller, checker, host_cache, http: the label of metrics
+    kind: Annotated[str, Meaning("controller, host_cache, http and others", example="controller")]
     state: ProcessState
-    report_age_s: float | None  # since its last report, over restarts; None: it sends none
-    is_late: bool  # no report for half of the deadline
-    restarts: int  # since the deployment was started
-    reason: str  # of the latest end; empty: none yet
-    work: str = ""  # what it reports of its start; empty: it is not starting, or reports nothing
+    report_age_s: Annotated[
+        float | None, Meaning("time since its last report, over restarts; null: it sends none")
+    ]
+    is_late: Annotated[bool, Meaning("it has not reported for half of the deadline")]
+    restarts: Annotated[int, Meaning("restarts since the deployment was started")]
+    reason: Annotated[str, Meaning("reason of its latest end; empty: it never ended")]
+    work: Annotated[
+        str, Meaning("what it reports of its start; empty: it is not starting, or reports nothing")
+    ] = ""
 
 
 @dataclass(frozen=True)
@@ -96,9 +148,9 @@ class SupervisionView:
     """What the supervising process knows and the store does not."""
 
     processes: tuple[ProcessView, ...] = ()
-    token_age_s: float | None = None  # since every rank last finished a step; None before the first
-    lease_age_s: float | None = None  # since the controller's lease was last renewed
-    unserved_s: float | None = None  # time without tokens around restarts of ranks, so far
+    lease_age_s: Annotated[
+        float | None, Meaning("time since the controller's lease was last renewed")
+    ] = None
 
 
 class Supervised:
@@ -125,7 +177,7 @@ class Supervised:
     ) -> None:
         self.name, self._kind, self._start, self._note = name, kind, start, note
         self._settings, self._reports_progress, self._clock = settings, reports_progress, clock
-        self._budget = RestartBudget(settings.restarts, settings.window_s, clock)
+        self._budget = RestartBudget(settings.process_restarts, settings.restart_window_s, clock)
         self.state, self.restarts, self.was_ready = ProcessState.DOWN, 0, False
         self._kill: Kill | None = None
         self._started = self._progressed = self._due = self._looked = clock()
@@ -165,7 +217,7 @@ class Supervised:
         self._kill, self._reason, self._work = None, how, ""
         if now - self._started >= STEADY_S:
             self._delay_s = FIRST_DELAY_S
-        delay_s = min(self._delay_s, self._settings.max_delay_s)
+        delay_s = min(self._delay_s, self._settings.restart_delay_s)
         self._due, self._delay_s = now + delay_s, 2 * self._delay_s
         if self._budget.is_used_up:
             self.state = ProcessState.DEGRADED
@@ -245,60 +297,34 @@ class Supervised:
         )
 
 
-class UnservedTime:
-    """Time without tokens around restarts of ranks: from the last token to the first after it."""
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._since: float | None = None
-        self._before_s = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether ranks do not serve now."""
-        return self._since is not None
-
-    @property
-    def total_s(self) -> float:
-        """All of it so far."""
-        open_s = 0.0 if self._since is None else self._clock() - self._since
-        return self._before_s + open_s
-
-    def broken(self, last_token: float | None) -> None:
-        """Record that ranks do not serve; ``last_token`` None: none since they were started."""
-        if self._since is None:
-            self._since = self._clock() if last_token is None else last_token
-
-    def serving(self) -> float:
-        """Record that all ranks serve again; return how long they had not."""
-        assert self._since is not None, "they did not serve"
-        gap_s = self._clock() - self._since
-        self._before_s, self._since = self._before_s + gap_s, None
-        return gap_s
-
-
-def last_token(step_times: Sequence[float]) -> float | None:
-    """When all ranks had last finished a step, of each rank's time; None: one has not yet, 0.
-
-    Ranks run in lock step: one that hangs blocks the next step of the others.
-    """
-    oldest = min(step_times, default=0.0)
-    return oldest or None
-
-
 class Supervisor:
     """All supervised processes. Any thread may call ``view``."""
 
     def __init__(self, settings: SupervisionSettings, clock: Clock = time.monotonic) -> None:
         self.settings, self.clock = settings, clock
         self.processes: list[Supervised] = []
-        self.unserved = UnservedTime(clock)
-        self.step_times: Sequence[float] = ()  # of the ranks that were started last
         self._lease: Lease | None = None
         self._renewed: float | None = None
 
-    def add(self, process: Supervised) -> Supervised:
-        """Supervise one more."""
+    def supervise(
+        self,
+        name: str,
+        kind: str,
+        start: Callable[[], Kill],
+        note: Note,
+        *,
+        reports_progress: bool = True,
+    ) -> Supervised:
+        """Supervise one more; see ``Supervised``."""
+        process = Supervised(
+            name,
+            kind,
+            start,
+            note,
+            self.settings,
+            reports_progress=reports_progress,
+            clock=self.clock,
+        )
         self.processes.append(process)
         return process
 
@@ -312,16 +338,9 @@ class Supervisor:
         if lease is not None and lease != self._lease:
             self._lease, self._renewed = lease, self.clock()
 
-    def last_token(self) -> float | None:
-        """When all ranks had last finished a step; None: one has not since the last start."""
-        return last_token(self.step_times)
-
     def view(self) -> SupervisionView:
         """Return the present state."""
-        last = self.last_token()
         return SupervisionView(
             tuple(process.view() for process in list(self.processes)),
-            None if last is None else max(0.0, self.clock() - last),
-            None if self._renewed is None else self.clock() - self._renewed,
-            self.unserved.total_s,
+            lease_age_s=None if self._renewed is None else self.clock() - self._renewed,
         )

@@ -3,52 +3,71 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal
 
 from rich.console import Console
 from rich.live import Live
 
-from api.demo.settings import View
 from api.monitor.monitor import Monitor
-from api.monitor.snapshot import Snapshot, WindowScore
-from api.terminal.picture import render
+from api.monitor.scores import heat_of
+from api.monitor.state import Grade, WindowScore
+from api.terminal.picture import Look, render
 from api.terminal.printable import printable
+from eplb.errors import EplbError
 from telemetry.state.events import Event
 
+View = Literal["auto", "live", "plain", "off"]
 PERIOD_S = 0.5
 STOP_TIMEOUT_S = 10.0
+KEPT_ANOMALIES = 3  # the picture has room for two
+
+
+def look_at(monitor: Monitor) -> Look:
+    """Read what is new in a store, and give what the admin API answers about it.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    monitor.refresh()
+    seen = monitor.reading()
+    anomalies, _ = monitor.anomalies.page(None, KEPT_ANOMALIES)
+    return Look(seen.state, heat_of(seen), seen.series, seen.marks, seen.events, anomalies)
 
 
 class LiveView:
-    """Show a monitor from a thread of its own, until it is stopped.
+    """Show a deployment from a thread of its own; a context manager.
 
-    Use it as a context manager, or call ``start`` and ``stop``. ``stop`` raises an exception of the
-    view: it must not end the process that is shown.
+    Its end shows the last state, and raises what the view has raised: that must not end the process
+    that is shown. A look that fails after one that did not is shown as the reason of the verdict,
+    and the next one is taken.
+
+    Args:
+        look: gives what is shown; raises EplbError.
     """
 
     def __init__(
-        self, monitor: Monitor, *, view: View = "auto", console: Console | None = None
+        self, look: Callable[[], Look], *, view: View = "auto", console: Console | None = None
     ) -> None:
-        self._monitor, self._console = monitor, console or Console()
-        self._view = chosen_view(view, self._console)
+        self._look, self._console = look, console or Console()
+        on_terminal: View = "live" if self._console.is_terminal else "plain"
+        self._view = on_terminal if view == "auto" else view
         self._ended = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="eplb-view", daemon=True)
 
+    @property
+    def is_showing(self) -> bool:
+        """Whether it was started, and has not ended or failed."""
+        return self._thread.is_alive()
+
     def __enter__(self) -> LiveView:
-        self.start()
+        if self._view != "off":
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begin to show."""
-        if self._view != "off":
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Show the last state and end."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
@@ -65,25 +84,32 @@ class LiveView:
         except Exception as exc:
             self._failure = exc
 
-    def _snapshots(self) -> Iterator[Snapshot]:
-        """Give one now, one every period, and one last when the view is stopped."""
-        is_last = False
+    def _looks(self) -> Iterator[Look]:
+        """Give one now, one every period, and one last when the view ends."""
+        is_last, seen = False, None
         while not is_last:
             is_last = self._ended.is_set()
-            self._monitor.refresh()
-            yield self._monitor.snapshot()
+            try:
+                seen = self._look()
+            except EplbError as exc:
+                if seen is None:
+                    raise
+                seen = replace(
+                    seen, state=replace(seen.state, verdict=Grade.BLIND, reason=str(exc))
+                )
+            yield seen
             self._ended.wait(PERIOD_S)
 
     def _run_live(self) -> None:
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
-            for snapshot in self._snapshots():
+            for seen in self._looks():
                 width, height = self._console.size
-                live.update(render(snapshot, width, height), refresh=True)
+                live.update(render(seen, width, height), refresh=True)
 
     def _run_plain(self) -> None:
         lines = PlainLines()
-        for snapshot in self._snapshots():
-            for line in lines.new(snapshot):
+        for seen in self._looks():
+            for line in lines.new(seen):
                 self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -95,19 +121,20 @@ class PlainLines:
         self._last_window = -1
         self._last_event = 0
 
-    def new(self, seen: Snapshot) -> Iterator[str]:
-        """Give the lines that a snapshot adds."""
-        if seen.run != self._run:
-            self._run, self._last_window = seen.run, -1
-            yield f"run {seen.run}: {len(seen.ranks)} ranks, {seen.num_layers} layers x " + (
-                f"{seen.num_experts} experts in {seen.num_slots} slots"
+    def new(self, seen: Look) -> Iterator[str]:
+        """Give the lines that a look adds."""
+        state = seen.state
+        if state.run != self._run:
+            self._run, self._last_window = state.run, -1
+            yield f"run {state.run}: {len(state.ranks)} ranks, {state.num_layers} layers x " + (
+                f"{state.num_experts} experts in {state.num_slots} slots"
             )
-        for score in seen.series:
+        for score in seen.windows:
             if score.index > self._last_window:
                 self._last_window = score.index
                 yield window_line(score)
         for event in seen.events:
-            is_of_this_run = seen.started is not None and event.time >= seen.started
+            is_of_this_run = state.started is not None and event.time >= state.started
             if is_of_this_run and event.id > self._last_event:
                 self._last_event = event.id
                 yield from event_lines(event)
@@ -138,10 +165,3 @@ def window_line(score: WindowScore) -> str:
         f"generation={score.generation} window={score.index} "
         f"steps={score.first_step}..{score.last_step} {figures}{notes}"
     )
-
-
-def chosen_view(view: View, console: Console) -> View:
-    """Turn auto into live or plain."""
-    if view != "auto":
-        return view
-    return "live" if console.is_terminal else "plain"

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from api.terminal.printable import printable
+from eplb.declared import Setting
 from telemetry.log_context import log_fields
 
 MOST = 20
@@ -114,8 +115,11 @@ class JsonFormatter(logging.Formatter):
 class LogSettings:
     """How a process writes its log; its children do the same."""
 
-    format: Literal["text", "json"] = "text"
-    level: Level = "warning"
+    format: Annotated[
+        Literal["text", "json"],
+        Setting("one line of text, or one JSON object a line", short="log_format"),
+    ] = "text"
+    level: Annotated[Level, Setting("least level that is written", short="log_level")] = "warning"
     deployment: str | None = None
 
 

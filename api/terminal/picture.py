@@ -1,25 +1,24 @@
-"""A Snapshot as a picture of characters.
+"""How a deployment stands as a picture of characters.
 
-``render`` is pure: a snapshot and a size in, something that rich prints out. Made for 100 x 30, it
-gives up layers and decisions, the last ones first, down to 80 x 24.
+``render`` is pure: answers of the API and a size in, something that rich prints out. Made for
+100 x 30, it gives up layers and decisions, the last ones first, down to 80 x 24.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import isnan
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from api.monitor.anomalies import AnomalyLog, Severity
-from api.monitor.snapshot import Snapshot, WindowScore
-from api.monitor.verdict import Grade, verdict
+from api.monitor.anomalies import Anomaly, Severity
+from api.monitor.state import Grade, Heat, RebalanceMark, State, WindowScore
 from api.terminal.printable import printable
+from telemetry.state.events import Event
 
 PLOT_ROWS = 6
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-COLD, HOT = (62, 120, 160), (205, 95, 45)  # below and above the mean
 ACCENT, QUIET, GOOD, BAD = "cyan", "bright_black", "green", "bold red"
 MARK = "rgb(220,120,70)"
 HEAT: tuple[tuple[float, str], ...] = (  # up to this ratio of the mean, this colour
@@ -48,21 +47,40 @@ DECISION_STYLE = {"MOVE": "bold black on cyan", "RESPLIT": "cyan", "KEEP": QUIET
 BYTES_PER_UNIT = 1000.0
 
 
-def render(snapshot: Snapshot, width: int = 100, height: int = 30) -> RenderableType:
-    """Draw a snapshot, at most ``width`` columns and ``height`` rows."""
-    head = [_verdict(snapshot), _header(snapshot), _switches(snapshot), *_anomalies(snapshot)]
-    if snapshot.run is None:
+@dataclass(frozen=True)
+class Look:
+    """Answers of the admin API of one moment."""
+
+    state: State
+    heat: Heat
+    windows: Sequence[WindowScore]  # windows of this run, oldest first
+    rebalances: Sequence[RebalanceMark]
+    events: Sequence[Event]  # the latest, oldest first
+    anomalies: Sequence[Anomaly]  # the latest, newest first
+
+
+def render(seen: Look, width: int = 100, height: int = 30) -> RenderableType:
+    """Draw what was seen, at most ``width`` columns and ``height`` rows."""
+    state = seen.state
+    verdict = Text.assemble(
+        (f" {state.verdict} ", GRADE_STYLE[state.verdict]), f" {state.reason}", no_wrap=True
+    )
+    head = [verdict, _header(state), _switches(state), *_anomalies(seen)]
+    if state.run is None:
         waiting = Text("No run has begun: waiting for ranks to report.", style=QUIET)
         return Group(*_printable(head), waiting)
-    plot = _plot(snapshot, width)
-    tail = [_migration(snapshot, width), _pace(snapshot), _bytes(snapshot)]
+    plot = _plot(seen, width)
+    tail = [_migration(state, width), _pace(state), _bytes(state)]
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
     used = len(head) + len(plot) + len(tail) + 3
-    num_decisions = min(4, max(1, height - used - snapshot.num_layers - 2))
-    heat = _heatmap(snapshot, width, height - used - num_decisions)
+    num_decisions = min(4, max(1, height - used - state.num_layers - 2))
+    heat = _heatmap(seen.heat, width, height - used - num_decisions)
     blank = Text()
-    decisions = list(_decisions(snapshot, num_decisions))
-    parts = [*head, blank, *heat, _legend(), *plot, blank, *tail, *decisions]
+    parts = [*head, blank, *heat, LEGEND.copy(), *plot, blank, *tail]
+    for decision in reversed(state.decisions[-num_decisions:]):
+        style = DECISION_STYLE.get(decision.decision, "")
+        shown = (f"{decision.decision:^9}", style)
+        parts.append(Text.assemble(" ", shown, "  ", decision.reason))
     for part in _printable(parts):
         part.truncate(width, overflow="ellipsis")
     return Group(*parts[:height])
@@ -75,23 +93,17 @@ def _printable(parts: list[Text]) -> list[Text]:
     return parts
 
 
-def _verdict(seen: Snapshot) -> Text:
-    judged = verdict(seen)
-    style = GRADE_STYLE[judged.grade]
-    return Text.assemble((f" {judged.grade} ", style), f" {judged.reason}", no_wrap=True)
-
-
-def _header(seen: Snapshot) -> Text:
+def _header(state: State) -> Text:
     line = Text.assemble(
-        (f" {seen.deployment} ", "bold black on cyan"),
+        (f" {state.deployment} ", "bold black on cyan"),
         "  generation ",
-        (str("none" if seen.generation is None else seen.generation), "bold"),
+        (str("none" if state.generation is None else state.generation), "bold"),
         "  step ",
-        (f"{seen.step:,}", "bold"),
+        (f"{state.step:,}", "bold"),
         "  phase ",
-        (seen.phase, f"bold {ACCENT}" if seen.phase != "idle" else "bold"),
+        (state.phase, f"bold {ACCENT}" if state.phase != "idle" else "bold"),
     )
-    score = seen.last_score
+    score = state.last_score
     if score is not None and score.measured is not None and score.contiguous is not None:
         line.append("  imbalance ").append(f"{score.measured:.2f}", "bold")
         line.append(f" (unbalanced {score.contiguous:.2f})", QUIET)
@@ -100,30 +112,28 @@ def _header(seen: Snapshot) -> Text:
     return line
 
 
-def _switches(seen: Snapshot) -> Text:
-    num_alive = len(seen.ranks) - len(seen.silent_ranks)
+def _switches(state: State) -> Text:
+    num_alive = len(state.ranks) - len(state.silent_ranks)
     line = Text.assemble(
         " movement ",
-        ("on", GOOD) if seen.movement else ("OFF", BAD),
+        ("on", GOOD) if state.movement else ("OFF", BAD),
         "  observe ",
-        ("ON", BAD) if seen.observe else ("off", QUIET),
-        f"  ranks {num_alive} of {len(seen.ranks)}",
-        f"  samples {seen.samples_stored:,} stored, {seen.samples_lost} lost",
+        ("ON", BAD) if state.observe else ("off", QUIET),
+        f"  ranks {num_alive} of {len(state.ranks)}",
+        f"  samples {state.samples_stored:,} stored, {state.samples_lost} lost",
     )
-    if seen.silent_ranks:
-        line.append(f"  silent: {', '.join(map(str, seen.silent_ranks))}", BAD)
+    if state.silent_ranks:
+        line.append(f"  silent: {', '.join(map(str, state.silent_ranks))}", BAD)
     return line
 
 
-def _anomalies(seen: Snapshot) -> Iterator[Text]:
+def _anomalies(seen: Look) -> Iterator[Text]:
     """What is wrong beside the verdict's reason, and what ended last: the latest of both."""
-    log, judged = AnomalyLog(), verdict(seen)
-    log.note(seen, judged.findings)
-    found, _ = log.page(None, MOST_ANOMALIES + 1)
-    shown = [one for one in found if one.until is not None or one.text != judged.reason]
+    state = seen.state
+    shown = [one for one in seen.anomalies if one.until is not None or one.text != state.reason]
     for one in shown[:MOST_ANOMALIES]:
         style = SEVERITY_STYLE[one.severity]
-        since = "now" if one.until is None else f"{in_time(seen.time - one.until)} ago"
+        since = "now" if one.until is None else f"{in_time(state.time - one.until)} ago"
         yield Text.assemble(f" {since:>8} ", (f"{one.severity}", style), f"  {one.text}")
 
 
@@ -137,22 +147,22 @@ def in_time(seconds: float) -> str:
     return f"{value:.0f} d"
 
 
-def _heatmap(seen: Snapshot, width: int, num_rows: int) -> list[Text]:
+def _heatmap(heat: Heat, width: int, num_rows: int) -> list[Text]:
     """Rows of layers, one cell for each rank; only the first layers where not all fit."""
-    if seen.heatmap is None:
+    num_layers, num_ranks = len(heat.ranks), max((len(row or ()) for row in heat.ranks), default=0)
+    if not num_ranks:
         return [Text(" no complete window of load yet", style=QUIET)]
-    num_layers, num_ranks = seen.heatmap.shape
     cell = max(1, min(7, (width - 9) // num_ranks))
     name = "rank {}" if cell == 7 else "{}"
     ranks = "".join(name.format(rank)[-cell:].center(cell) for rank in range(num_ranks))
     lines = [Text(f" {'layer':>6} {ranks}", style=QUIET, no_wrap=True)]
     shown = num_layers if num_layers < num_rows else max(1, num_rows - 2)
-    for layer in range(shown):
+    for layer, row in enumerate(heat.ranks[:shown]):
         line = Text(f" {layer:>6} ", style=QUIET, no_wrap=True)
-        for ratio in seen.heatmap[layer].tolist():
-            shown_ratio = "-" if isnan(ratio) else f"{ratio:.2f}"
+        for ratio in row or (None,) * num_ranks:
+            shown_ratio = "-" if ratio is None else f"{ratio:.2f}"
             label = shown_ratio.center(cell) if cell >= 5 else " " * cell
-            line.append(label, QUIET if isnan(ratio) else f"rgb(240,240,240) on {_colour(ratio)}")
+            line.append(label, QUIET if ratio is None else f"rgb(240,240,240) on {_colour(ratio)}")
         lines.append(line)
     if shown < num_layers:
         lines.append(Text(f"        and {num_layers - shown} more layers", style=QUIET))
@@ -164,23 +174,22 @@ def _colour(ratio: float) -> str:
     return next(colour for limit, colour in HEAT if ratio <= limit)
 
 
-def _legend() -> Text:
-    return Text.assemble(
-        " imbalance, mean over layers: ",
-        ("█ measured", ACCENT),
-        ("  · unbalanced", "yellow"),
-        ("  ▲ rebalance", MARK),
-        style=QUIET,
-    )
+LEGEND = Text.assemble(
+    " imbalance, mean over layers: ",
+    ("█ measured", ACCENT),
+    ("  · unbalanced", "yellow"),
+    ("  ▲ rebalance", MARK),
+    style=QUIET,
+)
 
 
-def _plot(seen: Snapshot, width: int) -> list[Text]:
+def _plot(seen: Look, width: int) -> list[Text]:
     """Columns of measured imbalance, a dot for contiguous, and a mark under each rebalance."""
-    scores = [score for score in seen.series if score.is_complete][-(width - 8) :]
+    scores = [score for score in seen.windows if score.is_complete][-(width - 8) :]
     if not scores:
         return []
     most = max(1.1, *(max(score.measured or 0, score.contiguous or 0) for score in scores))
-    columns = max(1, min(4, (width - 8) // len(scores)))  # of each window
+    columns = max(1, min(4, (width - 8) // len(scores)))  # columns of each window
     rows = [Text(no_wrap=True) for _ in range(PLOT_ROWS)]
     for row, line in enumerate(rows):
         top = most - (most - 1.0) * row / PLOT_ROWS
@@ -206,9 +215,9 @@ def _plot_cell(score: WindowScore, row: int, most: float) -> tuple[str, str]:
     return EIGHTHS[max(0, min(8, filled))], ACCENT
 
 
-def _mark_row(seen: Snapshot, scores: list[WindowScore], columns: int) -> Text:
+def _mark_row(seen: Look, scores: list[WindowScore], columns: int) -> Text:
     """The axis; a mark stands under the window in which its generation first served."""
-    steps = {mark.step: mark.generation for mark in seen.marks if mark.step is not None}
+    steps = {mark.step: mark.generation for mark in seen.rebalances if mark.step is not None}
     axis = ["─"] * (columns * len(scores))
     for at, score in enumerate(scores):
         for step, generation in steps.items():
@@ -220,15 +229,15 @@ def _mark_row(seen: Snapshot, scores: list[WindowScore], columns: int) -> Text:
     return line
 
 
-def _migration(seen: Snapshot, width: int) -> Text:
-    open_one = seen.migration
+def _migration(state: State, width: int) -> Text:
+    open_one = state.migration
     if open_one is None:
         return Text(" migration  none is open", style=QUIET)
     size = max(10, width - 70)
     full = round(size * open_one.fraction)
     return Text.assemble(
         f" migration  plan {open_one.plan_id}: ",
-        (f"{seen.phase:<8}", f"bold {ACCENT}"),
+        (f"{state.phase:<8}", f"bold {ACCENT}"),
         ("━" * full, ACCENT),
         ("━" * (size - full), QUIET),
         f"  {open_one.applied}/{open_one.num_transactions} transactions serve, "
@@ -236,15 +245,15 @@ def _migration(seen: Snapshot, width: int) -> Text:
     )
 
 
-def _pace(seen: Snapshot) -> Text:
-    pace = seen.pace
+def _pace(state: State) -> Text:
+    pace = state.pace
     style = "bold" if pace.part == 1 else f"bold {ACCENT}"
     return Text.assemble(" pace  ", (f"{pace.part:g}", style), f" of its own; {pace.reason}")
 
 
-def _bytes(seen: Snapshot) -> Text:
-    line = Text(f" moved {seen.experts_moved:,} experts  ")
-    for source, count in seen.bytes_by_source.items():
+def _bytes(state: State) -> Text:
+    line = Text(f" moved {state.experts_moved:,} experts  ")
+    for source, count in state.bytes_by_source.items():
         line.append(f"{source.replace('_', ' ')} ", QUIET).append(f"{in_units(count)}  ")
     return line
 
@@ -256,9 +265,3 @@ def in_units(count: int) -> str:
         value /= BYTES_PER_UNIT
         units.pop(0)
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def _decisions(seen: Snapshot, most: int) -> Iterator[Text]:
-    for decision in reversed(seen.decisions[-most:] if most else ()):
-        style = DECISION_STYLE.get(decision.decision, "")
-        yield Text.assemble(" ", (f"{decision.decision:^9}", style), "  ", decision.reason)

@@ -21,33 +21,32 @@ import httpx
 import numpy as np
 
 from benchmarks.attack import Attack, Outcome
+from tests.support.sessions import pids_of
 
 BIN = Path(sys.executable).parent
 START_S, END_S, SERVE_AGAIN_S = 60.0, 60.0, 60.0
 DESCRIPTORS, HALF_SENT = 1024, 1200
 MB = 2**20
 SMALL = {
-    "ranks": 4,
+    "ranks_per_node": 2,
     "layers": 2,
     "experts": 8,
     "top_k": 2,
     "hidden": 32,
     "intermediate": 32,
-    "tokens_per_rank": 64,
-    "window_tokens": 1024,
-    "seconds": 1,
-    "serve": "true",
+    "window_steps": 4,
     "port": 0,
-    "view": "plain",
 }
+OPTIONS = ["--serve", "--seconds", "1", "--tokens-per-rank", "64", "--view", "plain"]
 
 
 class Demo:
     """``eplb demo`` in a session of its own."""
 
     def __init__(self, folder: Path, prepare: Callable[[], object] = lambda: None) -> None:
-        given = {"state_dir": folder / "state", "json_path": folder / "summary.json"} | SMALL
-        words = [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
+        given = {"state_dir": folder / "state"} | SMALL
+        words = [*OPTIONS, "--json", str(folder / "summary.json")]
+        words += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
         self.summary, self.output = folder / "summary.json", folder / "output.txt"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -87,20 +86,15 @@ class Demo:
         return self.process.wait(END_S)
 
     def memory(self, field: str) -> int:
-        """Bytes of the parent, of a field of its status."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        """Bytes of the process that serves HTTP, of a field of its status."""
+        status = Path(f"/proc/{self.pid('serve')}/status").read_text()
         return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
-    def rank(self, number: int) -> int:
-        """The process id of a rank of this demo."""
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            except OSError:
-                continue
-            if name == f"rank {number}" and int(rest.split()[3]) == self.process.pid:
-                return int(stat.parent.name)
-        raise RuntimeError(f"rank {number} is not there")
+    def pid(self, title: str) -> int:
+        """The id of a process of this demo."""
+        if found := pids_of(self.process.pid, title):
+            return found[0]
+        raise RuntimeError(f"{title} is not there")
 
 
 @contextmanager
@@ -120,7 +114,7 @@ def large_bodies(folder: Path) -> Outcome:
             yield b"x" * MB
 
     with demo(folder) as running, running.client() as client:
-        Path(f"/proc/{running.process.pid}/clear_refs").write_text("5")  # the peak, from now on
+        Path(f"/proc/{running.pid('serve')}/clear_refs").write_text("5")  # the peak, from now on
         before, statuses = running.memory("VmRSS"), []
         for content in (b"x" * (100 * MB), chunks()):
             header = {"Content-Type": "application/json"}
@@ -213,7 +207,7 @@ def serves_again(folder: Path, count: int) -> tuple[float, float, list[float]]:
                 break
         first = client.get("/api/v1/state").json()["run"]
         start = time.monotonic()
-        os.kill(running.rank(1), signal.SIGKILL)
+        os.kill(running.pid("rank 1"), signal.SIGKILL)
         while time.monotonic() < start + SERVE_AGAIN_S:
             state = client.get("/api/v1/state").json()
             if state.get("run", first) != first and state["step"] > 0 and not state["silent_ranks"]:

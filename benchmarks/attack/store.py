@@ -28,22 +28,19 @@ HERE = Path(__file__).resolve().parents[2]
 START_S, AFTER_S, END_S = 60.0, 30.0, 20.0
 LOOK_S = 0.1
 SMALL = {
-    "ranks": 4,
+    "ranks_per_node": 2,
     "nodes": 2,
     "layers": 2,
     "experts": 8,
     "top_k": 2,
     "hidden": 32,
     "intermediate": 32,
-    "tokens_per_rank": 64,
-    "window_tokens": 1024,
-    "seconds": 2,
-    "serve": True,
+    "window_steps": 4,
     "pay_back_s": 1_000_000,
     "lease_ttl_s": 2,
     "port": 0,
-    "view": "off",
 }
+OPTIONS = ["--serve", "--seconds", "2", "--tokens-per-rank", "64", "--view", "off"]
 
 
 def demo_command(folder: Path, store: str) -> list[str]:
@@ -51,7 +48,7 @@ def demo_command(folder: Path, store: str) -> list[str]:
     given = {**SMALL, "state_dir": folder} | ({"store": store} if store else {})
     settings = [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
     text = [word for name in ("LICENSE", "README.md") for word in ("--text", str(HERE / name))]
-    return [str(EPLB), "demo", *text, *settings]
+    return [str(EPLB), "demo", *OPTIONS, *text, *settings]
 
 
 def found_in_time(what: str, look: Callable[[], Any], within_s: float) -> Any:

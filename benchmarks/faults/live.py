@@ -79,12 +79,9 @@ def kill_controller(demo: FaultyDemo, fault: Fault) -> str:
 
 
 def kill_host_cache(demo: FaultyDemo, fault: Fault) -> str:
-    pids = demo.wait_for(
-        "all preload processes",
-        lambda: (found := demo.pids("preload process")) and len(found) == NODES and found,
-        DEADLINE_S,
-    )
-    os.kill(pids[fault.host], signal.SIGKILL)
+    title = f"host cache {fault.host}"
+    pids = demo.wait_for(title, lambda: demo.pids(title), DEADLINE_S)
+    os.kill(pids[0], signal.SIGKILL)
     return f"host process {fault.host}"
 
 
@@ -100,7 +97,7 @@ def stop_rank(demo: FaultyDemo, fault: Fault) -> str:
 
 def damage_host_cache(demo: FaultyDemo, fault: Fault) -> str:
     """Turn bytes of the records that a host holds, where they lie."""
-    pid = demo.pids("preload process")[fault.host]
+    (pid,) = demo.pids(f"host cache {fault.host}")
     descriptor = memory_files(pid, "eplb-host-cache")[0]  # of two: a mapping keeps one of its own
     with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b", buffering=0) as memory:
         size, damaged = os.fstat(memory.fileno()).st_size, 0

@@ -21,6 +21,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.migration.transactions import copy_transactions
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent, most_replicas, wire_agent
+from rebalance.build.config import RankConfig
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import StepCounter
@@ -59,7 +60,7 @@ def agent_of(big: BigRank, path: Path, transport: Any) -> tuple[WiredAgent, Cloc
     store, clock = open_store(path, DEPLOYMENT), Clockwork()
     budget = big.shapes.bytes_per_second
     stage = StageSettings() if budget == math.inf else StageSettings.while_serving(budget)
-    settings = AgentSettings(DEPLOYMENT, "bench", big.topology, sample_steps=16, stage=stage)
+    settings = AgentSettings(RankConfig(DEPLOYMENT, 16, 1, stage=stage), "bench", big.topology)
     held = HeldExperts(big.rank, big.bank, big.digests, big.placement)
     links = Links(big.votes, transport, store, Reporter(store))
     if big.shapes.ranks_per_gpu > 1:

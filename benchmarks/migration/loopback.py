@@ -142,7 +142,7 @@ class OtherHost:
         num_experts, size = self.model.num_experts, self.schema.record_bytes
         address = HostCacheAddress(f"asks-{os.getpid()}-{next(numbers)}", os.urandom(16))
         settings = HostCacheSettings(
-            "ring", None, num_experts // 2, num_readers=self.num_readers, links=self.links
+            "ring", num_experts // 2, num_readers=self.num_readers, links=self.links
         )
         halves = [
             [(0, e) for e in range(num_experts // 2)],

@@ -120,7 +120,7 @@ class Cache:
         """
         address = HostCacheAddress(f"bench-{os.getpid()}", os.urandom(16))
         settings = HostCacheSettings(
-            "ring", None, self.num_entries, self.record_file, num_readers=self.num_readers
+            "ring", self.num_entries, self.record_file, num_readers=self.num_readers
         )
         size, num_experts = self.schema.record_bytes, self.model.num_experts
         checkpoint = Checkpoint(self.weights)  # anew: mapped pages cannot be dropped

@@ -110,7 +110,8 @@ def prepare(store: StateStore, size: Size, now: float) -> None:
     )
     committed = store.committed()
     assert committed is not None, "fill commits one"
-    for generation in range(3, 203):
+    first_one = committed.placement.generation + 1
+    for generation in range(first_one, first_one + 200):
         placement = committed.placement.with_generation(generation)
         store.commit(placement, expected=generation - 1, reason="of the benchmark")
     store.submit("rebalance", {"reason": "of the benchmark"})

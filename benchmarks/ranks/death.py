@@ -24,11 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from api.demo.workers.build import build_demo_rank
-from api.demo.workers.host_cache import run_host_cache
-from api.demo.workers.plan import MAX_RELATIVE_ERROR, ROUTE_TIE, WorkerPlan
-from api.processes.children import Child, Parent, preload_modules
-from benchmarks.ranks.serving import VOCABULARY, begin_run, plan_of, received_message
+from api.demo.checking import MAX_RELATIVE_ERROR, ROUTE_TIE
+from benchmarks.ranks.children import Child, Parent, preload_modules
+from benchmarks.ranks.serving import (
+    VOCABULARY,
+    RankPlan,
+    begin_run,
+    build_bench_rank,
+    plan_of,
+    received_message,
+    run_host_cache,
+)
 from eplb.core.topology import Topology
 from eplb.errors import RankError
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -51,11 +57,11 @@ def print_row(what: str, found: str) -> None:
     print(f"{what:<62} {found}", flush=True)
 
 
-def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
+def run_decode(parent: Parent, plan: RankPlan, rank: int) -> None:
     """Serve until a peer dies; the first answer goes to the parent, to be checked."""
     begun = threading.Event()
     parent.receive_commands(lambda _: begun.set())
-    built = build_demo_rank(plan, rank)
+    built = build_bench_rank(plan, rank)
     parent.send("ready", os.getpid())
     assert begun.wait(120), "no command to begin"
     built.agent.start()
@@ -63,10 +69,10 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
     ids = torch.randint(VOCABULARY, plan.batch_shape, generator=random)
     # Once: a copy from pageable memory waits for the stream, and so for a dead peer, without end.
     on_device = ids.to(built.device)
-    is_cuda = plan.device == "cuda"
+    is_cuda = plan.deployment.device == "cuda"
     in_flight = Completion(is_cuda=is_cuda)
     try:
-        while built.begin_step():
+        while built.agent.step():
             answer = built.model.forward(on_device, salt=built.passes.begin())
             built.agent.wait(in_flight)
             in_flight = Completion(is_cuda=is_cuda)
@@ -80,7 +86,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int) -> None:
         parent.send("served", (time.monotonic(), str(exc)))
 
 
-def start(plan: WorkerPlan, num_ranks: int) -> tuple[list[Child], list[int]]:
+def start(plan: RankPlan, num_ranks: int) -> tuple[list[Child], list[int]]:
     """Start all ranks and wait until they can serve."""
     ranks = [Child(f"rank {r}", run_decode, plan, r) for r in range(num_ranks)]
     return ranks, [received_message(child, "ready", 240) for child in ranks]
@@ -117,11 +123,10 @@ def kill_last(ranks: list[Child], pids: list[int]) -> float:
     return killed_at
 
 
-def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None:
+def measure(plan: RankPlan, num_ranks: int, reference: ReferenceModel) -> None:
     """Serve, kill, stop, start again, check."""
-    print_row(f"-- {plan.dispatcher}, {num_ranks} ranks, {plan.device}", "")
-    rendezvous = Rendezvous()
-    ranks, pids = start(replace(plan, rendezvous=rendezvous.handle), num_ranks)
+    print_row(f"-- {plan.dispatcher}, {num_ranks} ranks, {plan.deployment.device}", "")
+    ranks, pids = start(plan, num_ranks)
     _, error, wrong = first_answers(ranks, reference)
     print_row("before: largest error, wrong routes", f"{error:.1e}, {wrong}")
     killed_at = kill_last(ranks, pids)
@@ -129,8 +134,7 @@ def measure(plan: WorkerPlan, num_ranks: int, reference: ReferenceModel) -> None
     for child in ranks:
         child.stop(0.0)
     stopped_at = time.monotonic()
-    again = Rendezvous()
-    ranks, _ = start(replace(plan, rendezvous=again.handle), num_ranks)
+    ranks, _ = start(plan, num_ranks)
     ready_at = time.monotonic()
     right_at, error, wrong = first_answers(ranks, reference)
     is_right = error <= MAX_RELATIVE_ERROR[plan.precision] and wrong == 0
@@ -224,16 +228,16 @@ def main() -> None:
     given = parser.parse_args()
     is_cuda = given.device == "cuda"
     precision = "bfloat16" if is_cuda else "float32"
-    preload_modules("api.demo.workers.rank", "api.demo.workers.host_cache")
+    preload_modules("benchmarks.ranks.serving")
     # Ranks spin beside the reference, which would wait for the slowest of many threads.
     torch.set_num_threads(min(8, os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(Path(folder), given.ranks, "", device=given.device, precision=precision)
+        plan = plan_of(Path(folder), given.ranks, device=given.device, precision=precision)
         store = begin_run(plan)
         reference = ReferenceModel(
             plan.model, Checkpoint(plan.weights).reference_weights(), tie=ROUTE_TIE[precision]
         )
-        host_cache = Child("host_cache", run_host_cache, plan, 0)
+        host_cache = Child("host_cache", run_host_cache, plan)
         received_message(host_cache, "ready", 60)
         for name in GPU_DISPATCHERS if is_cuda else ("all_to_all",):
             measure(replace(plan, dispatcher=name), given.ranks, reference)

@@ -8,98 +8,173 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from api.demo.workers.build import Rank, build_demo_rank
-from api.demo.workers.plan import DEPLOYMENT, WorkerPlan
-from api.processes.children import Child, Parent
+from api.demo.engine import Model, make_model
 from benchmarks.publishing import Publisher
+from benchmarks.ranks.children import Child, Parent
 from benchmarks.ranks.soak_readings import Level, Progress, Reservoir
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace, build_migration
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.build.description import schema_of
-from rebalance.controller.loop import ControllerSettings
+from rebalance.agent import RankAgent
+from rebalance.build.config import NetworkConfig, RankConfig
+from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription, schema_of
+from rebalance.build.environment import EmbeddedRank, build_rank_from_env
+from rebalance.build.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint
+from runtime.passes import PassCounter
 from runtime.streams import Completion
-from telemetry import open_store
-from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 
 # -- What the benchmarks of live ranks share: a small model, its plan, its start, its messages.
 
 SPARE_SLOTS = 2  # of a rank, for replicas
 VOCABULARY = 4096
+RANK_FILE = "rank.json"
 GPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=2048, intermediate=768)
 CPU_MODEL = ModelShape(tuple(range(6)), 32, 6, hidden=64, intermediate=128)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What every process of a benchmark is given alike."""
+
+    folder: Path
+    deployment: DeploymentDescription
+    port: int  # where the ranks meet
+    precision: str
+    dispatcher: str = "deepep_low_latency"  # on cuda
+    batch_shape: tuple[int, int] = (2, 64)  # of a rank's step
+    seed: int = 3
+
+    @property
+    def model(self) -> ModelShape:
+        """The model that is served."""
+        return self.deployment.model
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks and their slots."""
+        return self.deployment.topology
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the checkpoint."""
+        assert self.deployment.checkpoint is not None, "plan_of writes one"
+        return self.deployment.checkpoint
 
 
 def plan_of(
     folder: Path,
     num_ranks: int,
-    rendezvous: str,
     *,
-    device: str = "cuda",
+    device: Literal["cpu", "cuda"] = "cuda",
     precision: str = "bfloat16",
     model: ModelShape | None = None,
-) -> WorkerPlan:
+) -> RankPlan:
     """Write seeded weights of a small model, and lay out what every process is given."""
     model = model or (GPU_MODEL if device == "cuda" else CPU_MODEL)
     slots_per_rank = -(-model.num_experts // num_ranks) + SPARE_SLOTS
     schema = schema_of(model.hidden, model.intermediate, precision)
-    model = replace(model, expert_bytes=schema.record_bytes)
     weights = folder / "weights"
     if not weights.exists():
         write_random_checkpoint(weights, model, schema, vocabulary=VOCABULARY, seed=3)
-    run = f"bench-{secrets.token_hex(3)}"
-    return WorkerPlan(
-        run=run,
-        store=folder / "store.sqlite",
-        weights=weights,
-        text=None,
-        trace=None,
+    name = f"bench-{secrets.token_hex(3)}"
+    deployment = DeploymentDescription(
+        config=RankConfig(
+            name, sample_steps=16, staging_experts=8, network=NetworkConfig(interface="lo")
+        ),
+        store=str(folder / "store.sqlite"),
         model=model,
+        schema=schema,
         topology=Topology.uniform(1, num_ranks, slots_per_rank),
-        host_caches=(HostCacheAddress(run, secrets.token_bytes(16)),),
-        rendezvous=rendezvous,
-        tokens_per_rank=128,
-        window_steps=64,
-        sample_steps=16,
-        check_every=8,
-        drift_period_s=60.0,
-        seed=3,
-        staging_experts=8,
         device=device,
-        precision=precision,
-        dispatcher="deepep_low_latency",
-        controller=ControllerSettings(),
+        hosts=("127.0.0.1",),
+        host_caches=(HostCacheAddress(name, secrets.token_bytes(16)),),
+        join_key=secrets.token_bytes(16),
+        window_steps=64,
+        checkpoint=weights,
     )
+    (folder / RANK_FILE).write_text(deployment.to_json())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return RankPlan(folder, deployment, port, precision)
 
 
-def begin_run(plan: WorkerPlan) -> StateStore:
-    """Open the store with a random first placement and this run in it."""
-    store = open_store(plan.store, DEPLOYMENT)
+@dataclass(frozen=True)
+class Rank:
+    """One rank that serves, and its model."""
+
+    embedded: EmbeddedRank
+    model: Model
+    passes: PassCounter
+
+    @property
+    def agent(self) -> RankAgent:
+        """The rank's agent."""
+        return self.embedded.agent
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.embedded.place.device
+
+
+def build_bench_rank(plan: RankPlan, rank: int) -> Rank:
+    """Build a rank up to the point where its agent can start."""
+    if plan.deployment.device == "cpu":
+        torch.set_num_threads(1)
+    environ = {
+        RANK_FILE_VARIABLE: str(plan.folder / RANK_FILE),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(plan.topology.num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(plan.port),
+    }
+    passes = PassCounter()
+    embedded = build_rank_from_env(environ=environ, passes=passes)
+    model, _ = make_model(embedded, plan.dispatcher, plan.batch_shape, has_forced_routes=False)
+    embedded.counter.drain()  # proving and warming up were no load
+    return Rank(embedded, model, passes)
+
+
+def run_host_cache(parent: Parent, plan: RankPlan) -> None:
+    """Serve records to the ranks until stopped."""
+    is_stopping = threading.Event()
+    parent.receive_commands(lambda _: is_stopping.set())
+    given = plan.deployment
+    address, settings = given.host_caches[0], HostCacheSettings()
+    host_cache = build_host_cache(settings, address, given.model, given.schema, plan.weights)
+    parent.send("ready")
+    is_stopping.wait()
+    host_cache.close()
+
+
+def begin_run(plan: RankPlan) -> StateStore:
+    """Open the store with a random first placement in it."""
+    store = plan.deployment.opened_store()
     start = random_placement(plan, np.random.default_rng(0))
     store.commit(start, expected=None, reason="start")
-    model, topology = model_to_dict(plan.model), topology_to_dict(plan.topology)
-    store.begin_run(RunInfo(plan.run, time.time(), model, topology, plan.window_steps))
     return store
 
 
-def random_placement(plan: WorkerPlan, rng: np.random.Generator) -> Placement:
+def random_placement(plan: RankPlan, rng: np.random.Generator) -> Placement:
     """Every expert somewhere, other slots filled at random, never twice on a rank."""
     num_ranks, num_experts = plan.topology.num_ranks, plan.model.num_experts
     slots_per_rank = plan.topology.num_slots // num_ranks
@@ -135,9 +210,9 @@ LAYERS_PER_MIGRATION = 2
 POLL_S = 0.01
 
 
-def publisher_of(plan: WorkerPlan, steps: Callable[[], int], swap_every: int) -> Publisher:
+def publisher_of(plan: RankPlan, steps: Callable[[], int], swap_every: int) -> Publisher:
     """Publish random migrations, each once ``steps`` says that it is due."""
-    store = open_store(plan.store, DEPLOYMENT)
+    store = plan.deployment.opened_store()
     return Publisher(store, RandomPlans(store, plan, steps, swap_every).next, poll_s=POLL_S)
 
 
@@ -150,7 +225,7 @@ class RandomPlans:
     """
 
     def __init__(
-        self, store: StateStore, plan: WorkerPlan, steps: Callable[[], int], swap_every: int
+        self, store: StateStore, plan: RankPlan, steps: Callable[[], int], swap_every: int
     ) -> None:
         self._store, self._plan, self._steps = store, plan, steps
         self._swap_every, self._due = swap_every, swap_every
@@ -232,7 +307,7 @@ class Length:
 class Decode:
     """What is to be measured."""
 
-    device: str  # cpu or cuda
+    device: Literal["cpu", "cuda"]
     num_ranks: int
     precision: str
     length: Length
@@ -257,7 +332,7 @@ class Served:
     placement_hash: str
 
 
-def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> None:
+def run_decode(parent: Parent, plan: RankPlan, rank: int, wanted: Decode) -> None:
     """Serve decode steps under random migrations, and prove what is left in memory."""
 
     def publisher(built: Rank) -> Publisher:
@@ -268,7 +343,7 @@ def run_decode(parent: Parent, plan: WorkerPlan, rank: int, wanted: Decode) -> N
 
 def decode(
     parent: Parent,
-    plan: WorkerPlan,
+    plan: RankPlan,
     rank: int,
     length: Length,
     make_publisher: Callable[[Rank], Publisher],
@@ -283,7 +358,7 @@ def decode(
     begun, is_halting = threading.Event(), threading.Event()
     commands = {"begin": begun, "halt": is_halting}
     parent.receive_commands(lambda command: commands[command[0]].set())
-    built = build_demo_rank(plan, rank)
+    built = build_bench_rank(plan, rank)
     parent.send("ready")
     if not begun.wait(BEGIN_DEADLINE_S):
         raise RankError(f"rank {rank}: no command to begin within {BEGIN_DEADLINE_S:.0f} s")
@@ -298,7 +373,7 @@ def decode(
     if publisher is not None:
         publisher.close()
     watch.memory.note(used_memory(built))
-    built.parts.close()
+    built.embedded.close()
     parent.send("served", watch.served())
 
 
@@ -371,18 +446,18 @@ class Watch:
 
 
 def serve(
-    plan: WorkerPlan,
+    plan: RankPlan,
     rank: int,
     watch: Watch,
     publisher: Publisher | None,
     is_halting: threading.Event,
 ) -> None:
     """Step until all ranks have agreed to end; the host is one step ahead of the device at most."""
-    built, is_cuda = watch.built, plan.device == "cuda"
+    built, is_cuda = watch.built, plan.deployment.device == "cuda"
     random = torch.Generator().manual_seed(rank)
     batches = torch.randint(VOCABULARY, (16, *plan.batch_shape), generator=random).to(built.device)
     in_flight = Completion(is_cuda=is_cuda)
-    while built.begin_step():
+    while built.agent.step():
         started = time.perf_counter()
         step = built.passes.begin()
         built.model.forward(batches[step % 16], salt=step)

@@ -20,8 +20,7 @@ from statistics import median
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from api.demo.workers.host_cache import run_host_cache
-from api.processes.children import Child, import_for_children
+from benchmarks.ranks.children import Child, import_for_children
 from benchmarks.ranks.serving import (
     FIRST_PERCENT,
     WARM_UP_STEPS,
@@ -30,10 +29,10 @@ from benchmarks.ranks.serving import (
     begin_run,
     plan_of,
     run_decode,
+    run_host_cache,
 )
 from benchmarks.ranks.soak_readings import MIB, Level, Progress, progress_line
 from benchmarks.result_table import Row
-from runtime.group.rendezvous import Rendezvous
 
 # -- The processes of a soak: start, messages, end. All end before their folder is removed.
 
@@ -50,7 +49,7 @@ class Interrupts:
     """Records SIGINT and SIGTERM, for an orderly end.
 
     Processes that are started in its ``with`` block ignore SIGTERM (and SIGINT, by
-    ``api.processes.children``): ``timeout`` and service managers send it to the whole group, and
+    ``benchmarks.ranks.children``): ``timeout`` and service managers send it to the whole group, and
     ranks that exit by it could report nothing.
     """
 
@@ -237,13 +236,11 @@ def measure_decode(wanted: Decode, interrupts: Interrupts, progress_every_s: flo
     Raises:
         SystemExit: a process failed, in its words; or interrupted before the ranks served.
     """
-    rendezvous = Rendezvous()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         plan = plan_of(
             Path(folder),
             wanted.num_ranks,
-            rendezvous.handle,
             device=wanted.device,
             precision=wanted.precision,
         )
@@ -253,7 +250,7 @@ def measure_decode(wanted: Decode, interrupts: Interrupts, progress_every_s: flo
         stack.callback(
             processes.end
         )  # before the folder goes: they write to it as long as they run
-        host_cache = processes.start("host_cache", run_host_cache, plan, 0)
+        host_cache = processes.start("host_cache", run_host_cache, plan)
         wait_until_ready(processes, [host_cache], interrupts)
         ranks = [
             processes.start(f"rank {r}", run_decode, plan, r, wanted)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from api.processes.children import preload_modules
+from benchmarks.ranks.children import preload_modules
 from benchmarks.ranks.serving import Decode, Length
 from benchmarks.ranks.soak import Interrupts, measure_decode
 from benchmarks.result_table import Row, keep, show
@@ -174,7 +174,7 @@ def main() -> None:
         Length(given.steps or (10_000 if is_cuda else 1_000), given.seconds),
         given.swap_every,
     )
-    preload_modules("api.demo.workers.rank", "api.demo.workers.host_cache")
+    preload_modules("benchmarks.ranks.serving")
     with Interrupts() as interrupts:
         rows += measure_decode(wanted, interrupts, given.progress_every)
         show(rows, max(len(row[0]) for row in rows))

@@ -28,6 +28,7 @@ from benchmarks.schedules.simulated import (
 from eplb.core.load import LoadSample
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
+from rebalance.build.config import RankConfig
 from rebalance.protocol.phases import Phase
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.watcher import Watcher, Writing
@@ -126,13 +127,16 @@ def make_agent(
     deployment, clock, bank = world.deployment, world.clock, transport.bank
     layers, experts = deployment.start.num_layers, deployment.start.num_experts
     settings = AgentSettings(
-        "schedules",
+        RankConfig(
+            "schedules",
+            sample_steps=1000,
+            staging_experts=1,
+            plan_deadline_s=500.0,
+            scrub_every_steps=0,
+            stage=STAGE,
+        ),
         "run",
         deployment.topology,
-        sample_steps=1000,
-        plan_deadline_s=500.0,
-        scrub_every_steps=0,
-        stage=STAGE,
     )
     parts = RankParts(
         number,
@@ -219,7 +223,7 @@ class Rank:
         pending = self.core.voter.pending
         if pending is None or self.member.result is not None or self.member.can_arrive:
             return False
-        is_vote_due = self.steps.steps % self.core.settings.vote_every == 0
+        is_vote_due = self.steps.steps % self.core.settings.config.vote_every == 0
         return is_vote_due or pending[0].prepared > self.shared.state.swapped
 
     def step(self) -> Step:

@@ -89,7 +89,7 @@ class Sweeper:
 def redis_load(run: Run) -> Iterator[Row]:
     what = f"Redis, {NUM_RANKS} ranks x 2 samples/s, {run.seconds:.0f} s, written"
     target = "0 lost, 25 % of a core, memory flat"
-    for how, tempo in (("at once", AT_ONCE), ("every 2 s", Tempo(write_s=2.0))):
+    for how, tempo in (("at once", AT_ONCE), ("every 2 s", Tempo(store_interval=2.0))):
         with RedisProcess(run.folder / how.replace(" ", "-")) as server:
             yield Row(f"{what} {how}", _redis_load(server, run, tempo), target)
 

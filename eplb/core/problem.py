@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from eplb.core.topology import Topology
 from eplb.decision.gate import CostModel
 from eplb.decision.gate import Objective as Objective
 from eplb.decision.promises import Record
+from eplb.declared import Setting
 from eplb.dispatch_rules.rules import DispatchRule, check_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.packing.zones import keeps_groups
@@ -41,9 +42,23 @@ class Budget:
         ConfigError: a figure that no plan can meet.
     """
 
-    max_moves: int | None = None  # weights moved, over all layers
+    max_moves: Annotated[
+        int | None,
+        Setting(
+            "most experts that one plan moves, over all layers; 0: no limit",
+            unit="experts",
+            live=True,
+        ),
+    ] = None
     max_bytes: int | None = None  # the same in bytes; needs a model, which knows expert_bytes
-    target_imbalance: float = 1.02  # a layer at or under it, or under its noise, is not changed
+    target_imbalance: Annotated[
+        float,
+        Setting(
+            "max/mean rank load of a layer at or below which the layer is not changed",
+            at_least=1,
+            live=True,
+        ),
+    ] = 1.02
     time_ms: float | None = None  # of search; None: while it gains, 200 at most; inf: no limit
     num_threads: int = 1  # of the search; the plan does not depend on it
 

@@ -13,8 +13,9 @@ from enum import Enum
 from itertools import pairwise
 from math import inf
 from numbers import Real  # numpy's numbers too
-from typing import Literal
+from typing import Annotated, Literal
 
+from eplb.declared import Setting
 from eplb.errors import ConfigError
 
 Curve = tuple[tuple[float, float], ...]
@@ -50,17 +51,51 @@ class CostModel:
         ConfigError: a figure that is negative or not a number.
     """
 
-    pay_back_s: float = 60.0  # serving time within which a move must save what it costs
-    expert_part: float = 0.3  # of a step at perfect balance, the part that routed experts take
+    pay_back_s: Annotated[
+        float, Setting("serving time within which a move must save what it costs", live=True)
+    ] = 60.0
+    expert_part: Annotated[
+        float,
+        Setting(
+            "part of a step that routed experts take at perfect balance",
+            above=0,
+            at_most=1,
+            live=True,
+        ),
+    ] = 0.3
     seconds_per_expert: float | None = None  # serving time lost per expert received; None: by bytes
-    bytes_per_s: float = 6e9  # at which a rank receives; the default budget of staging
-    seconds_per_rebalance: float = 0.1  # serving time lost by votes and swaps of a rebalance
-    far_moves: float = 1.1  # near moves that one from another node counts as in the search
+    bytes_per_s: Annotated[
+        float,
+        Setting(
+            "rate at which a rank receives experts, for the price of a move",
+            unit="bytes/s",
+            at_least=1,
+            at_most=10**15,
+            live=True,
+        ),
+    ] = 6e9  # the default budget of staging
+    seconds_per_rebalance: Annotated[
+        float,
+        Setting(
+            "serving time that votes and swaps of one rebalance take",
+            unit="s",
+            at_most=3600,
+            live=True,
+        ),
+    ] = 0.1
+    far_moves: Annotated[
+        float, Setting("near moves that one from another node counts as", unit="moves", live=True)
+    ] = 1.1
     min_share_gain: float = 0.01  # of a layer's imbalance, for new shares to replace an equal split
-    node_traffic: float = 0.0  # imbalance that all tokens crossing nodes count as; 0: ignored
+    node_traffic: Annotated[
+        float,
+        Setting("imbalance that all tokens crossing nodes count as; 0: not counted", live=True),
+    ] = 0.0
     tokens_of_node: tuple[float, ...] = ()  # part of tokens that starts on each; (): by live ranks
     curve: Curve = GROUPED_GEMM_H200  # (tokens of a replica in a step, time): objective "time"
-    dead_zone: bool = False  # whether a gain counts only by the time that it saves by the curve
+    dead_zone: Annotated[
+        bool, Setting("count a gain only by the time that it saves by the curve", live=True)
+    ] = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

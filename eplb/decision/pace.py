@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Annotated
 
+from eplb.declared import Meaning
 from eplb.migration.transactions import Pace
 
 STEP = 1 / 8
@@ -60,11 +62,14 @@ class PaceVerdict:
 class PaceChange:
     """What a migration did to the steps, and the pace before and after it."""
 
-    plan_id: int  # of the migration that was judged
-    slowdown: float | None  # None: not measured
-    budget: float
-    part_before: float  # of the deployment's own pace, that this migration had
-    part: float  # that the next one has
+    plan_id: Annotated[int, Meaning("plan id of the migration that was judged")]
+    slowdown: Annotated[
+        float | None,
+        Meaning("part by which it lengthened the p95 of step time; null: not measured"),
+    ]
+    budget: Annotated[float, Meaning("`step_time_budget` at that time")]
+    part_before: Annotated[float, Meaning("part of the deployment's own pace that it had")]
+    part: Annotated[float, Meaning("part of that pace that the next migration has")]
     reason: str
 
 

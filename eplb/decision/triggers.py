@@ -14,10 +14,10 @@ wait, and neither does an operator, who asks by a task or has a rank drained.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from eplb.errors import ConfigError
+from eplb.declared import Setting, check_fields
+from eplb.errors import UnfitSetting
 
 Trigger = Literal["membership", "drain", "first", "change", "interval", "imbalance", "load"]
 # What the event of a decision names: a trigger; an operator; either's way to an earlier placement.
@@ -32,21 +32,33 @@ class TriggerRules:
         ConfigError: a figure that is out of range, or limits that contradict each other.
     """
 
-    interval_tokens: int = 0
-    interval_s: float = 0.0
-    start_imbalance: float = 0.0  # of the latest window
-    rearm_imbalance: float = 0.0  # 0: as start_imbalance
-    cool_down_s: float = 0.0
+    interval_tokens: Annotated[
+        int,
+        Setting(
+            "prefill tokens from one plan to the next; see operations.md; 0: no trigger",
+            at_most=10**15,
+            live=True,
+        ),
+    ] = 0
+    interval_s: Annotated[
+        float, Setting("time from one plan to the next; 0: no trigger", live=True)
+    ] = 0.0
+    start_imbalance: Annotated[
+        float, Setting("imbalance of a window at which a plan is made; 0: no trigger", live=True)
+    ] = 0.0
+    rearm_imbalance: Annotated[
+        float,
+        Setting("imbalance below which start_imbalance may trigger again; 0: the same", live=True),
+    ] = 0.0
+    cool_down_s: Annotated[
+        float, Setting("time after a commit in which no load starts a plan", live=True)
+    ] = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < inf:
-                raise ConfigError(f"triggers: {name} is {value}, expected a number, 0 or more")
+        check_fields(self)
         if self.rearm_imbalance > self.start_imbalance:
-            raise ConfigError(
-                f"triggers: rearm_imbalance is {self.rearm_imbalance}, expected at most "
-                f"start_imbalance, which is {self.start_imbalance}"
-            )
+            expected = f"at most start_imbalance, which is {self.start_imbalance}"
+            raise UnfitSetting("rearm_imbalance", self.rearm_imbalance, expected)
 
     @property
     def is_each_window(self) -> bool:

@@ -10,7 +10,7 @@ Shapes:  L MoE layers, E experts, S slots, R ranks, W words of the random genera
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +22,9 @@ from eplb.dispatch_rules.engine_draws import Sources, shares_by_choice
 from eplb.errors import ConfigError
 
 SGLANG_SEED = 42  # of SGLang's draws, which restart with every map
+
+
+DispatchRuleName = Literal["even", "weighted", "sglang_static", "ascend_mod", "per_source"]
 
 
 class DispatchRule(Enum):

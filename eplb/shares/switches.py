@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
 
 SharedExpert = Literal["home", "light_ranks"]
@@ -20,18 +21,36 @@ class BatchSwitches:
         ConfigError: a switch needs another one, or excludes it.
     """
 
-    split: bool = False  # replicas by the batch's own counts
-    shared_expert: SharedExpert = "home"
-    pulls: int = 0  # spare slots of each rank for just-in-time replicas; 0: none are pulled
-    pull_rows: int = 0  # rows whose product takes as long as the pull of a record
-    exchange: CountExchange = "group"  # how ranks exchange the counts of a batch
+    split: Annotated[bool, Setting("choose replicas by the batch's own counts")] = False
+    shared_expert: Annotated[
+        SharedExpert,
+        Setting("where the shared expert of a token runs: on its own rank, or on a light one"),
+    ] = "home"
+    pulls: Annotated[
+        int,
+        Setting(
+            "spare slots of each rank for just-in-time replicas; 0: none are pulled",
+            unit="slots",
+            at_most=64,
+        ),
+    ] = 0
+    pull_rows: Annotated[
+        int,
+        Setting(
+            "rows whose product takes as long as the pull of a record; 0: a pull counts as free",
+            unit="rows",
+        ),
+    ] = 0
+    exchange: Annotated[
+        CountExchange,
+        Setting(
+            "how ranks exchange the counts of a batch: over their process group, or through GPU "
+            "memory that all of them map"
+        ),
+    ] = "group"
 
     def __post_init__(self) -> None:
-        if min(self.pulls, self.pull_rows) < 0:
-            raise ConfigError(
-                f"batch.pulls is {self.pulls} and batch.pull_rows {self.pull_rows}, "
-                "expected 0 or more"
-            )
+        check_fields(self)
         if self.spreads and self.pulls:
             raise ConfigError(
                 f'batch.shared_expert is "light_ranks" and batch.pulls is {self.pulls}, expected '

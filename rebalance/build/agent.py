@@ -46,17 +46,17 @@ def wire_agent(
         links: the rank's ways to the outside.
         steps: counts forward passes, if ``RankAgent.step`` is to be called without a number.
     """
-    placement, device = held.placement, held.bank.device
+    placement, device, batch = held.placement, held.bank.device, settings.config.batch
     table = RoutingTable(
         placement,
         max_replicas=most_replicas(placement, settings.topology),
         source_node=int(settings.topology.node_of_rank[held.rank]),
         device=device,
-        topology=settings.topology if settings.splits_batches else None,
-        extra_slots=settings.extra_slots,
+        topology=settings.topology if batch.split else None,
+        extra_slots=batch.extra_slots,
     )
     counter = SlotCounter(
-        placement.num_layers, held.bank.num_slots, device, extra_slots=settings.extra_slots
+        placement.num_layers, held.bank.num_slots, device, extra_slots=batch.extra_slots
     )
     parts = RankParts(held.rank, held.bank, table, counter, steps, held.digests)
     return WiredAgent(RankAgent(settings, parts, links, placement), table, counter)

@@ -9,39 +9,58 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from eplb.core.load import Phase
+from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
 from eplb.shares.switches import BatchSwitches
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from telemetry.load.reporter import AT_ONCE, Tempo
-from telemetry.load.spool import DEFAULT_BYTES, Spool
+from telemetry.load.spool import Spool
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
     """How the processes of ranks reach each other."""
 
-    # Of gloo, for example "eth0"; GLOO_SOCKET_IFNAME of the environment has precedence. None: the
-    # one that the machine's host name resolves to.
-    interface: str | None = None
+    # For example "eth0"; GLOO_SOCKET_IFNAME of the environment has precedence.
+    interface: Annotated[
+        str | None,
+        Setting("network interface of gloo and NCCL; none: the one with the host's address"),
+    ] = None
     # Address of each rank's machine by which the other ranks reach it, by rank. (): that of the
     # rank's link where ranks have links, else the one from which the rendezvous is reached.
     hosts: tuple[str, ...] = ()
-    join_deadline_s: float = 60.0  # for all ranks to form a group, and to reach the host cache
-    fill_deadline_s: float = 120.0  # for all ranks to load their first experts
+    join_deadline_s: Annotated[
+        float,
+        Setting(
+            "deadline for all ranks to form a group, and to reach the host cache",
+            above=0,
+            at_most=3600,
+        ),
+    ] = 60.0
+    fill_deadline_s: Annotated[
+        float, Setting("deadline for all ranks to load their first experts", above=0, at_most=3600)
+    ] = 120.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "join_deadline_s", "fill_deadline_s")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class ReportingConfig:
     """How a rank reports load to the store."""
 
-    spool_dir: Path | None = None  # of all ranks of a host; None: samples wait in memory
-    spool_bytes: int = DEFAULT_BYTES  # of each rank
+    # None where no settings are read: samples wait in memory.
+    spool_dir: Annotated[
+        Path | None,
+        Setting("where ranks keep samples that the store lacks; none: the state folder"),
+    ] = None
+    spool_mb: Annotated[int, Setting("disk for such samples, each rank", at_least=1)] = (
+        64  # 24,000 samples of 58 layers x 9 slots: three hours at two a second
+    )
     tempo: Tempo = AT_ONCE
 
     def spool_of(self, rank: int) -> Spool | None:
@@ -52,7 +71,7 @@ class ReportingConfig:
         """
         if self.spool_dir is None:
             return None
-        return Spool(self.spool_dir / f"rank-{rank:04d}", max_bytes=self.spool_bytes)
+        return Spool(self.spool_dir / f"rank-{rank:04d}", max_bytes=self.spool_mb * 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -66,10 +85,20 @@ class RankConfig:
     deployment: str
     sample_steps: int  # steps per sample; a divisor of the window
     staging_experts: int  # entries of the staging ring; the pace of migrations must fit in it
-    vote_every: int = 2  # steps from one vote to the next
-    vote_deadline_s: float = 30.0  # for a rank's vote
-    plan_deadline_s: float = 30.0  # how long a migration may stand still; then it is dropped
-    scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
+    vote_every: Annotated[
+        int, Setting("steps from one vote to the next", unit="steps", at_least=2)
+    ] = 2
+    vote_deadline_s: Annotated[
+        float,
+        Setting("how late a rank's vote may be before the others time out", above=0, at_most=3600),
+    ] = 30.0
+    plan_deadline_s: Annotated[
+        float,
+        Setting("time without progress after which a migration is aborted", above=0, at_most=3600),
+    ] = 30.0
+    scrub_every_steps: Annotated[
+        int, Setting("idle steps from one digest check of a live slot to the next; 0: no check")
+    ] = 64
     load_phase: Phase = "mixed"  # of forward passes whose phase the engine does not name
     stage: StageSettings | None = None  # None: the device's, see ``stage_on``
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -79,10 +108,12 @@ class RankConfig:
     journal_dir: Path | None = None  # None: no journal is kept
 
     def __post_init__(self) -> None:
-        check_positive(self, "sample_steps", "vote_every", "vote_deadline_s", "plan_deadline_s")
-        for name in ("staging_experts", "scrub_every_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        check_fields(self)
+        if self.sample_steps < 1 or self.staging_experts < 0:
+            raise ConfigError(
+                f"sample_steps is {self.sample_steps} and staging_experts {self.staging_experts}, "
+                "expected 1 or more and 0 or more"
+            )
 
     def stage_on(self, device_type: str) -> StageSettings:
         """How much staging may take on "cuda" or "cpu"."""
@@ -109,14 +140,3 @@ class RankConfig:
             )
         if self.rank_links is not None:
             self.rank_links.check(num_ranks)
-
-
-def check_positive(config: object, *names: str) -> None:
-    """Refuse fields that are not above zero.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    for name in names:
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} is {getattr(config, name)}, expected more than 0")

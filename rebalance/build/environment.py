@@ -34,7 +34,7 @@ from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescriptio
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, interface_of, join_ranks, join_votes
 from rebalance.build.meeting import Attendance, agree, meet
-from rebalance.build.places import claim_place, report_halt
+from rebalance.build.places import claim_place, report_excluded, report_halt
 from rebalance.build.rank import (
     BuiltRank,
     build_rank,
@@ -71,6 +71,7 @@ class EmbeddedRank:
     deployment: DeploymentDescription
     _rendezvous: Store | None  # None: the engine formed the group
     _claim: socket.socket  # open while this process has the rank's place
+    _environ: Mapping[str, str]
 
     @property
     def agent(self) -> RankAgent:
@@ -125,11 +126,13 @@ class EmbeddedRank:
         rank, topology = self.place.rank, self.place.topology
         try:
             record = recover(self.agent, self.built.store, num_ranks=topology.num_ranks)
+            excluded = sorted(set(range(topology.num_ranks)) - set(record.survivors))
             if self._rendezvous is not None:
                 host = self.deployment.config.host_of(rank)
                 votes = rejoin(record, self._rendezvous, rank, host=host)
                 end_together(votes, record, self.agent.placement, rank)
                 votes.close()
+            report_excluded(excluded, self._environ)
         except EplbError as exc:
             log.warning("rank %d: no recovery: %s", rank, exc)
         self.agent.close()  # an orderly leave: the others must not take it for a death
@@ -159,12 +162,12 @@ def build_rank_from_env(
     """
     deployment = described_by(environ)
     rank, device = _rank_of(deployment, environ), _device_of(deployment, environ)
-    claim = claim_place(deployment.config.deployment, rank)
+    host = int(deployment.topology.host_of_rank[rank])
+    claim = claim_place(deployment.config.deployment, rank, deployment.hosts[host])
     try:
         groups, rendezvous = _joined(deployment, rank, device, environ)
         store = deployment.opened_store()
         run = _begun_run(deployment, store, rank, groups)
-        host = int(deployment.topology.host_of_rank[rank])
         cache = deployment.host_caches[host]
         place = RankPlace(rank, run, deployment.topology, groups, device, cache)
         experts = deployment.schema
@@ -176,7 +179,7 @@ def build_rank_from_env(
         claim.close()
         raise
     built.agent.on_halt = partial(report_halt, rank, environ)
-    return EmbeddedRank(built, place, deployment, rendezvous, claim)
+    return EmbeddedRank(built, place, deployment, rendezvous, claim, environ)
 
 
 def described_by(environ: Mapping[str, str]) -> DeploymentDescription:

@@ -1,6 +1,7 @@
 """A rank's place on its host: one process at a time, found at once and not by a hanging group.
 
-``eplb launch`` also learns here which ranks have left their serving loops.
+``eplb launch`` also learns here which ranks have left their serving loops, and which the survivors
+of a death have excluded.
 
 The place is an abstract Unix socket: it goes with the process, and shows which process has it.
 """
@@ -11,42 +12,49 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from eplb.errors import RankError
 
 HALT_FILE_VARIABLE = "EPLB_HALT_FILE"  # a pipe of eplb launch, below /proc
+LOOPBACK = "127.0.0.1"
 
 log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-def claim_place(deployment: str, rank: int) -> socket.socket:
+def claim_place(deployment: str, rank: int, address: str = LOOPBACK) -> socket.socket:
     """Take the place of a rank on this host, while the returned socket is open.
+
+    Args:
+        deployment: its name.
+        rank: the rank.
+        address: of the host in the deployment; a machine may be several hosts, with an address of
+            its own for each.
 
     Raises:
         RankError: another process has it.
     """
     place = socket.socket(socket.AF_UNIX)
     try:
-        place.bind(_address(deployment, rank))
+        place.bind(_socket_of(deployment, rank, address))
         place.listen(1)
     except OSError as exc:
         place.close()
         raise RankError(
             f"rank {rank} of deployment {deployment!r} is run by process "
-            f"{holder_of(deployment, rank) or 'unknown'} of this host, expected none"
+            f"{holder_of(deployment, rank, address) or 'unknown'} of this host, expected none"
         ) from exc
     return place
 
 
-def holder_of(deployment: str, rank: int) -> int | None:
+def holder_of(deployment: str, rank: int, address: str = LOOPBACK) -> int | None:
     """Process id of who has the place of a rank on this host; None: no process."""
     with socket.socket(socket.AF_UNIX) as end:
         end.settimeout(1.0)
         try:
-            end.connect(_address(deployment, rank))
+            end.connect(_socket_of(deployment, rank, address))
         except OSError:
             return None
         raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -59,20 +67,29 @@ def report_halt(rank: int, environ: Mapping[str, str]) -> None:
 
     What follows may take long on a busy host: the last reports, and the end of the interpreter.
     """
+    _report(f"halted {rank}\n", environ)
+
+
+def report_excluded(ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+    """Tell the launcher, if there is one, which ranks the survivors of a death have excluded.
+
+    One that hangs would keep the others of its host from being started again.
+    """
+    _report("".join(f"excluded {rank}\n" for rank in ranks), environ)
+
+
+def _report(lines: str, environ: Mapping[str, str]) -> None:
     if (path := environ.get(HALT_FILE_VARIABLE)) is None:
         return
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(descriptor, lines.encode())
+        finally:
+            os.close(descriptor)
     except OSError as exc:  # the launcher has ended
-        log.warning("rank %d: the launcher is not told that serving has ended: %s", rank, exc)
-        return
-    try:
-        os.write(descriptor, f"{rank}\n".encode())
-    except OSError as exc:
-        log.warning("rank %d: the launcher is not told that serving has ended: %s", rank, exc)
-    finally:
-        os.close(descriptor)
+        log.warning("the launcher is not told %r: %s", lines, exc)
 
 
-def _address(deployment: str, rank: int) -> str:
-    return f"\0eplb-rank-{deployment}-{rank}"
+def _socket_of(deployment: str, rank: int, address: str) -> str:
+    return f"\0eplb-rank-{deployment}-{rank}-{address}"

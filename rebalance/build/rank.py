@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eplb.core.model import ModelShape
@@ -177,7 +177,12 @@ def build_rank(
     if config.journal_dir is not None:
         journal = Journal(config.journal_dir, place.run, place.rank)
     wired = wire_agent(
-        agent_settings(config, place.run, place.topology, place.device.type, membership),
+        AgentSettings(
+            replace(config, stage=config.stage_on(place.device.type)),
+            place.run,
+            place.topology,
+            membership,
+        ),
         HeldExperts(place.rank, first.bank, first.digests, placement),
         Links(first.votes, first.sources, opened, reporter, journal=journal or NoJournal()),
         passes,
@@ -185,7 +190,7 @@ def build_rank(
     tempo = reporting.tempo
     if config.batch.split:
         wired.agent.notes[BATCH] = f"{config.batch}: configured, and not made by this engine"
-    wired.agent.report_every_s = POLL_S + tempo.write_s + tempo.state_s
+    wired.agent.report_every_s = POLL_S + tempo.store_interval + tempo.state_interval
     return BuiltRank(
         wired.agent,
         first.bank,
@@ -222,28 +227,6 @@ def record_start(
         store.withdraw(open_migration.plan_id, outcome="rejected", reason=reason)
     shapes = model_to_dict(model), topology_to_dict(topology)
     store.begin_run(RunInfo(run, time.time(), *shapes, *windows))
-
-
-def agent_settings(
-    config: RankConfig, run: str, topology: Topology, device_type: str, membership: int
-) -> AgentSettings:
-    """What every rank's agent is given alike."""
-    return AgentSettings(
-        config.deployment,
-        run,
-        topology,
-        config.sample_steps,
-        vote_every=config.vote_every,
-        vote_deadline_s=config.vote_deadline_s,
-        plan_deadline_s=config.plan_deadline_s,
-        scrub_every_steps=config.scrub_every_steps,
-        load_phase=config.load_phase,
-        stage=config.stage_on(device_type),
-        membership=membership,
-        rank_links=config.rank_links,
-        splits_batches=config.batch.split,
-        extra_slots=config.batch.extra_slots,
-    )
 
 
 def committed_placement(store: StateStore) -> Placement:

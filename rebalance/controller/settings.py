@@ -3,104 +3,125 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, fields, replace
-from math import inf
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from eplb.core.load import Phase
 from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
-from eplb.decision.rollout import STAGES, Stage
+from eplb.decision.rollout import Stage
 from eplb.decision.triggers import TriggerRules
-from eplb.errors import ConfigError
+from eplb.declared import Setting, check_fields
 from eplb.migration.build import Pace
 from eplb.policies.table import policy_named
+from eplb.settings.tree import applied
 from rebalance.controller.plans.planner_request import PlannerRequest
 from telemetry.load.pruning import Retention
-from telemetry.state.live import SWITCHES, LiveSettings
+from telemetry.state.live import Value
 from telemetry.state.store import StateStore
-
-OF_COST = (
-    "pay_back_s",
-    "expert_part",
-    "bytes_per_s",
-    "seconds_per_rebalance",
-    "far_moves",
-    "node_traffic",
-    "dead_zone",
-)
-OF_BUDGET = ("max_moves", "target_imbalance")
-_OF_REQUEST = tuple(one.name for one in fields(PlannerRequest))
-_OF_TRIGGERS = tuple(one.name for one in fields(TriggerRules))
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """Settings of the controller."""
+    """Settings of the controller: how it plans, and which plans it carries out."""
 
-    policy: str = "auto"
-    plan_windows: int = 16  # complete windows that a plan looks at, fewer after a change of load
+    policy: Annotated[
+        str,
+        Setting("placement policy", section="planner", min_length=1, check=policy_named, live=True),
+    ] = "auto"
+    plan_windows: Annotated[
+        int,
+        Setting(
+            "complete load windows that a plan uses, fewer after a change of load",
+            section="planner",
+            at_least=1,
+            at_most=64,
+            live=True,
+        ),
+    ] = 16
     cost: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=Pace)
     seed: int = 0
-    migration_deadline_s: float = 60.0  # an open migration older than this is withdrawn
     phase: Phase | None = None  # plans are made on the load of this phase alone; None: of all
     retention: Retention = field(default_factory=Retention)  # plans look back minutes at most
-    lease_ttl_s: float = (
-        10.0  # longer than a plan takes; no controller leads for so long after a death
-    )
-    back_off_s: float = 10.0  # from a failed migration to the next plan; twice with each further
-    task_expiry_s: float = 300.0  # a request that was queued for longer is refused; 0: none is
-    # Imbalance by which a plan must have made its first windows worse to be taken back; 0: never.
-    rollback_loss: float = 0.0
-    keep_every_windows: int = 8  # an unchanged KEEP is written down once in so many windows
+    lease_ttl_s: Annotated[
+        float,
+        Setting(
+            "time to live of the controller's and the deployment's lease, for which no controller "
+            "leads after a death; longer than a plan takes",
+            above=0,
+            at_most=3600,
+        ),
+    ] = 10.0
+    migration_deadline_s: Annotated[
+        float,
+        Setting("age at which an open migration is withdrawn", above=0, at_most=3600, live=True),
+    ] = 60.0
+    keep_every_windows: int = 8  # between two events of the same KEEP; fewer events say no more
+    back_off_s: Annotated[
+        float,
+        Setting(
+            "wait after a migration that failed, twice as long after each further one, 600 s at "
+            "most",
+            at_most=3600,
+            live=True,
+        ),
+    ] = 10.0
+    task_expiry_s: Annotated[
+        float, Setting("age at which a queued request is refused; 0: never", live=True)
+    ] = 300.0
+    rollback_loss: Annotated[
+        float,
+        Setting(
+            "imbalance by which a plan has made its first windows worse, at which it is taken "
+            "back; 0: never",
+            live=True,
+        ),
+    ] = 0.0
     request: PlannerRequest = field(default_factory=PlannerRequest)
     triggers: TriggerRules = field(default_factory=TriggerRules)
-    stage: Stage = "all"  # of the rollout
-    stage_layers: int = 4  # that move in the stage "layers"
-    stage_loss: float = 0.0  # imbalance that a plan may make worse before a step back; 0: any
-    # Part by which a migration may lengthen the p95 of step time; 0: the pace is fixed.
-    step_time_budget: float = 0.0
+    stage: Annotated[
+        Stage,
+        Setting(
+            "how much of a plan is carried out; the demo's default is `all`; see Staged rollout in "
+            "operations.md",
+            live=True,
+        ),
+    ] = "all"
+    stage_layers: Annotated[
+        int,
+        Setting(
+            "layers that a plan changes in the stage `layers`", unit="layers", at_least=1, live=True
+        ),
+    ] = 4
+    stage_loss: Annotated[
+        float,
+        Setting(
+            "imbalance by which a plan has made its first windows worse, at which the stage goes "
+            "one step back; 0: never",
+            live=True,
+        ),
+    ] = 0.0
+    step_time_budget: Annotated[
+        float,
+        Setting(
+            "part by which a migration may lengthen the 95th percentile of step time, 0.05 is 5 %; "
+            "above it the next one has half the pace; 0: the pace is fixed",
+            live=True,
+        ),
+    ] = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.step_time_budget < inf:
-            raise ConfigError(
-                f"step_time_budget is {self.step_time_budget}, expected a number, 0 or more"
-            )
-        if self.stage not in STAGES:
-            raise ConfigError(f"stage is {self.stage!r}, expected one of: {', '.join(STAGES)}")
+        check_fields(self)
 
     @property
     def spare_slots(self) -> int:
         """EMPTY slots that every rank keeps in each layer; no policy plans on them."""
         return self.pace.spare_slots
-
-    def with_live(self, live: LiveSettings) -> ControllerSettings:
-        """Return these settings with the live values in their place.
-
-        Raises:
-            ConfigError: a value that cannot be used.
-        """
-        values: dict[str, Any] = live.set_values()
-        cost = {name: values.pop(name) for name in OF_COST if name in values}
-        budget = {name: values.pop(name) for name in OF_BUDGET if name in values}
-        asked = {name: values.pop(name) for name in _OF_REQUEST if name in values}
-        rules = {name: values.pop(name) for name in _OF_TRIGGERS if name in values}
-        if "max_moves" in budget:
-            budget["max_moves"] = budget["max_moves"] or None
-        own = {name: value for name, value in values.items() if name not in SWITCHES}
-        policy_named(own.get("policy", self.policy))
-        return replace(
-            self,
-            cost=replace(self.cost, **cost),
-            budget=replace(self.budget, **budget),
-            request=replace(self.request, **asked),
-            triggers=replace(self.triggers, **rules),
-            **own,
-        )
 
 
 class LiveReader:
@@ -108,7 +129,7 @@ class LiveReader:
 
     def __init__(self, store: StateStore, static: ControllerSettings) -> None:
         self._store, self._static = store, static
-        self._live = LiveSettings()
+        self._live: Mapping[str, Value] = {}
         self.settings = static  # as of the latest ``read``
 
     def read(self) -> None:
@@ -123,5 +144,5 @@ class LiveReader:
         state = self._store.expire_live()
         if state.live != self._live:
             self._live = state.live
-            self.settings = self._static.with_live(state.live)
-            log.info("live settings of revision %d: %s", state.revision, state.live.set_values())
+            self.settings = applied(self._static, state.live)
+            log.info("live settings of revision %d: %s", state.revision, state.live)

@@ -1,30 +1,24 @@
 """Settings of an engine's plug-in, from the deployment's configuration file.
 
-A serving process never imports ``api``, so this reads the few settings that it needs from the same
-TOML file that the commands read. ``api/config/sections.py`` lists them for the commands.
+The plug-in reads the file that the commands read, with the same loader; it knows the settings that
+it takes, and leaves the others to them.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Literal
 
-from eplb.core.load import Phase
+from eplb.core.problem import Budget
+from eplb.decision.gate import CostModel
+from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
-from rebalance.engines.profiles import (
-    PROFILE_VARIABLE,
-    STORE_FILE,
-    Places,
-    check_choice,
-    check_shared,
-    profiles_of,
-)
-
-CONFIG_VARIABLE = "EPLB_CONFIG"
-STATE_DIR = ".eplb"
+from eplb.settings.deployment import DeploymentSettings, WindowSettings
+from eplb.settings.loader import CONFIG_VARIABLE, load
+from eplb.settings.tree import Section, SettingsTree
+from rebalance.build.config import ReportingConfig
 
 
 @dataclass(frozen=True)
@@ -35,29 +29,50 @@ class EngineSettings:
         ConfigError: a value is out of its range.
     """
 
-    plan: bool = True  # plan in place of the engine
-    shares: bool = True  # uneven shares by repeated ids; needs the policy
-    tap: bool = True  # write loads and placements to the store
-    mover: bool = True  # check the digests of moved experts
-    check: bool = True  # compare live slots with the experts of the map, now and then
-    records_gb: float = 0.0  # memory of a rank for records of experts; 0: none
-    records_dir: str = ""  # folder of files with records of experts; "": none
-    phase: str = "auto"  # of the engine's passes: auto, prefill, decode or mixed
-    plan_time_ms: float = 16.0  # of search in each plan, counted in steps
-    max_moved: float = 0.1  # part of all slots that one plan moves, after the first plan
-    load_deadline_s: float = 60.0  # for all ranks of the group to load the plug-in
+    plan: Annotated[bool, Setting("plan in place of the engine")] = True
+    shares: Annotated[bool, Setting("uneven shares of replicas; needs the policy")] = True
+    tap: Annotated[bool, Setting("write loads and placements of the engine to the store")] = True
+    mover: Annotated[bool, Setting("check the digests of experts that move")] = True
+    check: Annotated[
+        bool, Setting("compare live slots with the experts of the map, now and then")
+    ] = True
+    records_gb: Annotated[
+        float,
+        Setting(
+            "memory of a rank for records of experts, from which lost ones are taken; 0: none",
+            unit="GB",
+        ),
+    ] = 0.0
+    records_dir: Annotated[str, Setting("folder of files with records of experts; empty: none")] = (
+        ""
+    )
+    phase: Annotated[
+        Literal["auto", "prefill", "decode", "mixed"],
+        Setting("phase of the engine's forward passes; auto: by its scheduler's output"),
+    ] = "auto"
+    plan_time_ms: Annotated[
+        float, Setting("search time of one plan, counted in steps", above=0, at_most=60_000)
+    ] = 16.0
+    max_moved: Annotated[
+        float, Setting("part of all slots that a plan after the first may move", at_most=1)
+    ] = 0.1
+    load_deadline_s: Annotated[
+        float, Setting("deadline for all ranks to load the plug-in", above=0, at_most=3600)
+    ] = 60.0
 
     def __post_init__(self) -> None:
-        if self.phase not in ("auto", *get_args(Phase)):
-            known = ", ".join(("auto", *get_args(Phase)))
-            raise ConfigError(f"engine.phase is {self.phase!r}, expected one of: {known}")
-        if not 0.0 <= self.max_moved <= 1.0:
-            raise ConfigError(f"engine.max_moved is {self.max_moved}, expected 0 to 1")
-        if not self.records_gb >= 0.0:
-            raise ConfigError(f"engine.records_gb is {self.records_gb}, expected 0 or more")
-        for name in ("plan_time_ms", "load_deadline_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"engine.{name} is {getattr(self, name)}, expected more than 0")
+        check_fields(self)
+
+
+class _Tree(SettingsTree):
+    """The part of the file that the plug-in reads."""
+
+    whole = frozenset({"engine"})
+
+    deployment = Section("What runs where.", DeploymentSettings)
+    engine = Section("The plug-in.", EngineSettings)
+    planner = Section("What a plan aims at.", CostModel, Budget)
+    telemetry = Section("Samples and windows.", WindowSettings, ReportingConfig)
 
 
 @dataclass(frozen=True)
@@ -66,11 +81,10 @@ class PluginSettings:
 
     deployment: str
     store: str
-    engine: EngineSettings
-    pay_back_s: float = 60.0
-    target_imbalance: float = 1.02
-    sample_steps: int = 16
-    window_steps: int = 64
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    cost: CostModel = field(default_factory=CostModel)
+    budget: Budget = field(default_factory=Budget)
+    windows: WindowSettings = field(default_factory=WindowSettings)
     spool_dir: Path | None = None
 
 
@@ -84,93 +98,19 @@ def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
     """
     if not environ.get(CONFIG_VARIABLE):
         return None
-    path, profile = Path(environ[CONFIG_VARIABLE]), environ.get(PROFILE_VARIABLE) or None
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{CONFIG_VARIABLE} {path} cannot be read: {exc}") from exc
-    profiles = profiles_of(tree, path)
-    check_choice(profile, profiles, path)
-    if profile is not None:
-        tree = _with_profile(tree, profile, profiles[profile], path)
-    deployment = _table(tree, "deployment", path)
-    name = deployment.get("name")
-    if not isinstance(name, str) or not name:
+    settings = load(_Tree, {}, config=None, environ=environ, reads_variables=False)
+    deployment = settings.deployment
+    if "deployment.name" not in settings.places:
         raise ConfigError(
-            f"{path}: deployment.name is {name!r}, expected the name of a deployment: without it "
-            "the plug-in does nothing"
-        )
-    state_dir = Path(str(deployment.get("state_dir", STATE_DIR)))
-    telemetry, planner = _table(tree, "telemetry", path), _table(tree, "planner", path)
-    spool = telemetry.get("spool_dir")
-    plain = {
-        **_taken(planner, path, "planner", pay_back_s=60.0, target_imbalance=1.02),
-        **_taken(telemetry, path, "telemetry", sample_steps=16, window_steps=64),
-    }
-    if plain["window_steps"] % plain["sample_steps"] or plain["sample_steps"] < 1:
-        raise ConfigError(
-            f"{path}: telemetry.sample_steps is {plain['sample_steps']}, expected a divisor of "
-            f"telemetry.window_steps, {plain['window_steps']}"
+            f"{environ[CONFIG_VARIABLE]} has no deployment.name, expected the name of a "
+            "deployment: without it the plug-in does nothing"
         )
     return PluginSettings(
-        name,
-        str(deployment.get("store") or f"sqlite:{state_dir / STORE_FILE}"),
-        _engine(_table(tree, "engine", path), path),
-        spool_dir=None if spool is None else Path(str(spool)),
-        **plain,
+        deployment.name,
+        deployment.store or f"sqlite:{deployment.store_url}",
+        settings.engine,
+        settings[CostModel],
+        settings[Budget],
+        settings[WindowSettings],
+        settings[ReportingConfig].spool_dir,
     )
-
-
-def _with_profile(
-    tree: Mapping[str, Any], profile: str, own: Mapping[str, Any], path: Path
-) -> dict[str, Any]:
-    """The file's tables with those of a profile above them."""
-    of_file, given = _table(tree, "deployment", path), _table(own, "deployment", path)
-    for section in own:
-        for name in _table(own, section, path):
-            check_shared(f"{section}.{name}", profile, path)
-    merged = {
-        section: {**_table(tree, section, path), **_table(own, section, path)} for section in own
-    }
-    base = Places(
-        str(of_file.get("name") or ""),
-        Path(str(of_file.get("state_dir", STATE_DIR))),
-        str(of_file.get("store") or ""),
-    )
-    mine = base.of_profile(profile, name=given.get("name"), state_dir=given.get("state_dir"))
-    places = {"state_dir": str(mine.state_dir), "store": mine.store}
-    if base.name:  # without one the profile has to set it, as a file without profiles has
-        places["name"] = mine.name
-    return {**tree, **merged, "deployment": {**of_file, **given, **places}}
-
-
-def _engine(table: Mapping[str, Any], path: Path) -> EngineSettings:
-    known = {field.name: field.default for field in fields(EngineSettings)}
-    for name in table:
-        if name not in known:
-            raise ConfigError(
-                f"{path}: unknown setting engine.{name}, expected one of: {', '.join(known)}"
-            )
-    return EngineSettings(**_taken(table, path, "engine", **known))
-
-
-def _taken(table: Mapping[str, Any], path: Path, section: str, **defaults: Any) -> dict[str, Any]:
-    """The named settings of a table, each of the type of its default."""
-    taken = {}
-    for name, default in defaults.items():
-        value = table.get(name, default)
-        if isinstance(default, float) and type(value) is int:
-            value = float(value)
-        if type(value) is not type(default):
-            raise ConfigError(
-                f"{path}: {section}.{name} is {value!r}, expected {type(default).__name__}"
-            )
-        taken[name] = value
-    return taken
-
-
-def _table(tree: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
-    table = tree.get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {name} is {table!r}, expected a table")
-    return table

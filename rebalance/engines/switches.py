@@ -22,9 +22,8 @@ def why_kept(store: StateStore) -> str:
         return "movement is switched off"
     if state.control.observe:
         return "the deployment is only observed"
-    settings = state.effective
-    for name, found in (("cordons", settings.cordons), ("pins", settings.pins)):
-        if found:
+    for name in ("cordons", "pins"):
+        if found := state.text(name):
             return f"{name} are {found!r}, expected none: plans of the plug-in know no {name}"
     return ""
 

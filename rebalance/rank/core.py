@@ -71,8 +71,8 @@ class RankCore:
         Raises:
             MigrationError: the rank's address cannot be listened on.
         """
-        settings = self.settings
-        if settings.rank_links is None:
+        settings, links = self.settings, self.settings.config.rank_links
+        if links is None:
             return None
 
         def served() -> Served:
@@ -81,7 +81,7 @@ class RankCore:
             return Served(self.slots.held(self.swapper.placement), version, is_open)
 
         group = GroupName(settings.run, settings.membership)
-        return serve_slots(settings.rank_links, self.slots.rank, group, self.slots.bank, served)
+        return serve_slots(links, self.slots.rank, group, self.slots.bank, served)
 
 
 def make_core(
@@ -101,11 +101,14 @@ def make_core(
         listener: receives the store's updates, on the watcher's thread.
     """
     rank, steps = parts.rank, StepCount()
-    watchdog = Watchdog(settings.plan_deadline_s, links.monotonic)
+    watchdog = Watchdog(settings.config.plan_deadline_s, links.monotonic)
     slots = RankSlots(rank, settings.topology, parts.bank, parts.table, parts.digests)
     recorder = JournalRecorder(links.journal, steps)
     shared = SharedPhase(RankPhase(generation=placement.generation), recorder.note_change)
-    fence, voter = Fence(), Voter(rank, links.votes, settings.vote_deadline_s, links.monotonic)
+    fence, voter = (
+        Fence(),
+        Voter(rank, links.votes, settings.config.vote_deadline_s, links.monotonic),
+    )
     mover = Mover(
         slots,
         links.sources,
@@ -133,7 +136,7 @@ def make_core(
         fence,
         recorder,
         membership=settings.membership,
-        vote_every=settings.vote_every,
+        vote_every=settings.config.vote_every,
     )
     scrubber = Scrubber(rank, settings.topology, parts.bank, parts.digests)
     scrub_schedule = ScrubSchedule(
@@ -143,7 +146,7 @@ def make_core(
         shared,
         watcher,
         recorder=recorder,
-        every_steps=settings.scrub_every_steps,
+        every_steps=settings.config.scrub_every_steps,
         clock=links.monotonic,
     )
     update = WeightUpdate(
@@ -151,7 +154,9 @@ def make_core(
         swapper,
         voting,
         scrub_schedule,
-        UpdateLinks(links.votes, voter, links.sources, settings.vote_deadline_s, links.monotonic),
+        UpdateLinks(
+            links.votes, voter, links.sources, settings.config.vote_deadline_s, links.monotonic
+        ),
         shared=shared,
         fence=fence,
         beat=watchdog.step,
@@ -199,7 +204,7 @@ def make_core(
 
 def _sampler(settings: AgentSettings, parts: RankParts, links: Links) -> Sampler:
     return Sampler(
-        SampleLabel(settings.deployment, settings.run, parts.rank),
+        SampleLabel(settings.config.deployment, settings.run, parts.rank),
         settings.topology,
         parts.counter,
         parts.table.strays,

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from eplb.clock import Clock
-from eplb.core.load import Phase as LoadPhase
 from eplb.core.topology import Topology
+from rebalance.build.config import RankConfig
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import StepCounter, VoteGroup
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from rebalance.weights.sources import WeightSources
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank
@@ -25,26 +24,21 @@ from telemetry.state.store import StateStore
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Settings that must be equal on every rank."""
+    """The configuration of ranks, and their run: equal on every rank."""
 
-    deployment: str
+    config: RankConfig
     run: str
     topology: Topology
-    sample_steps: int  # steps per sample; a divisor of the window
-    vote_every: int = 2  # steps from one vote to the next; 2 leaves a vote one whole step of time
-    vote_deadline_s: float = 30.0
-    plan_deadline_s: float = 30.0  # a migration without progress for so long is aborted
-    scrub_every_steps: int = 64  # idle steps from one digested live slot to the next; 0: never
-    load_phase: LoadPhase = "mixed"
-    stage: StageSettings = field(default_factory=StageSettings)
     membership: int = 0  # of this group of ranks; see ``membership_of_start``
-    rank_links: RankLinkSettings | None = None  # None: no rank gives its slots over the network
-    splits_batches: bool = False  # the routing table holds what ``BatchSplit`` needs
-    extra_slots: int = 0  # of each rank after the placement's, such as one for ``SharedSpread``
 
     def __post_init__(self) -> None:
-        if self.rank_links is not None:
-            self.rank_links.check(self.topology.num_ranks)
+        if self.config.rank_links is not None:
+            self.config.rank_links.check(self.topology.num_ranks)
+
+    @property
+    def stage(self) -> StageSettings:
+        """Limits of staging; without any in the configuration, those of a CPU."""
+        return self.config.stage or StageSettings()
 
 
 @dataclass(frozen=True)

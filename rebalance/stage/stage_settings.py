@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
+from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
 
 MIB = 1 << 20
@@ -66,3 +68,40 @@ class StageSettings:
             host=LinkSettings(2 * MIB, bytes_per_second),
             network=LinkSettings(2 * MIB, NETWORK_BYTES_PER_SECOND),
         )
+
+
+@dataclass(frozen=True)
+class StageBudgets:
+    """What staging may take of links; None: what the device allows.
+
+    Chunks, numbers in flight and deadlines are constants of ``StageSettings``: they follow from the
+    time that ordering a chunk takes, which was measured.
+    """
+
+    local_bytes_per_second: Annotated[
+        float | None,
+        Setting(
+            "budget of each link within the host; 0: 6e9 on GPUs, no limit on CPUs",
+            unit="bytes/s",
+            at_most=10**15,
+        ),
+    ] = None
+    network_bytes_per_second: Annotated[
+        float | None,
+        Setting(
+            "budget of reads from ranks of other hosts; 0: 1.25e9", unit="bytes/s", at_most=10**15
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def on(self, device_type: str) -> StageSettings:
+        """The limits of staging on "cuda" or "cpu"."""
+        made = StageSettings.while_serving() if device_type == "cuda" else StageSettings()
+        if (local := self.local_bytes_per_second) is not None:
+            peer = replace(made.peer, bytes_per_second=local)
+            made = replace(made, peer=peer, host=replace(made.host, bytes_per_second=local))
+        if (network := self.network_bytes_per_second) is not None:
+            made = replace(made, network=replace(made.network, bytes_per_second=network))
+        return made

@@ -16,11 +16,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Annotated
 
 import numpy as np
 
 from eplb.core.load import LoadSample, Phase
-from eplb.errors import ConfigError, HistoryError
+from eplb.declared import Setting, check_fields
+from eplb.errors import HistoryError
 from telemetry.load.counts import Filling, Outcome, Outcomes, RunShape, count_all
 from telemetry.load.reader import model_and_topology, pages, shape_of
 from telemetry.load.rollup import HOUR, MINUTE, Rollup, joined
@@ -39,17 +41,21 @@ class Retention:
         ConfigError: a length that is not positive, or a negative number of events.
     """
 
-    samples_s: float = 3600.0
-    minutes_s: float = 24 * 3600.0
-    hours_s: float = 30 * 24 * 3600.0
-    events: int = 100_000
+    keep_samples_s: Annotated[
+        float, Setting("age at which samples become roll-ups of a minute", above=0)
+    ] = 3600.0
+    keep_minutes_s: Annotated[
+        float, Setting("age at which roll-ups of a minute become roll-ups of an hour", above=0)
+    ] = 24 * 3600.0
+    keep_hours_s: Annotated[
+        float, Setting("age at which roll-ups of an hour are removed", above=0)
+    ] = 30 * 24 * 3600.0
+    keep_events: Annotated[int, Setting("events that are kept, the latest", unit="events")] = (
+        100_000
+    )
 
     def __post_init__(self) -> None:
-        for name in ("samples_s", "minutes_s", "hours_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0 seconds")
-        if self.events < 0:
-            raise ConfigError(f"events is {self.events}, expected 0 or more")
+        check_fields(self)
 
 
 @dataclass
@@ -79,10 +85,10 @@ class Keeper:
             StoreError: the store failed; the next turn continues where this one ended.
         """
         done, kept = Turn(), self._retention
-        self._roll_up_samples(_floor(now - kept.samples_s, MINUTE), done)
-        self._roll_up_minutes(_floor(now - kept.minutes_s, HOUR), done)
-        self._store.prune_rollups(HOUR, now - kept.hours_s)
-        done.events = self._store.prune_events(kept.events)
+        self._roll_up_samples(_floor(now - kept.keep_samples_s, MINUTE), done)
+        self._roll_up_minutes(_floor(now - kept.keep_minutes_s, HOUR), done)
+        self._store.prune_rollups(HOUR, now - kept.keep_hours_s)
+        done.events = self._store.prune_events(kept.keep_events)
         return done
 
     def _roll_up_samples(self, before_time: float, done: Turn) -> None:

@@ -28,8 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
+from typing import Annotated
 
 from eplb.core.load import LoadSample
+from eplb.declared import Setting
 from eplb.errors import EplbError, RankError, StoreError
 from telemetry.load.spool import DEFAULT_CAPACITY, ReporterStats, Spool
 from telemetry.state.runs import RankState
@@ -54,8 +56,13 @@ class Tempo:
     store do well to let some gather; on disk they are safe meanwhile.
     """
 
-    write_s: float = 0.0  # least time from one write to the next
-    state_s: float = 0.1  # how long a state may wait for samples to go with
+    store_interval: Annotated[
+        float,
+        Setting("least time between two writes of a rank to the store", unit="s", at_most=3600),
+    ] = 0.0
+    state_interval: Annotated[
+        float, Setting("how long a rank's state may wait for samples", unit="s", at_most=3600)
+    ] = 0.1
 
 
 AT_ONCE = Tempo()
@@ -282,7 +289,7 @@ class Reporter:
             self._num_failures = 0
             # In a backlog, yield the interpreter to the step path; else let samples gather.
             worked_s = time.thread_time() - started
-            rest_s = REST * worked_s if self._spool.has_backlog else self._tempo.write_s
+            rest_s = REST * worked_s if self._spool.has_backlog else self._tempo.store_interval
             with self._changed:
                 self._changed.notify_all()
                 if rest_s:
@@ -297,7 +304,7 @@ class Reporter:
                 # A state alone may wait for samples, so that it costs no transaction of its own.
                 self._changed.wait_for(
                     lambda: self._spool.has_waiting or self._num_waiters > 0 or self._is_ending,
-                    self._tempo.state_s,
+                    self._tempo.state_interval,
                 )
             self._is_idle = False
             return not self._is_ending

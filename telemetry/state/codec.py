@@ -90,15 +90,6 @@ def from_record(cls: type[T], record: object, what: str) -> T:
     return made
 
 
-def is_of(value: object, hint: Any) -> bool:
-    """Return whether a JSON-ready value is of a declared type; a whole number may be a float."""
-    try:
-        _reader(hint)(value)
-    except _NotOfType:
-        return False
-    return True
-
-
 def pack(meta: Mapping[str, Any], blob: bytes) -> bytes:
     """Return metadata as one line of JSON, and bytes after it."""
     return to_json(dict(meta)).encode() + b"\n" + blob

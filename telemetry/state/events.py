@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from eplb.decision.pace import PaceChange
+from eplb.declared import Meaning
 from eplb.migration.build import Migration
 from telemetry.state.backend import Change, JournalLine
 from telemetry.state.codec import from_json, from_record, to_json
@@ -38,10 +39,10 @@ T = TypeVar("T")
 class Event:
     """An event, for operators and the audit."""
 
-    id: int  # only grows
-    time: float
-    kind: str
-    detail: Details
+    id: Annotated[int, Meaning("number of the event; it only grows")]
+    time: Annotated[float, Meaning("time of the event", unit="s since the epoch")]
+    kind: Annotated[str, Meaning("what happened", example="commit")]
+    detail: Annotated[Details, Meaning("facts, by the kind of the event")]
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from eplb.core.placement import Placement
+from eplb.declared import Meaning
 from eplb.errors import EplbError, StaleGeneration
 from eplb.migration.serialisation import placement_from_bytes, placement_to_bytes
 from telemetry.state.backend import Change, Reader, Table
-from telemetry.state.codec import as_stored, decode, encode, pack, unpack
+from telemetry.state.codec import decode, encode, pack, unpack
 from telemetry.state.events import note
 from telemetry.state.lease import check_fence
 from telemetry.state.part import Part, committed_in
@@ -38,22 +39,33 @@ class ProposalEnded(EplbError):
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposal without its target."""
+    """A plan that waits for an approval, without its target."""
 
-    time: float  # seconds since the epoch
-    expires: float
-    base_generation: int
-    base_hash: str
-    by: str  # who asked for it; "controller": it is its own
-    trigger: str  # as of a decision
-    reason: str  # why it was asked for
-    summary: Mapping[str, Any]  # figures of the plan, as its event has them
-    id: int = 0  # the store gives it, from the counter of the plan ids
+    time: Annotated[float, Meaning("seconds since the epoch")]
+    expires: Annotated[float, Meaning("when it can be approved no longer")]
+    base_generation: Annotated[int, Meaning("it is carried out on this generation or not at all")]
+    base_hash: Annotated[str, Meaning("hash of that placement")]
+    target_generation: int
+    by: Annotated[str, Meaning("who asked for it; controller: its own, in the stage propose")]
+    trigger: Annotated[str, Meaning("what made the plan due")]
+    reason: Annotated[str, Meaning("why it was asked for")]
+    decision: Annotated[str, Meaning("MOVE or RESPLIT")]
+    plan_reason: Annotated[str, Meaning("why the plan changes the placement")]
+    policy: str
+    imbalance_before: Annotated[float | None, Meaning("null: no tokens")]
+    imbalance_after: float
+    expected_gain: float
+    moves: int
+    bytes: int
+    cost_s: Annotated[float, Meaning("serving time that its moves and swaps take")]
+    id: Annotated[int, Meaning("from the counter of the plan ids; the store gives it")] = 0
     state: ProposalState = "open"
-    ended: float = 0.0
+    ended: Annotated[float | None, Meaning("when it ended; null: it is open")] = None
     ended_by: str = ""
     end_reason: str = ""
-    plan_id: int = 0  # of the migration that was published for it
+    plan_id: Annotated[
+        int | None, Meaning("the migration that carried it out; null: there is none")
+    ] = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +97,6 @@ class ProposalPart(Part):
             StaleGeneration: its base is not the committed placement.
             FencedOut: the token ``fence`` is not the newest.
         """
-        summary = as_stored(proposal.summary)
         packed = pack({"detail": dict(content.detail)}, placement_to_bytes(content.target))
 
         def decision(change: Change) -> Proposal:
@@ -97,7 +108,7 @@ class ProposalPart(Part):
                 change.delete(PROPOSALS, old.id)
                 change.delete(CONTENTS, old.id)
             proposal_id = change.next("plan_id")
-            added = replace(proposal, id=proposal_id, summary=summary)
+            added = replace(proposal, id=proposal_id)
             change.put(CONTENTS, proposal_id, packed)
             _put(change, added, added.by, added.reason)
             return added

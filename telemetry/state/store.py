@@ -23,6 +23,7 @@ from pathlib import Path
 
 from eplb.clock import Clock
 from eplb.errors import ConfigError
+from eplb.settings.tree import without_password as without_password
 from telemetry.state.backend import Backend
 from telemetry.state.events import EventPart
 from telemetry.state.lease import LeasePart, LeaseWatch
@@ -98,13 +99,6 @@ def open_store(url: str | Path, deployment: str) -> StateStore:
         StoreError: the store cannot be used.
     """
     return StateStore(_backend_of(url, deployment))
-
-
-def without_password(url: str) -> str:
-    """Return a URL of any scheme as it may be shown."""
-    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    login, at, place = rest.rpartition("@")
-    return f"{scheme}{separator}{login.partition(':')[0]}{at}{place.partition('?')[0]}"
 
 
 def deployments_of(url: str | Path) -> list[str]:

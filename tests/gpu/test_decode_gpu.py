@@ -30,6 +30,7 @@ from benchmarks.migration.agent import emulated_migration, wire_emulated
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent
+from rebalance.build.config import RankConfig
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.local import LocalHost
@@ -117,7 +118,7 @@ def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
     store.commit(start, expected=None, reason="start")
     sources = WeightSources(MappedSlots(0, bank), LocalHost({}))
     wired = wire_emulated(
-        AgentSettings("test", "run", OWN, sample_steps=4),
+        AgentSettings(RankConfig("test", 4, 1), "run", OWN),
         HeldExperts(0, bank, digests, start),
         Links(LocalVotes(1).member(0), sources, store, Sink(store)),
         GROUP,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api.config.loader import load_settings
+from api.config.tree import load
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -47,7 +47,7 @@ FILES = {
 def switches_of(text: str, folder: Path) -> BatchSwitches:
     path = folder / "eplb.toml"
     path.write_text(f"[batch]\n{text}\n")
-    return load_settings({}, config=path, environ={}).batch.switches()
+    return load({}, config=path, environ={}).batch
 
 
 def config_of(switches: BatchSwitches) -> RankConfig:

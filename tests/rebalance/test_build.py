@@ -25,13 +25,12 @@ from eplb.core.topology import Topology
 from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from eplb.shares.switches import BatchSwitches
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.build.controller import build_controller
 from rebalance.build.experts import RankPlace, torch_failures
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.host_cache import build_host_cache
-from rebalance.build.rank import agent_settings, build_rank
+from rebalance.build.rank import build_rank
 from rebalance.controller.loop import ControllerSettings
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.watcher import POLL_S
@@ -158,7 +157,7 @@ in_flight = 4
 peer = { chunk_bytes = 1048576, bytes_per_second = 6e9 }
 
 [reporting]
-tempo = { write_s = 0.5 }
+tempo = { store_interval = 0.5 }
 
 [rank_links]
 addresses = [["10.0.0.1", 7000], ["10.0.0.2", 7000]]
@@ -172,7 +171,7 @@ def test_rank_config_is_filled_from_toml_field_by_field() -> None:
     assert (config.deployment, config.sample_steps, config.staging_experts) == ("west", 16, 8)
     assert config.network == NetworkConfig("eth0", join_deadline_s=90.0)
     assert config.stage_on("cpu").in_flight == 4
-    assert config.reporting.tempo == Tempo(write_s=0.5)
+    assert config.reporting.tempo == Tempo(store_interval=0.5)
     assert config.journal_dir == Path("/var/lib/eplb/journal")
     assert config.host_of(1) == "10.0.0.2"
     assert config.vote_every == config_of().vote_every
@@ -186,16 +185,11 @@ def test_rank_config_of_strings_is_filled_as_from_an_environment() -> None:
     assert (config.sample_steps, config.vote_deadline_s) == (16, 2.5)
 
 
-def test_agents_settings_are_those_of_the_config_and_the_device() -> None:
-    topology = Topology.uniform(1, 2, slots_per_rank=5)
-    config = config_of(vote_every=4, load_phase="decode", batch=BatchSwitches(split=True, pulls=2))
+def test_staging_of_a_config_without_limits_is_that_of_the_device() -> None:
+    config = config_of()
 
-    on_cpu = agent_settings(config, "run", topology, "cpu", membership=3)
-    on_gpu = agent_settings(config, "run", topology, "cuda", membership=3)
-
-    assert (on_cpu.vote_every, on_cpu.load_phase, on_cpu.membership) == (4, "decode", 3)
-    assert (on_cpu.splits_batches, on_cpu.extra_slots) == (True, 2)
-    assert (on_cpu.stage, on_gpu.stage) == (StageSettings(), StageSettings.while_serving())
+    assert config.stage_on("cpu") == StageSettings()
+    assert config.stage_on("cuda") == StageSettings.while_serving()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.build.config import RankConfig
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank import watcher
@@ -164,9 +165,10 @@ class AgentGroup:
         clock, sink = StepClock(), Sink(self.store)
         votes, journal = votes or self.votes.member(rank), journal or NoJournal()
         links = Links(votes, sources, self.store, sink, journal=journal, monotonic=self.time)
-        given = {"sample_steps": 4} | FAR_OFF | settings
+        membership = settings.pop("membership", 0)
+        given = {"sample_steps": 4, "staging_experts": 1} | FAR_OFF | settings
         wired = wire_agent(
-            AgentSettings("test", "run", self.topology, **given),
+            AgentSettings(RankConfig("test", **given), "run", self.topology, membership),
             HeldExperts(rank, self.banks[rank], digests, self.start),
             links,
             clock,

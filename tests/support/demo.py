@@ -22,25 +22,23 @@ from telemetry import open_store
 from telemetry.state.events import Event
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.sessions import pids_of, processes_of
 
 C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one here
 
 # The smallest demo that still has everything: two hosts, replicas, and a plan every few steps.
 SMALL_DEMO = {
-    "ranks": 4,
+    "ranks_per_node": 2,
     "nodes": 2,
     "layers": 2,
     "experts": 8,
     "top_k": 2,
     "hidden": 32,
     "intermediate": 32,
-    "tokens_per_rank": 64,
-    "window_tokens": 1024,
-    "seconds": 2,
+    "window_steps": 4,
     "pay_back_s": 1e9,
     "port": 0,
-    "view": "plain",
     # None of these may fire because the machine is busy; tests of one of them set it.
     "hung_after_s": NEVER_S,
     "start_deadline_s": NEVER_S,
@@ -51,6 +49,7 @@ SMALL_DEMO = {
     "transport.silence_s": NEVER_S,
     "host_link.silence_s": NEVER_S,
 }
+OPTIONS = {"seconds": 2, "tokens_per_rank": 64, "view": "plain"}  # of the command, not settings
 
 
 def events_of(store: StateStore, kind: str, *, after: int = 0) -> list[Event]:
@@ -99,8 +98,13 @@ class DemoProcess:
     ) -> None:
         self.state_dir, self._json = folder / "state", folder / "summary.json"
         self._errors = folder / "errors.txt"
-        given = {"state_dir": self.state_dir, "json_path": self._json} | SMALL_DEMO | settings
+        options = {name: settings.get(name, usual) for name, usual in OPTIONS.items()}
+        given = {"state_dir": self.state_dir} | SMALL_DEMO
+        given |= {name: value for name, value in settings.items() if name not in OPTIONS}
         command = [str(Path(sys.executable).with_name("eplb")), "demo", *flags]
+        command += ["--json", str(self._json)]
+        for name, value in options.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
         command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
         environ = {name: text for name, text in os.environ.items() if not name.startswith("EPLB_")}
 
@@ -200,20 +204,11 @@ class DemoProcess:
 
     def processes(self) -> dict[int, str]:
         """Title of each living process of the session, by id."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                title, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            state, _, _, session = rest.split()[:4]
-            if int(session) == self.process.pid and state not in "ZX":
-                found[int(stat.parent.name)] = title
-        return found
+        return processes_of(self.process.pid)
 
     def kill(self, title: str, how: signal.Signals = signal.SIGKILL) -> int:
         """Signal one process of a demo that serves, by its title; return its id."""
-        pid = next(pid for pid, found in sorted(self.processes().items()) if found == title)
+        pid = pids_of(self.process.pid, title)[0]
         os.kill(pid, how)
         return pid
 
@@ -281,7 +276,7 @@ def watched_demo(
     given = {"log.format": "json", "log.level": "info"}
     # A rank counts as silent after three such intervals; its state goes with its samples meanwhile.
     given["state_interval"] = str(NEVER_S)
-    demo = start_demo(folder, serve=True, pay_back_s=0, **given)
+    demo = start_demo(folder, "--serve", pay_back_s=0, **given)
     (folder / ".eplb").symlink_to(demo.state_dir)
     demo.sees("a plan", lambda store: events_of(store, "plan"))
     demo.sees("that all ranks report", lambda _: demo.get("/readyz").is_success)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from api.config.loader import load_settings
+from api.config.tree import load
 from api.deploy.deployment import Deployment, resolve
 from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT
@@ -42,7 +42,7 @@ def deployment_in(
     """Resolve a small deployment whose state lies in a folder; changes are named section__name."""
     named = SMALL | {"deployment.state_dir": folder / "state"}
     named |= {name.replace("__", "."): value for name, value in changes.items()}
-    return resolve(load_settings({}, config=None, environ={}, named=named), environ or {})
+    return resolve(load({}, config=None, environ={}, named=named), environ or {})
 
 
 def free_ports(number: int, host: str = "127.0.0.1") -> list[int]:

@@ -11,7 +11,7 @@ import ast
 import re
 import runpy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,8 @@ from typer.main import get_command
 from api.cli.main import app
 from api.http.app import create_app
 from api.http.problems import ProblemType
+from api.operations.declaration import OF_ALL, OF_CHANGES, OF_KEYS, OF_STORE, V1
+from api.operations.table import OPERATIONS
 from runtime.checkpoints.description import ExpertLayout
 from runtime.checkpoints.families.table import FAMILIES
 from telemetry import open_store
@@ -140,6 +142,16 @@ def cli_section() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _options(params: Iterable[Any]) -> str:
+    rows = [
+        f"| `{_spelling(param)}` | {_default(param)} | {_cell(param.help or '')} |"
+        for param in params
+        if param.name != "help"
+    ]
+    head = ["", "| argument or option | default | meaning |", "|---|---|---|"]
+    return "\n".join([*head, *rows]) if rows else ""
+
+
 def _spelling(param: Any) -> str:
     if param.param_type_name == "argument":
         return str(param.name).upper()
@@ -154,23 +166,35 @@ def _default(param: Any) -> str:
 
 
 def rest_section() -> str:
-    """Every route of the OpenAPI document: question, parameters, body, statuses, what it means."""
+    """Every operation: route, arguments, least role, refusals, meaning; and every body."""
     document = create_app(open_store("memory:", "documents")).openapi()
-    schemas = document["components"]["schemas"]
     rows, bodies = [], dict[str, None]()
-    for path, methods in document["paths"].items():
-        for method, route in methods.items():
-            given = [one["name"] for one in route.get("parameters", [])]
-            body = route.get("requestBody")
-            if body:
-                bodies[name := _schema_name(body)] = None
-                given.append(f"body [{name}](#{name.lower()})")
-            summary = route["summary"] if route["summary"].endswith("?") else f"{route['summary']}."
-            about = f"{summary} {route['description']}"
-            cells = f"{', '.join(given) or '-'} | {', '.join(sorted(route['responses']))}"
-            rows.append(f"| `{method.upper()} {path}` | {cells} | {_cell(about)} |")
-    head = ["| route | parameters | statuses | meaning |", "|---|---|---|---|"]
-    return "\n".join([*head, *rows, "", *(_body(name, schemas[name]) for name in bodies)])
+    for one in OPERATIONS:
+        route = document["paths"][one.path][one.method.lower()]
+        given = [f"`{known['name']}`" for known in route.get("parameters", [])]
+        if body := route.get("requestBody"):
+            bodies[name := _schema_name(body)] = None
+            given.append(f"body [{name}](#{name.lower()})")
+        refusals = ", ".join(f"`{kind.label}`" for kind in one.own_problems) or "-"
+        role = one.least_role.label if one.path.startswith(V1) else "-"
+        summary = one.summary if one.summary.endswith("?") else f"{one.summary}."
+        about = _cell(f"{summary} {one.description}")
+        rows.append(
+            f"| `{one.route}` | {', '.join(given) or '-'} | {role} | {refusals} | {about} |"
+        )
+    head = ["| route | arguments | role | refusals | meaning |", "|---|---|---|---|---|"]
+    kinds = {
+        "Every route": OF_ALL,
+        "Every route below `/api/v1`": (*OF_KEYS, *OF_STORE),
+        "Every change": OF_CHANGES,
+    }
+    common = [
+        f"{which} may be refused with {', '.join(f'`{kind.label}`' for kind in of_all)}."
+        for which, of_all in kinds.items()
+    ]
+    schemas = document["components"]["schemas"]
+    tables = [_body(name, schemas[name]) for name in bodies]
+    return "\n".join([*common, "", *head, *rows, "", *tables])
 
 
 def _schema_name(body: Mapping[str, Any]) -> str:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import httpx
 
+from api.access.audit import local_actor
 from api.access.keys import Actor, Role
-from api.access.local import local_actor
-from api.cli.admin.place import IN_SERVICE_S, Place
-from api.cli.store_place import audit_folder, configured_store, open_existing
+from api.cli.store_place import ApiOptions, audit_folder, configured_store, open_existing
 from api.http.deployments.choice import path_of
-from api.http.requests import NOTES
+from api.operations.declaration import Answer, Ask, Operation
 from eplb.errors import ConfigError, EplbError
 
+IN_SERVICE_S = 10.0  # a service waits for its controller for that time
 MARGIN_S = 30.0  # beyond the time that the service waits for the controller
 KEY = "EPLB_KEY"  # the environment variable with the key of a service: arguments are listed by ps
 
@@ -32,82 +32,56 @@ class AdminRefused(EplbError):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
+        # An API that understood the request, and may not in the state of the deployment.
+        self.exit_status = 1 if status in (404, 409, 412) else 2
 
 
-class Answer(NamedTuple):
-    """An answer of the API."""
+@contextmanager
+def asking(place: ApiOptions, wait_s: float | None = None) -> Iterator[Ask]:
+    """Open an API for any number of requests, one at a time.
 
-    status: int
-    body: Any  # of its JSON
-
-
-class Download(NamedTuple):
-    """A file of the API."""
-
-    data: bytes
-    notes: str  # of what the file cannot express; "": it has all
-
-
-def ask(
-    place: Place,
-    method: str,
-    path: str,
-    body: Mapping[str, Any] | None = None,
-    *,
-    if_match: int | None = None,
-    **params: Any,
-) -> Answer:
-    """Send one request, and return its answer.
+    The function that this gives takes an operation and its arguments by name; those that are None
+    are not sent. ``if_match`` is the generation that must serve, or the revision that was read.
 
     Args:
         place: of the API.
-        method: of HTTP.
-        path: below ``/api/v1``.
-        body: sent as JSON.
-        if_match: the generation that must serve, or the revision that was read.
-        params: of the query; those that are None are not sent.
+        wait_s: for the controller, with a store; None: as long as a service waits.
 
     Raises:
-        AdminRefused: the API refuses.
+        AdminRefused: the API refuses a request.
         ConfigError: there is no service at the URL, or the store cannot be used.
         StoreError: the store cannot be used.
     """
-    headers = {} if if_match is None else {"If-Match": f'"{if_match}"'}
-    answer = _answer(place, method, path, json=body, headers=headers, params=params)
-    return Answer(answer.status_code, _json(answer))
-
-
-def download(place: Place, path: str, **params: Any) -> Download:
-    """Get a file.
-
-    Args:
-        place: of the API.
-        path: below ``/api/v1``.
-        params: of the query; those that are None are not sent.
-
-    Raises:
-        AdminRefused, ConfigError, StoreError: as ``ask``; ConfigError also for an answer that is
-            no file.
-    """
-    answer = _answer(place, "GET", path, params=params)
-    if not answer.headers.get("content-disposition", "").startswith("attachment"):
-        raise ConfigError(f"{answer.url} answered with no file, expected a service of eplb")
-    return Download(answer.content, answer.headers.get(NOTES, ""))
-
-
-def _answer(
-    place: Place, method: str, path: str, *, params: Mapping[str, Any], **parts: Any
-) -> httpx.Response:
-    """The answer to one request, unless it is a refusal."""
-    given = {name: value for name, value in params.items() if value is not None}
     with ExitStack() as stack:
-        client = _of_service(place.url, place.deployment) if place.url else _of_store(place, stack)
-        answer = asyncio.run(_sent(client, method, f"api/v1{path}", params=given, **parts))
-    if answer.status_code >= 400:
-        found = _json(answer)
-        detail = found.get("detail", found) if isinstance(found, dict) else found
-        raise AdminRefused(answer.status_code, str(detail))
-    return answer
+        client = (
+            _of_service(place)
+            if place.url
+            else _of_store(place, IN_SERVICE_S if wait_s is None else wait_s, stack)
+        )
+        runner = stack.enter_context(asyncio.Runner())
+        stack.callback(lambda: runner.run(client.aclose()))
+
+        def ask(operation: Operation, *, if_match: int | None = None, **values: Any) -> Answer:
+            of_place: dict[str, dict[str, Any]] = {"path": {}, "query": {}, "body": {}}
+            for name, value in values.items():
+                if value is not None:
+                    of_place[operation.arguments[name].place][name] = value
+            request = client.build_request(
+                operation.method,
+                operation.path.format(**of_place["path"]).lstrip("/"),
+                params=of_place["query"],
+                headers={} if if_match is None else {"If-Match": f'"{if_match}"'},
+                json=None if operation.method == "GET" else of_place["body"],
+            )
+            found = runner.run(_sent(client, request))
+            if found.status_code >= 400:
+                problem = _json(found)
+                detail = problem.get("detail", problem) if isinstance(problem, dict) else problem
+                raise AdminRefused(found.status_code, str(detail))
+            body = _json(found) if operation.answer_type is not None else None
+            return Answer(found.status_code, body, found.content, found.headers)
+
+        yield ask
 
 
 def _json(answer: httpx.Response) -> Any:
@@ -119,36 +93,35 @@ def _json(answer: httpx.Response) -> Any:
         ) from exc
 
 
-async def _sent(client: httpx.AsyncClient, method: str, path: str, **parts: Any) -> httpx.Response:
-    async with client:
-        try:
-            return await client.request(method, path, **parts)
-        except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            where = client.base_url
-            raise ConfigError(f"no answer of a service at {where}: {exc or type(exc)}") from exc
+async def _sent(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    try:
+        return await client.send(request)
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        where = client.base_url
+        raise ConfigError(f"no answer of a service at {where}: {exc or type(exc)}") from exc
 
 
-def _of_service(url: str, deployment: str | None) -> httpx.AsyncClient:
-    key = os.environ.get(KEY)
+def _of_service(place: ApiOptions) -> httpx.AsyncClient:
+    url, key = place.url or "", os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--service is {url!r}, expected http://HOST:PORT or https://HOST:PORT")
-    if deployment is not None:
-        url = f"{url.rstrip('/')}{path_of(deployment)}"
+    if place.deployment is not None:
+        url = f"{url.rstrip('/')}{path_of(place.deployment)}"
     try:
         return httpx.AsyncClient(base_url=url, headers=headers, timeout=IN_SERVICE_S + MARGIN_S)
     except httpx.InvalidURL as exc:
         raise ConfigError(f"--service is {url!r}: {exc}") from exc
 
 
-def _of_store(place: Place, stack: ExitStack) -> httpx.AsyncClient:
+def _of_store(place: ApiOptions, wait_s: float, stack: ExitStack) -> httpx.AsyncClient:
     # Imported here: it needs the extra "api", and --help does not.
     from api.http.app import create_app
 
     url, deployment = configured_store(place.store, place.deployment)
     store = stack.enter_context(closing(open_existing(url, deployment)))
     actor = Actor(local_actor(), Role.ADMIN)
-    app = create_app(store, plan_wait_s=place.wait_s, state_dir=audit_folder(url), actor=actor)
+    app = create_app(store, plan_wait_s=wait_s, state_dir=audit_folder(url), actor=actor)
     transport = httpx.ASGITransport(app, client=("local", 0))
-    limit_s = place.wait_s + MARGIN_S
+    limit_s = wait_s + MARGIN_S
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=limit_s)

@@ -1,4 +1,4 @@
-"""Commands of an operator: proposals, rebalances, tasks and events.
+"""The commands of operators, made from the table of operations.
 
 Exit status of each: 0, done; 1, the state of the deployment does not allow it; 2, bad input, no
 such service or store, or no permission; 3, the controller had not done it in the time of --wait.
@@ -6,304 +6,166 @@ such service or store, or no permission; 3, the controller had not done it in th
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from api.cli.admin.asking import (
-    BAD_INPUT,
-    WHY,
-    AsJson,
-    IfGeneration,
-    Reason,
-    asked,
-    at,
-    shown,
-    with_place,
-)
-from api.cli.admin.place import Place
-from api.http.requests import MAX_ID, MAX_INDEX
-from api.terminal.printable import print_error, printable
-from api.terminal.table import print_table
+from api.cli.options import AsJson, with_options
+from api.cli.store_place import ApiOptions
+from api.operations.declaration import MAX_ID, Argument, Command, arguments_of, fields_of
+from api.operations.printing import WHY
+from api.operations.table import COMMANDS, GROUPS
+from eplb.declared import Meaning
+from eplb.errors import ConfigError
 
-Policy = Annotated[str | None, typer.Option(help="Placement policy; else the controller's.")]
-Move = Annotated[bool, typer.Option("--move", help="Carry it out; else it is a dry run.")]
-Number = Annotated[int, typer.Argument(min=0, max=MAX_ID, help="Number of the proposal.")]
-ExpertsPerTransaction = Annotated[
-    int | None,
-    typer.Option(min=1, max=MAX_INDEX, help="Experts that reach a rank together, at most."),
+NOT_YET = 3
+
+Wait = Annotated[
+    float, typer.Option("--wait", min=0, max=3600, help="Seconds for the controller; with a store.")
 ]
-LayersPerTransaction = Annotated[
-    int | None, typer.Option(min=1, max=MAX_INDEX, help="Layers that swap together, at most.")
-]
-LinkPart = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Part of each link's budget, above 0.")
+IfGeneration = Annotated[
+    int | None, typer.Option(min=0, max=MAX_ID, help="Only if this generation serves.")
 ]
 
 
-@with_place()
-def proposals(
-    place: Place,
-    json_output: AsJson = False,
-) -> None:
-    """List plans that wait for an approval, and how others ended."""
-    answer = asked(place, "GET", "/proposals")
-    shown(answer, json_output, _proposals)
+def command_of(words: str) -> Any:
+    """Make a command of the table, or a group of commands (``typer.Typer``).
+
+    Args:
+        words: what is typed after ``eplb``, or its first word for a group.
+    """
+    if words in GROUPS:
+        group = typer.Typer(no_args_is_help=True)
+        for one in COMMANDS:
+            first, _, name = one.words.partition(" ")
+            if first == words:
+                group.command(name, epilog=f"Example: {one.example}")(_function(one))
+        return group
+    return _function(next(one for one in COMMANDS if one.words == words))
 
 
-@with_place(waits=True)
-def propose(
-    place: Place,
-    reason: Reason = WHY,
-    policy: Policy = None,
-    expires_s: Annotated[
-        int, typer.Option(min=1, max=604_800, help="For how long it can be approved.")
-    ] = 900,
-    json_output: AsJson = False,
-) -> None:
-    """Have the controller plan now, and store the plan; nothing moves."""
-    body = {"reason": reason, "expires_s": expires_s} | ({"policy": policy} if policy else {})
-    answer = asked(place, "POST", "/proposals", body)
-    shown(answer, json_output, _proposal)
-
-
-@with_place(waits=True)
-def explain(
-    place: Place,
-    proposal: Annotated[int | None, typer.Argument(min=0, max=MAX_ID, help="A proposal.")] = None,
-    layer: Annotated[
-        int | None, typer.Option(min=0, max=65_536, help="Layer, from 0; with --expert.")
-    ] = None,
-    expert: Annotated[int | None, typer.Option(min=0, max=65_536, help="A logical expert.")] = None,
-    json_output: AsJson = False,
-) -> None:
-    """Explain a proposal, or where a plan made now places an expert."""
-    if proposal is not None and layer is None and expert is None:
-        shown(asked(place, "GET", f"/proposals/{proposal}"), json_output, _proposal)
-        return
-    if proposal is not None or layer is None or expert is None:
-        print_error("found neither a proposal alone nor --layer and --expert, expected one of them")
-        raise typer.Exit(BAD_INPUT)
-    body = {"layer": layer, "expert": expert}
-    shown(asked(place, "POST", "/explanations", body), json_output, _sentences)
-
-
-@with_place(waits=True)
-def approve(
-    place: Place,
-    proposal: Number,
-    reason: Reason = WHY,
-    if_generation: IfGeneration = None,
-    json_output: AsJson = False,
-) -> None:
-    """Carry out exactly a proposal; refused once its base moved on."""
-    path = f"/proposals/{proposal}/approve"
-    answer = asked(place, "POST", path, {"reason": reason}, if_match=if_generation)
-    shown(answer, json_output, _task)
-
-
-@with_place()
-def reject(
-    place: Place,
-    proposal: Number,
-    reason: Reason = WHY,
-    json_output: AsJson = False,
-) -> None:
-    """End a proposal, so that nobody can approve it."""
-    path = f"/proposals/{proposal}/reject"
-    answer = asked(place, "POST", path, {"reason": reason})
-    shown(answer, json_output, _proposal)
-
-
-@with_place(waits=True)
-def rebalance(
-    place: Place,
-    reason: Reason = WHY,
-    policy: Policy = None,
-    move: Move = False,
-    experts_per_transaction: ExpertsPerTransaction = None,
-    layers_per_transaction: LayersPerTransaction = None,
-    link_part: LinkPart = None,
-    if_generation: IfGeneration = None,
-    json_output: AsJson = False,
-) -> None:
-    """Have the controller plan now; with --move, carry the plan out."""
-    body = {"reason": reason, "dry_run": not move} | ({"policy": policy} if policy else {})
-    body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
-    answer = asked(place, "POST", "/rebalances", body, if_match=if_generation)
-    shown(answer, json_output, _task)
-
-
-@with_place(waits=True)
-def rollback(
-    place: Place,
-    generation: Annotated[
-        int, typer.Argument(min=0, max=MAX_ID, help="Whose placement is to serve again.")
-    ],
-    reason: Reason = WHY,
-    move: Move = False,
-    experts_per_transaction: ExpertsPerTransaction = None,
-    layers_per_transaction: LayersPerTransaction = None,
-    link_part: LinkPart = None,
-    if_generation: IfGeneration = None,
-    json_output: AsJson = False,
-) -> None:
-    """Plan the way back to an earlier placement; with --move, carry it out."""
-    body = {"reason": reason, "dry_run": not move, "generation": generation}
-    body |= _throttle(experts_per_transaction, layers_per_transaction, link_part)
-    answer = asked(place, "POST", "/rollbacks", body, if_match=if_generation)
-    shown(answer, json_output, _task)
-
-
-@with_place()
-def deployments(
-    place: Place,
-    json_output: AsJson = False,
-) -> None:
-    """List the deployments that a service shows, and how each stands."""
-    if not place.url:
-        print_error("found no --service, expected one; eplb store list has those of a store")
-        raise typer.Exit(BAD_INPUT)
-    shown(asked(place, "GET", "/deployments"), json_output, _deployments)
-
-
-@with_place()
-def tasks(
-    place: Place,
-    state: Annotated[str, typer.Option(help="queued, running, done or failed.")] = "queued",
-    after: Annotated[int, typer.Option(min=0, max=MAX_ID, help="Those past this number.")] = 0,
-    cancel: Annotated[
-        int | None, typer.Option(min=0, max=MAX_ID, help="Cancel this one; it must be queued.")
-    ] = None,
-    reason: Reason = WHY,
-    json_output: AsJson = False,
-) -> None:
-    """List requests to the controller, or cancel one."""
-    if cancel is not None:
-        answer = asked(place, "POST", f"/tasks/{cancel}/cancel", {"reason": reason})
-        shown(answer, json_output, lambda found: _tasks({"tasks": [found], "next": None}))
-        return
-    shown(asked(place, "GET", "/tasks", state=state, after=after), json_output, _tasks)
-
-
-@with_place()
-def events(
-    place: Place,
-    last: Annotated[int, typer.Option(min=1, max=1000, help="How many, the latest.")] = 20,
-    after: Annotated[
-        int | None,
-        typer.Option(min=0, max=MAX_ID, help="Those past this id instead, oldest first."),
-    ] = None,
-    json_output: AsJson = False,
-) -> None:
-    """Show what happened: decisions, commits, deaths, switches."""
-    which = {"latest": last} if after is None else {"after": after}
-    answer = asked(place, "GET", "/events", **which)
-    shown(answer, json_output, _events)
-
-
-@with_place()
-def anomalies(
-    place: Place,
-    state: Annotated[str | None, typer.Option(help="open or ended; without: both.")] = None,
-    last: Annotated[int, typer.Option(min=1, max=1000, help="Of how many.")] = 20,
-    json_output: AsJson = False,
-) -> None:
-    """List what is wrong and what was, newest first; of a store, what is wrong now, and events."""
-    shown(asked(place, "GET", "/anomalies", state=state, limit=last), json_output, _anomalies)
-
-
-def _deployments(found: dict[str, Any]) -> None:
-    names = ("name", "verdict", "num_ranks", "generation", "imbalance", "movement", "reason")
-    rows = ([one[name] for name in names] for one in found["deployments"])
-    columns = ("deployment", "verdict", "ranks", "generation", "imbalance", "movement")
-    print_table(columns, rows, "reason")
-
-
-def _anomalies(found: dict[str, Any]) -> None:
-    rows = [
-        [one[name] for name in ("id", "severity", "kind")]
-        + [at(one["since"]), at(one["until"]) if one["until"] else "now", one["text"]]
-        for one in found["anomalies"]
-    ]
-    if rows:
-        print_table(("id", "severity", "kind", "since", "until"), rows, "what")
+def _function(command: Command) -> Callable[..., None]:
+    """Make the function of a command, whose parameters are its arguments and options."""
+    operation = command.operation
+    if command.run is not None:
+        arguments = arguments_of(command.run)
     else:
-        typer.echo("no anomalies")
-
-
-def _throttle(experts: int | None, layers: int | None, link_part: float | None) -> dict[str, Any]:
-    """Part of a body that has the limits which were given."""
-    given = {
-        "experts_per_transaction": experts,
-        "layers_per_transaction": layers,
-        "link_part": link_part,
+        arguments = dict(operation.arguments) if operation is not None else {}
+    options = dict(_options(command, arguments))
+    of_place: dict[str, Any] = {
+        "json_output": (AsJson, False),
+        "place": (ApiOptions, inspect.Parameter.empty),
     }
-    limits = {name: value for name, value in given.items() if value is not None}
-    return {"throttle": limits} if limits else {}
+    if operation is not None and operation.if_match == "generation":
+        of_place["if_generation"] = (IfGeneration, None)
+    if operation is not None and operation.is_task:
+        of_place["wait_s"] = (Wait, 60.0)
 
+    def run(**values: Any) -> None:
+        given = {name: values.pop(name) for name in options}
+        _run(command, _nested(arguments, given), **values)
 
-def _proposals(found: dict[str, Any]) -> None:
-    columns = ("id", "state", "expires", "by", "decision", "before", "after", "moves", "GB")
-    names = ("id", "state", "expires", "by", "decision", "imbalance_before", "imbalance_after")
-    rows = (
-        [one[name] for name in (*names, "moves")]
-        + [one["bytes"] / 1e9, one["end_reason"] or one["reason"]]
-        for one in [line | {"expires": at(line["expires"])} for line in found["proposals"]]
-    )
-    print_table(columns, rows, "reason")
-
-
-def _proposal(one: dict[str, Any]) -> None:
-    _proposals({"proposals": [one]})
-    for text in (one["plan_reason"], *(s for it in one["explanation"] for s in it["sentences"])):
-        typer.echo(printable(text))
-    if one["state"] == "open":
-        base = one["base_generation"]
-        typer.echo(f"eplb approve {one['id']} carries it out while generation {base} serves")
-
-
-def _sentences(task: dict[str, Any]) -> None:
-    for sentence in task["result"]["sentences"]:
-        typer.echo(printable(sentence))
-
-
-def _task(task: dict[str, Any]) -> None:
-    found = task["result"]
-    columns = ("task", "decision", "before", "after", "moves", "plan")
-    row = [task["id"], *(found.get(name) for name in ("decision", "before", "after", "num_moves"))]
-    print_table(columns, [[*row, found.get("plan_id"), found.get("reason")]], "reason")
-    if found.get("published"):
-        typer.echo(f"plan {found['plan_id']} is published to the ranks")
-    else:
-        typer.echo("nothing moves" + (": a dry run" if found.get("dry_run") else ""))
-
-
-def _tasks(found: dict[str, Any]) -> None:
-    rows = [
-        [one["id"], at(one["time"]), one["kind"], one["state"], result.get("plan_id"), why]
-        for one in found["tasks"]
-        for result in [one["result"]]
-        for why in [result.get("error") or one["request"].get("reason")]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, kind, default=default, annotation=annotation)
+        for name, (annotation, default) in (options | of_place).items()
     ]
-    print_table(("id", "time", "kind", "state", "plan"), rows, "reason")
-    _more(found)
+    run.__name__, run.__doc__ = command.words.replace(" ", "_"), command.about
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return with_options(run)
 
 
-def _events(found: dict[str, Any]) -> None:
-    rows = (
-        [one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found["events"]
-    )
-    print_table(("id", "time", "kind"), rows, "detail")
-    _more(found)
+def _options(
+    command: Command, arguments: Mapping[str, Argument]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Annotation and default of each argument or option, by its name in a request."""
+    for name, one in arguments.items():
+        base, _ = _base(one.hint)
+        if is_dataclass(base):  # a table of the body: each of its keys is an option
+            yield from _options(command, fields_of(base))
+            continue
+        is_typed = name in command.positional or one.place == "path"
+        spelled = None if is_typed else command.names.get(name, name)
+        default = WHY if name == "reason" else one.default
+        yield name, _option(one.hint, command.defaults.get(name, default), spelled)
 
 
-def _more(found: dict[str, Any]) -> None:
-    if found["next"] is not None:
-        typer.echo(f"there are more: --after {found['next']}")
+def _nested(arguments: Mapping[str, Argument], given: dict[str, Any]) -> dict[str, Any]:
+    """Put options that are keys of a table of the body into that table."""
+    for name, one in arguments.items():
+        base, _ = _base(one.hint)
+        if is_dataclass(base):
+            limits = {key: given.pop(key) for key in fields_of(base)}
+            limits = {key: value for key, value in limits.items() if value is not None}
+            given |= {name: limits} if limits else {}
+    return given
 
 
-def _words(detail: dict[str, Any]) -> str:
-    return " ".join(
-        f"{name}={value}" for name, value in detail.items() if not isinstance(value, dict | list)
-    )
+def _base(hint: Any) -> tuple[Any, Meaning]:
+    """The type of an argument without None, and its meaning."""
+    base, meaning, *_ = get_args(hint)
+    if get_origin(base) is UnionType:
+        (base,) = (part for part in get_args(base) if part is not NoneType)
+    return base, meaning
+
+
+def _option(hint: Any, default: Any, spelled: str | None) -> tuple[Any, Any]:
+    """Give typer an argument (``spelled`` is None) or an option."""
+    base, meaning = _base(hint)
+    about = meaning.text.replace("null:", "without:")  # which is how null is given here
+    if get_origin(base) is Literal:  # the API checks it, and names those that it knows
+        about, base = f"{', '.join(get_args(base))}; {about}", str
+    about = f"{about[:1].upper()}{about[1:]}"
+    limits: dict[str, Any] = {}
+    if base in (int, float):
+        least = meaning.above if meaning.at_least is None else meaning.at_least
+        limits = {"min": least, "max": meaning.at_most}
+    if spelled is None:
+        info = typer.Argument(help=f"{about}.", **limits)
+    else:
+        info = typer.Option(*_spellings(spelled), help=f"{about}.", **limits)
+    wanted: Any = base | None if default is None else base
+    return Annotated[wanted, info], inspect.Parameter.empty if default is ... else default
+
+
+def _spellings(spelled: str) -> list[str]:
+    """``after``, ``output/-o`` and ``dry-run/--move`` as typer takes them."""
+    first, _, other = f"--{spelled.replace('_', '-')}".partition("/")
+    if other.startswith("--"):
+        return [f"{first}/{other}"]  # the one for true, the other for false
+    return [first, other] if other else [first]
+
+
+def _run(
+    command: Command,
+    given: Mapping[str, Any],
+    *,
+    json_output: bool,
+    place: ApiOptions,
+    if_generation: int | None = None,
+    wait_s: float | None = None,
+) -> None:
+    # Imported here: httpx takes 0.1 s, and --help needs none of it.
+    from api.cli.admin.client import asking
+
+    if command.is_of_service and place.url is None:
+        raise ConfigError("found no --service, expected one; eplb store list has those of a store")
+    with asking(place, wait_s) as ask:
+        if command.run is not None:
+            answer = command.run(ask, **given)
+        else:
+            answer = ask(command.operation, **given, if_match=if_generation)
+    if json_output:
+        typer.echo(json.dumps(answer.body, indent=1))
+    elif answer.status == 202:
+        task = answer.body
+        typer.echo(f"task {task['id']} ({task['kind']}) is {task['state']}: see eplb tasks")
+    else:
+        raise typer.Exit(command.show(answer.body) or 0)
+    raise typer.Exit(NOT_YET if answer.status == 202 else 0)

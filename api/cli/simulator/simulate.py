@@ -168,21 +168,21 @@ def simulate(
     )
     replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
     result = summary(Path(trace).name, scenario, replays)
-    said = conclusions(result)
+    sentences = conclusions(result)
     if failures:
         chosen = chosen_of(replays)
         costs = failures_of(scenario, chosen.last_placement)
         result["failures"] = {"of": chosen.policy, "found": [asdict(one) for one in costs]}
-        said += [f"{chosen.policy}, {one.sentence()}" for one in costs]
+        sentences += [f"{chosen.policy}, {one.sentence()}" for one in costs]
     console = Console()
     console.print(table(result))
     if json_file is not None:
         write_json(json_file, result)
-    plots.write(lambda: comparison_page(result, scenario, replays, said, command_line()))
+    plots.write(lambda: comparison_page(result, scenario, replays, sentences, command_line()))
     best = chosen_of(replays)
     about = {"source": Path(trace).name, "policy": best.policy}
-    said += chosen_by.write(best.last_placement, ranks, fitted, about)
-    for sentence in said:
+    sentences += chosen_by.write(best.last_placement, ranks, fitted, about)
+    for sentence in sentences:
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]
     for sentence in broken:

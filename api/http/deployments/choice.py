@@ -18,7 +18,8 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.deployments.served import Deployments
-from api.http.problems import Refused, problem
+from api.http.problems import Refused
+from api.http.refusals import problem
 
 PREFIX = "/deployments/"
 

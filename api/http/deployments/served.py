@@ -1,6 +1,6 @@
 """The deployments of one service: its own, and others of the same store.
 
-Each has a store, a background reader, streams of events and simulations of its own. They share the
+Each has a store, a background reader and streams of events of its own. They share the
 routes, the access keys, the audit and the limits of the service.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from api.http.latest import LatestAnswer
 from api.http.problems import ProblemType, Refused
-from api.http.routes.simulations.runs import Simulations
 from api.http.service import AdminService
 from eplb.clock import Deadline
 from eplb.errors import EplbError
@@ -33,12 +32,11 @@ class Served:
     """What answers for one deployment."""
 
     service: AdminService
-    simulations: Simulations
     readiness: LatestAnswer
 
     @property
     def name(self) -> str:
-        """Of the deployment."""
+        """Name of the deployment."""
         return self.service.store.deployment
 
 
@@ -115,7 +113,7 @@ class Deployments:
             self._thread.start()
 
     def stop(self) -> None:
-        """End simulations and readers, and close the stores of the others."""
+        """End the readers, and close the stores of the others."""
         self._stopped.set()
         deadline = Deadline.after(STOP_DEADLINE_S, time.monotonic)
         if self._thread is not None:
@@ -123,7 +121,6 @@ class Deployments:
             self._thread = None
         self._started = False
         for one in self._served.values():
-            one.simulations.stop()
             one.service.reader.end()
         for one in self._served.values():
             one.service.reader.stop(deadline.left_s)
@@ -180,6 +177,5 @@ class Deployments:
             raise
 
     def _watch(self, one: Served) -> None:
-        one.simulations.open()
         if self._started and self._is_watching:
             one.service.reader.start()

@@ -16,7 +16,7 @@ const PERIOD_MS = 1000, TIMEOUT_MS = 20000, LIST_MS = 5000, POINTS = 400;
 const RANGES = [900, 3600, 86400];
 const VIEWS = ["overview", "load", "ranks", "history"];
 
-let state = null, history = null, historyDue = 0, listDue = 0;
+let state = null, heat = null, history = null, historyDue = 0, listDue = 0;
 
 const chart = new Chart($("chart"), (point) => text($("readout"), point === null ? "" :
   `${new Date(point.time * 1000).toLocaleTimeString("en-GB")}: measured ${point.measured.toFixed(3)}, ` +
@@ -61,8 +61,8 @@ async function readDeployments() {
 export async function refresh() {
   try {
     const events = readEvents(view() === "history");
-    [state] = await Promise.all([ask("state"), readHistory(), events, readProposals(events), readAnomalies(),
-      readDeployments()]);
+    [state, heat] = await Promise.all([ask("state"), ["load", "ranks"].includes(view()) ? ask("heat") : heat,
+      readHistory(), events, readProposals(events), readAnomalies(), readDeployments()]);
     if (view() === "ranks") await readRanks(state);
     if (view() === "history") await readRecords();
     show($("trouble"), false);
@@ -87,8 +87,8 @@ const DRAWN = {
     showMigration(state);
     if (history !== null) chart.draw(history);
   },
-  load: () => showLoad(state),
-  ranks: () => showRanks(state),
+  load: () => showLoad(state, heat),
+  ranks: () => showRanks(state, heat),
   history() {
     showHistory(state);
     showEnded(state.time);

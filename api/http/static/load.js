@@ -6,14 +6,14 @@ import { drawExperts, drawRanks, readOut } from "/static/heat.js";
 
 const LAYERS_SHOWN = 10, FROZEN_SHOWN = 3;
 
-export function showLoad(state) {
-  if (state.heatmap === null) return;
+export function showLoad(state, heat) {
+  if (heat?.window == null || heat.run !== state.run) return;
   const hosts = { table: $("heatmap"), picture: $("rank-picture"), canvas: $("ranks"),
     layers: $("rank-layers"), ranks: $("rank-numbers"), silent: $("rank-silent") };
-  drawRanks(hosts, state.heatmap, state.layer_ids, state.node_of_rank, state.silent_ranks);
+  drawRanks(hosts, heat.ranks, state.layer_ids, state.node_of_rank, state.silent_ranks);
   drawExperts({ canvas: $("experts"), layers: $("experts-layers"), numbers: $("experts-numbers") },
-    state.expert_heat, state.layer_ids, state.num_experts);
-  const worst = worstLayers(state), cordoned = state.ranks.filter((rank) => rank.cordon).length;
+    heat.experts, state.layer_ids, state.num_experts);
+  const worst = worstLayers(state, heat), cordoned = state.ranks.filter((rank) => rank.cordon).length;
   text($("heat-note"), ["Latest window.",
     worst.length ? `Worst: layer ${worst[0].layer}, rank ${worst[0].rank} with ${worst[0].ratio.toFixed(2)} × mean.` : "No layer has tokens.",
     cordoned ? `Cordoned or drained: ${cordoned}, see Ranks.` : "",
@@ -29,11 +29,11 @@ export function showLoad(state) {
 }
 
 // One for each layer with tokens, the worst first.
-function worstLayers(state) {
-  return state.heatmap.flatMap((row, at) => {
+function worstLayers(state, heat) {
+  return heat.ranks.flatMap((row, at) => {
     if (row === null) return [];
-    const [ratio, rank] = largest(row), [heat, expert] = largest(state.expert_heat[at]);
-    return [{ at, layer: state.layer_ids[at], ratio, rank, heat, expert }];
+    const [ratio, rank] = largest(row), [most, expert] = largest(heat.experts[at]);
+    return [{ at, layer: state.layer_ids[at], ratio, rank, heat: most, expert }];
   }).sort((a, b) => b.ratio - a.ratio);
 }
 

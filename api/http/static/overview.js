@@ -12,7 +12,7 @@ export function showOverview(state) {
 
 function showSummary(state) {
   const latest = state.last_score, score = latest?.measured == null ? null : latest;
-  const none = latest ? "no tokens" : "–", alive = state.ranks.length - state.silent_ranks.length;
+  const { leader, starting } = state.controller, none = latest ? "no tokens" : "–", alive = state.ranks.length - state.silent_ranks.length;
   const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
   const stepMs = state.ranks.map((rank) => rank.step_ms).filter((ms) => ms != null).toSorted((a, b) => a - b);
   figures($("summary"), [
@@ -25,7 +25,7 @@ function showSummary(state) {
       [state.silent_ranks.length && `silent: ${stretches(state.silent_ranks)}`,
         state.token_age_s === null ? "no token yet" : `token ${ago(state.token_age_s)}`,
         stepMs.length && `step ${stepMs[stepMs.length >> 1].toFixed(1)} ms`].filter(Boolean).join("; ")],
-    ["controller", state.leader ? "leads" : state.starting ? "starting" : "none", state.leader || state.starting],
+    ["controller", leader ? "leads" : starting ? "starting" : "none", leader || starting],
   ]);
 }
 
@@ -40,7 +40,7 @@ function doing(state) {
 function brought(state) {
   const last = state.last_rebalance;
   if (last === null) return ["none", "since the service has read events"];
-  if (last.ended === null) return ["open", `${plural(last.moves, "move")}, ${fixed(last.imbalance_before)} → ${fixed(last.imbalance_predicted)} predicted`];
+  if (last.ended === null) return ["open", `${plural(last.moves, "move")}, ${fixed(last.imbalance_before)} → ${fixed(last.imbalance_after)} predicted`];
   const when = ago(state.time - last.ended);
   if (last.outcome !== "committed") return [last.outcome, `${when}: ${last.end_reason}`];
   if (last.gain_realised == null) return ["committed", `${when}, not judged yet`];
@@ -56,10 +56,10 @@ function showLast(state) {
     (last.outcome && last.outcome !== "committed" ? ` (${last.end_reason})` : ""));
   const pause = Math.max(...state.swap_pauses_ms, 0);
   figures($("last"), [
-    ["when", ago(state.time - (last.ended ?? last.offered)), last.ended === null ? "open since" : `plan ${last.plan_id}, generation ${last.generation}`],
+    ["when", ago(state.time - (last.ended ?? last.offered)), last.ended === null ? "open since" : `plan ${last.plan_id}, generation ${last.target_generation}`],
     ["cost", `${plural(last.moves, "move")}`, `${size(last.bytes)}, ${last.ended === null ? "open" : took(last.ended - last.offered)}` +
       (pause ? `, pause ${pause.toFixed(1)} ms` : "")],
-    ["predicted", `${fixed(last.imbalance_before)} → ${fixed(last.imbalance_predicted)}`, "imbalance"],
+    ["predicted", `${fixed(last.imbalance_before)} → ${fixed(last.imbalance_after)}`, "imbalance"],
     ["realised", last.gain_realised == null ? "not judged" : change(last.gain_realised),
       last.trigger === "rollback" ? "a rollback promises no gain" : last.gain_promised == null ? "needs windows under the plan" : `imbalance, of ${change(last.gain_promised)} promised`],
     ["trigger", last.trigger || "unknown", [last.actor && `by ${last.actor}`, last.stage && `stage ${last.stage}`]

@@ -17,9 +17,9 @@ export async function readRanks(state, isForced = false) {
   due = performance.now() + PERIOD_MS;
 }
 
-export function showRanks(state) {
+export function showRanks(state, heat) {
   if (state.run === null || held === null) return;
-  const load = loads(state), byState = Object.groupBy(held.ranks, (one) => one.state);
+  const load = loads(state, heat), byState = Object.groupBy(held.ranks, (one) => one.state);
   text($("rank-note"), [plural(state.ranks.length, "rank"),
     state.silent_ranks.length && `${state.silent_ranks.length} silent`,
     ...["cordoned", "draining", "drained"].filter((name) => byState[name]).map((name) => `${byState[name].length} ${name}`),
@@ -70,7 +70,7 @@ const made = (one) => element("tr", {}, element("th", { scope: "row" }, one.rank
   ...[0, 1, 2, 3].map(() => element("td", { class: "more" })), element("td", { class: "orders" }));
 
 // [R] over the layers that have tokens; null without any.
-function loads(state) {
-  const rows = (state.heatmap ?? []).filter((row) => row !== null);
+function loads(state, heat) {
+  const rows = (heat?.run === state.run ? heat.ranks : []).filter((row) => row !== null);
   return rows.length ? state.ranks.map((_, rank) => rows.reduce((sum, row) => sum + row[rank], 0) / rows.length) : null;
 }

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,8 @@ from eplb.core.problem import AskedObjective
 from eplb.core.topology import Topology
 from eplb.decision.gate import GROUPED_GEMM_H200, CostModel, Curve
 from eplb.decision.redundancy import slots_per_layer
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.declared import Setting, check_fields
+from eplb.dispatch_rules.rules import DispatchRuleName
 from eplb.errors import ConfigError
 from eplb.fitting.cordons import Cordon, Cordons, FittingCordons, fitting_cordons
 from eplb.fitting.coverage import Coverage, coverage_of
@@ -29,11 +30,137 @@ from eplb.fitting.pins import Pins, fitting_pins
 
 SHOWN = 32  # uncovered experts, and pins, that an event lists
 MOST_SLOTS = 2**31
-_PIN = re.compile(
-    r"(?P<layer>\*|[0-9]{1,6})/(?P<expert>[0-9]{1,6}):(?P<ranks>[0-9]{1,6}(\+[0-9]{1,6})*)"
-)
-_CORDON = re.compile(r"(?P<rank>[0-9]{1,6}):(?P<cordon>cordon|drain)")
 SHOWN_TEXT = 4096  # characters of a setting; 320 ranks with speeds of two digits take 2,800
+# Entries of lists, as texts may write them; that nothing is named twice is left to the readers.
+_NUMBER = r"[0-9]{1,6}"
+_SPEED = rf"{_NUMBER}:(0\.[0-9]{{0,6}}[1-9]|[1-9][0-9]{{0,5}}(\.[0-9]{{1,6}})?)"
+_POINT = rf"{_NUMBER}:(0\.[0-9]{{0,6}}[1-9]|[1-9][0-9]{{0,8}}(\.[0-9]{{1,6}})?)"
+_PIN = rf"(\*|{_NUMBER})/{_NUMBER}:{_NUMBER}(\+{_NUMBER})*"
+_CORDON = rf"{_NUMBER}:(cordon|drain)"
+
+
+def curve_of(text: str) -> Curve:
+    """Read "tokens:us, tokens:us"; "" is the constant.
+
+    Raises:
+        ConfigError: something else, or figures that are no curve.
+    """
+    points = tuple((float(tokens), us) for _, tokens, us in _pairs(text))
+    try:
+        return CostModel(curve=points or GROUPED_GEMM_H200).curve
+    except ConfigError as exc:
+        raise ConfigError(
+            f"curve has {text[:SHOWN]!r}, expected tokens:us for two numbers of tokens or more, "
+            f"such as '1:13, 64:15, 1024:125': {exc}"
+        ) from exc
+
+
+def speeds_of(text: str) -> dict[int, float]:
+    """Read "rank:speed, rank:speed".
+
+    Raises:
+        ConfigError: something else.
+    """
+    speeds: dict[int, float] = {}
+    for part, rank, speed in _pairs(text):
+        if rank < 0 or not 0 < speed < float("inf") or rank in speeds:
+            raise ConfigError(
+                f"rank_speed has {part!r}, expected rank:speed for each rank once, such as "
+                "'3:0.8, 7:0.9', speeds above 0"
+            )
+        speeds[rank] = speed
+    return speeds
+
+
+def redundancy_of(text: str) -> dict[int, int]:
+    """Read "layer:slots, layer:slots".
+
+    Raises:
+        ConfigError: something else.
+    """
+    slots: dict[int, int] = {}
+    for part, layer, count in _pairs(text):
+        if layer < 0 or not 0 <= count < MOST_SLOTS or count % 1 or layer in slots:
+            raise ConfigError(
+                f"redundancy has {part!r}, expected layer:slots for each layer once, such as "
+                "'0:16, 7:4', whole numbers of 0 or more"
+            )
+        slots[layer] = int(count)
+    return slots
+
+
+def read_pins(text: str) -> dict[Which, tuple[int, ...]]:
+    """Read "layer/expert:rank+rank, ..."; the layer * is each one.
+
+    Raises:
+        ConfigError: something else.
+    """
+    pins: dict[Which, tuple[int, ...]] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        which: Which = -1
+        ranks: tuple[int, ...] = ()
+        if re.fullmatch(_PIN, part):
+            layer, expert, *named = re.split(r"[/:+]", part)
+            which = int(expert) if layer == "*" else (int(layer), int(expert))
+            ranks = tuple(map(int, named))
+        if not ranks or which in pins or len(set(ranks)) < len(ranks):
+            raise ConfigError(
+                f"pins has {part!r}, expected layer/expert:rank+rank for each expert of a layer "
+                "once and each rank once, such as '3/17:0+4, */5:2'"
+            )
+        pins[which] = ranks
+    return pins
+
+
+def written_pins(pins: Pins) -> str:
+    """Write pins as ``read_pins`` reads them, in one order."""
+
+    def place(which: Which) -> tuple[int, int]:
+        return (-1, which) if isinstance(which, int) else which
+
+    parts = []
+    for which in sorted(pins, key=place):
+        layer, expert = place(which)
+        ranks = "+".join(map(str, sorted(pins[which])))
+        parts.append(f"{'*' if layer < 0 else layer}/{expert}:{ranks}")
+    return ", ".join(parts)
+
+
+def read_cordons(text: str) -> dict[int, Cordon]:
+    """Read "rank:cordon, rank:drain".
+
+    Raises:
+        ConfigError: something else.
+    """
+    cordons: dict[int, Cordon] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        rank, _, cordon = part.partition(":")
+        if not re.fullmatch(_CORDON, part) or int(rank) in cordons:
+            raise ConfigError(
+                f"cordons has {part!r}, expected rank:cordon or rank:drain for each rank once, "
+                "such as '3:cordon, 7:drain'"
+            )
+        cordons[int(rank)] = Cordon(cordon)
+    return cordons
+
+
+def written_cordons(cordons: Cordons) -> str:
+    """Write cordons as ``read_cordons`` reads them, in one order."""
+    return ", ".join(f"{rank}:{cordons[rank]}" for rank in sorted(cordons))
+
+
+def _pairs(text: str) -> Iterator[tuple[str, int, float]]:
+    """Each "number:figure" of a list, as text and read; (text, -1, -1) where it is none."""
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        number, _, figure = part.partition(":")
+        try:
+            yield part, int(number), float(figure)
+        except ValueError:
+            yield part, -1, -1.0
+
+
+def _list_of(item: str) -> str:
+    return rf"^({item}(, ?{item})*)?$"
 
 
 @dataclass(frozen=True)
@@ -44,36 +171,93 @@ class PlannerRequest:
         ConfigError: a value that no plan can use.
     """
 
-    objective: AskedObjective = "auto"
-    dispatch: str = DispatchRule.WEIGHTED.value  # by which the engine chooses replicas
-    min_domains: int = 1  # failure domains of each expert, as far as slots allow
-    curve: str = ""  # "tokens:us, ..."; time of an expert by its tokens; "": see chosen_curve
-    rank_speed: str = ""  # "rank:speed, ..."; 1 is nominal, and that of all others
-    redundancy: str = ""  # "layer:slots, ..."; redundant slots of a layer; the others use all
-    pins: str = ""  # "layer/expert:rank+rank, ..."; ranks that must hold an expert; *: each layer
-    cordons: str = ""  # "rank:cordon, rank:drain"; ranks that take nothing new, or hold nothing
-    # Of decode, where ranks serve both phases: its part of the windows. 0: phases are summed.
-    decode_weight: float = 0.0
+    objective: Annotated[
+        AskedObjective,
+        Setting(
+            "what a plan balances: tokens, or the experts' time by a measured curve; `auto`: time "
+            "where the curve was given or measured and reading weights takes longer than the "
+            "products of a step's tokens, else tokens",
+            live=True,
+        ),
+    ] = "auto"
+    curve: Annotated[
+        str,
+        Setting(
+            "microseconds of an expert by its tokens in a step, `tokens:us, ...`; empty: as the "
+            "ranks measured it at their start, else that of DeepSeek-V3 in FP8 on an H200",
+            max_length=4_000,
+            pattern=_list_of(_POINT),
+            check=curve_of,
+            live=True,
+        ),
+    ] = ""
+    dispatch: Annotated[
+        DispatchRuleName,
+        Setting("rule by which the engine chooses the replica for a token", live=True),
+    ] = "weighted"
+    min_domains: Annotated[
+        int,
+        Setting(
+            "failure domains of each expert, the costliest experts first, as far as slots allow",
+            unit="domains",
+            at_least=1,
+            live=True,
+        ),
+    ] = 1
+    rank_speed: Annotated[
+        str,
+        Setting(
+            "measured speeds, `rank:speed, ...`; 1 is nominal, and that of ranks without one",
+            max_length=20_000,
+            pattern=_list_of(_SPEED),
+            check=speeds_of,
+            live=True,
+        ),
+    ] = ""
+    redundancy: Annotated[
+        str,
+        Setting(
+            "redundant slots that a layer uses, `layer:slots, ...`, layers from 0; those without "
+            "one use all",
+            max_length=20_000,
+            pattern=_list_of(rf"{_NUMBER}:{_NUMBER}"),
+            check=redundancy_of,
+            live=True,
+        ),
+    ] = ""
+    pins: Annotated[
+        str,
+        Setting(
+            "ranks that must hold an expert, `layer/expert:rank+rank, ...`, layers from 0, `*`: "
+            "each layer; see /api/v1/pins",
+            max_length=20_000,
+            pattern=_list_of(_PIN),
+            check=read_pins,
+            live=True,
+        ),
+    ] = ""
+    cordons: Annotated[
+        str,
+        Setting(
+            "ranks that take no further experts, `rank:cordon`, or hold none, `rank:drain`; see "
+            "/api/v1/ranks",
+            max_length=20_000,
+            pattern=_list_of(_CORDON),
+            check=read_cordons,
+            live=True,
+        ),
+    ] = ""
+    decode_weight: Annotated[
+        float,
+        Setting(
+            "weight of decode in a plan, for ranks that serve prefill too; 0: phases are summed",
+            at_most=0.99,
+            live=True,
+        ),
+    ] = 0.0
 
     def __post_init__(self) -> None:
-        known = [rule.value for rule in DispatchRule]
-        if self.dispatch not in known:
-            raise ConfigError(f"dispatch is {self.dispatch!r}, expected one of: {', '.join(known)}")
-        if self.objective not in (objectives := get_args(AskedObjective)):
-            raise ConfigError(
-                f"objective is {self.objective!r}, expected one of: {', '.join(objectives)}"
-            )
-        if self.min_domains < 1:
-            raise ConfigError(f"min_domains is {self.min_domains}, expected 1 or more")
-        if not 0 <= self.decode_weight < 1:
-            raise ConfigError(
-                f"decode_weight is {self.decode_weight}, expected 0 or more and below 1"
-            )
-        curve_of(self.curve)
-        speeds_of(self.rank_speed)
-        redundancy_of(self.redundancy)
-        read_pins(self.pins)
-        read_cordons(self.cordons)
+        check_fields(self)
 
     def topology(self, topology: Topology) -> Topology:
         """The topology with the measured speeds.
@@ -165,123 +349,3 @@ class PlannerRequest:
         if coverage.releases_groups:
             asked["releases_groups"] = True
         return asked
-
-
-def curve_of(text: str) -> Curve:
-    """Read "tokens:us, tokens:us"; "" is the constant.
-
-    Raises:
-        ConfigError: something else, or figures that are no curve.
-    """
-    points = tuple((float(tokens), us) for _, tokens, us in _pairs(text))
-    try:
-        return CostModel(curve=points or GROUPED_GEMM_H200).curve
-    except ConfigError as exc:
-        raise ConfigError(
-            f"curve has {text[:SHOWN]!r}, expected tokens:us for two numbers of tokens or more, "
-            f"such as '1:13, 64:15, 1024:125': {exc}"
-        ) from exc
-
-
-def speeds_of(text: str) -> dict[int, float]:
-    """Read "rank:speed, rank:speed".
-
-    Raises:
-        ConfigError: something else.
-    """
-    speeds: dict[int, float] = {}
-    for part, rank, speed in _pairs(text):
-        if rank < 0 or not 0 < speed < float("inf") or rank in speeds:
-            raise ConfigError(
-                f"rank_speed has {part!r}, expected rank:speed for each rank once, such as "
-                "'3:0.8, 7:0.9', speeds above 0"
-            )
-        speeds[rank] = speed
-    return speeds
-
-
-def redundancy_of(text: str) -> dict[int, int]:
-    """Read "layer:slots, layer:slots".
-
-    Raises:
-        ConfigError: something else.
-    """
-    slots: dict[int, int] = {}
-    for part, layer, count in _pairs(text):
-        if layer < 0 or not 0 <= count < MOST_SLOTS or count % 1 or layer in slots:
-            raise ConfigError(
-                f"redundancy has {part!r}, expected layer:slots for each layer once, such as "
-                "'0:16, 7:4', whole numbers of 0 or more"
-            )
-        slots[layer] = int(count)
-    return slots
-
-
-def read_pins(text: str) -> dict[Which, tuple[int, ...]]:
-    """Read "layer/expert:rank+rank, ..."; the layer * is each one.
-
-    Raises:
-        ConfigError: something else.
-    """
-    pins: dict[Which, tuple[int, ...]] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        found = _PIN.fullmatch(part)
-        ranks = tuple(map(int, found["ranks"].split("+"))) if found else ()
-        which: Which = -1
-        if found:
-            expert = int(found["expert"])
-            which = expert if found["layer"] == "*" else (int(found["layer"]), expert)
-        if not found or which in pins or len(set(ranks)) < len(ranks):
-            raise ConfigError(
-                f"pins has {part!r}, expected layer/expert:rank+rank for each expert of a layer "
-                "once and each rank once, such as '3/17:0+4, */5:2'"
-            )
-        pins[which] = ranks
-    return pins
-
-
-def written_pins(pins: Pins) -> str:
-    """Write pins as ``read_pins`` reads them, in one order."""
-
-    def place(which: Which) -> tuple[int, int]:
-        return (-1, which) if isinstance(which, int) else which
-
-    parts = []
-    for which in sorted(pins, key=place):
-        layer, expert = place(which)
-        ranks = "+".join(map(str, sorted(pins[which])))
-        parts.append(f"{'*' if layer < 0 else layer}/{expert}:{ranks}")
-    return ", ".join(parts)
-
-
-def read_cordons(text: str) -> dict[int, Cordon]:
-    """Read "rank:cordon, rank:drain".
-
-    Raises:
-        ConfigError: something else.
-    """
-    cordons: dict[int, Cordon] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        found = _CORDON.fullmatch(part)
-        if not found or int(found["rank"]) in cordons:
-            raise ConfigError(
-                f"cordons has {part!r}, expected rank:cordon or rank:drain for each rank once, "
-                "such as '3:cordon, 7:drain'"
-            )
-        cordons[int(found["rank"])] = Cordon(found["cordon"])
-    return cordons
-
-
-def written_cordons(cordons: Cordons) -> str:
-    """Write cordons as ``read_cordons`` reads them, in one order."""
-    return ", ".join(f"{rank}:{cordons[rank]}" for rank in sorted(cordons))
-
-
-def _pairs(text: str) -> Iterator[tuple[str, int, float]]:
-    """Each "number:figure" of a list, as text and read; (text, -1, -1) where it is none."""
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        number, _, figure = part.partition(":")
-        try:
-            yield part, int(number), float(figure)
-        except ValueError:
-            yield part, -1, -1.0

@@ -19,6 +19,7 @@ from eplb.core.placement import Placement, check_fits
 from eplb.core.problem import Problem
 from eplb.decision.expert_times import ExpertTimes, chosen_curve
 from eplb.decision.gate import CostModel, Decision
+from eplb.declared import declared_fields
 from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError, PlacementError, StoreError
 from eplb.explanation.figures import finite
@@ -32,7 +33,7 @@ from rebalance.controller.load import Group
 from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, TrackRecord
 from rebalance.controller.refusals import TaskRefused
-from rebalance.controller.settings import OF_BUDGET, OF_COST, ControllerSettings
+from rebalance.controller.settings import ControllerSettings
 from telemetry.load.drift import LOOK_BACK, windows_since_change
 from telemetry.load.folder import Window, history
 from telemetry.load.phases import apart, weighted
@@ -311,9 +312,12 @@ def _unseen(group: Group, past: LoadHistory, settings: ControllerSettings, windo
 
 def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
     """Return what the planner was asked, as details of an event: request, budget and cost."""
-    cost = {name: getattr(settings.cost, name) for name in OF_COST}
-    budget = {name: getattr(settings.budget, name) for name in OF_BUDGET}
-    return settings.request.recorded(coverage) | budget | cost
+    declared = {
+        name: getattr(part, name)
+        for part in (settings.budget, settings.cost)
+        for name in declared_fields(type(part))
+    }
+    return settings.request.recorded(coverage) | declared
 
 
 def _against(

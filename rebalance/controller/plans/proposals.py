@@ -16,6 +16,17 @@ from telemetry.state.store import StateStore
 
 CONTROLLER = "controller"  # by whom its own proposals are
 EXPLAINED_LAYERS = 4  # that gain most
+FIGURES = (  # figures in the summary of a plan
+    "target_generation",
+    "decision",
+    "policy",
+    "imbalance_before",
+    "imbalance_after",
+    "expected_gain",
+    "moves",
+    "bytes",
+    "cost_s",
+)
 KEPT_MOVES = 5000  # of the list, for display; the target has them all
 
 
@@ -46,15 +57,17 @@ def drafted(
         lasts_s: how long it can be approved.
         why: it is made.
     """
+    figures = summary(plan)
     proposal = Proposal(
         time=now,
         expires=now + lasts_s,
         base_generation=serving.generation,
         base_hash=serving.hash,
-        summary=summary(plan),
         by=why.by,
         trigger=why.trigger,
         reason=why.reason,
+        plan_reason=figures["reason"],
+        **{name: figures[name] for name in FIGURES},
     )
     moves = [
         [move.layer, move.expert, move.dst_slot, move.source.name.lower(), move.src_slot]

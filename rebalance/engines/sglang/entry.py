@@ -11,19 +11,23 @@ import os
 
 from eplb.errors import EplbError
 from eplb.package_check import check_packages
+from eplb.settings.loader import CONFIG_VARIABLE
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Register the hooks; a failure is logged, and the engine starts without the plug-in."""
+    if not os.environ.get(CONFIG_VARIABLE):
+        return
     from rebalance.engines.gauge import set_part
-    from rebalance.engines.plugin_settings import settings_of
 
     try:
+        # Late: it needs the planner, which a process without a deployment does without.
+        from rebalance.engines.plugin_settings import settings_of
+
         settings = settings_of(os.environ)
-        if settings is None:
-            return
+        assert settings is not None, "the variable is set"
         check_packages(("runtime", "telemetry", "rebalance"))
         from rebalance.engines.sglang.guards import check_engine
         from rebalance.engines.sglang.hooks import Hooks

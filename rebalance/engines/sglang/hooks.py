@@ -73,7 +73,7 @@ class Hooks:
                 group,
                 number=decision.number,
                 deployment=self._settings.deployment,
-                every=self._settings.window_steps,
+                every=self._settings.windows.window_steps,
                 links=self._links,
                 is_checked=self._settings.engine.check,
             )
@@ -135,8 +135,8 @@ class Hooks:
         if shape.rank == 0:
             planner = PlannerLink(
                 shape,
-                pay_back_s=settings.pay_back_s,
-                target=settings.target_imbalance,
+                pay_back_s=settings.cost.pay_back_s,
+                target=settings.budget.target_imbalance,
                 max_moved=settings.engine.max_moved,
             )
         return (StoreLink(settings, shape, planner), planner)

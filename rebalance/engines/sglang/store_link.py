@@ -152,7 +152,7 @@ class StoreLink:
         model = ModelShape(
             layers, shape.num_experts, 1, 1, 1, 0, shape.num_groups, shape.expert_bytes
         )
-        window = self._settings.window_steps
+        window = self._settings.windows.window_steps
         ranks, nodes = shape.num_ranks, shape.num_nodes
         topology = Topology.uniform(nodes, ranks // nodes, shape.num_slots // ranks)
         run = store.current_run()

@@ -82,7 +82,7 @@ def planned(
     engine = settings.engine
     budget = Budget(
         max_moves=None if is_first else int(engine.max_moved * num_layers * num_slots),
-        target_imbalance=settings.target_imbalance,
+        target_imbalance=settings.budget.target_imbalance,
         time_ms=engine.plan_time_ms,
     )
     current = eplb.Placement(call.held.astype(np.int32), call.num_experts, 1)
@@ -93,7 +93,7 @@ def planned(
         current=current,
         budget=budget,
         cost=eplb.CostModel(
-            pay_back_s=ANY_GAIN_S if is_first else settings.pay_back_s, bytes_per_s=BYTES_PER_S
+            pay_back_s=ANY_GAIN_S if is_first else settings.cost.pay_back_s, bytes_per_s=BYTES_PER_S
         ),
         dispatch=eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
         # Any number may move at first: a search for few moves would take three times as long.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rebalance.engines.plugin_settings import CONFIG_VARIABLE, settings_of
+from eplb.settings.loader import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
@@ -49,9 +49,11 @@ def load(environ: Mapping[str, str]) -> bool:
     from rebalance.engines.gauge import set_part
 
     try:
+        # Late: these need torch, numba and vLLM, which a process without a deployment does without.
+        from rebalance.engines.plugin_settings import settings_of
+
         settings = settings_of(environ)
         assert settings is not None, "the variable is set"
-        # Late: these need torch, numba and vLLM, which a process without a deployment does without.
         from rebalance.engines.vllm.guards import check_engine
         from rebalance.engines.vllm.hooks import install
         from rebalance.engines.vllm.process import PluginProcess

@@ -266,13 +266,15 @@ class PluginProcess:
         )
         settings, rank = self.settings, self.group.rank_in_group
         described = model_to_dict(shape), topology_to_dict(topology)
-        info = RunInfo(self._joined.run, time.time(), *described, settings.window_steps)
+        info = RunInfo(self._joined.run, time.time(), *described, settings.windows.window_steps)
         folder = settings.spool_dir
         make_spool = None if folder is None else lambda: Spool(folder / f"rank-{rank:04d}")
         identity = RecorderIdentity(settings.deployment, settings.store, rank, info, rank == 0)
         self.recorder = Recorder(identity, make_spool)
         device = model_state.expert_load_pass.device
-        self._tap = LoadTap(len(held), model.num_logical_experts, device, settings.sample_steps)
+        self._tap = LoadTap(
+            len(held), model.num_logical_experts, device, settings.windows.sample_steps
+        )
         self._offer_map()
         if settings.engine.phase == "auto":
             watch_phases(self._note_phase)

@@ -74,7 +74,7 @@ class HostCacheServer:
         settings = settings or HostCacheSettings()
         self._record_bytes = schema.record_bytes
         num_records = model.num_layers * model.num_experts
-        self._num_entries = settings.num_entries(num_records, schema.record_bytes)
+        self._num_entries = settings.num_entries(num_records)
         self._link_server: LinkServer | None = None
         self._is_closed = threading.Event()
         self._readers: list[threading.Thread] = []

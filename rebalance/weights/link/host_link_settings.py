@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from eplb.declared import Setting
 from eplb.errors import ConfigError
 from rebalance.weights.link.link_settings import (
     SERVING_BYTES_PER_SECOND,
@@ -29,9 +30,21 @@ class HostLinkSettings:
     secret: bytes = field(repr=False)  # of the deployment; clients without it are refused
     listen: HostAddress | None = None  # None: it asks, and gives nothing
     order: Order = "before_disk"
-    bytes_per_second: float = SERVING_BYTES_PER_SECOND  # inward, and as much outward
-    max_transfers: int = 4  # records on their way outward at a time; further ones take turns
-    silence_s: float = 2.0  # without a byte, after which a host counts as dead
+    bytes_per_second: Annotated[
+        float,
+        Setting(
+            "rate at which a host cache receives, and at which it sends",
+            unit="bytes/s",
+            above=0,
+            at_most=10**15,
+        ),
+    ] = SERVING_BYTES_PER_SECOND
+    silence_s: Annotated[
+        float,
+        Setting("time without a byte after which a host counts as dead", above=0, at_most=3600),
+    ] = 2.0
+    # Not settings: the bandwidth is limited above, and a record of 44 MB takes 35 ms of it.
+    max_transfers: int = 4  # records that are sent at a time; further ones take turns
     deadline_s: float = 10.0  # for one record, including the other host's disk read
     back_off_s: float = 30.0  # upper limit of the back-off of a failed host
     tls: TlsFiles | None = None  # None: bytes are not encrypted

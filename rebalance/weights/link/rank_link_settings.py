@@ -7,7 +7,9 @@ of one host that cannot map each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from eplb.declared import Setting
 from eplb.errors import ConfigError
 from rebalance.weights.link.link_settings import (
     SERVING_BYTES_PER_SECOND,
@@ -28,9 +30,22 @@ class RankLinkSettings:
 
     addresses: tuple[HostAddress, ...]  # of all ranks, in their order
     secret: bytes = field(repr=False)  # of the deployment; clients without it are refused
-    bytes_per_second: float = SERVING_BYTES_PER_SECOND  # that a rank gives out
-    max_transfers: int = 4  # that a rank gives out at a time; further ones take turns
-    silence_s: float = 2.0  # without a byte, after which a rank is left for the next source
+    bytes_per_second: Annotated[
+        float,
+        Setting(
+            "rate at which a rank sends to other ranks", unit="bytes/s", above=0, at_most=10**15
+        ),
+    ] = SERVING_BYTES_PER_SECOND
+    silence_s: Annotated[
+        float,
+        Setting(
+            "time without a byte after which a rank is unreachable and the next source is asked",
+            above=0,
+            at_most=3600,
+        ),
+    ] = 2.0
+    # Not settings: the bandwidth is limited above, and a chunk of 8 MiB takes 7 ms of it.
+    max_transfers: int = 4  # transfers that a rank sends at a time; the others wait
     deadline_s: float = 5.0  # for one chunk
     back_off_s: float = 30.0  # upper limit of the back-off of a failed rank
     tls: TlsFiles | None = None  # None: bytes are not encrypted

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from api.access.audit import Audit
-from api.access.local import local_actor
+from api.access.audit import Audit, local_actor
 from api.cli.main import app
 from api.http.app import create_app
-from api.http.server import HttpService
+from api.operations.table import COMMANDS, GROUPS
 from telemetry import open_store
 from telemetry.state.live import Control
 from tests.support.controlled_deployment import START, Deployment, planned_by_request
 from tests.support.documents import commands
+from tests.support.http import serving
 
 
 @pytest.fixture
@@ -87,9 +87,7 @@ def test_operator_proposes_approves_and_goes_back_on_a_store(
 
 
 def test_operator_reads_and_rejects_at_a_service(deployment: Deployment) -> None:
-    service = HttpService(create_app(deployment.store, plan_wait_s=60.0))
-    service.start()
-    try:
+    with serving(create_app(deployment.store, plan_wait_s=60.0)) as service:
         shell = Shell("--service", service.url)
         number = str(shell.json("propose")["id"])
         status, text = shell.run("explain", number)
@@ -102,10 +100,27 @@ def test_operator_reads_and_rejects_at_a_service(deployment: Deployment) -> None
         assert "rejected" in shell.run("events", "--last", "5")[1]
         dry = shell.json("rebalance")["result"]
         assert (dry["decision"], dry["published"]) == ("MOVE", False)
-    finally:
-        service.stop()
     status, text = shell.run("ranks")
     assert (status, "no answer of a service at" in text) == (2, True)
+
+
+def test_service_and_store_give_each_command_the_same_answer(
+    deployment: Deployment, on_store: Shell
+) -> None:
+    number = str(on_store.json("propose")["id"])
+    reads = [("proposals",), ("explain", number), ("events", "--last", "3"), ("pins", "list")]
+    reads += [("placements", "list"), ("tasks", "--state", "done"), ("drain", "9")]
+    pause = ["pause", "--wait", "0.001", "--reason", "change 4711"]
+    with serving(create_app(deployment.store)) as service:
+        at_service = Shell("--service", service.url)
+        for words in reads:
+            answers = [shell.run(*words, "--json") for shell in (on_store, at_service)]
+            assert answers[0] == answers[1], words
+        deployment.store.set_control(Control(), reason="go on")
+        status, text = on_store.run(*pause)
+        assert (status, "off (was on); 0 of 2 ranks of run" in text) == (1, True), text
+        deployment.store.set_control(Control(), reason="go on")
+        assert at_service.run(*pause) == (status, text)
 
 
 def test_request_without_a_controller_is_queued_and_cancelled(
@@ -199,3 +214,10 @@ def test_misspelt_command_is_answered_with_those_that_are_alike() -> None:
 
     assert done.exit_code == 2
     assert "'rebalance'" in done.output
+
+
+def test_every_command_of_the_table_has_a_function_and_an_example() -> None:
+    known = {words.removeprefix("eplb "): command for words, command in commands().items()}
+
+    assert all(f"eplb {one.words}" in str(known[one.words].epilog) for one in COMMANDS)
+    assert {one.words.split()[0] for one in COMMANDS if " " in one.words} == GROUPS.keys()

@@ -12,16 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from api.access.audit import Audit
-from api.access.local import local_actor
-from api.cli import switches
+from api.access.audit import Audit, local_actor
 from api.cli.main import app
 from eplb.errors import StoreError
 from telemetry import open_store
 from telemetry.state.live import Control
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
-from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
 from tests.support.redis_servers import RedisProcess
 
@@ -99,9 +96,7 @@ def test_refusal_is_one_sentence_on_the_error_stream(words: list[str], named: st
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a store whose ranks report no more: nobody waits for them."""
-    monkeypatch.setattr(switches, "REPORTS_DEADLINE_S", 0.0)
+def path(tmp_path: Path) -> Path:
     return tmp_path / "store.sqlite"
 
 
@@ -112,10 +107,13 @@ def store(path: Path) -> Iterator[StateStore]:
         yield opened
 
 
+# Of ranks that do not report, and of one that does, however busy the machine is.
+IN_VAIN, WAITING = ["--wait", "0.001"], ["--wait", "5"]
+
+
 @contextmanager
-def reporting(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A rank that reports, as often as ranks do; it is waited for."""
-    monkeypatch.setattr(switches, "REPORTS_DEADLINE_S", NEVER_S)
+def reporting(store: StateStore) -> Iterator[None]:
+    """A rank that reports, as often as ranks do."""
     is_over = threading.Event()
 
     def report() -> None:
@@ -138,7 +136,7 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(
 ) -> None:
     store.report(rank_report(RUN.run, 0))
 
-    status, output, errors = run("pause", "--store", str(path))
+    status, output, errors = run("pause", "--store", str(path), *IN_VAIN)
 
     assert status == 1
     assert "movement off (was on); 0 ranks of run" in output
@@ -147,7 +145,7 @@ def test_pause_of_ranks_that_report_no_more_writes_the_switch_and_fails(
 
 
 def test_pause_for_a_time_prints_and_stores_its_end(store: StateStore, path: Path) -> None:
-    _, output, _ = run("pause", "--store", str(path), "--for", "2h")
+    _, output, _ = run("pause", "--store", str(path), "--for", "2h", *IN_VAIN)
 
     state = store.live()
     assert state.until == {"movement": state.changes["movement"].time + 7200}
@@ -172,7 +170,7 @@ def test_pause_after_the_log_was_removed_is_refused_or_reports_no_rank(
     for end in ends:
         path.with_name(path.name + end).unlink()
 
-    status, _, errors = run("pause", "--store", str(path))
+    status, _, errors = run("pause", "--store", str(path), *IN_VAIN)
 
     assert status in (1, 2)
     assert errors.startswith("eplb: ")
@@ -182,21 +180,22 @@ def test_pause_after_the_log_was_removed_is_refused_or_reports_no_rank(
 
 
 def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(
-    store: StateStore, path: Path, monkeypatch: pytest.MonkeyPatch
+    store: StateStore, path: Path
 ) -> None:
     store.set_control(Control(movement=True, observe=True), reason="a test")
 
-    with reporting(store, monkeypatch):
-        status, output, _ = run("pause", "--store", str(path), "--reason", "too hot")
+    with reporting(store):
+        status, output, _ = run("pause", "--store", str(path), "--reason", "too hot", *WAITING)
     said = f"demo: movement off (was on); 1 ranks of run {RUN.run} reported since\n"
-    assert (status, output) == (0, f"{said}by {local_actor()}: too hot\n")
-    (audited,) = Audit(path.parent).entries()
-    assert (audited.action, audited.reason) == ("pause", "too hot")
+    assert (status, output) == (0, said)
+    asked, done = Audit(path.parent).entries()
+    assert (asked.action, asked.reason) == ("POST /api/v1/pause", "too hot")
+    assert (asked.actor, done.outcome) == (local_actor(), "200")
     assert store.control() == Control(movement=False, observe=True)
     assert store.events()[-1].detail["reason"] == "too hot"
 
-    with reporting(store, monkeypatch):
-        assert run("resume", "--store", str(path))[0] == 0
+    with reporting(store):
+        assert run("resume", "--store", str(path), *WAITING)[0] == 0
     assert store.control() == Control(movement=True, observe=True)
 
 
@@ -217,7 +216,7 @@ def test_pause_finds_the_deployment_of_the_configuration(
     with closing(open_store(path, "west")) as opened:
         opened.begin_run(RUN)
 
-        status, shown, _ = run("pause")
+        status, shown, _ = run("pause", *IN_VAIN)
 
         assert status == 1  # written, and no rank reports
         assert shown.startswith("west: movement off (was on)")
@@ -228,14 +227,14 @@ def test_pause_finds_the_deployment_of_the_configuration(
 
 
 def test_store_on_a_server_is_paused_and_purged_by_its_url(
-    redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     url = f"{redis_server.url}?prefix={tmp_path.name}"
     with closing(open_store(url, "demo")) as store:
         store.begin_run(RUN)
 
-        with reporting(store, monkeypatch):
-            assert run("pause", "--store", url)[0] == 0
+        with reporting(store):
+            assert run("pause", "--store", url, *WAITING)[0] == 0
         assert store.control() == Control(movement=False)
         status, output, _ = run("store", "purge", "--store", url, "--before", "1h")
         assert (status, output.startswith("demo: removed 0 samples")) == (0, True)

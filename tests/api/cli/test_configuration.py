@@ -3,68 +3,52 @@
 import re
 import tomllib
 from contextlib import closing
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from api.access.audit import Audit
-from api.access.local import local_actor
+from api.access.audit import Audit, local_actor
 from api.cli.main import app
-from api.config.fields import about
 from api.config.live import static_layer
-from api.config.loader import load_settings
-from api.config.migration import HostLink, Staging, Transport
 from api.config.reference import reference_page
-from api.config.tree import Settings, known_names, known_settings
-from api.demo.setup import begin, prepare
-from api.demo.state_dir import StateDir
-from api.demo.workers.plan import WorkerPlan
-from api.http.limits import HttpLimits
-from api.processes.supervision import SupervisionSettings
+from api.config.tree import Settings
+from api.config.tree import load as load_tree
+from api.deploy.deployment import Deployment
+from api.deploy.first_placement import ensure_first_placement
+from eplb.core.problem import Budget
 from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
-from rebalance.build.rank import agent_settings
+from rebalance.build.config import RankConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.rank.parts import AgentSettings
-from rebalance.stage.stage_settings import StageSettings
-from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.stage.stage_settings import StageBudgets, StageSettings
 from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from telemetry import open_store
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
-from telemetry.state.live import Control, LiveSettings
+from telemetry.state.live import SWITCHES, Control
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
+from tests.support.deployments import deployment_in
 from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
-SMALL = {
-    "layers": 1,
-    "experts": 8,
-    "top_k": 2,
-    "hidden": 8,
-    "intermediate": 8,
-    "other_hosts": "off",
-}
-
-# Every name that `eplb demo` has ever had as a setting. None of them may stop working.
+# Names without a section that people have written into files.
 OLD_NAMES = """
-    device precision dispatcher nodes ranks layers experts top_k slots spare_slots host_cache_mode
-    host_cache_records other_hosts record_file hidden intermediate shared_experts tokens_per_rank
-    window_tokens seconds text trace seed policy observe movement join serve host port json_path
+    device precision nodes layers experts top_k spare_slots host_cache_mode
+    host_cache_records other_hosts record_file hidden intermediate
+    policy observe movement host port
     state_dir store spool_dir spool_mb store_interval window_seconds keep_samples_s
-    keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows resume
-    restart_after_death process_restarts restart_window_s restart_delay_s hung_after_s
-    scrub_every_steps plan_deadline_s vote_deadline_s check_every metrics_level view
+    keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows
+    restart_after_death process_restarts restart_delay_s hung_after_s
+    scrub_every_steps plan_deadline_s vote_deadline_s metrics_level
 """
 
 
 def load(named: dict[str, Any] | None = None, **environ: str) -> Settings:
-    return load_settings({}, config=None, environ=environ, named=named)
+    return load_tree({}, config=None, environ=environ, named=named)
 
 
 def refusal(named: dict[str, Any] | None = None, **environ: str) -> str:
@@ -73,11 +57,8 @@ def refusal(named: dict[str, Any] | None = None, **environ: str) -> str:
     return str(caught.value)
 
 
-def plan_of(tmp_path: Path, named: dict[str, Any]) -> WorkerPlan:
-    text = tmp_path / "text"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
-    with closing(StateDir(tmp_path / "state")) as state:
-        return prepare(load(SMALL | {"text": [text]} | named), state)
+def deployment_of(tmp_path: Path, named: dict[str, Any]) -> Deployment:
+    return deployment_in(tmp_path, **{name.replace(".", "__"): one for name, one in named.items()})
 
 
 def test_reference_page_is_what_the_code_writes() -> None:
@@ -91,61 +72,62 @@ def test_example_of_the_reference_page_loads(tmp_path: Path) -> None:
     file = tmp_path / "eplb.toml"
     file.write_text(example)
 
-    settings = load_settings({}, config=file, environ={})
+    settings = load_tree({}, config=file, environ={})
 
-    found = settings.demo.ranks, settings.planner.policy, settings.host_link.deadline_s
-    assert found == (4, "greedy", 5.0)
-    assert settings.transport.deadline_s == RankLinkSettings.deadline_s
-
-
-def plain(annotation: Any) -> Any:
-    """The type that a store keeps; a choice is text to it."""
-    return str if get_origin(annotation) is Literal else annotation
+    silence_s = settings.value(Settings.known["host_link.silence_s"])
+    assert (settings.model.layers, settings.controller.policy, silence_s) == (4, "greedy", 5.0)
+    assert settings.value(Settings.known["transport.silence_s"]) == RankLinkSettings.silence_s
 
 
-def test_every_setting_has_a_meaning_and_live_ones_are_in_the_store() -> None:
-    known = known_settings().values()
+def test_every_setting_has_a_meaning_and_the_store_is_the_only_secret() -> None:
+    known = Settings.known.values()
 
-    assert all(one.field.description for one in known)
-    assert {one.name: plain(one.field.annotation) for one in known if one.is_live} == {
-        name: get_args(hint)[0] for name, hint in get_type_hints(LiveSettings).items()
-    }
-    assert [one.path for one in known if about(one.field, "secret")] == ["deployment.store"]
+    assert all(one.about.text for one in known)
+    assert [one.path for one in known if one.about.secret] == ["deployment.store"]
+
+
+def test_live_settings_have_names_of_their_own_and_values_a_store_holds() -> None:
+    live = [one.name for one in Settings.known.values() if one.about.live]
+
+    assert len(set(live)) == len(live)
+    assert {*SWITCHES, "stage", "pay_back_s"} <= set(live)
+    assert all(isinstance(one, bool | int | float | str) for one in static_layer(load()).values())
 
 
 @pytest.mark.parametrize("name", OLD_NAMES.split())
 def test_name_without_section_stands_for_one_setting(name: str) -> None:
-    assert known_names()[name].short == name
+    assert Settings.names[name].short == name
 
 
 def test_full_name_works_in_file_environment_and_flag(tmp_path: Path) -> None:
     file = tmp_path / "eplb.toml"
     file.write_text("[host_cache]\nmode = 'ring'\nrecords = 3\n[log]\nlevel = 'info'\n")
-    environ = {"EPLB_TRANSPORT__DEADLINE_S": "1.5", "EPLB_LOG_FORMAT": "json"}
+    environ = {"EPLB_STAGING__LOCAL_BYTES_PER_SECOND": "1e9", "EPLB_LOG_FORMAT": "json"}
 
-    settings = load_settings({}, config=file, environ=environ, named={"planner.max_moves": "7"})
+    settings = load_tree({}, config=file, environ=environ, named={"planner.max_moves": "7"})
 
     assert (settings.host_cache.mode, settings.host_cache.records) == ("ring", 3)
     assert (settings.log.level, settings.log.format) == ("info", "json")
-    assert (settings.transport.deadline_s, settings.planner.max_moves) == (1.5, 7)
+    assert settings.staging.local_bytes_per_second == 1e9
+    assert settings[Budget].max_moves == 7
 
 
 def test_name_of_several_settings_is_refused_with_their_full_names() -> None:
-    by_flag, by_variable = refusal({"deadline_s": "1"}), refusal(EPLB_DEADLINE_S="1")
+    by_flag, by_variable = refusal({"silence_s": "1"}), refusal(EPLB_SILENCE_S="1")
 
-    assert by_flag.endswith(": transport.deadline_s, host_link.deadline_s")
-    assert by_variable.endswith(": EPLB_TRANSPORT__DEADLINE_S, EPLB_HOST_LINK__DEADLINE_S")
+    assert by_flag.endswith(": transport.silence_s, host_link.silence_s")
+    assert by_variable.endswith(": EPLB_TRANSPORT__SILENCE_S, EPLB_HOST_LINK__SILENCE_S")
 
 
 def test_setting_without_short_name_is_reported_by_its_full_name() -> None:
-    found = refusal(EPLB_HOST_LINK__DEADLINE_S="0")
+    found = refusal(EPLB_HOST_LINK__SILENCE_S="0")
 
-    assert found.startswith("host_link.deadline_s is '0' in ")
-    assert "variable EPLB_HOST_LINK__DEADLINE_S" in found
+    assert found.startswith("host_link.silence_s is '0' in ")
+    assert "variable EPLB_HOST_LINK__SILENCE_S" in found
 
 
 def test_setting_under_both_names_in_one_place_is_refused() -> None:
-    assert "'ranks' and as 'demo.ranks'" in refusal({"ranks": "4", "demo.ranks": "2"})
+    assert "'layers' and as 'model.layers'" in refusal({"layers": "4", "model.layers": "2"})
 
 
 def test_section_that_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -153,7 +135,7 @@ def test_section_that_is_no_table_is_refused(tmp_path: Path) -> None:
     file.write_text("planner = 'greedy'\n")
 
     with pytest.raises(ConfigError) as caught:
-        load_settings({}, config=file, environ={})
+        load_tree({}, config=file, environ={})
 
     assert str(caught.value) == f"planner is 'greedy' in {file}, expected a table [planner]"
 
@@ -165,117 +147,82 @@ def test_store_url_with_a_password_is_refused_without_showing_it() -> None:
     assert "geheim" not in found
 
 
-def defaults_of(kind: type) -> dict[str, Any]:
-    return {one.name: one.default for one in fields(kind) if one.default is not MISSING}
-
-
-@pytest.mark.parametrize(
-    ("section", "kind"), [(Transport, RankLinkSettings), (HostLink, HostLinkSettings)]
-)
-def test_link_section_has_the_defaults_of_its_dataclass(section: type, kind: type) -> None:
-    values = section().model_dump()
-
-    assert values == {name: defaults_of(kind)[name] for name in values}
-
-
 def test_default_settings_are_the_defaults_of_every_component(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, {})
+    deployment = deployment_of(tmp_path, {})
+    description = deployment.description()
 
-    agent = agent_settings(plan.rank_config, plan.run, plan.topology, plan.device, membership=0)
-    known = defaults_of(AgentSettings)
-    for name in ("vote_every", "vote_deadline_s", "plan_deadline_s", "scrub_every_steps"):
-        assert getattr(agent, name) == known[name], name
-    assert plan.staging.applied_to(StageSettings()) == StageSettings()
-    serving = StageSettings.while_serving()
-    assert plan.staging.applied_to(serving) == serving
-    controller = ControllerSettings()
-    for one in fields(ControllerSettings):
-        if one.name not in ("pace", "seed", "stage"):  # of the model's size, and the demo's
-            assert getattr(plan.controller, one.name) == getattr(controller, one.name), one.name
-    assert (plan.controller.stage, controller.stage) == ("observe", "all")  # of a new deployment
-    assert plan.reporting.tempo == Tempo()
-    assert plan.controller.retention == Retention()
-    settings = load()
-    assert settings.http.limits() == HttpLimits()
-    assert settings.supervision.settings() == SupervisionSettings()
+    config = description.config
+    usual = RankConfig("demo", config.sample_steps, config.staging_experts)
+    for name in ("vote_every", "vote_deadline_s", "plan_deadline_s", "scrub_every_steps", "batch"):
+        assert getattr(config, name) == getattr(usual, name), name
+    assert config.stage == StageSettings()
+    assert StageBudgets().on("cuda") == StageSettings.while_serving()
+    controller = deployment.controller
+    assert controller == ControllerSettings(pace=controller.pace, stage="observe")
 
 
 def test_settings_reach_the_components(tmp_path: Path) -> None:
-    plan = plan_of(
+    deployment = deployment_of(
         tmp_path,
         {
             "vote_every": "3",
-            "vote_deadline_s": "3.5",
             "plan_deadline_s": "2.5",
-            "scrub_every_steps": "7",
-            "keep_samples_s": "60",
-            "keep_minutes_s": "120",
             "keep_hours_s": "240",
-            "keep_events": "9",
-            "lease_ttl_s": "3",
-            "poll_s": "0.5",
-            "migration_deadline_s": "7",
-            "keep_every_windows": "2",
+            "policy": "greedy",
             "max_moves": "5",
-            "target_imbalance": "1.5",
+            "interval_s": "60",
+            "min_domains": "2",
             "state_interval": "0.75",
+            "spool_mb": "3",
             "other_hosts": "after_disk",
             "transport.silence_s": "1.25",
-            "host_link.max_transfers": "9",
-            "num_readers": "2",
-            "in_flight": "4",
-            "peer_chunk_bytes": "4096",
+            "local_bytes_per_second": "2000",
             "network_bytes_per_second": "1000",
         },
     )
 
-    assert plan.controller_poll_s == 0.5
-    agent = agent_settings(plan.rank_config, plan.run, plan.topology, "cpu", membership=4)
-    assert (agent.vote_every, agent.scrub_every_steps, agent.membership) == (3, 7, 4)
-    assert (agent.plan_deadline_s, agent.vote_deadline_s) == (2.5, 3.5)
-    controller = plan.controller
-    assert controller.lease_ttl_s == 3.0
-    assert controller.retention == Retention(60.0, 120.0, 240.0, events=9)
-    assert (controller.migration_deadline_s, controller.keep_every_windows) == (7.0, 2)
-    assert (controller.budget.max_moves, controller.budget.target_imbalance) == (5, 1.5)
-    assert plan.reporting.tempo == Tempo(0.0, 0.75)
-    assert plan.rank_links is not None
-    assert plan.host_cache.links is not None
-    assert (plan.rank_links.silence_s, plan.host_cache.links.silence_s) == (1.25, 2.0)
-    assert (plan.host_cache.links.max_transfers, plan.host_cache.num_readers) == (9, 2)
-    stage = plan.staging.applied_to(StageSettings())
-    assert (stage.in_flight, stage.peer.chunk_bytes) == (4, 4096)
-    assert (stage.network.bytes_per_second, stage.host) == (1000.0, StageSettings().host)
-    assert isinstance(plan.staging, Staging)
+    config, controller = deployment.description().config, deployment.controller
+    assert (config.vote_every, config.plan_deadline_s, config.reporting.spool_mb) == (3, 2.5, 3)
+    assert config.reporting.tempo == Tempo(0.0, 0.75)
+    assert controller.retention == Retention(keep_hours_s=240.0)
+    assert (controller.policy, controller.budget.max_moves) == ("greedy", 5)
+    assert (controller.triggers.interval_s, controller.request.min_domains) == (60.0, 2)
+    assert config.rank_links is not None
+    cache = deployment.host_cache
+    assert cache.links is not None
+    assert (config.rank_links.silence_s, cache.links.silence_s) == (1.25, 2.0)
+    stage, usual = config.stage_on("cpu"), StageSettings()
+    assert (stage.network.bytes_per_second, stage.host.bytes_per_second) == (1000.0, 2000.0)
+    assert (stage.peer.chunk_bytes, stage.in_flight) == (usual.peer.chunk_bytes, usual.in_flight)
 
 
 def test_config_command_prints_values_their_places_and_no_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "eplb.toml"
-    file.write_text("[demo]\nlayers = 3\n")
+    file.write_text("[model]\nlayers = 3\n")
     monkeypatch.setenv("EPLB_STORE", "redis://ops:geheim@store:6379/1")
 
-    given = ["config", "--config", str(file), "--setting", "seed=9"]
+    given = ["config", "--config", str(file), "--setting", "experts=9"]
     result = CliRunner().invoke(app, given)
 
     assert result.exit_code == 0, result.output
     values = tomllib.loads(result.output)
-    assert (values["demo"]["layers"], values["demo"]["seed"]) == (3, 9)
+    assert (values["model"]["layers"], values["model"]["experts"]) == (3, 9)
     assert values["deployment"]["store"] == "redis://ops@store:6379/1"
     lines = [line.split() for line in result.output.splitlines()]
     assert ["layers", "=", "3", "#", str(file)] in lines
-    assert ["seed", "=", "9", "#", "--setting", "seed"] in lines
-    assert ["ranks", "=", "8", "#", "default"] in lines
+    assert ["experts", "=", "9", "#", "--setting", "experts"] in lines
+    assert ["ranks_per_node", "=", "8", "#", "default"] in lines
     assert "geheim" not in result.output
-    assert set(values) == set(Settings.model_fields)
+    assert set(values) == set(Settings.sections)
 
 
 @pytest.mark.parametrize(
     ("pair", "found"),
     [
-        ("ranks", "--setting is 'ranks'"),
-        ("ranks=x", "ranks is 'x' in --setting ranks"),
+        ("layers", "--setting is 'layers'"),
+        ("layers=x", "layers is 'x' in --setting layers"),
         ("log.level=loud", "log_level is 'loud' in --setting log.level"),
     ],
 )
@@ -322,11 +269,11 @@ def test_live_config_changes_a_setting_and_removes_it(tmp_path: Path) -> None:
     with closing(started(path)) as store:
         given = ["--set", "planner.pay-back-s=300", "--set", "observe=true", "--reason", "look"]
         assert live_config(path, *given).exit_code == 0
-        assert store.live().live == LiveSettings(pay_back_s=300.0, observe=True)
+        assert store.live().live == {"pay_back_s": 300.0, "observe": True}
         assert store.live().changes["observe"].reason == "look"
 
         assert live_config(path, "--unset", "pay_back_s").exit_code == 0
-        assert store.live().live == LiveSettings(observe=True)
+        assert store.live().live == {"observe": True}
     audited = [(one.action, one.reason, one.actor) for one in Audit(tmp_path).entries()]
     assert audited == [
         ("config --live pay_back_s=300.0, observe=True", "look", local_actor()),
@@ -342,7 +289,7 @@ def test_live_config_that_cannot_be_audited_changes_nothing(tmp_path: Path) -> N
         result = live_config(path, "--set", "observe=true")
 
         assert (result.exit_code, "cannot be written" in result.output) == (2, True)
-        assert store.live().live == LiveSettings()
+        assert store.live().live == {}
 
 
 @pytest.mark.parametrize(
@@ -371,23 +318,14 @@ def test_live_config_refuses_a_wrong_change_in_one_line(
 def test_start_of_a_paused_deployment_stays_paused_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = tmp_path / "text"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 200)
-    settings = load(SMALL | {"text": [text], "window_seconds": 0.5})
-    with (
-        closing(StateDir(tmp_path / "state")) as state,
-        closing(open_store(tmp_path / "store.sqlite", "demo")) as store,
-    ):
-        begin(settings, prepare(settings, state), store)
+    with closing(open_store(tmp_path / "store.sqlite", "demo")) as store:
+        ensure_first_placement(store, deployment_of(tmp_path, {}), "a test")
         store.change_live({"movement": False, "pay_back_s": 5.0}, reason="incident 7")
 
-        begin(settings, prepare(settings, state), store)
+        ensure_first_placement(store, deployment_of(tmp_path, {"max_moves": 7}), "a test")
 
         assert store.control() == Control(movement=False)
-        assert store.live().effective.pay_back_s == 5.0
-        run = store.current_run()
-        assert run is not None
-        assert run.window_seconds == 0.5
+        assert store.live().effective["pay_back_s"] == 5.0
     words = "live setting: movement is false (revision 2,"
     assert [words in record.message for record in caplog.records] == [True, False]
     assert "incident 7), which wins over the setting true" in caplog.text

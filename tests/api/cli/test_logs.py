@@ -4,12 +4,13 @@ import io
 import json
 import logging
 import sys
+from functools import partial
 
 import pytest
 from rich.console import Console
 
 from api.monitor.monitor import Monitor
-from api.terminal.live import LiveView
+from api.terminal.live import LiveView, look_at
 from api.terminal.logs import (
     MOST,
     PERIOD_S,
@@ -51,11 +52,10 @@ def test_view_shows_no_control_character_of_a_reason(monitor: Monitor, view: str
     shown = io.StringIO()
     console = Console(file=shown, width=200, height=40, force_terminal=False)
     if view == "plain":
-        with LiveView(monitor, view="plain", console=console):
+        with LiveView(partial(look_at, monitor), view="plain", console=console):
             pass
     else:
-        monitor.refresh()
-        console.print(render(monitor.snapshot(), 200, 40))
+        console.print(render(look_at(monitor), 200, 40))
 
     assert r"\x1b[2J" in shown.getvalue()  # rich itself drops some of the others
     unsafe = [one for one in shown.getvalue() if one != "\n" and printable(one) != one]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from api.cli.admin.placements import app as placements_commands
 from api.cli.main import app
 from api.http.app import create_app
 from api.http.server import HttpService
@@ -122,7 +121,3 @@ def test_refusal_is_one_line_with_its_exit_status(
     assert (found, text.count("\n")) == (status, 1)
     assert sentence in text
     assert not file.exists()
-
-
-def test_every_command_of_placements_has_an_example_in_its_help() -> None:
-    assert all(command.epilog for command in placements_commands.registered_commands)

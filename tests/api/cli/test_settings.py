@@ -2,22 +2,15 @@
 
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from pydantic import BaseModel
 
-import api.config.tree
-import api.demo.settings
-import api.http.requests
-from api.config.loader import load_settings
-from api.config.migration import HostCache, Staging
-from api.config.sections import Http
-from api.config.tree import Settings, known_names
-from api.demo.settings import DemoSettings
-from api.http.requests import ExplainRequest
+from api.config.tree import Settings, load
+from api.operations.table import OPERATIONS
+from eplb.declared import without_none
 from eplb.errors import ConfigError
+from eplb.settings.loader import REMOVED
 from telemetry.state.redis_address import Limits, parse_address
 from tests.support.documents import commands
 
@@ -28,43 +21,36 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-def refusal(flags: dict[str, Any], config: Path | None = None, **environ: str) -> str:
+def refusal(
+    flags: dict[str, Any],
+    config: Path | None = None,
+    named: dict[str, str] | None = None,
+    **environ: str,
+) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_settings(flags, config=config, environ=environ)
+        load(flags, config=config, environ=environ, named=named)
     return str(caught.value)
 
 
 def test_settings_without_input_are_the_defaults() -> None:
-    assert load_settings({}, config=None, environ={"HOME": "/"}) == Settings()
+    assert load({}, config=None, environ={"HOME": "/"}) == Settings()
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
-    config = toml(tmp_path, "layers = 1\nhidden = 1\nseed = 1\n")
-    environ = {"EPLB_HIDDEN": "2", "EPLB_SEED": "2"}
+    config = toml(tmp_path, "layers = 1\nhidden = 1\nexperts = 1\n")
+    environ = {"EPLB_HIDDEN": "2", "EPLB_EXPERTS": "2"}
 
-    flags = {"seed": 3, "top_k": None, "text": []}
-    demo = load_settings(flags, config=config, environ=environ).demo
+    flags = {"experts": 3, "top_k": None, "hosts": []}
+    model = load(flags, config=config, environ=environ).model
 
-    assert (demo.layers, demo.hidden, demo.seed, demo.top_k) == (1, 2, 3, 6)
-
-
-def test_slots_not_given_are_a_quarter_more_than_experts_on_equal_ranks() -> None:
-    assert DemoSettings().slots == 80
-    assert DemoSettings(experts=60).slots == 80  # 75, and then 10 on each of 8 ranks
-    assert DemoSettings(nodes=1, ranks=1).slots == 64  # a second replica has no rank to go to
-
-
-def test_spares_are_further_slots_and_none_unless_asked_for() -> None:
-    assert DemoSettings().spare_slots == 0
-    assert DemoSettings(spare_slots=2).slots == 80
+    assert (model.layers, model.hidden, model.experts, model.top_k) == (1, 2, 3, 0)
 
 
 @pytest.mark.parametrize(
     ("variable", "section", "name", "expected"),
     [
-        ("EPLB_TEXT=a.txt:b", "demo", "text", [Path("a.txt"), Path("b")]),
         ("EPLB_STORE=redis://store:6379", "deployment", "store", "redis://store:6379"),
-        ("EPLB_SPOOL_DIR=/var/spool/eplb", "telemetry", "spool_dir", Path("/var/spool/eplb")),
+        ("EPLB_TLS_CA_FILE=/etc/ca.pem", "network", "tls_ca_file", Path("/etc/ca.pem")),
     ],
 )
 def test_variable_of_the_environment_has_the_type_of_its_setting(
@@ -72,22 +58,23 @@ def test_variable_of_the_environment_has_the_type_of_its_setting(
 ) -> None:
     environ = dict([variable.split("=")])
 
-    settings = load_settings({}, config=None, environ=environ)
+    settings = load({}, config=None, environ=environ)
 
     assert getattr(getattr(settings, section), name) == expected
 
 
-def test_environment_variable_of_trace_folder_is_not_a_setting() -> None:
-    assert load_settings({}, config=None, environ={"EPLB_DATA": "/data"}) == Settings()
+@pytest.mark.parametrize("variable", ["EPLB_DATA", "EPLB_KEY", "EPLB_SECRET"])
+def test_variable_that_is_no_setting_is_left_alone(variable: str) -> None:
+    assert load({}, config=None, environ={variable: "text"}) == Settings()
 
 
 def test_unknown_key_is_refused_with_its_place_and_the_closest_known(tmp_path: Path) -> None:
     config = toml(tmp_path, "layer = 3\n")
 
     assert refusal({}, config).startswith(f"unknown key 'layer' in {config}, closest known: layers")
-    in_environ = refusal({}, EPLB_RANK="8")
-    assert "'EPLB_RANK' in the environment" in in_environ
-    assert "EPLB_RANKS" in in_environ
+    in_environ = refusal({}, EPLB_LAYER="8")
+    assert "'EPLB_LAYER' in the environment" in in_environ
+    assert "EPLB_LAYERS" in in_environ
 
 
 def test_removed_setting_is_refused_by_name_wherever_it_is_written(tmp_path: Path) -> None:
@@ -96,40 +83,54 @@ def test_removed_setting_is_refused_by_name_wherever_it_is_written(tmp_path: Pat
     in_file = refusal({}, config)
     in_environ = refusal({}, EPLB_PLANNER__FORECAST_WEIGHT="0.5")
 
-    assert in_file.startswith(f"unknown key 'planner.forecast_weight' in {config}, closest known:")
-    assert in_environ.startswith("unknown key 'EPLB_PLANNER__FORECAST_WEIGHT' in the environment")
+    assert in_file.startswith(f"planner.forecast_weight in {config} was removed: plans use")
+    assert in_environ.startswith("EPLB_PLANNER__FORECAST_WEIGHT in environment variable ")
+    assert "forecast_weight in --setting forecast_weight was removed" in refusal(
+        {}, named={"forecast_weight": "0.5"}
+    )
+    assert REMOVED.keys().isdisjoint(Settings.known)
+
+
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        ("ranks", "topology.ranks_per_node"),
+        ("demo.slots", "topology.slots_per_rank"),
+        ("demo.layers", "model.layers"),
+        ("window_tokens", "telemetry.window_steps"),
+        ("seconds", "the option --seconds of eplb demo"),
+        ("demo.json_path", "the option --json of eplb demo"),
+    ],
+)
+def test_renamed_setting_is_refused_with_its_successor(name: str, successor: str) -> None:
+    assert refusal({name: 1}).endswith(f"was removed: it is {successor}")
 
 
 def test_key_close_to_none_lists_them_all() -> None:
-    assert "nodes, ranks, layers" in refusal({"zzzz": 1})
+    assert "layers, experts, top_k" in refusal({"zzzz": 1})
 
 
 # (flags, the one that is named, what the sentence ends with)
 OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
-    ({"slots": 48}, "48 in flag --slots", "at least 64"),
-    ({"slots": 81}, "81 in flag --slots", "multiple of 8"),
-    ({"experts": 2, "top_k": 1, "slots": 24}, "24 in flag --slots", "at most 16"),
-    ({"ranks": 7}, "7 in flag --ranks", "multiple of 2"),
-    ({"nodes": 3}, "ranks is 8 in the defaults", "multiple of 3"),
-    ({"top_k": 65}, "65 in flag --top-k", "at most 64"),
-    ({"ranks": 0}, "0 in flag --ranks", "at least 1"),
-    ({"window_tokens": 0}, "0 in flag --window-tokens", "at least 1"),
-    ({"seconds": 0.0}, "0.0 in flag --seconds", "more than 0"),
-    ({"seconds": float("inf")}, "inf in flag --seconds", "more than 0 and at most"),
+    ({"ranks_per_node": 0}, "0 in flag --ranks-per-node", "at least 1"),
+    ({"window_steps": 0}, "0 in flag --window-steps", "at least 1"),
+    ({"hung_after_s": float("inf")}, "inf in flag --hung-after-s", "at least 1 and at most"),
     ({"pay_back_s": -1.0}, "-1.0 in flag --pay-back-s", "at least 0 and at most 1000000000"),
     ({"port": 65536}, "65536 in flag --port", "at least 0 and at most 65535"),
-    ({"shared_experts": 2}, "2 in flag --shared-experts", "at least 0 and at most 1"),
     ({"store": "memory:"}, "'memory:' in flag --store", "several processes"),
     ({"keep_events": 10**23}, "in flag --keep-events", "at least 0 and at most 10000000"),
     ({"spool_mb": 0}, "0 in flag --spool-mb", "at least 1"),
     ({"store_interval": -1.0}, "-1.0 in flag --store-interval", "at least 0"),
     ({"policy": ""}, "'' in flag --policy", "at least 1 character"),
-    ({"view": "big"}, "'big' in flag --view", "'auto', 'live', 'plain' or 'off'"),
-    ({"text": ["a"], "trace": "t.npz"}, "'t.npz' in flag --trace", "not both"),
+    ({"phase": "big"}, "'big' in flag --phase", "'auto', 'prefill', 'decode' or 'mixed'"),
     ({"plan_deadline_s": 0}, "0 in flag --plan-deadline-s", "more than 0"),
     ({"vote_deadline_s": 0}, "0 in flag --vote-deadline-s", "more than 0"),
     ({"lease_ttl_s": 0}, "0 in flag --lease-ttl-s", "more than 0"),
     ({"spare_slots": -1}, "-1 in flag --spare-slots", "at least 0"),
+    ({"host_cache_records": 8}, "8 in flag --host-cache-records", "none with full"),
+    ({"host_cache_mode": "hot"}, "0 in the defaults", "a number of records with hot"),
+    ({"sample_steps": 5}, "5 in flag --sample-steps", "a divisor of telemetry.window_steps, 64"),
+    ({"rearm_imbalance": 1.5}, "1.5 in flag --rearm-imbalance", "at most start_imbalance"),
 ]
 
 
@@ -146,12 +147,12 @@ def test_value_out_of_range_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('ranks = "many"', "a whole number"),
-        ("ranks = true", "a number"),
-        ("ranks = 2.5", "a whole number"),
-        ('seconds = "soon"', "a number"),
+        ('layers = "many"', "a whole number"),
+        ("layers = true", "a number"),
+        ("layers = 2.5", "a whole number"),
+        ('pay_back_s = "soon"', "a number"),
         ("observe = 7", "true or false"),
-        ("text = 7", "a list of paths"),
+        ("hosts = 7", "a list of addresses"),
         ("state_dir = 7", "a path"),
         ("policy = 7", "text"),
     ],
@@ -167,38 +168,23 @@ def test_value_of_the_wrong_type_is_refused_with_its_place(
 
 
 def test_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
-    missing, broken = tmp_path / "none.toml", toml(tmp_path, "ranks =")
+    missing, broken = tmp_path / "none.toml", toml(tmp_path, "layers =")
 
     assert f"{missing} cannot be read" in refusal({}, missing)
     assert f"{broken} is not TOML" in refusal({}, broken)
 
 
-def test_host_cache_s_room_goes_with_its_mode() -> None:
-    assert HostCache(mode="ring", records=8).records == 8
-    for mode, records in (("full", 8), ("hot", 0), ("ring", 0)):
-        with pytest.raises(ValueError):
-            HostCache(mode=mode, records=records)
-
-
-def numbers_without_bound(kind: type[BaseModel]) -> list[str]:
-    return [
-        name
-        for name, field in kind.model_fields.items()
-        if field.annotation in (int, float, int | None, float | None)
-        and not any(hasattr(bound, "le") or hasattr(bound, "lt") for bound in field.metadata)
-    ]
-
-
-def models_in(*modules: ModuleType) -> list[type[BaseModel]]:
-    found = [value for module in modules for value in vars(module).values()]
-    return [one for one in found if isinstance(one, type) and issubclass(one, BaseModel)]
-
-
 def test_every_number_that_a_user_can_set_has_an_upper_bound() -> None:
-    kinds = models_in(api.config.tree, api.demo.settings, api.http.requests)
+    numbers = {one.path: one.about for one in Settings.known.values() if one.kind in (int, float)}
+    # The body of one operation has the live settings.
+    for operation in (one for one in OPERATIONS if one.body is None):
+        for name, argument in operation.arguments.items():
+            kind, *meanings = get_args(argument.hint)
+            if without_none(kind)[0] in (int, float):
+                numbers[f"{operation.name} {name}"] = meanings[0]
 
-    assert {DemoSettings, Staging, Http, ExplainRequest} <= set(kinds)
-    assert [(kind, name) for kind in kinds for name in numbers_without_bound(kind)] == []
+    assert {"explanation layer", "planner.pay_back_s", "events limit"} <= numbers.keys()
+    assert [name for name, one in numbers.items() if one.at_most is None] == []
 
 
 def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
@@ -209,9 +195,9 @@ def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
         if getattr(param, "type_descriptor", None)
         and param.type_descriptor.annotation in (int, float)
     ]
-    of_settings = {f"demo {name}" for name in known_names()}  # checked by the settings
+    of_settings = {f"demo {name}" for name in Settings.names}  # checked by the settings
 
-    assert ("explain layer", 65_536) in numbers
+    assert ("explain layer", 2**31 - 1) in numbers
     assert {name for name, most in numbers if most is None} - of_settings == set()
 
 
@@ -237,18 +223,18 @@ def test_file_named_by_the_environment_is_read_where_no_flag_names_one(tmp_path:
     file, other = toml(tmp_path, DEPLOYMENT), tmp_path / "other.toml"
     other.write_text("layers = 3\n")
 
-    named = load_settings({}, config=None, environ={"EPLB_CONFIG": str(file)})
-    flagged = load_settings({}, config=other, environ={"EPLB_CONFIG": str(file)})
+    named = load({}, config=None, environ={"EPLB_CONFIG": str(file)})
+    flagged = load({}, config=other, environ={"EPLB_CONFIG": str(file)})
 
-    assert (named.deployment.name, named.topology.hosts) == ("west", ["10.0.0.1", "10.0.0.2"])
-    assert (named.model.layers, named.demo.layers) == (2, DemoSettings().layers)
-    assert (flagged.deployment.name, flagged.demo.layers) == ("demo", 3)
+    assert (named.deployment.name, named.topology.hosts) == ("west", ("10.0.0.1", "10.0.0.2"))
+    assert named.model.layers == 2
+    assert (flagged.deployment.name, flagged.model.layers) == ("demo", 3)
 
 
 def test_addresses_in_the_environment_are_separated_by_commas() -> None:
     environ = {"EPLB_TOPOLOGY__NODES": "2", "EPLB_TOPOLOGY__HOSTS": "10.0.0.1,fd00::2"}
 
-    assert load_settings({}, config=None, environ=environ).topology.hosts == ["10.0.0.1", "fd00::2"]
+    assert load({}, config=None, environ=environ).topology.hosts == ("10.0.0.1", "fd00::2")
 
 
 @pytest.mark.parametrize(

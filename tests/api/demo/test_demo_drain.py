@@ -28,7 +28,7 @@ def held(store: StateStore) -> int:
 def test_drained_rank_of_a_demo_holds_nothing_and_no_output_is_wrong(
     tmp_path: Path, start_demo: Any
 ) -> None:
-    demo = start_demo(tmp_path, serve=True, slots=4 * SLOTS)
+    demo = start_demo(tmp_path, "--serve", slots_per_rank=SLOTS)
     place = ["--store", str(demo.state_dir / "store.sqlite"), "--deployment", "demo"]
     demo.sees("a rebalance", lambda store: store.committed().placement.generation)
 

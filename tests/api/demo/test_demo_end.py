@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,9 @@ EPLB = Path(sys.executable).with_name("eplb")
 StartDemo = Callable[..., Any]
 
 
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files of all processes that a test starts.
-
-    Its path is short: processes have sockets in it, whose paths are limited to 107 bytes.
-    """
-    with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield Path(folder)
-
-
 @pytest.mark.parametrize("library", ["libpython", "_multiarray_umath", "libtorch_cpu"])
 @pytest.mark.slow
-def test_interrupt_during_the_imports_ends_in_one_line(
-    temporary: Path, tmp_path: Path, library: str
-) -> None:
+def test_interrupt_during_the_imports_ends_in_one_line(tmp_path: Path, library: str) -> None:
     command = [EPLB, "demo", "--port", "0", "--state-dir", str(tmp_path / "state")]
     with subprocess.Popen(
         command,
@@ -52,31 +38,11 @@ def test_interrupt_during_the_imports_ends_in_one_line(
         _, errors = process.communicate()
 
     assert (process.returncode, errors) == (130, "eplb: interrupted\n")
-    assert list(temporary.glob("pymp-*")) == []
-
-
-@pytest.mark.system
-def test_demo_with_a_temporary_folder_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / ("x" * 80)
-    folder.mkdir()
-    command = [EPLB, "demo", "--port", "0", "--state-dir", str(tmp_path / "state")]
-
-    ended = subprocess.run(
-        command,
-        env=os.environ | {"TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("eplb: TMPDIR")
-    assert str(folder) in ended.stderr
-    assert "at most 75 characters" in ended.stderr
 
 
 @pytest.mark.slow
 def test_demo_whose_terminal_closes_writes_its_summary(
-    temporary: Path, tmp_path: Path, start_demo: StartDemo
+    tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_demo(tmp_path, "--serve")
     demo.wait_for_line("window=1")
@@ -86,7 +52,6 @@ def test_demo_whose_terminal_closes_writes_its_summary(
     assert demo.ends() == 0, demo.output_text()
     assert demo.errors == ""
     assert demo.summary()["missing"] == []
-    assert list(temporary.glob("pymp-*")) == []
 
 
 @pytest.mark.slow
@@ -103,21 +68,6 @@ def test_demo_ended_by_a_rank_exit_writes_a_partial_summary(
     assert "rank 1 was killed by SIGKILL" in summary["missing"][0]
     assert summary["imbalance_series"]
     assert summary["samples_lost"] is None
-
-
-@pytest.mark.slow
-def test_demo_that_is_killed_leaves_no_temporary_folder(
-    temporary: Path, tmp_path: Path, start_demo: StartDemo
-) -> None:
-    demo = start_demo(tmp_path, "--serve")
-    demo.wait_for_line("window=1")
-    assert list(temporary.glob("pymp-*"))
-
-    demo.process.kill()
-    demo.process.wait()
-    demo.leaves_nothing()
-
-    assert list(temporary.glob("pymp-*")) == []
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 SMALL = ["--ranks", "4", "--layers", "2", "--experts", "8", "--top-k", "2", "--port", "0", *TEXT]
 SMALL += ["--setting", "hidden=32", "--setting", "intermediate=32", "--view", "plain"]
 FILE_LIMIT = 300_000  # bytes
+STORE_LIMIT = 2_000_000  # bytes, in which the start of a demo has room
 
 StartDemo = Callable[..., Any]
 
@@ -131,8 +132,12 @@ def test_full_disk_leaves_no_half_written_file(tmp_path: Path, unfinished: str) 
     ("flags", "named"),
     [
         (["--policy", "best"], "'best'"),
-        (["--setting", "hidden=6"], "hidden is 6, expected a multiple of 4"),
-        (["--setting", "tokens_per_rank=100"], "tokens_per_rank is 100, expected at most 64"),
+        (["--setting", "hidden=6"], "model.hidden is 6, expected a multiple of 4"),
+        (["--tokens-per-rank", "100"], "--tokens-per-rank is 100, expected at most 64"),
+        (["--ranks", "3"], "ranks is 3 in flag --ranks, expected a multiple of 2"),
+        (["--slots", "9"], "slots is 9 in flag --slots, expected a multiple of 4"),
+        (["--precision", "fp8"], "precision is fp8 with topology.device cpu, expected float32"),
+        (["--top-k", "9"], "model.top_k is 9, expected at most 8"),
         (["--text", "/nowhere"], "text /nowhere cannot be read"),
         (["--json", "/nowhere/a.json"], "--json /nowhere/a.json cannot be written"),
         (["--json", "/"], "--json / is a folder"),
@@ -221,7 +226,7 @@ def test_folder_that_cannot_be_written_is_refused() -> None:
 
 def limit_files() -> None:
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (STORE_LIMIT, hard))
 
 
 def demo_on_a_full_disk(start_demo: StartDemo, folder: Path) -> Any:
@@ -244,17 +249,16 @@ def test_full_disk_for_a_while_loses_no_output_and_no_sample(
 
 
 @pytest.mark.slow
-def test_disk_that_stays_full_ends_the_demo_with_one_line(
+def test_demo_on_a_disk_that_stays_full_reports_lost_samples(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = demo_on_a_full_disk(start_demo, tmp_path)
     demo.process.send_signal(signal.SIGINT)
 
-    assert demo.ends() == 2, demo.output_text()
+    assert demo.ends() == 1, demo.output_text()
     assert "Traceback" not in demo.errors
-    last = demo.errors.splitlines()[-1]
-    assert "not stored within 20 s" in last
-    assert "could not be read or written" in last
+    assert any("not stored within 10 s" in line for line in demo.errors.splitlines())
+    assert demo.summary()["missing"] or demo.summary()["samples_lost"]
     assert store_opens(demo.state_dir)
 
 
@@ -322,8 +326,8 @@ def test_demo_survives_two_rank_exits_and_reports_them(
     with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
         errors = deaths_in(store)
     assert errors == [
-        "rank 1 was killed by SIGKILL; restarting all ranks",
-        "rank 0 was killed by SIGKILL; restarting all ranks",
+        "rank 1 was killed by SIGKILL; restarting the ranks of host 0",
+        "rank 0 was killed by SIGKILL; restarting the ranks of host 0",
     ]
 
 

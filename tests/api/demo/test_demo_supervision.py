@@ -88,7 +88,7 @@ def test_hung_controller_is_not_ready_and_is_restarted(
     ("title", "name"),
     [
         ("reference check", "the reference checker"),
-        ("preload process", "the preload process of host 0"),
+        ("host cache 0", "the host cache of host 0"),
     ],
     ids=["checker", "host cache"],
 )
@@ -113,8 +113,7 @@ def test_killed_host_cache_restarts_and_migrations_resume(
     demo = start_demo(tmp_path, "--serve", *TEXT)
     for number in range(1, 4):
         demo.sees("a commit", commits_from(next_plan(demo)))
-        demo.kill("preload process")
-        # Of either host: the one that runs for longest is killed.
+        demo.kill("host cache 0")
         demo.sees("its end", notes("was killed by SIGKILL; restarting", number))
         demo.sees("a plan after it", commits_from(next_plan(demo)))
     before = from_host(demo)
@@ -149,6 +148,18 @@ def test_killed_checker_is_restarted_and_checks_continue(
 
     demo.sees("a commit", commits_from(next_plan(demo)))
     assert halts_right(demo)["restarts"]["checker"] == 2
+
+
+@pytest.mark.slow
+def test_killed_service_is_restarted_at_its_address(tmp_path: Path, start_demo: StartDemo) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT)
+    demo.sees("a commit", commits_from(1))
+    demo.kill("serve")
+    demo.sees("its end", notes("the service was killed by SIGKILL; restarting"))
+    demo.sees("a plan of the next controller", commits_from(next_plan(demo)))
+
+    assert demo.get("/livez").is_success
+    assert halts_right(demo)["restarts"]["serve"] == 1
 
 
 @pytest.mark.slow

@@ -145,6 +145,6 @@ def test_bundle_of_a_demo_holds_state_journals_settings_versions_and_events(
         entries = files[f"journal/rank-{rank:04d}.jsonl"].splitlines()
         assert all(json.loads(entry) for entry in entries)
     settings = tomllib.loads(files["settings.toml"])
-    assert (settings["demo"]["ranks"], settings["log"]["format"]) == (4, "json")
+    assert (settings["topology"]["ranks_per_node"], settings["log"]["format"]) == (2, "json")
     line = next(one for one in files["settings.toml"].splitlines() if one.startswith("format "))
     assert line.split()[:4] == ["format", "=", '"json"', "#"]

@@ -1,7 +1,7 @@
 """The fault matrix on a demo's processes: killed in a state of the phase machine, or damaged.
 
 A state is held from outside. A rank that is stopped (SIGSTOP) stays where it is, and its journal,
-which it writes as it goes, says where. The host's preload process, stopped, keeps a plan that needs
+which it writes as it goes, says where. The host's cache, stopped, keeps a plan that needs
 a record of it in ``preload``; if it is withdrawn then, the rank is in ``aborted`` until it looks
 whether the record is still wanted.
 """
@@ -81,7 +81,6 @@ class Target:
 
     def __init__(self, demo: Any, store: StateStore, host: int) -> None:
         self.demo, self.store, self._host = demo, store, host
-        self._other_cache = 0  # process id
         folder, ranks = demo.state_dir / JOURNAL_FOLDER, (2 * host, 2 * host + 1)
         self._ranks = {rank: Whereabouts(folder / f"rank-000{rank}.jsonl") for rank in ranks}
 
@@ -97,19 +96,9 @@ class Target:
         return self._pids(title)[0]
 
     def host_cache_pid(self) -> int:
-        """The preload process of the host that is watched, once it runs."""
-        found = self.wait_for(
-            "a preload process", lambda: set(self._pids("preload process")) - {self._other_cache}
-        )
-        return int(found.pop())
-
-    def begins(self) -> None:
-        """Wait until it rebalances, and note which preload process is the other host's.
-
-        They are started in order; those of the other host are never killed.
-        """
-        self.rebalances_again()
-        self._other_cache = self._pids("preload process")[1 - self._host]
+        """The host cache of the host that is watched, once it runs."""
+        found = self.wait_for("a host cache", lambda: self._pids(f"host cache {self._host}"))
+        return int(found[0])
 
     def _pids(self, title: str) -> list[int]:
         return sorted(int(pid) for pid, found in self.demo.processes().items() if found == title)
@@ -267,7 +256,7 @@ def serve(tmp_path: Path, start_demo: StartDemo) -> Iterator[Callable[..., Targe
             demo.sees("the start", lambda store: store.current_run())
             store = open_store(demo.state_dir / "store.sqlite", "demo")
             target = Target(demo, stack.enter_context(closing(store)), host)
-            target.begins()
+            target.rebalances_again()
             return target
 
         names = shared_memory()
@@ -306,7 +295,7 @@ def test_outputs_stay_right_with_a_bad_host_a_slow_rank_and_no_controller(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("the controller", "controller"), ("the preload process of host 0", "host_cache")],
+    [("the controller", "controller"), ("the host cache of host 0", "host_cache")],
     ids=["controller", "host cache"],
 )
 def test_process_that_does_not_serve_is_replaced_when_killed_in_any_state(
@@ -349,5 +338,6 @@ def test_rank_of_any_host_killed_in_any_state_is_survived(
         assert record.reason == f"{title} died"
 
     assert target.num_descriptors() == descriptors
-    assert target.errors() == [f"{t} was killed by SIGKILL; restarting all ranks" for t in killed]
+    told = [f"{t} was killed by SIGKILL; restarting the ranks of host {host}" for t in killed]
+    assert target.errors() == told
     assert target.halts_right()["deaths"] == 5

@@ -16,10 +16,19 @@ import torch
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.deploy.check import (
+    Costs,
+    Finding,
+    as_finding,
+    available_memory,
+    check_all,
+    check_memory,
+    check_ports,
+    check_store,
+    costs_of,
+    lines_of,
+)
 from api.deploy.checkpoint import ServedCheckpoint, accept_checkpoint
-from api.deploy.checks.costs import Costs, available_memory, costs_of, lines_of
-from api.deploy.checks.finding import Finding, as_finding
-from api.deploy.checks.host import check_all, check_memory, check_ports, check_store
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.launch import Launch, check_start
 from api.deploy.roles import run_host_cache
@@ -139,7 +148,7 @@ def test_rank_and_host_cache_that_run_already_are_refused(
 ) -> None:
     deployment = small(tmp_path, small_checkpoint)
     schema = deployment.description().schema
-    settings, address = deployment.host_cache(schema.record_bytes), deployment.host_cache_address(0)
+    settings, address = deployment.host_cache, deployment.host_cache_address(0)
     cache = build_host_cache(settings, address, deployment.model, schema, small_checkpoint.path)
 
     with closing(cache), closing(claim_place(deployment.name, 1)):

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from api.config.sections import Supervision
 from api.deploy.launch import Launch, check_start, prepare_store, run_ranks
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
+from api.processes.supervision import SupervisionSettings
 from eplb.errors import ConfigError, RankError
 from rebalance.build import places
 from rebalance.build.description import DeploymentDescription
@@ -58,7 +58,7 @@ def launch_of(folder: Path, code: str, host: int = 0, **changes: Any) -> Launch:
 def run(launch: Launch, restarts: int = 0) -> tuple[int, list[str]]:
     said: list[str] = []
     generation, _ = prepare_store(launch)
-    supervision = Supervision(restart_after_death=restarts)
+    supervision = SupervisionSettings(restart_after_death=restarts)
     status = run_ranks(launch, generation, supervision, said.append)
     return status, said
 
@@ -182,7 +182,9 @@ HALTS = (
 def test_rank_that_left_its_loop_has_its_own_deadline_to_exit(
     tmp_path: Path, code: str, deadlines: dict[str, float], how: str
 ) -> None:
-    launch = launch_of(tmp_path, inspect.getsource(places.report_halt) + code)
+    launch = launch_of(
+        tmp_path, inspect.getsource(places.report_halt) + inspect.getsource(places._report) + code
+    )
     launch.command[2] = (
         "from __future__ import annotations\nimport logging\n"
         "HALT_FILE_VARIABLE, log = 'EPLB_HALT_FILE', logging.getLogger()\n" + launch.command[2]
@@ -258,3 +260,37 @@ def test_command_refuses_a_host_that_is_another_machine_s(tmp_path: Path) -> Non
     assert status == 2
     (line,) = process.lines
     assert "host 1 has address 198.51.100.2" in line
+
+
+FORKED = """
+import os, pathlib, sys
+
+def main():
+    pathlib.Path(sys.argv[1], f"rank-{os.environ['RANK']}").write_text(str(os.getppid()))
+    if os.environ["RANK"] == "1":
+        sys.exit("no more tokens")
+"""
+
+
+def test_ranks_of_a_module_are_forked_from_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "forked_engine.py").write_text(FORKED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    deployment = deployment_in(tmp_path)
+
+    status, said = run(
+        Launch(deployment, 0, [str(tmp_path)], dict(os.environ), module="forked_engine")
+    )
+
+    assert status == 1
+    assert said == ["rank 1 exited with status 1; 0 restarts within 3600 s used up, ending"]
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(os.getpid())] * 2
+    assert "no more tokens\n" in capfd.readouterr().err
+
+
+def test_module_without_main_is_refused(tmp_path: Path) -> None:
+    for module in ("no_such_module", "json"):
+        launch = Launch(deployment_in(tmp_path), 0, [], dict(os.environ), module=module)
+        with pytest.raises(ConfigError, match=f"--module {module} cannot be used: "):
+            run(launch)

@@ -138,6 +138,6 @@ def test_host_cache_with_another_secret_is_refused_by_the_ranks(
     launch = host.start("eplb", "launch", *ENGINE)
 
     assert launch.ends() == 2
-    words = f"engine: the preload process of host {host.name}-host0 does not answer: "
+    words = f"engine: the preload process of host {host.name}-host0-127.0.0.1 does not answer: "
     assert any(line.startswith(words) for line in launch.lines), launch.lines
     assert "it refused to start, and is not started again" in launch.lines[-1]

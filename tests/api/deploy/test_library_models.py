@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from api.config.loader import load_settings
+from api.config.tree import load
+from api.deploy.check import check_all
 from api.deploy.checkpoint import ServedCheckpoint
-from api.deploy.checks.host import check_all
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.first_placement import ensure_first_placement
 from eplb.errors import CheckpointError, ConfigError
@@ -50,7 +50,7 @@ def resolved(folder: Path, weights: Path, **model: str) -> Deployment:
         "model.checkpoint": weights,
     }
     named = given | {f"model.{name}": value for name, value in model.items()}
-    return resolve(load_settings({}, config=None, environ={}, named=named), {})
+    return resolve(load({}, config=None, environ={}, named=named), {})
 
 
 def findings(deployment: Deployment, component: str) -> list[str]:
@@ -68,7 +68,7 @@ def test_ranks_are_filled_with_the_library_s_parameters(
         ensure_first_placement(store, deployment, "a test")
     (tmp_path / "rank.json").write_text(deployment.description().to_json())
     model = transformers.AutoModelForCausalLM.from_pretrained(weights)
-    cache = deployment.host_cache(deployment.schema.record_bytes), deployment.host_cache_address(0)
+    cache = deployment.host_cache, deployment.host_cache_address(0)
 
     def prove(_: int) -> tuple[int, list[str]]:
         rank = build_rank_from_env(environ={"EPLB_RANK_FILE": str(tmp_path / "rank.json")})
@@ -144,7 +144,7 @@ def test_layout_of_the_library_without_a_checkpoint_is_refused(tmp_path: Path) -
     named = {"model.layers": 2, "model.experts": 8, "model.layout": "transformers"}
 
     with pytest.raises(ConfigError, match=r'layout is "transformers" and model.checkpoint is not'):
-        resolve(load_settings({}, config=None, environ={}, named=named), {})
+        resolve(load({}, config=None, environ={}, named=named), {})
 
 
 @pytest.mark.slow  # a minute for each: two ranks that import the library

@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from api.cli.main import app
-from api.config.loader import load, profile_names
-from api.config.tree import Settings
+from api.config.tree import Settings, load, profile_names
 from api.deploy.deployment import resolve
 from api.deploy.first_placement import ensure_first_placement
 from eplb.errors import ConfigError
@@ -72,7 +71,7 @@ window_steps = 256
 [profiles.decode.network]
 rendezvous_port = {decode_port}
 [profiles.decode.planner]
-policy = "incremental"
+policy = "greedy"
 [profiles.decode.engine]
 phase = "decode"
 """
@@ -97,7 +96,7 @@ def written(folder: Path, more: str = "", store: str = "") -> Path:
 
 
 def settings(file: Path, profile: str | None, **environ: str) -> Settings:
-    return load({}, config=file, environ=environ, profile=profile).settings
+    return load({}, config=file, environ=environ, profile=profile)
 
 
 def refusal(file: Path, profile: str | None = "prefill") -> str:
@@ -123,7 +122,7 @@ def test_profiles_share_model_and_store_and_have_the_rest_of_their_own(tmp_path:
     assert (prefill.topology.ranks_per_node, decode.topology.ranks_per_node) == (2, 4)
     assert (prefill.telemetry.window_steps, decode.telemetry.window_steps) == (32, 256)
     assert (prefill.controller.stage, decode.controller.stage) == ("all", "observe")
-    assert (prefill.planner.policy, decode.planner.policy) == ("auto", "incremental")
+    assert (prefill.controller.policy, decode.controller.policy) == ("auto", "greedy")
     assert profile_names(file, {}) == ["prefill", "decode"]
 
 
@@ -214,7 +213,7 @@ def test_plugin_of_an_engine_reads_the_same_profile(tmp_path: Path, profile: str
 
     assert found is not None
     assert (found.deployment, found.store) == (loaded.deployment.name, loaded.deployment.store)
-    assert (found.engine.phase, found.window_steps) == (profile, loaded.telemetry.window_steps)
+    assert (found.engine.phase, found.windows) == (profile, loaded.telemetry)
 
 
 def test_plugin_refuses_what_the_commands_refuse(tmp_path: Path) -> None:
@@ -332,7 +331,7 @@ def test_one_service_shows_both_profiles_of_a_store_and_ends_by_a_signal(
             url = serve.wait_for("eplb serve: http://").split()[-1]
             at = ["--service", url]
             listed = json.loads(run("deployments", "--json", *at).output)["deployments"]
-            paused = run("pause", "--deployment", "r1-decode", *at)
+            paused = run("pause", "--wait", "0", "--deployment", "r1-decode", *at)
 
             assert [(one["name"], one["is_default"]) for one in listed] == [
                 ("r1-prefill", True),

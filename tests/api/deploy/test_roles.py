@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from telemetry.state.events import Event
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.deployments import OneHost, deployment_in
+from tests.support.sessions import pids_of
 
 SECRET = "0123456789abcdef0123456789abcdef"
 MODEL = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8)
@@ -70,17 +71,6 @@ def leads(event: Event) -> bool:
     return found == ("lease", "controller", "leads")
 
 
-def pid_of(title: str, session: int) -> int:
-    """Find the process of a command by the title that ``ps`` shows."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (path / "comm").read_text().strip() == title and os.getsid(
-                int(path.name)
-            ) == session:
-                return int(path.name)
-    raise AssertionError(f"no process {title!r} in session {session}")
-
-
 def begin_run(store: StateStore) -> None:
     """A controller leads ranks that have begun to serve."""
     shapes = model_to_dict(MODEL), topology_to_dict(Topology.uniform(1, 2, 5))
@@ -96,14 +86,14 @@ def test_controller_of_serve_is_started_again_after_it_was_killed(
     begin_run(store)
     first = next_event(store, leads)
 
-    os.kill(pid_of("controller", serve.process.pid), signal.SIGKILL)
+    os.kill(pids_of(serve.process.pid, "controller")[0], signal.SIGKILL)
     death = next_event(store, lambda one: one.kind == "error")
     third = host.start("eplb", "controller")
     third.wait_for(f"eplb controller: ready for {host.name} in ")
 
     assert death.detail["where"] == "the controller"
     assert death.detail["message"].startswith("the controller was killed by SIGKILL; restarting")
-    assert pid_of("controller", serve.process.pid)
+    assert pids_of(serve.process.pid, "controller")
     assert serve.ends(signal.SIGTERM) == 0, serve.lines
     holder = first.detail["holder"]  # the other stood by until this one gave the lease up
     next_event(store, lambda one: leads(one) and one.detail["holder"] != holder, after=death.id)
@@ -180,7 +170,7 @@ def test_start_that_a_store_refuses_writes_nothing_to_it(
 
 
 START: dict[str, Callable[[Deployment], object]] = {
-    "serve": lambda deployment: serve(deployment, print),
+    "serve": lambda deployment: serve(deployment, ["true"], print),
     "launch": lambda deployment: prepare_store(Launch(deployment, 0, ["true"], {})),
     "host-cache": lambda deployment: run_host_cache(deployment, 0, print),
 }

@@ -16,19 +16,25 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.deploy.first_placement import START_EVENT
+from api.deploy.roles import StartReports
 from api.deploy.secret import deployment_secret
-from api.deploy.status import read_status, render
-from api.monitor.snapshot import PaceView
-from api.processes.controller import StartReports
+from api.http.app import create_app
+from api.http.routes import read_answer
+from api.monitor.state import PaceView
+from api.operations import watching
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
+from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import RANKS, Announcement
 from telemetry import open_store
 from telemetry.state.live import Control
 from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
 from telemetry.state.store import StateStore
+from tests.support.http import serving
+from tests.support.readings import read
 
 SECRET = "0123456789abcdef"
+HEAT_OF_NOW = {"run": "a", "window": 0, "ranks": [], "experts": []}
 MODEL = ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2)
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 FIRST = Placement(np.array([[0, 1, 2, -1]]), num_experts=3, generation=1)
@@ -94,11 +100,45 @@ def test_json_has_what_the_text_has(tmp_path: Path, store: StateStore) -> None:
     found: dict[str, Any] = json.loads(shown)
 
     assert status == 0
-    assert (found["ok"], found["leader"], found["generation"]) == (True, "'someone'", 1)
+    assert (found["problems"], found["controller"]["leader"]) == ([], "'someone'")
+    assert (found["verdict"], found["generation"]) == ("serving", 1)
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     assert found["migration"]["plan_id"] == 1
     assert found["movement"] is False
     assert found["pace"] | {"reason": ""} == vars(PaceView())
+
+
+def test_status_and_top_of_a_service_are_those_of_its_store(
+    tmp_path: Path, store: StateStore
+) -> None:
+    of_store = json.loads(run(tmp_path, "--json")[1])
+    with serving(create_app(store)) as service:
+        status, shown = run(tmp_path, "--json", "--service", service.url)
+        in_lines = run(tmp_path, "--service", service.url)
+        picture = CliRunner().invoke(app, ["top", "--once", "--service", service.url])
+    of_service = json.loads(shown)
+
+    assert status == in_lines[0] == picture.exit_code == 0
+    assert f"deployment west at {service.url}" in in_lines[1]
+    assert list(of_service) == list(of_store)
+    steady = {name for name, value in of_store.items() if of_service[name] == value}
+    assert steady >= {"verdict", "reason", "run", "last_score", "versions", "bytes_by_source"}
+    assert picture.output.startswith(" serving  2 ranks serve, at step 7")
+    assert "imbalance 1.60" in picture.output
+
+
+def test_service_and_a_configuration_of_a_store_are_refused_together(tmp_path: Path) -> None:
+    status, shown = run(tmp_path, "--service", "http://127.0.0.1:1", "--profile", "decode")
+
+    assert status == 2
+    assert "a configuration names a store, found the service http://127.0.0.1:1 as well" in shown
+
+
+def test_answer_of_another_version_is_refused_with_its_field() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the answer to GET /api/v1/heat has 'ranks.0': .* of this version"
+    ):
+        read_answer(watching.heat, json.dumps(HEAT_OF_NOW | {"ranks": [7]}).encode())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +167,7 @@ def test_rank_whose_counters_stay_at_zero_is_a_problem(
         report(opened, time.time())
         opened.acquire_lease("someone", 60.0)
 
-        problems = read_status(opened, "here").problems
+        problems = read(opened).state.problems
 
     found = [re.sub(r"\d+ s ago", "0 s ago", one.partition(",")[0]) for one in problems]
     assert found == ([] if reported is None else [reported])
@@ -180,16 +220,8 @@ def test_rank_is_silent_after_three_of_its_own_intervals(
 
     silent = "silent ranks: 0, 1, expected a report from all 2 within 180 s"
 
-    found = read_status(store, "here", now=now).problems
+    found = read(store, now).state.problems
     assert any(one.startswith(silent) for one in found) is not is_ok
-
-
-def test_rank_whose_clock_is_ahead_is_a_problem(store: StateStore) -> None:
-    report(store, time.time() + 3600.0)
-
-    (found,) = read_status(store, "here").problems
-
-    assert found.startswith("rank 0, 1: reports are dated 3600 s ahead of this host's clock, ")
 
 
 def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: StateStore) -> None:
@@ -203,15 +235,6 @@ def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: Sta
     assert status == 1
     assert "problem    no controller leads, expected one (eplb serve or eplb controller)" in shown
     assert "problem    silent ranks: 0, 1" in shown
-
-
-def test_lease_that_ran_out_names_who_led(tmp_path: Path, store: StateStore) -> None:
-    found = read_status(store, "s", now=time.time() + 100.0)
-
-    assert found.leader == ""
-    why = "no controller leads: the lease of 'someone' ran out "
-    assert any(one.startswith(why) for one in found.problems)
-    assert "leader     none" in render(found)
 
 
 def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: StateStore) -> None:
@@ -233,7 +256,7 @@ def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: St
     assert len(sent) == 3
     assert [one.kind for one in store.events()][-2:] == ["starting", "starting"]
     store.acquire_lease("another", 60.0)
-    assert read_status(store, "here").starting == ""
+    assert read(store).state.controller.starting == ""
 
 
 def test_deployment_whose_ranks_never_started_can_be_read(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from api.access.changes import Changes
 from api.access.keys import AccessKeys, Role
 from api.cli.main import app as commands
 from api.http.app import create_app
-from api.http.limits import HttpLimits
+from api.http.guard import HttpLimits
 from api.http.problems import ProblemType
 from eplb.errors import ConfigError
 from tests.support.http import client_of, problem_of

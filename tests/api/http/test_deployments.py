@@ -256,7 +256,7 @@ def test_command_asks_the_deployment_that_it_names(tmp_path: Path) -> None:
             done = CliRunner().invoke(commands, [*words, *place])
             return done.exit_code, done.output
 
-        assert run(OTHER, "pause", "--reason", "r")[0] == 0
+        assert run(OTHER, "pause", "--reason", "r", "--wait", "0")[0] == 0
         assert not shown.stores[OTHER].control().movement
         assert shown.stores[OWN].control().movement
         ids = [shown.stores[OTHER].submit("rebalance", PAUSE).id for _ in range(3)]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from api.http.app import create_app
-from api.http.limits import DEFAULT_LIMITS
+from api.http.guard import DEFAULT_LIMITS
 from api.http.problems import ProblemType
 from api.http.server import HttpService
 from telemetry.state.events import Event

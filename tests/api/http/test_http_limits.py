@@ -21,10 +21,9 @@ from uvicorn.server import ServerState
 from api.config.addresses import loopback_address
 from api.http.app import create_app
 from api.http.connections import BoundedConnection
-from api.http.latest import LatestAnswer
-from api.http.limits import DEFAULT_LIMITS, HttpLimits
+from api.http.guard import DEFAULT_LIMITS, HttpLimits
+from api.http.latest import Health, LatestAnswer
 from api.http.problems import ProblemType, Refused
-from api.http.schemas import Health
 from api.http.server import HttpService
 from eplb.errors import ConfigError
 from tests.support.certificates import Authority

@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 
+from api.http import load_files
 from api.http.app import create_app
 from api.http.problems import ProblemType
-from api.http.routes import load_matrix
 from eplb import ModelShape, Placement
 from telemetry.load.load_range import load_rows
 from telemetry.load.rollup import Rollup
@@ -118,7 +118,7 @@ def test_range_without_load_is_an_empty_matrix(client: httpx.Client) -> None:
 def test_matrix_past_the_limit_of_bytes_is_refused(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(load_matrix.MOST_BYTES, "npy", 100)
+    monkeypatch.setitem(load_files.MOST_BYTES, "npy", 100)
 
     refused = asked(client, format="npy")
 
@@ -136,8 +136,8 @@ def test_more_matrices_at_once_than_allowed_are_refused(
         released.wait()
         return load_rows(*args)
 
-    monkeypatch.setattr(load_matrix, "load_rows", slow_rows)
-    askers = [threading.Thread(target=asked, args=(client,)) for _ in range(load_matrix.AT_ONCE)]
+    monkeypatch.setattr(load_files, "load_rows", slow_rows)
+    askers = [threading.Thread(target=asked, args=(client,)) for _ in range(load_files.AT_ONCE)]
     for asker in askers:
         asker.start()
     for _ in askers:

@@ -11,14 +11,15 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from api.http.app import STATIC, create_app
 from api.http.deployments.served import Others
-from api.http.routes.anomalies import KINDS
+from api.monitor.anomalies import EventAnomaly
+from api.monitor.state import FindingKind
 from eplb import ModelShape, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from telemetry.state.runs import REPORT_EVERY_S, STEP_TIMES
@@ -399,13 +400,13 @@ def test_rank_is_cordoned_with_a_reason_and_opened_again(page: Any, store: State
     page.locator("#answer", has_text="Rank 1 is cordoned").wait_for()
     rank.locator(".tag.cordoned").wait_for()
 
-    assert store.live().effective.cordons == "1:cordon"
+    assert store.live().effective["cordons"] == "1:cordon"
     assert store.live().changes["cordons"].reason == "its fan"
     assert "1 cordoned" in page.locator("#rank-note").inner_text()
     rank.get_by_role("button", name="uncordon").press("Enter")
     page.locator("#sure-yes").press("Enter")
     rank.get_by_role("button", name="cordon rank 1", exact=True).wait_for()
-    assert store.live().effective.cordons == ""
+    assert store.live().effective["cordons"] == ""
 
 
 def test_view_is_the_address_and_back_leads_to_the_one_before(page: Any) -> None:
@@ -561,4 +562,4 @@ def test_nothing_is_animated_and_every_module_is_preloaded(seen: Any) -> None:
 def test_every_kind_of_anomaly_has_an_advice(seen: Any) -> None:
     known = seen.evaluate("import('/static/anomalies.js').then((it) => Object.keys(it.ADVICE))")
 
-    assert sorted(known) == sorted(KINDS)
+    assert sorted(known) == sorted([*get_args(FindingKind), *get_args(EventAnomaly)])

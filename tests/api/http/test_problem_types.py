@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from api.http.app import create_app
-from api.http.problems import BLANK, OF_REFUSAL, ProblemType
+from api.http.problems import ProblemType
+from api.http.refusals import BLANK, OF_REFUSAL
 from eplb import Placement
 from telemetry.state.live import Control
 from telemetry.state.store import StateStore

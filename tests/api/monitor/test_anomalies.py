@@ -9,29 +9,22 @@ from typing import Any, get_args
 import yaml
 
 from api.monitor.anomalies import OF_EVENT, Anomaly, AnomalyLog
-from api.monitor.monitor import Monitor
-from api.monitor.snapshot import RankView, Snapshot, WindowScore
-from api.monitor.tally import ANOMALIES
-from api.monitor.verdict import (
-    FAILED,
-    FAILED_S,
-    UNBALANCED,
-    UNBALANCED_S,
-    Around,
-    FindingKind,
-    Grade,
-    findings,
-    unready,
-    verdict,
-)
+from api.monitor.counts import ANOMALIES
+from api.monitor.state import FindingKind, Grade, Leadership, RankView, Reading, WindowScore
+from api.monitor.verdict import FAILED, FAILED_S, UNBALANCED, UNBALANCED_S, unready
 from telemetry.state.events import Event
+from tests.support.readings import changed, read
 from tests.support.repository import ROOT
 from tests.support.stores import MemoryStore
 
 NOW = 10_000.0
-EMPTY = Monitor(MemoryStore("d"), clock=lambda: NOW).snapshot()
-SERVES = replace(
-    EMPTY,
+LEADS, LEADERLESS = (
+    {"controller": Leadership(leader, 0.0, "", why)}
+    for leader, why in (("one", ""), ("", "no controller leads"))
+)
+SERVES = changed(
+    read(MemoryStore("d"), NOW),
+    **LEADS,
     run="a",
     started=NOW - 6000,
     step=7,
@@ -42,17 +35,17 @@ SERVES = replace(
 )
 
 
-def at(now: float, **changes: Any) -> Snapshot:
-    return replace(SERVES, **({"time": now, "token_time": now - 2} | changes))
+def at(now: float, **changes: Any) -> Reading:
+    return changed(SERVES, **({"time": now, "token_time": now - 2} | changes))
 
 
-def silent(now: float) -> Snapshot:
-    views = (SERVES.ranks[0], replace(SERVES.ranks[1], is_alive=False, age_s=12.0))
-    return at(now, ranks=views)
+def silent(now: float, **changes: Any) -> Reading:
+    first, second = SERVES.state.ranks
+    return at(now, ranks=(first, replace(second, is_alive=False, age_s=12.0)), **changes)
 
 
-def noted(log: AnomalyLog, seen: Snapshot, around: Around | None = None) -> list[Anomaly]:
-    log.note(seen, verdict(seen, around).findings)
+def noted(log: AnomalyLog, seen: Reading) -> list[Anomaly]:
+    log.note(seen)
     return log.page(None, 100)[0]
 
 
@@ -72,7 +65,7 @@ def failure(number: int, time: float, reason: str = "not staged in time") -> Eve
 def test_silent_rank_is_open_since_its_last_report_and_ends_when_it_reports() -> None:
     log = AnomalyLog()
     death = Event(4, NOW - 11, "error", {"where": "ranks", "message": "rank 1 was killed"})
-    (first, event) = noted(log, replace(silent(NOW), events=(death,)))
+    (first, event) = noted(log, silent(NOW, events=(death,)))
     (same, _) = noted(log, silent(NOW + 5))
     (ended, _) = noted(log, at(NOW + 9))
 
@@ -86,12 +79,11 @@ def test_silent_rank_is_open_since_its_last_report_and_ends_when_it_reports() ->
 
 def test_finding_that_comes_back_soon_is_the_same_and_later_another() -> None:
     log = AnomalyLog()
-    leaderless = Around("no controller leads")
-    noted(log, at(NOW), leaderless)
+    noted(log, at(NOW, **LEADERLESS))
     noted(log, at(NOW + 1))
-    assert [(one.id, one.until) for one in noted(log, at(NOW + 30), leaderless)] == [(1, None)]
+    assert [(one.id, one.until) for one in noted(log, at(NOW + 30, **LEADERLESS))] == [(1, None)]
     noted(log, at(NOW + 31))
-    found = noted(log, at(NOW + 500), leaderless)
+    found = noted(log, at(NOW + 500, **LEADERLESS))
 
     assert [(one.id, one.until) for one in found] == [(2, None), (1, NOW + 31)]
     assert found[0].since == NOW + 500
@@ -100,8 +92,8 @@ def test_finding_that_comes_back_soon_is_the_same_and_later_another() -> None:
 def test_pages_go_from_the_newest_down_and_states_are_told_apart() -> None:
     log = AnomalyLog()
     events = tuple(Event(n, NOW, "recovery", {"reason": f"rank {n} died"}) for n in range(1, 6))
-    noted(log, replace(silent(NOW), events=events))
-    assert noted(log, replace(silent(NOW + 1), events=events))[0].id == 6  # none is read twice
+    noted(log, silent(NOW, events=events))
+    assert noted(log, silent(NOW + 1, events=events))[0].id == 6  # none is read twice
 
     first, before = log.page(None, 2)
     second, _ = log.page(before, 2)
@@ -117,13 +109,13 @@ def test_long_imbalance_is_a_notice_and_no_verdict() -> None:
     short = at(NOW, series=windows(1.5, NOW - 500, NOW - 1))
     fell = at(NOW, series=(*windows(1.5, NOW - 700, NOW - 9), *windows(1.1, NOW - 8, NOW - 1)))
 
-    (found,) = findings(long, Around(), 30.0)
+    (found,) = long.findings
     assert (found.kind, found.since) == ("unbalanced", NOW - 700)
     assert re.search(r"1\.50, .* 1\.43 for 700 s", found.text)
-    assert (verdict(long).grade, verdict(long).problems) == (Grade.SERVING, ())
+    assert (long.state.verdict, long.state.problems) == (Grade.SERVING, ())
     assert unready(long) is None
     assert [one.severity for one in noted(AnomalyLog(), long)] == ["notice"]
-    assert list(findings(short, Around(), 30.0)) == list(findings(fell, Around(), 30.0)) == []
+    assert short.findings == fell.findings == ()
 
 
 def test_migrations_that_fail_again_are_a_notice_and_orders_are_none() -> None:
@@ -131,11 +123,11 @@ def test_migrations_that_fail_again_are_a_notice_and_orders_are_none() -> None:
     ordered = tuple(failure(n, NOW - 100 + n, "movement is switched off") for n in range(1, 5))
     old = (failure(0, NOW - 2000), *failed[:3])
 
-    (found,) = findings(at(NOW, events=failed), Around(), 30.0)
+    (found,) = at(NOW, events=failed).findings
     assert (found.kind, found.since) == ("migrations-fail", NOW - 99)
     assert re.search("4 migrations .* 30 minutes, expected 3", found.text)
     for events in (ordered, old):
-        assert list(findings(at(NOW, events=events), Around(), 30.0)) == []
+        assert at(NOW, events=events).findings == ()
 
 
 def test_plan_that_gave_less_than_nothing_is_a_notice() -> None:

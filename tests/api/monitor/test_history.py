@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from api.monitor import reader as readers
-from api.monitor.history import MINUTE_S, History, MinuteScore
+from api.monitor.history import MINUTE_S, History
 from api.monitor.monitor import KEPT_WINDOWS, Monitor
-from api.monitor.reader import Reader
-from api.monitor.snapshot import WindowScore
-from api.monitor.verdict import Grade
+from api.monitor.reader import BackgroundReader
+from api.monitor.state import Grade, WindowScore
 from eplb import build_migration
 from eplb.errors import StoreError
 from telemetry import open_store
@@ -89,7 +88,7 @@ def test_minutes_whose_samples_were_pruned_come_from_roll_ups() -> None:
     store = MemoryStore("d", clock=lambda: START)
     begin_run(store, "a", START)
     serve(store, "a", range(300), START)
-    Keeper(store, Retention(samples_s=120.0)).turn(START + 300)
+    Keeper(store, Retention(keep_samples_s=120.0)).turn(START + 300)
 
     points = watched(store, START + 300).points(START, START + 300, 2000)
 
@@ -114,10 +113,8 @@ def test_windows_of_more_than_an_hour_ago_are_means_of_a_minute_for_a_day() -> N
 def test_roll_up_of_a_minute_of_which_windows_are_known_counts_once() -> None:
     history = History()
     history.note("a", score(0, START + 30))
-    known, new = (
-        MinuteScore("a", start, 1.2, 1.2, 1, False) for start in (START, START + MINUTE_S)
-    )
-    history.note_minutes([known, new])
+    ends = START + MINUTE_S, START + 2 * MINUTE_S  # of a known minute, and of a new one
+    history.note_minutes(("a", score(0, end, 1.2)) for end in ends)
 
     assert [point.measured for point in history.points(START, START + 300, 10)] == [1.5, 1.2]
 
@@ -133,14 +130,14 @@ def test_rebalance_has_its_cost_what_it_promised_and_what_it_gave() -> None:
     migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id())
     store.publish(migration)
     monitor = watched(store, START)
-    (is_open,) = monitor.rebalances()
+    (is_open,) = monitor.reading().rebalances
     store.commit(SECOND, expected=1, plan_id=migration.plan_id, reason="served")
     store.add_event(
         "promise", {"generation": 2, "promised": 0.5, "given": 0.4, "record": [0.5, 0.4]}
     )
     store.change_live({"movement": False}, reason="maintenance")
     monitor.refresh()
-    (ended,) = monitor.rebalances()
+    (ended,) = monitor.reading().rebalances
 
     assert (is_open.outcome, is_open.ended) == (None, None)
     assert (ended.outcome, ended.decision, ended.moves, ended.bytes) == (
@@ -149,7 +146,7 @@ def test_rebalance_has_its_cost_what_it_promised_and_what_it_gave() -> None:
         len(migration.moves),
         7000,
     )
-    assert (ended.imbalance_before, ended.imbalance_predicted) == (1.6, 1.1)
+    assert (ended.imbalance_before, ended.imbalance_after) == (1.6, 1.1)
     assert (ended.gain_promised, ended.gain_realised) == (0.5, 0.4)
     marks = monitor.history_marks(START - 1, START + 1)
     assert [mark.kind for mark in marks] == ["restart", "HELD", "MOVE", "pause"]
@@ -170,7 +167,7 @@ def test_reader_keeps_history_while_nobody_asks(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store.sqlite", "d")
     begin_run(store, "a", START)
     monitor = Heard(store, history=History(), clock=lambda: START + 30)
-    reader = Reader(store, monitor)
+    reader = BackgroundReader(monitor)
     reader.start()
     serve(store, "a", range(20), START)
     while not monitor.points(START, START + 30, 100):
@@ -198,16 +195,16 @@ def test_store_that_fails_makes_the_verdict_blind_and_ends_no_reader(
     monkeypatch.setattr(readers, "PERIOD_S", 0.01)
     store = Failing("d")
     begin_run(store, "a")
-    reader = Reader(store, Monitor(store, history=History()), clock=lambda: START)
+    reader = BackgroundReader(Monitor(store, history=History()), clock=lambda: START)
     reader.start()
     reader.reading()
     store.is_broken = True
-    while not (failed := reader.reading()).unread:
+    while not (failed := reader.reading().state).unread:
         pass
-    assert failed.judged.grade is Grade.BLIND
-    assert "disk I/O error" in failed.judged.reason
+    assert failed.verdict is Grade.BLIND
+    assert "disk I/O error" in failed.reason
 
     store.is_broken = False
-    while reader.reading().unread:
+    while reader.reading().state.unread:
         pass
     reader.stop()

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.http.problems import ProblemType, Refused
 from api.http.service import AdminService
 from api.metrics.exposition import metrics_text
-from api.monitor.health import leadership
+from api.monitor.verdict import leadership
 from telemetry.state.runs import REPORT_EVERY_S
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
@@ -71,10 +71,10 @@ def about(seconds: float) -> Any:
 def test_leader_is_shown_with_the_age_of_its_last_turn(store: StateStore, clock: Clock) -> None:
     service = led(store, clock, 3000.0, 2000.0)
 
-    state = service.state()
+    found = service.reader.reading().state.controller
 
-    assert state.leader == "'one'"
-    assert (state.led_s, state.turn_age_s) == (about(3000.0), about(2000.0))
+    assert found.leader == "'one'"
+    assert (found.led_s, found.turn_age_s) == (about(3000.0), about(2000.0))
     assert metric(service, "eplb_controller_leads") == 1
     assert metric(service, "eplb_controller_lease_age_seconds") == about(2000.0)
     assert service.readiness().detail.startswith("2 ranks")
@@ -92,7 +92,7 @@ def test_leader_that_is_gone_is_not_ready_and_raises_the_alert(
     assert metric(service, "eplb_controller_leads") == 0
     assert metric(service, "eplb_controller_lease_age_seconds") == about(100_000.0)
     told = "no controller leads: the lease of 'one'"
-    assert [one for one in service.state().problems if one.startswith(told)]
+    assert [one for one in service.reader.reading().state.problems if one.startswith(told)]
 
 
 def test_lease_that_was_given_up_has_the_age_of_its_end(store: StateStore, clock: Clock) -> None:
@@ -111,6 +111,6 @@ def test_deployment_that_never_had_a_controller_is_ready(store: StateStore) -> N
     service = AdminService(store)
 
     assert service.readiness().detail.startswith("2 ranks")
-    assert service.state().turn_age_s is None
+    assert service.reader.reading().state.controller.turn_age_s is None
     assert metric(service, "eplb_controller_lease_age_seconds") is None
     assert metric(service, "eplb_controller_leads") == 0

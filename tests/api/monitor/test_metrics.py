@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,12 +15,14 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.http.app import create_app
-from api.http.routes.events.feed import EventFeed
+from api.http.event_feed import EventFeed
+from api.http.routes import answer_in_process
 from api.http.service import AdminService
 from api.metrics.definitions import Level
 from api.metrics.exposition import Exposition, metrics_text
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
+from api.operations import watching
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
@@ -102,7 +105,7 @@ def store() -> Iterator[StateStore]:
 def text_of(store: StateStore, now: float = NOW + 1, level: Level = "default") -> str:
     """What a process that has just been started exposes."""
     monitor = Monitor(store, history=History(), clock=lambda: now)
-    return metrics_text([Exposition(store, monitor, level)])[0].decode()
+    return metrics_text([Exposition(monitor, level)])[0].decode()
 
 
 def view_of(age_s: float, state: ProcessState, restarts: int) -> ProcessView:
@@ -133,10 +136,10 @@ def documented_kinds() -> dict[str, set[str]]:
 
 
 def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: StateStore) -> None:
-    seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1, 0.1, 0.0)
+    seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1)
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
-    text = metrics_text([Exposition(store, monitor, "rank", feed=EventFeed(store))])[0].decode()
+    text = metrics_text([Exposition(monitor, "rank", feed=EventFeed(store))])[0].decode()
     families = list(text_string_to_metric_families(text))
 
     kinds = {one.name + "_total" * (one.type == "counter"): one.type for one in families}
@@ -297,9 +300,8 @@ def test_drift_is_measured_from_the_load_that_was_planned_on(store: StateStore) 
 
     assert before[("all",)] < 0.1
     assert after[("worst_layer",)] > after[("all",)] > 0.3
-    answer = AdminService(store).drift()
-    assert answer.layers is not None
-    shown = answer.generation, answer.overall, max(answer.layers)
+    answer = json.loads(answer_in_process(AdminService(store), watching.drift))
+    shown = answer["generation"], answer["overall"], max(answer["layers"])
     assert shown == (2, after[("all",)], after[("worst_layer",)])
 
 
@@ -323,14 +325,15 @@ def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
     store: StateStore,
 ) -> None:
     both = view_of(0.5, ProcessState.RUNNING, 1), view_of(7.0, ProcessState.DEGRADED, 2)
-    seen = SupervisionView(both, token_age_s=0.1, lease_age_s=3.0, unserved_s=50.0)
+    seen = SupervisionView(both, lease_age_s=3.0)
+    for unserved_s in (8.0, 42.0):
+        store.add_event("serving", {"unserved_s": unserved_s, "reason": "rank 1 died"})
     monitor = Monitor(store, clock=lambda: NOW, supervision=lambda: seen)
-    found = figures_in(metrics_text([Exposition(store, monitor)])[0].decode())
+    found = figures_in(metrics_text([Exposition(monitor)])[0].decode())
 
     assert found["eplb_process_report_age_seconds"] == {("host_cache",): 7.0}
     assert found["eplb_process_up"] == {("host_cache",): 0}
     assert found["eplb_process_restarts_total"] == {("host_cache",): 3}
-    assert found["eplb_token_age_seconds"] == {(): 0.1}
     assert found["eplb_controller_lease_age_seconds"] == {(): 3.0}
     assert found["eplb_unserved_seconds_total"] == {(): 50.0}
 
@@ -370,7 +373,7 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
 
 def test_no_counter_falls_when_the_ranks_start_again(store: StateStore) -> None:
     monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
-    watching = Exposition(store, monitor)
+    watching = Exposition(monitor)
     store.add_event("error", {"where": "load", "message": "m", "samples": {"late": 3}})
     before = figures_in(metrics_text([watching])[0].decode())
     begin_run(store, "b", NOW, model=MODEL, window_steps=2)

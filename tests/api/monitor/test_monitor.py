@@ -2,8 +2,10 @@
 
 import io
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,18 +13,21 @@ import pytest
 from rich.console import Console
 
 from api.monitor.monitor import Monitor
-from api.monitor.scores import contiguous_load
-from api.monitor.snapshot import WindowScore
+from api.monitor.scores import contiguous_load, heat_of
+from api.monitor.state import Reading, WindowScore
 from api.monitor.verdict import unready
-from api.terminal.live import LiveView, PlainLines, window_line
-from api.terminal.picture import in_time, in_units, render
+from api.terminal.live import LiveView, PlainLines, look_at, window_line
+from api.terminal.picture import Look, in_time, in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
+from eplb.errors import StoreError
 from telemetry.state.live import Control
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
+from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
+from tests.support.readings import read
 from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run
 
@@ -59,10 +64,12 @@ def store() -> Iterator[StateStore]:
     opened.close()
 
 
-def seen_by(store: StateStore, now: float = NOW) -> Any:
-    monitor = Monitor(store, clock=lambda: now)
-    monitor.refresh()
-    return monitor.snapshot()
+def seen_by(store: StateStore, now: float = NOW) -> Reading:
+    return read(store, now)
+
+
+def looked_at(store: StateStore) -> Look:
+    return look_at(Monitor(store, clock=lambda: NOW))
 
 
 def test_windows_are_scored_as_measured_and_as_if_experts_lay_in_order(store: StateStore) -> None:
@@ -72,14 +79,15 @@ def test_windows_are_scored_as_measured_and_as_if_experts_lay_in_order(store: St
     assert (first.measured, first.contiguous) == (1.6, 1.6)  # 80 of 100 on one rank: 80 / 50
     assert (second.measured, second.contiguous) == (1.0, 1.6)
     assert [score.is_migrating for score in seen.series] == [False, False]
-    assert seen.heatmap.tolist() == [[1.0, 1.0]]  # load over mean, of the latest window
-    assert seen.expert_heat[0].tolist() == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
+    heat = heat_of(seen)
+    assert heat.ranks == ((1.0, 1.0),)  # load over mean, of the latest window
+    assert heat.experts[0] == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
 
 
 def test_decision_and_commit_are_kept_with_reason_and_first_step(store: StateStore) -> None:
     seen = seen_by(store)
 
-    (decision,), (mark,) = seen.decisions, seen.marks
+    (decision,), (mark,) = seen.state.decisions, seen.marks
     assert (decision.decision, decision.reason, decision.moves) == ("MOVE", "worth it", 2)
     assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
 
@@ -124,7 +132,8 @@ def test_window_is_scored_once_it_is_complete_or_stays_incomplete(store: StateSt
     store.append([sample(0, index, [1, 1], SECOND) for index in (3, 4)])
     seen = seen_by(store)
     assert [score.is_complete for score in seen.series] == [True, True, False]
-    assert seen.last_score.index == 1
+    assert seen.state.last_score is not None
+    assert seen.state.last_score.index == 1
 
 
 def test_samples_that_do_not_fit_end_no_refresh(store: StateStore) -> None:
@@ -135,7 +144,7 @@ def test_samples_that_do_not_fit_end_no_refresh(store: StateStore) -> None:
     seen = seen_by(store)
 
     assert [score.index for score in seen.series] == [0, 1, 2]
-    assert (seen.samples_stored, seen.sample_age_s) == (8, 0.0)
+    assert (seen.state.samples_stored, seen.state.sample_age_s) == (8, 0.0)
 
 
 def test_windows_of_seconds_are_scored_like_those_of_steps() -> None:
@@ -158,9 +167,9 @@ def test_monitor_reads_each_sample_once(store: StateStore) -> None:
     monitor.refresh()
     monitor.refresh()
 
-    seen = monitor.snapshot()
+    seen, state = monitor.reading(), monitor.reading().state
     assert [score.index for score in seen.series] == [0, 1, 2]
-    assert (seen.samples_stored, len(seen.decisions), len(seen.marks)) == (6, 1, 1)
+    assert (state.samples_stored, len(state.decisions), len(seen.marks)) == (6, 1, 1)
 
 
 def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: StateStore) -> None:
@@ -169,17 +178,17 @@ def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: StateSto
     a_run(store, "b")
     monitor.refresh()
 
-    seen = monitor.snapshot()
-    assert (seen.run, seen.series, seen.marks) == ("b", (), ())
-    assert [one.decision for one in seen.decisions] == ["MOVE"]
-    assert (seen.samples_stored, seen.generation) == (0, 2)
+    seen, state = monitor.reading(), monitor.reading().state
+    assert (state.run, seen.series, seen.marks) == ("b", (), ())
+    assert [one.decision for one in state.decisions] == ["MOVE"]
+    assert (state.samples_stored, state.generation) == (0, 2)
 
 
 def test_counters_are_summed_over_ranks_and_unknown_sources_are_shown(store: StateStore) -> None:
     store.report(state(0, bytes_by_source={"peer": 3, "rejected": 1}, experts_moved=2))
     store.report(state(1, bytes_by_source={"peer": 4, "host": 5}, samples_lost=1))
 
-    seen = seen_by(store)
+    seen = seen_by(store).state
 
     unused = dict.fromkeys(("same_rank", "other_rank", "other_host", "disk"), 0)
     expected = unused | {"peer": 7, "host": 5, "rejected": 1}
@@ -200,14 +209,16 @@ def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_a
     plan_id = open_migration(store)
     store.report(state(0, plan_id=plan_id, phase="swap", prepared=1))
     store.report(state(1, plan_id=plan_id, phase="stage", prepared=0))
-    seen = seen_by(store)
+    seen = seen_by(store).state
     assert seen.phase == "stage"
+    assert seen.migration is not None
     assert (seen.migration.num_transactions, seen.migration.num_moves) == (1, 4)
     assert (seen.migration.staged_part, seen.migration.fraction) == (0.0, 0.0)
 
     for rank, staged in ((0, 2), (1, 1)):
         store.report(state(rank, plan_id=plan_id, phase="stage", staged=staged, to_stage=2))
-    progress = seen_by(store).migration
+    progress = seen_by(store).state.migration
+    assert progress is not None
     assert (progress.staged_part, progress.fraction) == (0.75, 0.375)
 
 
@@ -217,22 +228,22 @@ JUDGED = PaceChange(1, 0.2, 0.05, 1.0, 0.5, "plan 1 made the p95 of step time +2
 def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: StateStore) -> None:
     store.report(state(0, step_times=vars(StepTimes())))
     store.change_live({"step_time_budget": 0.05}, reason="a test")
-    first = seen_by(store).pace
+    first = seen_by(store).state.pace
     store.add_event("pace", vars(JUDGED))
     store.add_event("pace", vars(replace(JUDGED, plan_id=2, part_before=0.5, part=0.625)))
 
-    seen = seen_by(store)
+    pace = seen_by(store).state.pace
 
-    assert f"pace  0.625 of its own; {JUDGED.reason}" in printed(seen, 100, 30)
+    assert f"pace  0.625 of its own; {JUDGED.reason}" in printed(looked_at(store), 100, 30)
     assert (first.part, first.reason, first.latest) == (1.0, "no migration was judged yet", None)
-    assert (seen.pace.part, seen.pace.reason, seen.pace.changed) == (0.625, JUDGED.reason, NOW)
-    assert (seen.pace.latest.plan_id, seen.pace.latest.part_before) == (2, 0.5)
-    assert seen.pace_changes == {"raised": 1, "kept": 0, "halved": 1}
+    assert (pace.part, pace.reason, pace.changed) == (0.625, JUDGED.reason, NOW)
+    assert pace.latest is not None
+    assert (pace.latest.plan_id, pace.latest.part_before) == (2, 0.5)
+    judged = seen_by(store).counts.by_label("pace_judgements")
+    assert judged == {("raised",): 1, ("kept",): 0, ("halved",): 1}
     store.change_live({"step_time_budget": 0.0}, reason="a test")
-    assert (seen_by(store).pace.part, seen_by(store).pace.reason) == (
-        1.0,
-        "fixed: step_time_budget is 0",
-    )
+    fixed = seen_by(store).state.pace
+    assert (fixed.part, fixed.reason) == (1.0, "fixed: step_time_budget is 0")
 
 
 def test_pace_of_ranks_that_report_no_times_is_fixed(store: StateStore) -> None:
@@ -240,7 +251,7 @@ def test_pace_of_ranks_that_report_no_times_is_fixed(store: StateStore) -> None:
     store.change_live({"step_time_budget": 0.05}, reason="a test")
     store.add_event("pace", vars(JUDGED))
 
-    pace = seen_by(store).pace
+    pace = seen_by(store).state.pace
 
     assert (pace.part, pace.reason) == (1.0, "fixed: no rank reports times of its steps")
 
@@ -261,18 +272,18 @@ def test_readiness_is_judged_by_what_ranks_report(
     for rank, detail in enumerate(details):
         store.report(state(rank, **detail))
 
-    assert re.search(why, str(unready(seen_by(store, now), 30.0)))
+    assert re.search(why, str(unready(seen_by(store, now))))
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
     seen = seen_by(MemoryStore("d"))
 
-    assert (seen.run, seen.generation, seen.ranks) == (None, None, ())
-    assert unready(seen, 30.0) is not None
-    assert "No run has begun" in printed(seen, 80, 24)
+    assert (seen.state.run, seen.state.generation, seen.state.ranks) == (None, None, ())
+    assert unready(seen) is not None
+    assert "No run has begun" in printed(looked_at(MemoryStore("d")), 80, 24)
 
 
-def printed(seen: Any, width: int, height: int) -> str:
+def printed(seen: Look, width: int, height: int) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, record=True)
     console.print(render(seen, width, height))
     return console.export_text()
@@ -283,7 +294,7 @@ def test_picture_fits_and_shows_load_marks_and_reasons(
     store: StateStore, width: int, height: int
 ) -> None:
     store.set_control(Control(movement=False), reason="test")
-    text = printed(seen_by(store), width, height)
+    text = printed(looked_at(store), width, height)
 
     lines = text.splitlines()
     assert len(lines) <= height
@@ -299,7 +310,8 @@ def test_picture_shows_the_latest_anomalies_that_are_not_in_its_first_line(
     for number in range(4):
         store.add_event("error", {"where": "ranks", "message": f"rank {number} was killed"})
     store.report(state(0, frozen="a torn copy"))
-    lines = printed(seen_by(store), width, height).splitlines()
+    store.acquire_lease("one", 60.0)
+    lines = printed(looked_at(store), width, height).splitlines()
 
     assert len(lines) <= height
     assert "silent ranks: 1" in lines[0]
@@ -325,14 +337,14 @@ def test_many_layers_and_ranks_are_cut_to_the_height() -> None:
     ones = [np.ones((58, 2), dtype=np.int64)] * 32
     two_ranks.serve(store, 0, ones, placement=held, topology=topology, at=NOW)
 
-    lines = printed(seen_by(store), 80, 24).splitlines()
+    lines = printed(looked_at(store), 80, 24).splitlines()
 
     assert len(lines) <= 24
     assert any("more layers" in line for line in lines)
 
 
 def test_plain_lines_print_each_event_once(store: StateStore) -> None:
-    lines, seen = PlainLines(), seen_by(store)
+    lines, seen = PlainLines(), looked_at(store)
 
     assert list(lines.new(seen)) == [
         "run a: 2 ranks, 1 layers x 3 experts in 4 slots",
@@ -364,7 +376,26 @@ def test_view_is_drawn_on_a_terminal_alone_and_gives_it_back(
     store: StateStore, terminal: dict[str, bool], shown: list[str]
 ) -> None:
     out = io.StringIO()
-    with LiveView(Monitor(store), console=Console(file=out, width=100, height=30, **terminal)):
+    console = Console(file=out, width=100, height=30, **terminal)
+    with LiveView(partial(look_at, Monitor(store)), console=console):
         pass
 
     assert [text for text in shown if text not in out.getvalue()] == []
+
+
+def test_view_whose_next_look_fails_shows_why_and_looks_again(store: StateStore) -> None:
+    out, looks = io.StringIO(), iter([looked_at(store), StoreError("disk I/O error")])
+    failed = threading.Event()
+
+    def look() -> Look:
+        found = next(looks, None)
+        if isinstance(found, Look):
+            return found
+        failed.set()
+        raise found or StoreError("still")
+
+    with LiveView(look, console=Console(file=out, width=100, height=30, force_terminal=True)):
+        assert failed.wait(NEVER_S)
+
+    assert "blind" in out.getvalue()
+    assert "disk I/O error" in out.getvalue()

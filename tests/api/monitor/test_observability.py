@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,13 @@ from api.cli.main import app
 from api.metrics.definitions import Metric, Scrape, metrics_of
 from api.metrics.exposition import Exposition, metrics_text
 from api.metrics.observability import ALERTS, DASHBOARD
-from api.monitor.health import Leadership
 from api.monitor.monitor import Monitor
+from api.monitor.state import Leadership
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
+from eplb import Topology
 from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
+from tests.support.readings import changed, read
 from tests.support.stores import MemoryStore
 
 TARGET_LABELS = {"instance", "job"}  # Prometheus adds them itself
@@ -62,19 +63,18 @@ def metrics() -> dict[str, Metric]:
     """Every metric by name, with the figures of a run of which all is known."""
     kinds = "controller", "checker", "host_cache", "http"
     processes = (ProcessView(k, k, ProcessState.RUNNING, 0.1, False, 0, "") for k in kinds)
-    seen = replace(
-        Monitor(MemoryStore("d")).snapshot(),
-        heatmap=np.ones((1, 2)),
-        layer_imbalance=np.ones(1),
-        swap_pauses_ms=(1.0,),
-        supervision=SupervisionView(tuple(processes), 0.1, 0.1, 0.0),
-    )
     tokens = np.ones((1, 2), dtype=np.int64)
     none: frozenset[int] = frozenset()
-    window = Window("a", 0, 0, 1, "mixed", none, none, tokens, tokens)
+    seen = changed(
+        read(MemoryStore("d")),
+        latest=Window("a", 0, 0, 1, "mixed", none, none, tokens, tokens),
+        scale=Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1),
+        swap_pauses_ms=(1.0,),
+        controller=Leadership("one", 9.0, "", "", turn_age_s=1.0),
+        supervision=SupervisionView(tuple(processes), 0.1),
+    )
     drift = Drift(np.zeros(1), 0.0, 0.0)
-    leads = Leadership("one", 9.0, "", "", turn_age_s=1.0)
-    scrape = Scrape(seen, window, drift, None, 0, "memory", leads, received=tokens)
+    scrape = Scrape(seen, drift, None, 0, "memory", received=tokens)
     return {metric.name: metric for metric in metrics_of(scrape, "rank")}
 
 
@@ -233,4 +233,4 @@ def promtool(*arguments: str, text: str | None = None) -> None:
 def test_promtool_takes_the_rules_and_the_metrics() -> None:
     store = MemoryStore("d")
     promtool("check", "rules", str(ALERTS))
-    promtool("check", "metrics", text=metrics_text([Exposition(store, Monitor(store))])[0].decode())
+    promtool("check", "metrics", text=metrics_text([Exposition(Monitor(store))])[0].decode())

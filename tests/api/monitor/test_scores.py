@@ -11,7 +11,7 @@ import pytest
 from api.metrics.exposition import Exposition
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
-from api.monitor.scores import minute_scores
+from api.monitor.scores import heat_of, minute_scores
 from eplb import ModelShape, Placement, Topology
 from telemetry.load.pruning import Keeper, Retention
 from telemetry.state.store import StateStore
@@ -48,14 +48,13 @@ def monitor_of(store: StateStore) -> Monitor:
 def test_drained_rank_is_out_of_the_mean_everywhere(store: StateStore) -> None:
     report(store, 0, DRAINED, (30, 30, 0))
     monitor = monitor_of(store)
-    seen = monitor.snapshot()
+    seen = monitor.reading()
 
-    assert seen.last_score is not None
-    assert (seen.last_score.measured, seen.last_score.contiguous) == (1.0, 1.0)
-    assert seen.heatmap is not None
-    assert seen.heatmap.tolist() == [[1.0, 1.0, 0.0]]
+    assert seen.state.last_score is not None
+    assert (seen.state.last_score.measured, seen.state.last_score.contiguous) == (1.0, 1.0)
+    assert heat_of(seen).ranks == ((1.0, 1.0, 0.0),)
     assert [point.measured for point in monitor.points(0, NOW + 9, 10)] == [1.0]
-    families = {one.name: one for one in Exposition(store, monitor).families()}
+    families = {one.name: one for one in Exposition(monitor).families()}
     for name, value in (("eplb_balancedness", 1.0), ("eplb_rank_load_ratio_max", 1.0)):
         assert {one.value for one in families[name].samples} == {value}, name
 
@@ -63,7 +62,7 @@ def test_drained_rank_is_out_of_the_mean_everywhere(store: StateStore) -> None:
 def test_rank_that_holds_experts_and_gets_no_token_counts(store: StateStore) -> None:
     report(store, 0, WIDE, (30, 30, 0))
 
-    score = monitor_of(store).snapshot().last_score
+    score = monitor_of(store).reading().state.last_score
     assert score is not None
     assert score.measured == 1.5
 
@@ -73,13 +72,13 @@ def test_rank_that_is_drained_within_a_window_counts_in_it(store: StateStore) ->
     report(store, 0, WIDE, (20, 20, 20))
     report(store, 1, DRAINED, (30, 30, 0))
 
-    found = [one.measured for one in monitor_of(store).snapshot().series]
+    found = [one.measured for one in monitor_of(store).reading().series]
     assert found == [1.0, 1.0]
 
 
 def test_drained_rank_is_out_of_the_mean_of_a_rolled_up_minute(store: StateStore) -> None:
     report(store, 0, DRAINED, (30, 30, 0))
-    Keeper(store, Retention(samples_s=60.0)).turn(NOW + 600)
+    Keeper(store, Retention(keep_samples_s=60.0)).turn(NOW + 600)
 
-    (minute,) = minute_scores(store, store.runs(), 0.0)
+    ((_, minute),) = minute_scores(store, store.runs(), 0.0)
     assert (minute.measured, minute.contiguous) == (1.0, 1.0)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from api.metrics.definitions import Scrape, metrics_of
-from api.monitor.health import Leadership
-from api.monitor.monitor import Monitor
-from api.monitor.scores import layer_imbalance, mean_imbalance, relative
-from api.monitor.snapshot import Death, RankView, Snapshot
-from api.monitor.verdict import Around, Grade, findings, unready, verdict
+from api.monitor.scores import mean_imbalance, relative
+from api.monitor.state import Death, Grade, Leadership, RankView, Reading
+from api.monitor.verdict import unready
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
 from eplb.fitting.cordons import Cordon
+from telemetry.load.folder import Window
+from tests.support.readings import changed, read
 from tests.support.stores import MemoryStore
 
 NOW = 1000.0
-NO_LEADER = Leadership("", 0.0, "", "no controller leads")
-EMPTY = Monitor(MemoryStore("d"), clock=lambda: NOW).snapshot()
+LEADS = Leadership("one", 9.0, "", "", 1.0)
+EMPTY = read(MemoryStore("d"), NOW)
 
 
 def rank(number: int, **values: Any) -> RankView:
@@ -31,8 +30,9 @@ def rank(number: int, **values: Any) -> RankView:
 
 
 SILENT = {"is_alive": False, "age_s": 20.0}
-SERVES = replace(
+SERVES = changed(
     EMPTY,
+    controller=LEADS,
     run="a",
     started=NOW - 600,
     step=7,
@@ -44,11 +44,15 @@ SERVES = replace(
 )
 
 
-def seen(**changes: Any) -> Snapshot:
-    return replace(SERVES, **changes)
+def seen(**changes: Any) -> Reading:
+    return changed(SERVES, **changes)
 
 
-def supervised(**values: Any) -> Snapshot:
+def leaderless(turn_age_s: float | None = None) -> dict[str, Any]:
+    return {"controller": Leadership("", 0.0, "", "no leader", turn_age_s)}
+
+
+def supervised(**values: Any) -> Reading:
     return seen(supervision=SupervisionView(**values))
 
 
@@ -56,7 +60,6 @@ def process(state: ProcessState) -> ProcessView:
     return ProcessView("the controller", "controller", state, 0.1, False, 3, "exit status 1")
 
 
-NONE = Around()
 HALF_SILENT = (rank(0), rank(1, **SILENT))
 ALL_SILENT = (rank(0, **SILENT), rank(1, **SILENT))
 CORDONED = (rank(0, cordon=Cordon.CORDON), rank(1, cordon=Cordon.DRAIN))
@@ -65,88 +68,88 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
 
 
 @pytest.mark.parametrize(
-    ("one", "around", "grade", "reason"),
+    ("one", "grade", "reason"),
     [
-        (seen(), NONE, Grade.SERVING, "2 ranks serve, at step 7$"),
-        (seen(movement=False), NONE, Grade.SERVING, "2 ranks serve, at step 7; movement is of"),
-        (seen(ranks=CORDONED), NONE, Grade.SERVING, "cordoned by order: 0; drained by order: 1"),
-        (EMPTY, NONE, Grade.BLIND, "no run"),
-        (seen(), Around(unread_s=12, unread_why="disk I/O"), Grade.BLIND, "12 s: disk I/O"),
-        (seen(ranks=HALF_SILENT), NONE, Grade.DEGRADED, "silent ranks: 1, "),
-        (seen(ranks=ALL_SILENT, token_time=NOW - 90), NONE, Grade.BLIND, "silent ranks: 0, 1, "),
-        (seen(token_time=NOW - 56), NONE, Grade.STOPPED, "no token for 56 s.* 30 s; no step"),
+        (seen(), Grade.SERVING, "2 ranks serve, at step 7$"),
+        (seen(movement=False), Grade.SERVING, "2 ranks serve, at step 7; movement is of"),
+        (seen(ranks=CORDONED), Grade.SERVING, "cordoned by order: 0; drained by order: 1"),
+        (EMPTY, Grade.BLIND, "no run"),
+        (seen(unread="not read for 12 s: disk I/O"), Grade.BLIND, "12 s: disk I/O"),
+        (seen(ranks=HALF_SILENT), Grade.DEGRADED, "silent ranks: 1, "),
+        (seen(ranks=ALL_SILENT, token_time=NOW - 90), Grade.BLIND, "silent ranks: 0, 1, "),
+        (seen(token_time=NOW - 56), Grade.STOPPED, "no token for 56 s.* 30 s; no step"),
         (
             seen(token_time=NOW - 56, step_age_s=1.0),
-            NONE,
             Grade.BLIND,
             "no token for 56 s.* 30 s, while steps advance",
         ),
-        (seen(token_time=None), NONE, Grade.BLIND, "no token.* 600 s ago"),
+        (seen(token_time=None), Grade.BLIND, "no token.* 600 s ago"),
         (
             seen(token_time=None, sample_age_s=None, started=NOW - 5),
-            NONE,
             Grade.DEGRADED,
             "no load.* 5 s ago",
         ),
-        (seen(death=Death(NOW - 1, "rank 3 died")), NONE, Grade.STOPPED, "1 s ago: rank 3 died"),
-        (supervised(token_age_s=56.0), NONE, Grade.STOPPED, "no step of all ranks for 56 s.* 30 s"),
-        (seen(**STUCK), NONE, Grade.STOPPED, "31.0 s.* 30 s: rank 1, step: dispatch"),
+        (seen(death=Death(NOW - 1, "rank 3 died")), Grade.STOPPED, "1 s ago: rank 3 died"),
+        (seen(**STUCK), Grade.STOPPED, "31.0 s.* 30 s: rank 1, step: dispatch"),
         (
             seen(**STUCK | {"progress_of": "rank 1, mover: pulling"}),
-            NONE,
             Grade.DEGRADED,
             "31.0 s.* 30 s: rank 1, mover: pulling",
         ),
-        (seen(uncounted_ranks=(1,)), NONE, Grade.DEGRADED, "rank 1: the counters"),
-        (seen(), Around(why_no_leader="no leader"), Grade.DEGRADED, "no leader"),
-        (supervised(processes=DOWN), NONE, Grade.DEGRADED, "the controller.* exit status 1"),
-        (seen(ranks=(rank(0), rank(1, frozen="torn"))), NONE, Grade.DEGRADED, "rank 1 .*torn"),
+        (
+            seen(ranks=(rank(0, ahead_s=3600.0), rank(1))),
+            Grade.DEGRADED,
+            "rank 0: reports are dated 3600 s ahead of this host's clock, ",
+        ),
+        (seen(uncounted_ranks=(1,)), Grade.DEGRADED, "rank 1: the counters"),
+        (seen(**leaderless()), Grade.DEGRADED, "no leader"),
+        (supervised(processes=DOWN), Grade.DEGRADED, "the controller.* exit status 1"),
+        (seen(ranks=(rank(0), rank(1, frozen="torn"))), Grade.DEGRADED, "rank 1 .*torn"),
     ],
 )
 def test_verdict_has_the_grade_and_the_reason_of_the_worst_finding(
-    one: Snapshot, around: Around, grade: Grade, reason: str
+    one: Reading, grade: Grade, reason: str
 ) -> None:
-    judged = verdict(one, around)
+    state = one.state
 
-    assert judged.grade is grade
-    assert re.search(reason, judged.reason), judged.reason
-    assert (judged.problems == ()) is (grade is Grade.SERVING)
+    assert state.verdict is grade
+    assert re.search(reason, state.reason), state.reason
+    assert (state.problems == ()) is (grade is Grade.SERVING)
+    assert all(found.text for found in one.findings)
 
 
 def test_worst_finding_comes_first_and_all_are_listed() -> None:
-    judged = verdict(
-        seen(ranks=HALF_SILENT, token_time=NOW - 56), Around(why_no_leader="no leader")
-    )
+    state = seen(ranks=HALF_SILENT, token_time=NOW - 56, **leaderless()).state
 
-    assert judged.line.startswith("stopped: no token for 56 s")
-    found = [one.split(",")[0] for one in judged.problems]
+    assert (state.verdict, state.reason) == (Grade.STOPPED, state.problems[0])
+    found = [one.split(",")[0] for one in state.problems]
     assert found == ["no token for 56 s", "silent ranks: 1", "no leader"]
 
 
 def test_deployment_is_not_stopped_between_two_samples_or_after_a_later_token() -> None:
-    assert verdict(seen(token_time=NOW - 56, sample_every_s=20.0)).grade is Grade.SERVING
-    assert verdict(seen(token_time=NOW - 61, sample_every_s=20.0)).grade is Grade.STOPPED
-    assert verdict(seen(death=Death(NOW - 3, "rank 3 died"))).grade is Grade.SERVING
+    for grade, changes in (
+        (Grade.SERVING, {"token_time": NOW - 56, "sample_every_s": 20.0}),
+        (Grade.STOPPED, {"token_time": NOW - 61, "sample_every_s": 20.0}),
+        (Grade.SERVING, {"death": Death(NOW - 3, "rank 3 died")}),
+    ):
+        assert seen(**changes).state.verdict is grade, changes
 
 
 def test_readiness_is_the_worst_of_the_findings_that_keep_requests_away() -> None:
     idle = seen(token_time=NOW - 3600)
-    judged = seen(ranks=HALF_SILENT)
+    silent = seen(ranks=HALF_SILENT)
 
     # Without requests there are no tokens: a deployment that is idle must get the first one.
-    assert (verdict(idle).grade, unready(idle)) == (Grade.STOPPED, None)
-    assert unready(judged) == verdict(judged).reason
+    assert (idle.state.verdict, unready(idle)) == (Grade.STOPPED, None)
+    assert unready(silent) == silent.state.reason
     # The gap of one takeover keeps none away, a longer one does.
-    assert unready(seen(), around=Around("no leader", turn_age_s=11.0)) is None
-    assert unready(seen(), around=Around("no leader", turn_age_s=31.0)) is not None
+    assert unready(seen(**leaderless(turn_age_s=11.0))) is None
+    assert unready(seen(**leaderless(turn_age_s=31.0))) is not None
 
 
 def test_metric_of_the_verdict_is_that_of_the_page() -> None:
-    stopped = seen(token_time=NOW - 56)
-    found = {
-        one.name: one.figures
-        for one in metrics_of(Scrape(stopped, None, None, None, 0, "memory", NO_LEADER))
-    }
+    stopped = seen(token_time=NOW - 56, **leaderless())
+    found = {one.name: one.figures for one in metrics_of(Scrape(stopped, None, None, 0, "memory"))}
 
     grades = {labels[0]: figure for labels, figure in found["eplb_verdict"].items()}
     assert grades == {"stopped": 1, "blind": 0, "degraded": 0, "serving": 0}
@@ -161,8 +164,9 @@ def test_zero_tokens_are_no_perfect_balance() -> None:
     assert mean_imbalance(none, ranks) is None
     assert mean_imbalance(half, ranks) == 1.5  # of the one layer with tokens
     assert np.isnan(relative(half)[0]).all()
-    judged = seen(layer_imbalance=layer_imbalance(none, ranks))
-    scrape = Scrape(judged, None, None, None, 0, "memory", NO_LEADER)
+    nobody: frozenset[int] = frozenset()
+    window = Window("a", 0, 0, 1, "mixed", nobody, nobody, none, none)
+    scrape = Scrape(seen(latest=window, scale=ranks), None, None, 0, "memory")
     found = {one.name: one.figures for one in metrics_of(scrape)}
     assert found["eplb_balancedness"] == {}
 
@@ -171,10 +175,5 @@ def test_many_ranks_are_named_as_stretches() -> None:
     silent = {*range(20, 32), 40}
     ranks = tuple(rank(one, **(SILENT if one in silent else {})) for one in range(64))
 
-    assert verdict(seen(ranks=ranks)).reason.startswith("silent ranks: 20-31, 40, expected")
-
-
-def test_every_finding_has_a_text() -> None:
-    worst = seen(ranks=(rank(0, ahead_s=60.0), rank(1, **SILENT)), uncounted_ranks=(0,))
-
-    assert all(one.text for one in findings(worst, Around("no leader", 3.0, "gone"), 30.0))
+    reason = seen(ranks=ranks).state.reason
+    assert reason.startswith("silent ranks: 20-31, 40, expected")

@@ -1,4 +1,4 @@
-"""One deployment of a name in a store: a second start is refused, joins, or follows a death."""
+"""One deployment of a name in a store: a second start is refused, or follows a death."""
 
 from __future__ import annotations
 
@@ -37,28 +37,7 @@ def test_second_start_is_refused_with_who_holds_the_deployment(
 
     sentence = str(refused.value)
     assert f"process {os.getpid()} on host {socket.gethostname()} since " in sentence
-    assert "--join" in sentence
     first.check()
-    first.release()
-
-
-def test_second_start_joins_on_purpose_and_the_first_stays_the_owner(
-    open_stores: OpenStore,
-) -> None:
-    store = open_stores("demo")
-    first = DeploymentLease(store, NEVER_S)
-    second = DeploymentLease(open_stores("demo"), NEVER_S, joins=True)
-    first.take()
-    owner = store.lease("deployment")
-
-    second.take()
-    second.check()
-    second.release()
-
-    held = store.lease("deployment")
-    assert owner is not None
-    assert held is not None
-    assert held.holder == owner.holder
     first.release()
 
 

@@ -1,4 +1,4 @@
-"""Restart budgets, hung processes and time without tokens, on a clock that a test sets."""
+"""Restart budgets and hung processes, on a clock that a test sets."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,6 @@ from api.processes.supervision import (
     Supervised,
     SupervisionSettings,
     Supervisor,
-    UnservedTime,
-    last_token,
 )
 from telemetry.state.lease import Lease
 
@@ -40,7 +38,8 @@ class Scene:
     def __init__(self, **settings: float) -> None:
         self.clock, self.notes, self.started = Clock(), list[str](), list[Process]()
         given = SupervisionSettings(
-            restarts=int(settings.pop("restarts", 3)), window_s=settings.pop("window_s", 600.0)
+            process_restarts=int(settings.pop("restarts", 3)),
+            restart_window_s=settings.pop("window_s", 600.0),
         )
         self.process = Supervised(
             "the controller",
@@ -181,31 +180,6 @@ def test_suspended_supervisor_kills_no_process() -> None:
 
     assert not scene.started[0].is_killed
     assert scene.notes == []
-
-
-def test_time_without_tokens_begins_with_the_last_token() -> None:
-    clock = Clock()
-    unserved = UnservedTime(clock)
-    stopped = last_token([1000.1, 1000.0, 1000.1])  # rank 1 stands still from then on
-    clock.now = 1043.0  # it is declared dead
-    unserved.broken(stopped)
-    clock.now = 1050.0
-
-    assert unserved.total_s == 50.0
-    assert unserved.serving() == 50.0
-    clock.now = 2000.0
-    assert unserved.total_s == 50.0
-
-
-def test_second_rank_exit_before_serving_extends_one_unserved_time() -> None:
-    clock = Clock()
-    unserved = UnservedTime(clock)
-    unserved.broken(990.0)
-    clock.now = 1010.0
-    unserved.broken(last_token([0.0, 1005.0]))
-    clock.now = 1020.0
-
-    assert unserved.serving() == 30.0
 
 
 def lease(renewals: int) -> Lease:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
+from eplb.decision.gate import CostModel
+from eplb.settings.deployment import WindowSettings
 from rebalance.engines.gauge import value_of
 from tests.support.engines.vllm_ranks import (
     make_rank,
@@ -60,7 +62,9 @@ def outages(rank: int, meet: Path, folder: Path, num_outages: int) -> dict[str, 
         return server
 
     server = start() if rank == 0 else None
-    settings = replace(settings_for(f"unix://{socket}"), spool_dir=folder / "spool", sample_steps=1)
+    windows = WindowSettings(sample_steps=1, window_steps=8)
+    settings = settings_for(f"unix://{socket}")
+    settings = replace(settings, spool_dir=folder / "spool", windows=windows)
     made = make_rank(rank, meet, settings, is_async=False, interval=INTERVAL)
     spent = watched(made.process)
     step = unseen = 0
@@ -143,7 +147,7 @@ def one_differs(rank: int, meet: Path, store: str, how: str) -> dict[str, Any]:
     """Rank 2 has no plug-in, or other settings."""
     settings: Any = settings_for(store, load_deadline_s=3.0)
     if rank == 2:
-        settings = None if how == "missing" else replace(settings, pay_back_s=2.0)
+        settings = None if how == "missing" else replace(settings, cost=CostModel(pay_back_s=2.0))
     made = make_rank(rank, meet, settings, is_async=False, interval=INTERVAL)
     steps(made, 0, 3 * INTERVAL)
     process = made.process

@@ -116,7 +116,7 @@ def test_alternating_load_makes_as_many_plans_as_the_interval_allows() -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"interval_s": -1.0}, "interval_s is -1.0, expected a number, 0 or more"),
+        ({"interval_s": -1.0}, "interval_s is -1.0, expected at least 0"),
         ({"cool_down_s": float("nan")}, "cool_down_s is nan"),
         ({"start_imbalance": 1.2, "rearm_imbalance": 1.3}, "expected at most start_imbalance"),
     ],

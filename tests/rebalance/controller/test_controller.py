@@ -18,8 +18,9 @@ from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance
 from eplb.migration.build import Pace
 from eplb.migration.candidates import Candidates
+from eplb.settings.tree import applied
 from rebalance.controller.loop import Controller
-from telemetry.state.live import LIVE_NAMES, SWITCHES, Control, LiveSettings
+from telemetry.state.live import Control
 from tests.support.controlled_deployment import (
     EVEN,
     SETTINGS,
@@ -336,52 +337,23 @@ def test_unusable_live_value_leaves_the_settings_and_is_an_error(deployment: Dep
     assert "'magic'" in error.detail["message"]
 
 
-def test_every_live_setting_is_a_switch_or_changes_the_controller() -> None:
+def test_live_values_change_the_controller_and_its_parts_by_name() -> None:
     values: dict[str, Any] = {
         "policy": "greedy",
-        "plan_windows": 3,
         "pay_back_s": 7.0,
         "max_moves": 5,
-        "target_imbalance": 1.5,
-        "migration_deadline_s": 9.0,
-        "keep_every_windows": 2,
-        "back_off_s": 3.0,
-        "task_expiry_s": 5.0,
-        "rollback_loss": 0.25,
-        "objective": "time",
-        "curve": "1:10, 1024:100",
-        "dispatch": "even",
         "min_domains": 2,
-        "rank_speed": "1:0.5",
-        "redundancy": "0:1",
-        "pins": "0/3:1",
-        "cordons": "1:cordon",
-        "decode_weight": 0.5,
-        "expert_part": 0.5,
-        "bytes_per_s": 1e9,
-        "seconds_per_rebalance": 0.5,
-        "far_moves": 2.0,
-        "node_traffic": 0.1,
-        "dead_zone": True,
-        "interval_tokens": 1000,
         "interval_s": 60.0,
-        "start_imbalance": 1.4,
-        "rearm_imbalance": 1.2,
-        "cool_down_s": 30.0,
         "stage": "propose",
-        "stage_layers": 2,
-        "stage_loss": 0.1,
-        "step_time_budget": 0.05,
     }
-    assert set(values) | set(SWITCHES) == set(LIVE_NAMES)
 
-    found = SETTINGS.with_live(LiveSettings(movement=False, observe=True, **values))
+    found = applied(SETTINGS, values | {"movement": False, "a_removed_setting": 3})
 
     named = vars(found) | vars(found.cost) | vars(found.budget)
     named |= vars(found.request) | vars(found.triggers)
     assert {name: named[name] for name in values} == values
-    assert SETTINGS.with_live(LiveSettings(max_moves=0)).budget.max_moves is None
-    assert SETTINGS.with_live(LiveSettings(movement=False)) == SETTINGS
+    assert applied(SETTINGS, {"max_moves": 0}).budget.max_moves is None
+    assert applied(SETTINGS, {"movement": False}) == SETTINGS
 
 
 # -- what ends an open migration

@@ -124,7 +124,7 @@ def test_balancing_continues_after_a_store_lost_its_contents(losing: Losing) -> 
         assert (group.frozen(), kinds(store).count("restore")) == ("", 1)
         monitor = Monitor(store)
         monitor.refresh()
-        assert monitor.snapshot().anomalies["store_lost"] == 1
+        assert monitor.reading().counts.total("anomalies", "store_lost") == 1
 
 
 def test_store_lost_during_a_migration_is_restored_without_a_freeze(losing: Losing) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from eplb.core.load import Phase
 from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Budget
+from eplb.decision.gate import CostModel
 from eplb.decision.promises import ENOUGH
 from eplb.decision.triggers import TriggerRules
-from rebalance.controller.settings import OF_BUDGET, OF_COST
+from eplb.declared import declared_fields
 from tests.support.controlled_deployment import (
     SETTINGS,
     SKEWED,
@@ -244,7 +246,7 @@ def test_decision_has_before_prediction_cost_and_what_was_asked(clock: Clock) ->
     assert event["cost_s"] > 0
     assert (event["trigger"], event["actor"], event["stage"]) == ("load", "controller", "all")
     asked = event["asked"]
-    names = {*vars(SETTINGS.request), *OF_BUDGET, *OF_COST}
+    names = {*vars(SETTINGS.request), *declared_fields(Budget), *declared_fields(CostModel)}
     assert set(asked) == names | {"num_uncovered", "uncovered"}
     assert asked["uncovered"] == [[0, 0], [0, 1], [0, 2], [0, 3]], "there is one host"
     assert (asked["min_domains"], asked["pay_back_s"], asked["objective"]) == (2, 90.0, "auto")

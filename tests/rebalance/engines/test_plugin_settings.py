@@ -16,6 +16,15 @@ def named(text: str, folder: Path) -> dict[str, str]:
     return {"EPLB_CONFIG": str(file)}
 
 
+def test_settings_of_others_are_left_to_them_and_variables_are_not_read(tmp_path: Path) -> None:
+    environ = named("[deployment]\nname='d'\n[http]\nprot=1\n[new]\nx=2", tmp_path)
+
+    found = settings_of(environ | {"EPLB_PHASE": "decode", "EPLB_NO_SETTING": "1"})
+
+    assert found is not None
+    assert found.engine.phase == "auto"
+
+
 def test_plugin_without_a_deployment_is_inert() -> None:
     assert settings_of({}) is None
     assert load({}) is False
@@ -36,20 +45,24 @@ def test_settings_come_from_the_file_of_the_deployment(tmp_path: Path) -> None:
 
     assert found is not None
     assert (found.deployment, found.store) == ("prod", "redis://10.0.0.7")
-    assert (found.sample_steps, found.engine.phase, found.engine.max_moved) == (4, "decode", 1.0)
+    assert found.windows.sample_steps == 4
+    assert (found.engine.phase, found.engine.max_moved) == ("decode", 1.0)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "deployment.name is None, expected the name of a deployment"),
-        ("[deployment", "cannot be read"),
-        ("[deployment]\nname='d'\n[engine]\nphases='x'", "unknown setting engine.phases"),
-        ("[deployment]\nname='d'\n[engine]\nphase='x'", "engine.phase is 'x', expected one of"),
-        ("[deployment]\nname='d'\n[engine]\nshares='no'", "engine.shares is 'no', expected bool"),
-        ("[deployment]\nname='d'\n[engine]\nmax_moved=2.0", "engine.max_moved is 2.0, expected 0"),
+        ("", "no deployment.name, expected the name of a deployment"),
+        ("[deployment", "is not TOML"),
+        (
+            "[deployment]\nname='d'\n[engine]\nphases='x'",
+            "'engine.phases' in .*: engine.phase",
+        ),
+        ("[deployment]\nname='d'\n[engine]\nphase='x'", "phase is 'x' in .*, expected 'auto', "),
+        ("[deployment]\nname='d'\n[engine]\nshares='few'", "shares is 'few' in .* true or false"),
+        ("[deployment]\nname='d'\n[engine]\nmax_moved=2.0", "max_moved is 2.0 in .* at most 1"),
         ("[deployment]\nname='d'\n[telemetry]\nsample_steps=5", "expected a divisor"),
-        ("deployment = 3", "deployment is 3, expected a table"),
+        ("deployment = 3", "deployment is 3 in .*, expected a table"),
     ],
 )
 def test_wrong_file_is_refused_with_a_sentence(text: str, why: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
 from eplb.migration.build import Pace, build_migration
+from eplb.shares.switches import BatchSwitches
 from rebalance.agent import RankAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.experts import ExpertSchema
@@ -387,7 +388,7 @@ def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
 
 
 def test_extra_slots_are_in_no_sample_and_stay_through_a_migration() -> None:
-    with closing(new_group(splits_batches=True, extra_slots=1)) as group:
+    with closing(new_group(batch=BatchSwitches(split=True, shared_expert="light_ranks"))) as group:
         first = [table.extra_slot(0).tolist() for table in group.tables]
         group.publish(FULL)
         while group.generation() == 0 or group.agents[0].phase != "idle":

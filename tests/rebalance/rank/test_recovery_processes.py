@@ -39,6 +39,7 @@ from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.build.config import RankConfig
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
@@ -201,13 +202,10 @@ class Ranks:
         dist.barrier()  # every bank is filled before anybody reads a peer's
         return wire_agent(
             AgentSettings(
-                "test",
+                RankConfig("test", 4, 1, vote_deadline_s=NEVER_S, plan_deadline_s=NEVER_S),
                 self.run,
                 TOPOLOGY,
-                sample_steps=4,
-                vote_deadline_s=NEVER_S,
-                plan_deadline_s=NEVER_S,
-                membership=membership_of_start(store),
+                membership_of_start(store),
             ),
             HeldExperts(rank, bank, digests_of(RECORDS), placement),
             Links(

@@ -14,6 +14,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
 from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.build.config import RankConfig
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.sources import WeightSources
@@ -96,7 +97,7 @@ def test_unknown_phase_is_refused_before_the_step_begins(group: AgentGroup) -> N
 
 def test_rank_without_a_counter_needs_a_step_number() -> None:
     group, bank = AgentGroup(START, TOPOLOGY), ExpertBank(SCHEMA, 1, 2, num_staging=2)
-    settings = AgentSettings("test", "run", TOPOLOGY, sample_steps=SAMPLE_STEPS)
+    settings = AgentSettings(RankConfig("test", SAMPLE_STEPS, 1), "run", TOPOLOGY)
     sources = WeightSources(local_slots(TOPOLOGY, 0, [bank, bank]), LocalHost(RECORDS))
     links = Links(group.votes.member(0), sources, group.store, Sink(group.store))
     digests = torch.zeros((1, 3, 2), dtype=torch.int64)

@@ -15,6 +15,7 @@ from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
+from rebalance.build.config import RankConfig
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
@@ -94,7 +95,7 @@ def serving() -> Iterator[Serving]:
     banks = [ExpertBank(SCHEMA, 1, 2, num_staging=2) for _ in range(2)]
     made = Serving(store, [], banks)
     known = AgentSettings(
-        "test", "run", TOPOLOGY, sample_steps=WINDOW_STEPS, vote_deadline_s=NEVER_S
+        RankConfig("test", WINDOW_STEPS, 2, vote_deadline_s=NEVER_S), "run", TOPOLOGY
     )
     for rank, bank in enumerate(banks):
         for slot, expert in enumerate(START.slot_to_expert[0, TOPOLOGY.slots_on(rank)].tolist()):

@@ -78,7 +78,7 @@ def start_host_cache(
 
 
 def ring(num_records: int, record_file: Path | None = None) -> HostCacheSettings:
-    return HostCacheSettings(mode="ring", ring_records=num_records, record_file=record_file)
+    return HostCacheSettings(mode="ring", records=num_records, record_file=record_file)
 
 
 def bytes_of(reader: HostCacheClient, record: tuple[int, int], size: int) -> torch.Tensor:
@@ -176,9 +176,8 @@ def test_two_ranks_fill_their_banks_through_a_small_ring(
     assert not banks[0].live(1, 3).any()
 
 
-def test_budget_counts_bytes(start_host_cache: StartHostCache, small_schema: ExpertSchema) -> None:
-    size = small_schema.record_bytes
-    _, new_reader = start_host_cache(HostCacheSettings(mode="hot", budget_bytes=3 * size + 1))
+def test_hot_cache_evicts_the_record_used_longest_ago(start_host_cache: StartHostCache) -> None:
+    _, new_reader = start_host_cache(HostCacheSettings(mode="hot", records=3))
     reader = new_reader()
 
     for record in ((0, 0), (0, 1), (0, 2), (0, 0), (0, 3)):
@@ -194,19 +193,14 @@ def test_budget_counts_bytes(start_host_cache: StartHostCache, small_schema: Exp
     ("settings", "words"),
     [
         ({"mode": "warm"}, "'warm'"),
-        ({"mode": "hot"}, "budget_bytes None"),
-        ({"ring_records": 3}, "ring_records"),
-        ({"num_readers": 0}, "0 readers"),
+        ({"mode": "hot"}, "records is 0"),
+        ({"records": 3}, "none with full"),
+        ({"num_readers": 0}, "num_readers is 0"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         HostCacheSettings(**settings)
-
-
-def test_budget_below_one_record_is_refused() -> None:
-    with pytest.raises(ConfigError, match="100 bytes"):
-        HostCacheSettings(mode="hot", budget_bytes=100).num_entries(16, 4096)
 
 
 def test_rank_of_another_model_is_refused(start_host_cache: StartHostCache) -> None:

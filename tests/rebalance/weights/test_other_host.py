@@ -394,7 +394,7 @@ def test_host_cache_that_cannot_listen_for_hosts_leaves_nothing_open(
 ) -> None:
     listener, address = new_address(), HostCacheAddress(f"shut-{os.getpid()}", b"key")
     settings = HostCacheSettings(
-        mode="ring", ring_records=4, record_file=tmp_path / "records", links=links(listen=listener)
+        mode="ring", records=4, record_file=tmp_path / "records", links=links(listen=listener)
     )
     threads, before = set(threading.enumerate()), open_files()
 
@@ -435,7 +435,7 @@ def test_host_cache_that_gets_no_thread_leaves_nothing_open(
 ) -> None:
     address = HostCacheAddress(f"threads-{os.getpid()}", b"key")
     path = tmp_path / record_file if record_file else None
-    settings = HostCacheSettings(mode="ring", ring_records=4, record_file=path)
+    settings = HostCacheSettings(mode="ring", records=4, record_file=path)
     before = open_files()
 
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):

@@ -27,6 +27,7 @@ from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
 from rebalance.build.agent import HeldExperts, wire_agent
+from rebalance.build.config import RankConfig
 from rebalance.build.experts import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
@@ -642,7 +643,9 @@ def live_rank(
         store.commit(START, expected=None, reason="start")
         agent = wire_agent(
             AgentSettings(
-                "test", name.run, TWO_RANKS, 4, vote_deadline_s=NEVER_S, rank_links=settings
+                RankConfig("test", 4, 1, vote_deadline_s=NEVER_S, rank_links=settings),
+                name.run,
+                TWO_RANKS,
             ),
             HeldExperts(rank, bank, digests, START),
             Links(votes, sources, store, Sink()),
@@ -702,7 +705,7 @@ def test_addresses_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="one address"):
         RankLinkSettings((("127.0.0.1", PORT),) * 2, SECRET)
     with pytest.raises(ConfigError, match=r"3 ranks, .* of 2"):
-        AgentSettings("test", "run", TWO_HOSTS, sample_steps=4, rank_links=links(3))
+        AgentSettings(RankConfig("test", 4, 1, rank_links=links(3)), "run", TWO_HOSTS)
 
 
 def test_address_that_is_taken_is_named(start: Start) -> None:

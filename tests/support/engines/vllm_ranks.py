@@ -24,6 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb.core.problem import Budget
+from eplb.decision.gate import CostModel
+from eplb.settings.deployment import WindowSettings
 from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
 
 NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 3, 16, 24
@@ -170,10 +173,9 @@ def settings_for(store: str, **engine: Any) -> PluginSettings:
         "contract",
         store,
         chosen,
-        pay_back_s=1e9,
-        target_imbalance=1.0,
-        sample_steps=4,
-        window_steps=8,
+        CostModel(pay_back_s=1e9),
+        Budget(target_imbalance=1.0),
+        WindowSettings(sample_steps=4, window_steps=8),
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from api.config.tree import known_settings
+from api.config.tree import Settings
 from tests.support.repository import ROOT
 
 METRICS = ROOT / "api" / "metrics" / "definitions.py"
@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
 
 def is_known(dotted: str) -> bool:
     """Whether this is a setting, a module, or something in one."""
-    if dotted in known_settings():
+    if dotted in Settings.known:
         return True
     module, _, rest = dotted, "", ""
     while module:

@@ -78,7 +78,7 @@ def test_window_at_the_edge_of_a_range_states_the_missing_rank(store: StateStore
 
 def test_pruned_samples_are_given_as_rollups_and_none_twice(store: StateStore) -> None:
     fill(store, range(72), every_s=5.0)
-    Keeper(store, Retention(samples_s=60, minutes_s=3600)).turn(START + 360)
+    Keeper(store, Retention(keep_samples_s=60, keep_minutes_s=3600)).turn(START + 360)
 
     rows = list(load_rows(store, START, START + 3600))
 
@@ -89,7 +89,7 @@ def test_pruned_samples_are_given_as_rollups_and_none_twice(store: StateStore) -
 
 def test_rollups_of_an_hour_stand_for_their_minutes(store: StateStore) -> None:
     fill(store, range(72), every_s=50.0)
-    Keeper(store, Retention(samples_s=60, minutes_s=60)).turn(START + 7200)
+    Keeper(store, Retention(keep_samples_s=60, keep_minutes_s=60)).turn(START + 7200)
     store.add_rollups(store.rollups(60))
 
     rows = list(load_rows(store, START, START + 7200))

@@ -34,7 +34,9 @@ START = 100 * DAY  # of the simulated clock
 # Two ranks of two slots, one layer, three experts.
 MODEL = ModelShape((0,), 3, 1, hidden=16, intermediate=8)
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
-SHORT = Retention(samples_s=120.0, minutes_s=2.0 * HOUR, hours_s=10.0 * HOUR, events=5)
+SHORT = Retention(
+    keep_samples_s=120.0, keep_minutes_s=2.0 * HOUR, keep_hours_s=10.0 * HOUR, keep_events=5
+)
 
 
 def make_run(run: str) -> RunInfo:
@@ -109,7 +111,9 @@ def test_roll_ups_of_a_minute_become_those_of_an_hour(store: StateStore) -> None
 
 def test_hour_has_all_its_minutes_where_retention_runs_every_minute(store: StateStore) -> None:
     started(store)
-    keeper = Keeper(store, Retention(samples_s=120.0, minutes_s=600.0, hours_s=10.0 * HOUR))
+    keeper = Keeper(
+        store, Retention(keep_samples_s=120.0, keep_minutes_s=600.0, keep_hours_s=10.0 * HOUR)
+    )
     due: list[int] = []  # minutes at which an hour was rolled up
     for minute in range(1, 140):
         if minute <= 120:
@@ -195,7 +199,8 @@ def test_hour_is_the_sum_of_its_minutes_whatever_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"samples_s": 0.0}, {"minutes_s": -1.0}, {"hours_s": 0.0}, {"events": -1}]
+    "changes",
+    [{"keep_samples_s": 0.0}, {"keep_minutes_s": -1.0}, {"keep_hours_s": 0.0}, {"keep_events": -1}],
 )
 def test_lengths_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):

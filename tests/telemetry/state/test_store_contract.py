@@ -21,7 +21,7 @@ from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.load.rollup import HOUR, MINUTE, Rollup
-from telemetry.state.live import Control, LiveChange, LiveSettings, LiveState
+from telemetry.state.live import Control, LiveChange, LiveState
 from telemetry.state.proposals import KEPT_PROPOSALS, Approval, Content, Proposal
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
@@ -42,7 +42,16 @@ PROPOSAL = Proposal(
     by="alice",
     trigger="request",
     reason="hot expert",
-    summary={"decision": "MOVE", "moves": 1},
+    target_generation=2,
+    decision="MOVE",
+    plan_reason="worth it",
+    policy="auto",
+    imbalance_before=1.6,
+    imbalance_after=1.1,
+    expected_gain=2.0,
+    moves=1,
+    bytes=24,
+    cost_s=0.5,
 )
 CONTENT = Content(TARGET, {"explanation": [{"layer": 0, "sentences": ["a", "b"]}]})
 
@@ -282,7 +291,7 @@ def test_live_settings_and_their_ends_are_read_back(
 ) -> None:
     store, other = open_stores("demo"), open_stores("demo")
     assert (store.live(), store.control()) == (LiveState(), Control())
-    store.set_static(LiveSettings(pay_back_s=60.0), reason="start")
+    store.set_static({"pay_back_s": 60.0}, reason="start")
     store.change_live({"max_moves": 3}, reason="slow link")
     paused = store.change_live({"movement": False}, reason="4711", lasts_s=60.0)
 
@@ -292,7 +301,7 @@ def test_live_settings_and_their_ends_are_read_back(
     pass_time(60.0)
     resumed = other.expire_live()
     assert store.live() == resumed
-    assert resumed.effective == LiveSettings(pay_back_s=60.0, max_moves=3)
+    assert resumed.effective == {"pay_back_s": 60.0, "max_moves": 3}
 
 
 def test_proposals_are_read_back_approved_once_and_forgotten(open_stores: OpenStore) -> None:
@@ -308,7 +317,7 @@ def test_proposals_are_read_back_approved_once_and_forgotten(open_stores: OpenSt
     other.publish(plan, approval=Approval(first.id, "bob", "go"))
     store.reject(second.id, by="bob", reason="no")
     ends = [(one.state, one.plan_id, one.ended_by) for one in store.proposals()]
-    assert ends == [("approved", plan.plan_id, "bob"), ("rejected", 0, "bob")]
+    assert ends == [("approved", plan.plan_id, "bob"), ("rejected", None, "bob")]
 
     kept = [store.propose(PROPOSAL, CONTENT).id for _ in range(KEPT_PROPOSALS)]
     assert [one.id for one in other.proposals()] == kept
@@ -338,7 +347,7 @@ def test_store_that_lost_its_contents_is_restored_with_all_that_is_needed(
     open_stores: OpenStore,
 ) -> None:
     store, other = open_stores("demo"), open_stores("demo")
-    live = LiveState(4, live=LiveSettings(movement=False))
+    live = LiveState(4, live={"movement": False})
 
     assert store.restore(RUN, make_placement(7), live, last_plan_id=41, reason="lost")
 

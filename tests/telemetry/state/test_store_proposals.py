@@ -33,7 +33,16 @@ PLAIN = Proposal(
     by="alice",
     trigger="request",
     reason="hot expert",
-    summary={"decision": "MOVE", "moves": 1},
+    target_generation=2,
+    decision="MOVE",
+    plan_reason="worth it",
+    policy="auto",
+    imbalance_before=1.6,
+    imbalance_after=1.1,
+    expected_gain=2.0,
+    moves=1,
+    bytes=24,
+    cost_s=0.5,
 )
 CONTENT = Content(TARGET, {})
 

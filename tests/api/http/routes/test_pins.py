@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
-from api.cli.admin.pins import app as pins_commands
 from api.cli.main import app
 from api.http.app import create_app
 from api.http.problems import ProblemType
@@ -125,4 +124,3 @@ def test_operator_sets_lists_and_removes_pins_on_a_store(stored: list[str]) -> N
     assert run("remove")[0] == run("remove", "--all", "--expert", "3")[0] == 2
     assert run("remove", "--layer", "0", "--expert", "0")[0] == 0
     assert run("remove", "--all") == (0, "no pins\n")
-    assert all(command.epilog for command in pins_commands.registered_commands)

@@ -68,10 +68,10 @@ def test_requested_proposal_has_figures_moves_and_explanation(
     content = deployment.store.proposal_content(number)
     assert content is not None
     assert (found.id, found.by, found.reason) == (number, "alice", "hot expert")
-    assert found.summary["decision"] == "MOVE"
-    assert found.summary["imbalance_before"] == pytest.approx(1.6)
+    assert found.decision == "MOVE"
+    assert found.imbalance_before == pytest.approx(1.6)
     moves = len(content.detail["move_list"])
-    assert moves == found.summary["moves"] == content.detail["plan"]["num_moves"]
+    assert moves == found.moves == content.detail["plan"]["num_moves"]
     (explained,) = content.detail["explanation"]
     assert explained["layer"] == 0
     assert explained["sentences"]

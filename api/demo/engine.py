@@ -1,0 +1,272 @@
+"""A serving engine with one rank of the balancer in it, to be copied.
+
+    eplb launch --module api.demo.engine -- ENGINE.json
+    eplb launch -- python -m api.demo.engine ENGINE.json
+
+``main`` is the life of a rank: build, serve, end; or agree with the survivors after a death.
+``_serve`` is the loop with the calls that an engine adds. ``make_model`` puts the model over the
+rank's slots. The rest of the engine is its own: the load (``api/demo/text.py``), the check of
+sampled steps (``api/demo/checking.py``), and a file of figures that is written at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Union
+
+import torch
+
+from api.demo.checking import CheckerClient, Checks, Sampling
+from api.demo.text import Batches, Load
+from api.processes.commands import raise_descriptor_limit, set_title
+from api.terminal.logs import LogSettings, set_process_fields, set_up_logging
+from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError
+from rebalance.build.environment import EmbeddedRank, build_rank_from_env, described_by
+from rebalance.build.plain import from_plain, to_plain
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.checkpoints.own_model import layer_name
+from runtime.dispatch.all_to_all import Dispatcher
+from runtime.model.compute import Experts, LoopExperts
+from runtime.model.moe import MoELayer, MoEStack
+from runtime.passes import PassCounter
+from runtime.streams import Completion
+
+if TYPE_CHECKING:
+    from runtime.model.graphs import CapturedStack
+
+Model = Union[MoEStack, "CapturedStack"]
+REFUSED = 2  # exit status; eplb launch does not start such a rank again
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """What every rank of the engine is given alike."""
+
+    load: Load
+    checks: Checks
+    dispatcher: str  # a name of runtime.dispatch.table.DISPATCHERS, or auto; on GPUs
+    figures: Path  # folder
+    log_format: str = "text"
+    log_level: str = "warning"
+
+    def to_json(self) -> str:
+        """Give it as text; it holds a key."""
+        return json.dumps(to_plain(self), indent=1)
+
+    @staticmethod
+    def read(path: Path) -> EngineFile:
+        """Read what ``to_json`` gave."""
+        made: EngineFile = from_plain(EngineFile, json.loads(path.read_text(encoding="utf-8")))
+        return made
+
+
+@dataclass
+class Figures:
+    """Measurements of a rank, for the file that it writes at its end."""
+
+    dispatcher: str  # which one, and why
+    first_token: float | None = None  # seconds since the epoch
+    last_token: float | None = None
+    step_ms: list[float] = field(default_factory=list)
+
+    def stepped(self, took_s: float) -> None:
+        """Record the end of a step."""
+        self.last_token = time.time()
+        self.first_token = self.first_token or self.last_token
+        self.step_ms.append(took_s * 1e3)
+
+
+def main() -> None:
+    """Serve until all ranks agree to end; the only argument is the engine's file."""
+    engine, described = EngineFile.read(Path(sys.argv[1])), described_by(os.environ)
+    number = int(os.environ["RANK"])
+    set_title(f"rank {number}")
+    raise_descriptor_limit()
+    logs = LogSettings(engine.log_format, engine.log_level, described.config.deployment)  # type: ignore[arg-type]
+    set_up_logging(logs, process=f"rank {number}", rank=number)
+    if described.device == "cpu":
+        torch.set_num_threads(1)
+    passes = PassCounter()
+    try:
+        rank = build_rank_from_env(passes=passes)
+        model, dispatcher = make_model(
+            rank,
+            engine.dispatcher,
+            engine.load.batch_shape,
+            has_forced_routes=engine.load.trace is not None,
+        )
+    except EplbError as exc:
+        log.error("rank %d cannot start: %s", number, exc)
+        # A peer that died, or a host cache, may be back at the next start.
+        sys.exit(1 if isinstance(exc, RankError | MigrationError) else REFUSED)
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, lambda *_: rank.agent.request_halt())  # all ranks end at one step
+    rank.counter.drain()  # proving and warming up were no load
+    set_process_fields(generation=lambda: rank.agent.placement.generation)
+    checker, figures = CheckerClient(engine.checks), Figures(dispatcher)
+    rank.agent.start()
+    try:
+        _serve(engine, rank, passes, model, checker, figures)
+    except BrokenGroup as exc:  # a rank died: agree with the others, and end; all are started again
+        log.info("rank %d: %s", number, exc)
+        rank.end_after_break()
+        _write(engine, rank, passes, figures, checker)
+        sys.exit(1)
+    checker.close()
+    try:
+        rank.close()
+    except EplbError as exc:  # all ranks have ended well; the last load samples are lost
+        log.error("rank %d: %s", number, exc)
+    _write(engine, rank, passes, figures, checker)
+
+
+def _serve(
+    engine: EngineFile,
+    rank: EmbeddedRank,
+    passes: PassCounter,
+    model: Model,
+    checker: CheckerClient,
+    figures: Figures,
+) -> None:
+    """The engine's loop; the agent is called before each forward pass."""
+    agent, here, num_ranks = rank.agent, rank.place.rank, rank.place.topology.num_ranks
+    is_cuda, seed = rank.place.device.type == "cuda", engine.load.seed
+    batches = Batches(engine.load, here, num_ranks, rank.place.device)
+    sampling = Sampling(engine.checks.every, here, num_ranks)
+    begun, in_flight = time.monotonic(), Completion(is_cuda=is_cuda)
+    while agent.step():
+        started = time.perf_counter()
+        step = passes.begin()
+        token_ids, forced = batches.at(step, time.monotonic() - begun)
+        salt = seed + 1_000_003 * step + 7919 * here
+        answer = model.forward(token_ids, salt=salt, forced=forced)
+        agent.wait(in_flight)  # the host may be one step ahead of the device, not more
+        in_flight = Completion(is_cuda=is_cuda)
+        if sampling.is_due(step, phase := agent.phase):
+            agent.wait(in_flight)  # first: the copy would wait without asking the vote
+            checker.offer(here, step, phase, token_ids, answer, is_forced=forced is not None)
+        figures.stepped(time.perf_counter() - started)
+        reported = rank.built.reporter.stats()
+        agent.notes = {
+            "step_ms": round(median(figures.step_ms[-50:]), 2),
+            "samples_lost": reported.dropped,
+            "store_errors": reported.errors,
+            "first_token": figures.first_token or 0.0,
+        }
+
+
+def make_model(
+    rank: EmbeddedRank, dispatcher: str, batch_shape: tuple[int, int], *, has_forced_routes: bool
+) -> tuple[Model, str]:
+    """Make the model over the rank's slots; returns also which dispatcher it has, and why.
+
+    Args:
+        rank: has the slots.
+        dispatcher: on GPUs the name of one, or ``auto``.
+        batch_shape: (sequences, positions) of a step.
+        has_forced_routes: whether tokens are routed as recorded, which a CUDA graph cannot do.
+    """
+    device, built = rank.place.device, rank.built
+    made, why, experts = (
+        _on_cpu(rank)
+        if device.type == "cpu"
+        else _on_gpu(rank, dispatcher, batch_shape[0] * batch_shape[1])
+    )
+    log.info("rank %d: dispatcher: %s", rank.place.rank, why)
+    assert rank.deployment.checkpoint is not None, "the demo writes one"
+    dense = {
+        name: tensor.to(device)
+        for name, tensor in Checkpoint(rank.deployment.checkpoint).dense_weights().items()
+    }
+    model = rank.deployment.model
+    layers = [
+        MoELayer(number, model.top_k, experts, built.table, made, _shared(dense, layer))
+        for number, layer in enumerate(model.layer_ids)
+    ]
+    stack = MoEStack(model, dense, layers)
+    if device.type == "cpu":
+        return stack, why
+    from runtime.dispatch.deepep import DeepEPLowLatency
+    from runtime.model.graphs import CapturedStack
+
+    # Shapes of the others differ from step to step.
+    if not isinstance(made, DeepEPLowLatency) or has_forced_routes:
+        return stack, why
+    return CapturedStack(stack, shape=batch_shape, num_layers=model.num_layers, device=device), why
+
+
+def _on_cpu(rank: EmbeddedRank) -> tuple[Dispatcher, str, Experts]:
+    return rank.all_to_all(), "all_to_all over gloo, the one for CPUs", LoopExperts(rank.bank)
+
+
+def _on_gpu(rank: EmbeddedRank, name: str, num_tokens: int) -> tuple[Dispatcher, str, Experts]:
+    """Choose the first dispatcher that passes the self-test; all slots in one grouped GEMM."""
+    from runtime.dispatch.selftest import Trial
+    from runtime.dispatch.table import choose_dispatcher
+    from runtime.model.compute import GroupedExperts
+
+    model, topology = rank.deployment.model, rank.place.topology
+    trial = Trial(
+        topology, model.hidden, model.top_k, num_tokens, rank.place.device, torch.bfloat16
+    )
+    made, why = choose_dispatcher(
+        name, trial, rank.counter, rank.place.groups.tokens, max_tokens=num_tokens
+    )
+    pairs = num_tokens * topology.num_ranks * model.top_k
+    experts = GroupedExperts(rank.bank, usual_rows=2 * pairs // topology.num_slots)
+    rank.built.measure_experts(experts)  # a CPU computes in proportion to rows
+    return made, why, experts
+
+
+def _shared(
+    dense: Mapping[str, torch.Tensor], layer: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    name = f"{layer_name(layer)}.mlp.shared_experts"
+    if f"{name}.gate_proj.weight" not in dense:
+        return None
+    gate_up = torch.cat([dense[f"{name}.gate_proj.weight"], dense[f"{name}.up_proj.weight"]])
+    return gate_up, dense[f"{name}.down_proj.weight"]
+
+
+def _write(
+    engine: EngineFile,
+    rank: EmbeddedRank,
+    passes: PassCounter,
+    figures: Figures,
+    checker: CheckerClient,
+) -> None:
+    """Write the figures of this rank: all of the file appears, or nothing."""
+    agent, place = rank.agent, rank.place
+    found = vars(figures) | {
+        "run": place.run,
+        "rank": place.rank,
+        "steps": passes.steps,
+        "swap_pauses_ms": agent.figures.swap_pauses_ms,
+        "samples": agent.num_samples,
+        "experts_moved": agent.figures.experts_moved,
+        "bytes_by_source": dict(agent.describe().detail["bytes_by_source"]),
+        "checks_dropped": checker.num_dropped,
+    }
+    path = engine.figures / f"{place.run}-rank-{place.rank}.json"
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        engine.figures.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(found), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as exc:
+        log.error("rank %d: %s cannot be written: %s", place.rank, path, exc.strerror)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The processes of the demo: ranks, controller, host cache, checker."""

@@ -1,0 +1,503 @@
+"""``eplb check``: the configuration and this host, before anything is started; what ranks take.
+
+Each check gives one finding: the component, what was found, and where that is wrong what was
+expected. A check that fails hides no other.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from api.config.addresses import numeric_address
+from api.deploy.checkpoint import check_same_checkpoint
+from api.deploy.deployment import Deployment
+from api.deploy.first_placement import check_belongs
+from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, is_own, offset_text
+from api.deploy.model import check_checkpoint
+from api.deploy.secret import Secret
+from api.monitor.verdict import CLOCK_TOLERANCE_S
+from eplb.clock import Clock
+from eplb.core.model import ModelShape
+from eplb.errors import CheckpointError, ConfigError, EplbError
+from eplb.migration.serialisation import model_from_dict
+from eplb.versions import CONTROLLER, RANKS, Announcement
+from rebalance.build.places import holder_of
+from telemetry.state.joining import check_versions, serving
+from telemetry.state.store import StateStore
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    component: str
+    found: str
+    expected: str = ""  # "": it is as it should be, or an error says all
+    is_error: bool = False
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing else was expected."""
+        return not (self.expected or self.is_error)
+
+    def __str__(self) -> str:
+        if self.is_ok:
+            return f"ok       {self.component}: {self.found}"
+        expected = f", expected {self.expected}" if self.expected else ""
+        return f"refused  {self.component}: {self.found}{expected}"
+
+
+def as_finding(component: str, exc: EplbError) -> Finding:
+    """Take an error apart, which names what was found and mostly what was expected."""
+    found, _, expected = str(exc).removeprefix(f"{component}: ").partition(", expected ")
+    return Finding(component, found, expected, is_error=True)
+
+
+GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes of a deployment; every rank and every host takes the same."""
+
+    record: int  # the record of one expert
+    slots: int  # live slots of a rank in all layers, without spares
+    spares: int  # slots of a rank that stay EMPTY between migrations
+    staging: int  # the staging ring of a rank
+    cache: int  # the cache of a host after every record was requested
+    num_local_ranks: int
+    device: str
+
+    @property
+    def rank(self) -> int:
+        """Of a rank, on its device."""
+        return self.slots + self.spares + self.staging
+
+    @property
+    def host(self) -> int:
+        """Of a host's memory."""
+        of_ranks = self.rank * self.num_local_ranks if self.device == "cpu" else 0
+        return self.cache + of_ranks
+
+    @property
+    def pinned(self) -> int:
+        """Of a host's memory, pages that GPUs have registered and that cannot be swapped."""
+        return self.cache if self.device == "cuda" else 0
+
+
+def costs_of(deployment: Deployment) -> Costs:
+    """Count what a deployment takes; loads torch for the layout of a record.
+
+    Raises:
+        ConfigError: the host cache has no room for one record.
+        CheckpointError: the checkpoint has no such layout.
+    """
+    given, model = deployment.settings, deployment.model
+    record, layers = deployment.schema.record_bytes, model.num_layers
+    slots = int(deployment.topology.slots_of_rank[0]) - deployment.spare_slots
+    entries = deployment.host_cache.num_entries(layers * model.num_experts)
+    return Costs(
+        record=record,
+        slots=layers * slots * record,
+        spares=layers * deployment.spare_slots * record,
+        staging=deployment.pace.staging_experts * record,
+        cache=entries * record,
+        num_local_ranks=given.topology.ranks_per_node,
+        device=given.topology.device,
+    )
+
+
+def available_memory() -> int:
+    """Bytes of this host's memory that processes may still take, within the cgroup's limit."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    found = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # another version of cgroups, or none
+        return found
+    return found if limit == "max" else min(found, max(0, int(limit) - used))
+
+
+def amount(num_bytes: int) -> str:
+    """Give bytes as people read them."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def lines_of(costs: Costs) -> list[str]:
+    """Give costs as lines for people."""
+    where = "GPU memory" if costs.device == "cuda" else "host memory"
+    pinned = f", {amount(costs.pinned)} of it pinned" if costs.pinned else ""
+    return [
+        f"each rank    {amount(costs.rank)} of {where}: slots {amount(costs.slots)}, "
+        f"spares {amount(costs.spares)}, staging ring {amount(costs.staging)}",
+        f"each host    {amount(costs.host)} of host memory, {amount(costs.cache)} of it in the "
+        f"host cache{pinned}",
+        f"an expert    {amount(costs.record)}",
+    ]
+
+
+def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> Iterator[Finding]:
+    """Run every check for one host of a deployment."""
+    count = deployment.topology.num_ranks
+    yield Finding(
+        "configuration",
+        f"{deployment.name}: {count} ranks on {len(deployment.hosts)} hosts, this is host {host}, "
+        f"{deployment.hosts[host]}",
+    )
+    whose = "of the deployment" if deployment.secret.is_given else "this host's own (loopback)"
+    yield Finding("secret", f"{whose}, fingerprint {deployment.secret.fingerprint}")
+    yield from check_certificates(deployment, host)
+    yield from check_ports(deployment, host)
+    yield from check_places(deployment, host)
+    yield check_state_folder(deployment.state_dir)
+    weights, model = deployment.settings.model, deployment.model
+    yield _refusal_of("checkpoint", lambda: check_checkpoint(weights, model))
+    try:
+        costs = costs_of(deployment)
+    except EplbError as exc:
+        yield as_finding("memory", exc)
+    else:
+        yield check_memory(costs, available_memory())
+        if deployment.settings.topology.device == "cuda":
+            yield from check_gpu_host(costs)
+    yield from check_store(deployment, clock)
+
+
+def ports_of(deployment: Deployment, host: int) -> Iterator[tuple[str, str, int]]:
+    """Give what will listen on a host: its setting, address and port."""
+    network, http = deployment.settings.network, deployment.settings.http
+    address = deployment.hosts[host]
+    if host == 0:
+        yield "network.rendezvous_port", address, network.rendezvous_port
+    if deployment.has_links:
+        yield "network.host_cache_port", address, network.host_cache_port
+        for local in range(deployment.settings.topology.ranks_per_node):
+            yield "network.rank_port", address, network.rank_port + local
+    if http.port and is_own(numeric_address(http.host)):
+        yield "http.port", numeric_address(http.host), http.port
+    if http.metrics_host and http.metrics_port:
+        own = numeric_address(http.metrics_host, "http.metrics_host")
+        if is_own(own):
+            yield "http.metrics_port", own, http.metrics_port
+
+
+def check_ports(deployment: Deployment, host: int) -> Iterator[Finding]:
+    """Find ports that are in use, or that two settings share."""
+    free, taken = [], dict[tuple[str, int], str]()
+    for setting, address, port in ports_of(deployment, host):
+        place = f"{port} of {address} ({setting})"
+        if (address, port) in taken:
+            other = taken[address, port]
+            yield Finding("ports", f"{place} is also {other}", "another port for each")
+            continue
+        taken[address, port] = setting
+        if refusal := port_refusal(address, port):
+            yield Finding("ports", f"{place} cannot be used: {refusal}", "a free port")
+        else:
+            free.append(str(port))
+    if free or not taken:
+        yield Finding("ports", f"free: {', '.join(free) or 'none needed'}")
+
+
+def port_refusal(address: str, port: int) -> str:
+    """Return why a port cannot be listened on; "": it can."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.create_server((address, port), family=family).close()
+    except OSError as exc:
+        return os.strerror(exc.errno) if exc.errno else str(exc)
+    except OverflowError as exc:
+        return str(exc)
+    return ""
+
+
+def check_places(deployment: Deployment, host: int) -> Iterator[Finding]:
+    """Find ranks and a host cache of this deployment that run on this host already."""
+    ranks = deployment.ranks_of(host)
+    for rank in ranks:
+        if (pid := holder_of(deployment.name, rank)) is not None:
+            yield Finding("places", f"rank {rank} is run by process {pid}", "no process")
+    with socket.socket(socket.AF_UNIX) as end:
+        try:
+            end.bind(deployment.host_cache_address(host).socket)
+        except OSError:
+            yield Finding("places", f"a process is the cache of host {host}", "no process")
+            return
+    yield Finding("places", f"ranks {ranks[0]}..{ranks[-1]} and the host cache are not running")
+
+
+def check_state_folder(path: Path) -> Finding:
+    """Find out whether journals and spools can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f"check.{os.getpid()}.unfinished"
+        probe.touch()
+        probe.unlink()
+    except OSError as exc:
+        found = f"{path} cannot be written: {exc.strerror}"
+        return Finding("state folder", found, "a folder of this user (deployment.state_dir)")
+    return Finding("state folder", f"{path} can be written")
+
+
+def check_memory(costs: Costs, available: int) -> Finding:
+    """Compare what a host needs with what it has."""
+    found = f"{amount(available)} of host memory are available, {amount(costs.host)} are needed"
+    if available < costs.host:
+        return Finding("memory", found, "more memory, or another host_cache.mode than full")
+    return Finding("memory", found)
+
+
+def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Finding]:
+    """Find out whether the store answers, is of this deployment, and has this host's time."""
+    try:
+        opened = deployment.opened_store()
+    except EplbError as exc:
+        yield as_finding("store", exc)
+        return
+    with closing(opened) as store:
+        try:
+            versions = check_versions_here(store, clock)
+            if not versions.is_ok:  # nothing else of the store can be relied on
+                yield versions
+                return
+            check_belongs(store, deployment)
+            yield from _check_same(store, deployment)
+            committed = store.committed()
+            # The event also shows that the store can be written.
+            detail = {"host": socket.gethostname(), "process": os.getpid()}
+            offset_s, error_s = clock_offset(store, "check", detail, clock)
+        except EplbError as exc:
+            yield as_finding("store", exc)
+            return
+    held = f"generation {committed.placement.generation}" if committed else "no placement yet"
+    yield Finding("store", f"{deployment.store_shown} can be written, holds {held}")
+    is_off = abs(offset_s) > CLOCK_TOLERANCE_S + error_s
+    yield Finding("clock", offset_text(offset_s), CLOCK_EXPECTED if is_off else "")
+    yield versions
+
+
+def check_versions_here(store: StateStore, clock: Clock) -> Finding:
+    """Compare this release with the processes of the deployment that serve."""
+    own = Announcement(RANKS, "")
+    try:
+        # A controller meets all that serves, so that one wait is enough.
+        check_versions(store, Announcement(CONTROLLER, ""), clock=clock)
+        check_versions(store, own, wait_s=0.0, clock=clock)
+    except ConfigError as exc:
+        return as_finding("versions", exc)
+    shown = "".join(f", {one.component} of {one.version} serve" for one in serving(store, clock()))
+    return Finding("versions", f"this is {own.version}{shown or ', nothing serves'}")
+
+
+def _check_same(store: StateStore, deployment: Deployment) -> Iterator[Finding]:
+    try:
+        check_same_checkpoint(store, deployment.checkpoint)
+    except CheckpointError as exc:
+        yield as_finding("checkpoint", exc)
+
+
+def _refusal_of(component: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(component, check())
+    except EplbError as exc:
+        return as_finding(component, exc)
+
+
+def check_certificates(deployment: Deployment, host: int) -> Iterator[Finding]:
+    """Check each certificate that a host shows."""
+    if deployment.settings.network.tls is not None:
+        yield _validity_of("TLS of links", lambda: check_link_certificate(deployment, host))
+    if (certificate := deployment.settings.http.certificate) is not None:
+        yield _validity_of("TLS of HTTP", certificate.check)
+
+
+def _validity_of(component: str, check: Callable[[], str]) -> Finding:
+    return _refusal_of(component, lambda: f"the certificate is valid until {check()}")
+
+
+def check_link_certificate(deployment: Deployment, host: int) -> str:
+    """Refuse a certificate that other hosts would refuse; returns the end of its validity.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    tls = deployment.settings.network.tls
+    if tls is None:
+        return ""
+    try:
+        return tls.check(deployment.hosts[host])
+    except ConfigError as exc:
+        raise ConfigError(f"TLS of links: {exc}") from exc
+
+
+def check_gpu_host(costs: Costs) -> Iterator[Finding]:
+    """Check the GPUs of this host, which ranks get in order."""
+    import torch  # late, as below: it takes seconds
+
+    from runtime.dispatch.deepep import load_deep_ep
+
+    found, needed = torch.cuda.device_count(), costs.num_local_ranks
+    if found < needed:
+        yield Finding("GPUs", f"{found} GPUs for {needed} ranks of this host", "one for each")
+    else:
+        yield Finding("GPUs", f"{found} for {needed} ranks")
+        yield from _check_peers(needed)
+        for gpu in range(needed):
+            yield _check_room(gpu, costs)
+    try:
+        load_deep_ep()
+        yield Finding("DeepEP", "can be imported")
+    except ConfigError as exc:  # not needed: NCCL's all-to-all takes its place
+        yield Finding("DeepEP", f"not used, all-to-all over NCCL takes its place: {exc}")
+
+
+def _check_peers(num_gpus: int) -> Iterator[Finding]:
+    import torch
+
+    apart = [
+        f"{one}-{other}"
+        for one in range(num_gpus)
+        for other in range(num_gpus)
+        if one != other and not torch.cuda.can_device_access_peer(one, other)
+    ]
+    if apart:  # slower, and right all the same
+        pairs = ", ".join(apart[:8])
+        yield Finding("GPU peers", f"{pairs} cannot read each other: weights go through the host")
+    else:
+        yield Finding("GPU peers", "all can read each other's memory")
+
+
+def _check_room(gpu: int, costs: Costs) -> Finding:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(gpu)
+    left = free - costs.rank
+    found = (
+        f"{amount(costs.rank)} of {amount(total)} for experts, {amount(max(left, 0))} of what is "
+        "free now left for the other weights and the KV cache"
+    )
+    if left < 0:
+        return Finding(f"GPU {gpu}", f"{amount(free)} free", f"{amount(costs.rank)} for experts")
+    return Finding(f"GPU {gpu}", found)
+
+
+def check_profiles(
+    mine: Deployment, host: int, others: Mapping[str, Callable[[Secret], Deployment]]
+) -> Iterator[Finding]:
+    """Compare a deployment with those of the other profiles of its file.
+
+    Args:
+        mine: the deployment that is checked.
+        host: number of this host in it.
+        others: by profile; each is made of its configuration here, with the secret of ``mine``, so
+            that what is wrong with one is a finding and nothing of it is written.
+    """
+    for profile, resolve in others.items():
+        try:
+            other = resolve(mine.secret)
+            clashes = list(_ports_of_both(mine, other, host))
+            found = _served_by(other, mine)
+        except EplbError as exc:
+            yield as_finding(f"profile {profile}", exc)
+            continue
+        for clash in clashes:
+            yield Finding(f"profile {profile}", clash, "another port for each profile of a host")
+        about = f"{other.name}, {other.topology.num_ranks} ranks, {found}"
+        yield Finding(f"profile {profile}", about)
+
+
+def _ports_of_both(mine: Deployment, other: Deployment, host: int) -> Iterator[str]:
+    """What both deployments would listen on at one host; loopback ports are of each host."""
+    if mine.hosts[host] not in other.hosts:
+        return
+    own = {(address, port): setting for setting, address, port in ports_of(mine, host)}
+    for setting, address, port in ports_of(other, other.hosts.index(mine.hosts[host])):
+        if found := own.get((address, port)):
+            yield f"{port} of {address} ({setting}) is also {found} of {mine.name}"
+
+
+def _served_by(other: Deployment, mine: Deployment) -> str:
+    """What a profile's deployment serves, if it has started.
+
+    Raises:
+        EplbError: another model or checkpoint than this host's, or the store cannot be read.
+    """
+    with closing(other.opened_store()) as store:
+        run = store.current_run()
+        check_same_checkpoint(store, mine.checkpoint)
+        if run is None:
+            return "not started yet"
+        found, expected = model_from_dict(dict(run.model)), mine.model
+        if _shape(found) != _shape(expected):
+            raise ConfigError(
+                f"deployment {other.name!r} serves {found.num_layers} MoE layers of "
+                f"{found.num_experts} experts, top {found.top_k}, expected the model of "
+                f"{mine.name!r}: {expected.num_layers} layers of {expected.num_experts} experts, "
+                f"top {expected.top_k}"
+            )
+    return f"run {run.run} serves the same model"
+
+
+def _shape(model: ModelShape) -> tuple[int, int, int]:
+    return model.num_layers, model.num_experts, model.top_k
+
+
+def check_engine(
+    command: str, model_config: Path | None, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Run every check of a command such as ``vllm serve MODEL --enable-eplb``.
+
+    Raises:
+        EplbError: the command or a file cannot be read.
+    """
+    # Here and below: only this check is of engines.
+    from rebalance.engines.vllm.tools.options import model_config_of, options_of, remarks
+
+    options = options_of(command)
+    for remark in remarks(options, model_config_of(options, model_config)):
+        yield Finding(*remark)
+    yield _plugin(environ)
+    yield _release()
+
+
+def _plugin(environ: Mapping[str, str]) -> Finding:
+    from eplb.settings.loader import CONFIG_VARIABLE
+    from rebalance.engines.plugin_settings import settings_of
+
+    settings = settings_of(environ)
+    if settings is None:
+        unset = f"{CONFIG_VARIABLE} is not set: the plug-in does nothing"
+        return Finding("plug-in", unset, f"{CONFIG_VARIABLE} in every process of the engine")
+    names = environ.get("VLLM_PLUGINS")
+    if names is not None and "eplb" not in names.split(","):
+        return Finding(
+            "plug-in", f"VLLM_PLUGINS is {names!r}", "eplb among them, or no VLLM_PLUGINS"
+        )
+    return Finding("plug-in", f"deployment {settings.deployment!r}, store {settings.store}")
+
+
+def _release() -> Finding:
+    """The vLLM that is installed here, by the checks that the plug-in makes when it is loaded."""
+    if find_spec("vllm") is None:
+        return Finding("vllm", "not installed in this environment: its release is not checked")
+    from rebalance.engines.vllm.guards import refusals  # late: it imports vLLM
+
+    for refusal in refusals():
+        return Finding("vllm", refusal, "a release that the plug-in was tested with")
+    version = importlib.metadata.version("vllm")
+    return Finding("vllm", f"{version}, all that the plug-in depends on is there")

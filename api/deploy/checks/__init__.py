@@ -1,1 +1,0 @@
-"""``eplb check``: what is looked at before anything starts, and what a deployment takes."""

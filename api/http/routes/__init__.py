@@ -1,1 +1,0 @@
-"""Groups of routes of the admin API that have modules of their own."""

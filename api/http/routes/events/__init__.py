@@ -1,1 +1,0 @@
-"""Events as they happen: read once from the store, held once for all clients."""

@@ -1,1 +1,0 @@
-"""Routes of placements, what they answer, and the difference between two."""

@@ -1,1 +1,0 @@
-"""Simulations: routes, and the one that runs in a process of its own."""

@@ -1,0 +1,250 @@
+"""Operations on pins: ranks that an operator has hold an expert, whatever that costs in balance.
+
+They are the live setting ``pins``, read and written as a list, so their revision is that of all
+live settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from api.http.problems import ProblemType, Refused
+from api.operations.declaration import (
+    V1,
+    Answer,
+    Arguments,
+    Ask,
+    Call,
+    Reason,
+    ReasonRequest,
+    command,
+    operation,
+)
+from api.operations.placements import shape_of_run
+from api.operations.printing import WHY, line, table
+from eplb.declared import Meaning
+
+if TYPE_CHECKING:
+    from eplb.fitting.pins import Pins
+    from telemetry.state.live import LiveState
+    from telemetry.state.store import StateStore
+
+# A list with one pin too many still fits a body of 64 KiB.
+MOST_PINS, MOST_RANKS, MOST_TEXT = 1000, 64, 20_000
+MOST_NUMBER = 999_999
+GROUP = (
+    "Pin experts to ranks. Exit status 1: the ranks cannot meet the pin, there is none such, or "
+    "another change came first; 2: bad input, no such service or store, or no permission."
+)
+Layer = Annotated[
+    int | None,
+    Meaning("layer, from 0; null: every layer", at_least=0, at_most=MOST_NUMBER),
+]
+Expert = Annotated[int, Meaning("a logical expert", at_least=0, at_most=MOST_NUMBER)]
+Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_NUMBER)]
+
+
+@dataclass(frozen=True)
+class Pin(Arguments):
+    """An expert, and ranks that must hold it."""
+
+    expert: Expert
+    ranks: Annotated[
+        list[Rank],
+        Meaning("each once", min_length=1, max_length=MOST_RANKS, example=[0, 4]),
+    ]
+    layer: Layer = None
+
+
+@dataclass(frozen=True)
+class PinsRequest(ReasonRequest):
+    """All pins, in place of those that there are."""
+
+    pins: Annotated[list[Pin], Meaning("each expert of a layer once", max_length=MOST_PINS)]
+
+
+@dataclass(frozen=True)
+class PinsAnswer:
+    """All pins; the revision is the entity tag too."""
+
+    revision: Annotated[int, Meaning("revision of the live settings, of which pins are one")]
+    pins: list[Pin]
+    unmet: Annotated[list[str], Meaning("why plans of the current run leave a pin out")]
+    time: Annotated[
+        float | None, Meaning("time of the latest change; null: the configuration's pins apply")
+    ]
+    reason: str | None
+
+
+@operation(f"GET {V1}/pins")
+def pins(call: Call) -> PinsAnswer:
+    """Pins. Experts that ranks must hold; the `ETag` is for `PUT` and `DELETE`."""
+    return _answer(call, call.store.live())
+
+
+@operation(
+    f"PUT {V1}/pins",
+    problems=(ProblemType.IMPOSSIBLE_PIN, ProblemType.NO_RUN),
+    if_match="known revision",
+)
+def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
+    """Set all pins. Takes the place of all pins, at the revision in `If-Match`. The next plan meets
+    them.
+    """
+    from rebalance.controller.plans.planner_request import written_pins
+
+    # First: a request without the header is refused whatever its pins are.
+    expected = call.expected_revision()
+    store, new = call.store, dict[Any, tuple[int, ...]]()
+    for pin in body.pins:
+        which = pin.expert if pin.layer is None else (pin.layer, pin.expert)
+        if which in new or len(set(pin.ranks)) < len(pin.ranks):
+            why = f"{_words(pin.layer, pin.expert)} or a rank of it is named twice, expected once"
+            raise Refused(ProblemType.INVALID_REQUEST, why)
+        new[which] = tuple(pin.ranks)
+    text = written_pins(new)
+    if len(text) > MOST_TEXT:
+        why = f"the pins take {len(text)} characters, expected at most {MOST_TEXT}"
+        raise Refused(ProblemType.INVALID_REQUEST, why)
+    if unmet := _unmet(store, store.live(), new):
+        more = f", and {len(unmet) - 1} more" if len(unmet) > 1 else ""
+        raise Refused(ProblemType.IMPOSSIBLE_PIN, f"{unmet[0]}{more}")
+    return _change(call, text, body.reason, expected)
+
+
+@operation(f"DELETE {V1}/pins", if_match="known revision")
+def delete_pins(call: Call, body: ReasonRequest) -> PinsAnswer:
+    """Remove all pins. At the revision in `If-Match`; those of the configuration apply again."""
+    return _change(call, None, body.reason, call.expected_revision())
+
+
+def _change(call: Call, text: str | None, reason: str, expected: int | None) -> PinsAnswer:
+    from eplb.errors import StaleRevision
+
+    try:
+        changed = call.store.change_live({"pins": text}, expected=expected, reason=reason)
+    except StaleRevision as exc:
+        raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
+    return _answer(call, changed)
+
+
+def _answer(call: Call, state: LiveState) -> PinsAnswer:
+    from rebalance.controller.plans.planner_request import read_pins
+
+    store, change = call.store, state.changes.get("pins")
+    found = read_pins(state.text("pins"))
+    call.tag(state.revision)
+    return PinsAnswer(
+        revision=state.revision,
+        pins=[
+            Pin(expert, sorted(ranks), layer)
+            for which, ranks in found.items()
+            for layer, expert in [(None, which) if isinstance(which, int) else which]
+        ],
+        unmet=_unmet(store, state, found) if store.current_run() is not None else [],
+        time=change.time if change else None,
+        reason=change.reason if change else None,
+    )
+
+
+def _unmet(store: StateStore, state: LiveState, wanted: Pins) -> list[str]:
+    """Why the current run cannot meet pins, as the planner will find it."""
+    from eplb.core.constraints import Constraints, room_of
+    from eplb.fitting.cordons import FittingCordons
+    from eplb.fitting.pins import fitting_pins
+    from rebalance.controller.plans.planner_request import PlannerRequest
+
+    if not wanted:
+        return []
+    model, topology = shape_of_run(store)
+    committed = store.committed()
+    asked = PlannerRequest(redundancy=state.text("redundancy"), cordons=state.text("cordons"))
+    cordons = FittingCordons(topology)
+    if committed is not None:
+        cordons = asked.cordoned(committed.placement, topology, model.num_expert_groups)
+    slots = asked.slots(cordons.topology, model.num_layers, model.num_experts)
+    room = room_of(Constraints(slots=slots), cordons.topology, model.num_layers)
+    if committed is not None:
+        room = cordons.limited(room, committed.placement)
+    groups = model.num_expert_groups
+    found = fitting_pins(wanted, room, cordons.topology, model.num_experts, groups, cordons.kept)
+    return list(found.unmet)
+
+
+def _words(layer: int | None, expert: int) -> str:
+    return f"{'every layer' if layer is None else f'layer {layer}'} expert {expert}"
+
+
+# -- commands
+
+
+def _print_pins(found: dict[str, Any]) -> None:
+    rows = list[list[Any]]()
+    for one in found["pins"]:
+        layer = "all" if one["layer"] is None else one["layer"]
+        rows.append([layer, one["expert"], ", ".join(map(str, one["ranks"]))])
+    if rows:
+        table(("layer", "expert"), rows, "ranks")
+    else:
+        line("no pins")
+    line(*(f"not met: {why}" for why in found["unmet"]))
+
+
+@command("pins list", "eplb pins list --service http://127.0.0.1:8765", pins)
+def show_pins(found: dict[str, Any]) -> None:
+    """List pins, and those that the ranks cannot meet now."""
+    _print_pins(found)
+
+
+@command("pins set", "eplb pins set --layer 3 --expert 17 --ranks 0,4", show=_print_pins)
+def set_pin(
+    ask: Ask,
+    expert: Expert,
+    ranks: Annotated[str, Meaning("ranks that must hold it, as 0,4")],
+    layer: Layer = None,
+    reason: Reason = WHY,
+) -> Answer:
+    """Pin an expert to ranks, in place of its pin before; other pins stay."""
+    from eplb.errors import ConfigError
+
+    numbers = [part.strip() for part in ranks.split(",")]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise ConfigError(f"--ranks is {ranks!r}, expected numbers with commas, as 0,4")
+    found = ask(pins).body
+    new = {"layer": layer, "expert": expert, "ranks": [int(number) for number in numbers]}
+    every = [*_others(found, layer, expert), new]
+    return ask(put_pins, reason=reason, pins=every, if_match=found["revision"])
+
+
+@command(
+    "pins remove",
+    "eplb pins remove --layer 3 --expert 17; eplb pins remove --all",
+    show=_print_pins,
+    names={"every": "all"},
+)
+def remove_pin(
+    ask: Ask,
+    expert: Annotated[
+        int | None, Meaning("a logical expert", at_least=0, at_most=MOST_NUMBER)
+    ] = None,
+    layer: Layer = None,
+    every: Annotated[bool, Meaning("all pins")] = False,
+    reason: Reason = WHY,
+) -> Answer:
+    """Remove the pin of an expert, or with --all every pin; nothing moves for that alone."""
+    from eplb.errors import ConfigError
+
+    if every == (expert is not None) or (every and layer is not None):
+        raise ConfigError("found neither --expert nor --all alone, expected one of them")
+    found = ask(pins).body
+    if every:
+        return ask(delete_pins, reason=reason, if_match=found["revision"])
+    others = _others(found, layer, expert)
+    if expert is not None and len(others) == len(found["pins"]):
+        raise Refused(ProblemType.NOT_FOUND, f"there is no pin of {_words(layer, expert)}")
+    return ask(put_pins, reason=reason, pins=others, if_match=found["revision"])
+
+
+def _others(found: dict[str, Any], layer: int | None, expert: int | None) -> list[dict[str, Any]]:
+    return [one for one in found["pins"] if (one["layer"], one["expert"]) != (layer, expert)]

@@ -1,0 +1,330 @@
+"""Operations on placements: one, their history, what differs between two, one as an engine's file.
+
+Shapes:  L MoE layers, S slots.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from api.http.problems import ProblemType, Refused
+from api.operations.declaration import (
+    JSON,
+    MAX_ID,
+    V1,
+    Answer,
+    Ask,
+    Before,
+    Call,
+    Id,
+    Limit,
+    Page,
+    Raw,
+    command,
+    header,
+    operation,
+)
+from api.operations.printing import at, line, table
+from eplb.declared import Meaning
+
+if TYPE_CHECKING:
+    from api.http.placement_answers import PlacementAnswer, PlacementDiff, PlacementLine
+    from eplb.core.model import ModelShape
+    from eplb.core.placement import Placement
+    from eplb.core.topology import Topology
+    from telemetry.state.placements import CommittedPlacement
+    from telemetry.state.store import StateStore
+
+NOTES = "Eplb-Notes"  # header of a file: what it cannot express
+MOST_LAYERS = 64  # layers of one page; 64 x 2,880 slots are about 3 MB
+SHOWN = 8  # experts of a cell of a table
+FILE_OF = {  # ending and media type, by engine
+    "sglang": ("json", JSON),
+    "vllm": ("jsonl", "application/jsonl"),
+    "trtllm": ("yaml", "application/yaml"),
+    "ascend": ("json", JSON),
+    "eplb": ("json", JSON),
+}
+OF_PLACEMENTS = (ProblemType.NO_SUCH_PLACEMENT, ProblemType.NO_RUN, ProblemType.OTHER_SHAPE)
+GROUP = (
+    "Show, compare and export placements. Exit status 1: there is none such, or the deployment "
+    "does not allow it; 2: bad input, no such service or store, or no permission."
+)
+
+
+@operation(
+    f"GET {V1}/placement",
+    answer="api.http.placement_answers:PlacementAnswer",
+    problems=(ProblemType.NO_SUCH_PLACEMENT,),
+    headers=(header("If-None-Match", "the ETag that the client has", {"type": "string"}),),
+)
+def placement(
+    call: Call,
+    generation: Annotated[
+        int | None, Meaning("null: the one that ranks serve", at_least=0, at_most=MAX_ID)
+    ] = None,
+) -> Raw:
+    """A committed placement. The one that ranks serve, or the one of a generation; its `ETag` is
+    for `If-Match`. With that tag in `If-None-Match` the answer is 304, without a body.
+    """
+    committed = call.store.committed()
+    if generation is None and committed is not None:
+        generation = committed.placement.generation
+
+    def make() -> bytes:
+        return call.encode(placement_answer(call.store, generation))
+
+    # Once as long as one placement serves: many clients may ask for it.
+    key = committed and (committed.placement.generation, committed.placement.hash, committed.time)
+    answer = call.service.of_commit.get(key, f"placement {generation}", make)
+    if generation is not None:
+        call.tag(generation)
+        if call.request.headers.get("if-none-match") == call.headers["ETag"]:
+            call.status = 304
+            return Raw(b"")
+    return Raw(answer)
+
+
+def placement_answer(store: StateStore, generation: int | None) -> PlacementAnswer:
+    """Give the placement of a generation; None: the committed one.
+
+    Raises:
+        Refused: nothing is committed yet, or not that generation.
+    """
+    from api.http.placement_answers import answer_of
+
+    found = store.committed() if generation is None else _placement(store, generation)
+    if found is None:
+        raise Refused(ProblemType.NO_SUCH_PLACEMENT, "the store holds no committed placement")
+    return answer_of(found)
+
+
+def _placement(store: StateStore, generation: int) -> CommittedPlacement:
+    found = store.placement(generation)
+    if found is None:
+        why = f"the store holds no placement that is generation {generation}"
+        raise Refused(ProblemType.NO_SUCH_PLACEMENT, why)
+    return found
+
+
+@operation(
+    f"GET {V1}/placements",
+    answer="api.http.placement_answers:PlacementLine",
+    page="placements",
+)
+def placements(call: Call, limit: Limit = 100, before: Before = None) -> Page[PlacementLine]:
+    """History of placements. Newest first, with the reason of each: give `next` as `before` to
+    continue.
+    """
+    from api.http.placement_answers import line_of
+
+    found = call.store.placements(limit + 1, before=before)
+    return Page.of(list(map(line_of, found)), limit, lambda one: one.generation)
+
+
+@command(
+    "placements list",
+    "eplb placements list --last 5 --json",
+    placements,
+    names={"limit": "last"},
+    defaults={"limit": 20},
+)
+def show_lines(found: dict[str, Any]) -> None:
+    """List placements that ranks served, newest first, and why each was made."""
+    names = ("generation", "time", "plan_id", "replicas", "hash", "reason")
+    shown = (
+        one | {"time": at(one["time"]), "replicas": sum(one["num_replicas"])}
+        for one in found["placements"]
+    )
+    rows = ([one[name] for name in names] for one in shown)
+    table(("generation", "time", "plan", "replicas", "hash"), rows, names[-1])
+
+
+# -- what differs between two
+
+
+@operation(
+    f"GET {V1}/placements/diff",
+    answer="api.http.placement_answers:PlacementDiff",
+    problems=OF_PLACEMENTS,
+)
+def placement_diff(
+    call: Call,
+    base: Annotated[int, Meaning("generation", at_least=0, at_most=MAX_ID)],
+    target: Annotated[int, Meaning("generation to compare with", at_least=0, at_most=MAX_ID)],
+    after: Annotated[
+        int | None, Meaning("layers past this one; null: all", at_least=0, at_most=65_536)
+    ] = None,
+    limit: Annotated[int, Meaning("most layers", at_least=1, at_most=MOST_LAYERS)] = 16,
+) -> PlacementDiff:
+    """What differs between two placements. By layer: experts added and removed on each rank, their
+    bytes, changed shares. The ranks are those of the current run. Layers past `after` are given,
+    `limit` at most.
+    """
+    from api.http.placement_answers import PlacementDiff, layer_diffs, line_of
+
+    before, now = (_placement(call.store, one) for one in (base, target))
+    model, topology = shape_of_run(call.store)
+    for one in (before, now):
+        _check_fits(one.placement, model, topology)
+    every = layer_diffs(before.placement, now.placement, model, topology)
+    left = [one for one in every if after is None or one.layer > after]
+    page = Page.of(left, limit, lambda one: one.layer)
+    return PlacementDiff(
+        base=line_of(before),
+        target=line_of(now),
+        changed_layers=len(every),
+        moves=sum(len(rank.added) for one in every for rank in one.ranks),
+        bytes=sum(one.bytes for one in every),
+        layers=list(page.items),
+        next=page.next,
+    )
+
+
+def shape_of_run(store: StateStore) -> tuple[ModelShape, Topology]:
+    """Give model and topology of the current run.
+
+    Raises:
+        Refused: there is none, or they cannot be read.
+    """
+    from eplb.errors import EplbError
+    from eplb.migration.serialisation import model_from_dict, topology_from_dict
+
+    info = store.current_run()
+    if info is None:
+        why = "no run has begun, expected one: it has the model and the ranks"
+        raise Refused(ProblemType.NO_RUN, why)
+    try:
+        return model_from_dict(dict(info.model)), topology_from_dict(dict(info.topology))
+    except (EplbError, LookupError, TypeError, ValueError) as exc:
+        why = f"run {info.run!r} has no readable model or topology: {exc!r}"
+        raise Refused(ProblemType.NO_RUN, why) from exc
+
+
+def _check_fits(kept: Placement, model: ModelShape, topology: Topology) -> None:
+    found = kept.num_layers, kept.num_experts, kept.num_slots
+    expected = model.num_layers, model.num_experts, topology.num_slots
+    if found != expected:
+        raise Refused(
+            ProblemType.OTHER_SHAPE,
+            f"generation {kept.generation} has layers, experts and slots {found}, expected "
+            f"{expected} of the current run: it served under another model or other ranks",
+        )
+
+
+@command(
+    "placements diff",
+    "eplb placements diff 40 41 --service http://127.0.0.1:8765",
+    placement_diff,
+    positional=("base", "target"),
+    names={"limit": "layers"},
+)
+def show_diff(found: dict[str, Any]) -> None:
+    """Show what differs between two placements: experts, bytes and shares, by layer and rank."""
+    base, target = (found[side]["generation"] for side in ("base", "target"))
+    line(
+        f"generation {base} to {target}: {found['moves']} moves, "
+        f"{found['bytes'] / 1e9:.3f} GB, in {found['changed_layers']} layers"
+    )
+    rows = list[list[Any]]()
+    for layer in found["layers"]:
+        cells = {
+            one["rank"]: [_first(one["added"]), _first(one["removed"]), ""]
+            for one in layer["ranks"]
+        }
+        shares = dict[int, list[str]]()
+        for one in layer["shares"]:
+            text = f"{one['expert']}: {one['before']:.3f} to {one['after']:.3f}"
+            shares.setdefault(one["rank"], []).append(text)
+        for rank, texts in shares.items():
+            cells.setdefault(rank, ["", "", ""])[2] = _first(texts)
+        for rank, of_rank in sorted(cells.items()):
+            rows.append([layer["layer"], layer["layer_id"], rank, *of_rank])
+    if rows:
+        table(("layer", "of the model", "rank", "gains", "loses"), rows, "shares")
+    if found["next"] is not None:
+        line(f"more layers differ: --after {found['next']}")
+
+
+def _first(values: list[Any]) -> str:
+    more = [f"{len(values) - SHOWN} more"] if len(values) > SHOWN else []
+    return ", ".join([*map(str, values[:SHOWN]), *more])
+
+
+# -- one as an engine's file
+
+Engine = Annotated[
+    Literal["sglang", "vllm", "trtllm", "ascend", "eplb"], Meaning("engine that reads the file")
+]
+HiddenLayers = Annotated[
+    int | None,
+    Meaning("layers of the model, dense ones included; SGLang", at_least=1, at_most=65_536),
+]
+
+
+@operation(
+    f"GET {V1}/placements/{{generation}}/export",
+    problems=(*OF_PLACEMENTS, ProblemType.NOT_EXPRESSIBLE),
+    media_types={media_type: {} for _, media_type in FILE_OF.values()},
+)
+def placement_export(
+    call: Call, generation: Id, format: Engine = "eplb", hidden_layers: HiddenLayers = None
+) -> Raw:
+    """A placement as an engine's file. What `eplb convert` writes, for the ranks and layer numbers
+    of the current run. What is repaired or lost is in the header `Eplb-Notes`.
+    """
+    from eplb.errors import ConfigError, HistoryError, PlacementError
+    from telemetry.formats.table import WriteOptions, placement_bytes
+    from telemetry.formats.types import Layers, PlacementFile
+
+    kept = _placement(call.store, generation).placement
+    model, topology = shape_of_run(call.store)
+    _check_fits(kept, model, topology)
+    provenance = {"deployment": call.store.deployment, "generation": generation}
+    layers = Layers(tuple(model.layer_ids), "model")
+    file = PlacementFile(kept, layers, topology.num_ranks, provenance=provenance)
+    try:
+        data, notes = placement_bytes(file, format, WriteOptions(num_hidden=hidden_layers))
+    except (ConfigError, HistoryError, PlacementError) as exc:
+        why = f"generation {generation} as {format}: {exc}"
+        raise Refused(ProblemType.NOT_EXPRESSIBLE, why) from exc
+    ending, media_type = FILE_OF[format]
+    name = f"placement-{generation}.{format}.{ending}"
+    call.headers["Content-Disposition"] = f'attachment; filename="{name}"'
+    if notes:
+        call.headers[NOTES] = "; ".join(notes).encode("ascii", "replace").decode()[:4000]
+    return Raw(data, media_type)
+
+
+def show_file(found: dict[str, Any]) -> None:
+    """Print what was written."""
+    line(*(f"note: {note}" for note in found["notes"]))
+    line(f"written: {found['file']} {found['digest']}")
+
+
+@command(
+    "placements export",
+    "eplb placements export 41 --format vllm --output placement.jsonl",
+    show=show_file,
+    positional=("generation",),
+    names={"output": "output/-o"},
+)
+def export_file(
+    ask: Ask,
+    generation: Id,
+    output: Annotated[str, Meaning("the file to write")],
+    format: Engine = "eplb",
+    hidden_layers: HiddenLayers = None,
+) -> Answer:
+    """Write a placement as an engine's file; what is repaired or lost is printed."""
+    from eplb.errors import ConfigError
+    from telemetry.formats.bounded import file_digest, write_atomically
+
+    found = ask(placement_export, generation=generation, format=format, hidden_layers=hidden_layers)
+    if not found.headers.get("content-disposition", "").startswith("attachment"):
+        raise ConfigError("the answer is no file, expected a service of eplb")
+    write_atomically(Path(output), found.content)
+    notes = [note for note in found.headers.get(NOTES, "").split("; ") if note]
+    written = {"file": output, "bytes": len(found.content), "notes": notes}
+    return Answer(200, written | {"digest": file_digest(Path(output)).strip()})

@@ -1,0 +1,368 @@
+"""Operations that watch a deployment: state, load, imbalance, rebalances, plan, events, anomalies.
+
+Shapes:  T windows, L MoE layers, E experts, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from api.http.problems import ProblemType, Refused
+from api.operations.declaration import (
+    JSON,
+    MAX_ID,
+    V1,
+    After,
+    Answer,
+    Ask,
+    Before,
+    Call,
+    Limit,
+    Page,
+    Raw,
+    command,
+    header,
+    operation,
+)
+from api.operations.printing import at, line, more, table
+from eplb.declared import Meaning
+
+if TYPE_CHECKING:
+    from api.http.answers import PlanAnswer
+    from api.monitor.anomalies import Anomaly
+    from api.monitor.state import DecisionRecord
+    from telemetry.state.events import Event
+
+KEPT_WINDOWS, KEPT_SCORES = 64, 4096  # so many the monitor keeps
+LAST_ID = "Last-Event-ID"
+LAST_ID_FORM = {"type": "integer", "minimum": 0, "maximum": MAX_ID}
+
+
+@operation(f"GET {V1}/state", answer="api.monitor.state:State")
+def state(call: Call) -> Raw:
+    """Everything at a glance. The verdict and its reasons; ranks, controller, migration, decisions,
+    switches.
+    """
+    return call.once_a_reading("state", lambda: call.service.reader.reading().state)
+
+
+@operation(f"GET {V1}/heat", answer="api.monitor.state:Heat")
+def heat(call: Call) -> Raw:
+    """Load of ranks and experts by layer. Of the latest window: which ranks and experts of each
+    layer get more than their share.
+    """
+    from api.monitor.scores import heat_of
+
+    return call.once_a_reading("heat", lambda: heat_of(call.service.reader.reading()))
+
+
+@dataclass(frozen=True)
+class LoadWindow:
+    """Steps or time of one window."""
+
+    index: int
+    first_step: int
+    last_step: int
+    phase: str
+    generations: list[int]
+    missing_ranks: list[int]
+    is_complete: bool
+
+
+@dataclass(frozen=True)
+class Load:
+    """Windows of load, oldest first."""
+
+    windows: list[LoadWindow]
+    tokens: Annotated[list[list[list[int]]], Meaning("[T, L, E] tokens routed to each expert")]
+    rank_load: Annotated[list[list[list[int]]], Meaning("[T, L, R] tokens received by each rank")]
+
+
+@operation(f"GET {V1}/load")
+def load(
+    call: Call,
+    last: Annotated[int, Meaning("number of windows", at_least=1, at_most=KEPT_WINDOWS)] = 1,
+) -> Load:
+    """Load windows with their matrices. The latest windows, oldest first, as `tokens` [T, L, E] and
+    `rank_load` [T, L, R].
+    """
+    call.service.reader.reading()
+    windows = call.service.monitor.windows(last)
+    return Load(
+        [
+            LoadWindow(
+                one.index,
+                one.first_step,
+                one.last_step,
+                one.phase,
+                sorted(one.generations),
+                sorted(one.missing_ranks),
+                one.is_complete,
+            )
+            for one in windows
+        ],
+        [one.tokens.tolist() for one in windows],
+        [one.received.tolist() for one in windows],
+    )
+
+
+Time = Meaning("seconds since the epoch", at_least=0, at_most=1e11)
+End = Meaning("seconds since the epoch, not included; null: now", at_least=0, at_most=1e11)
+
+
+@operation(
+    f"GET {V1}/load/matrix",
+    answer="api.http.load_files:LoadMatrix",
+    problems=(ProblemType.NOT_ACCEPTABLE, ProblemType.OTHER_SHAPE, ProblemType.TOO_MUCH_LOAD),
+    media_types={
+        JSON: {},
+        "application/x-npy": {"type": "string"},
+        "text/csv": {"type": "string"},
+    },
+)
+def load_matrix(
+    call: Call,
+    since: Annotated[float, Time],
+    until: Annotated[float | None, End] = None,
+    of: Annotated[
+        Literal["tokens", "rank_load", "windows"],
+        Meaning("tokens of experts, tokens of ranks, or the windows alone"),
+    ] = "tokens",
+    phase: Annotated[
+        Literal["prefill", "decode", "mixed"] | None, Meaning("load of this phase; null: of each")
+    ] = None,
+    format: Annotated[
+        Literal["json", "npy", "csv"] | None,
+        Meaning("null: by the header Accept, JSON where it names none"),
+    ] = None,
+) -> Raw:
+    """Load over a range of time as a matrix. By expert or by rank: windows of samples, and roll-ups
+    of a minute or an hour before them. `windows` gives time, seconds, first and last step,
+    generation and missing ranks of each row.
+    """
+    from api.http.load_files import accepted, load_file
+
+    form = format or accepted(call.request.headers.get("accept", "*/*"))
+    made = load_file(call.store, form, of, since=since, until=until, phase=phase)
+    call.headers |= {"Content-Length": str(made.num_bytes), "Vary": "Accept"}
+    return Raw(made.chunks(), made.media_type)
+
+
+@operation(f"GET {V1}/imbalance", answer="api.http.answers:Imbalance")
+def imbalance(
+    call: Call,
+    last: Annotated[
+        int, Meaning("number of windows", at_least=1, at_most=KEPT_SCORES)
+    ] = KEPT_SCORES,
+) -> Raw:
+    """Imbalance over time. Measured beside contiguous, window by window, with the rebalances
+    between them.
+    """
+    from api.http.answers import Imbalance
+
+    def make() -> Imbalance:
+        seen = call.service.reader.reading()
+        return Imbalance(seen.series[-last:], seen.marks)
+
+    return call.once_a_reading(f"imbalance {last}", make)
+
+
+@dataclass(frozen=True)
+class LoadDrift:
+    """Jensen-Shannon distance of the latest load from the load planned on, 0 to 1, less noise."""
+
+    generation: Annotated[int | None, Meaning("the generation that ranks serve")]
+    overall: Annotated[
+        float | None,
+        Meaning("over all layers; null: the load planned on is not known, or none came since"),
+    ] = None
+    layers: Annotated[list[float] | None, Meaning("[L]")] = None
+    noise: Annotated[float | None, Meaning("the distance that chance alone would show")] = None
+
+
+@operation(f"GET {V1}/drift")
+def drift(call: Call) -> LoadDrift:
+    """Drift of the load. How far the latest windows are from those that the placement was planned
+    on, by layer.
+    """
+    seen = call.service.reader.reading()
+    found, generation = call.service.monitor.drift(seen), seen.state.generation
+    if found is None:
+        return LoadDrift(generation)
+    return LoadDrift(generation, found.overall, found.per_layer.tolist(), found.noise)
+
+
+@operation(f"GET {V1}/history", answer="api.http.answers:ImbalanceHistory")
+def history(
+    call: Call,
+    seconds: Annotated[int, Meaning("the latest seconds", at_least=60, at_most=86_400)] = 900,
+    points: Annotated[int, Meaning("about so many points", at_least=10, at_most=2000)] = 400,
+) -> Raw:
+    """Imbalance by wall-clock time, over all runs. The latest `seconds` in about `points` points;
+    marks are restarts, rebalances, switches.
+    """
+    from api.http.answers import ImbalanceHistory
+
+    def make() -> ImbalanceHistory:
+        until, monitor = call.service.reader.reading().state.time, call.service.monitor
+        since = until - seconds
+        found = monitor.points(since, until, points)
+        return ImbalanceHistory(since, until, found, monitor.history_marks(since, until))
+
+    return call.once_a_reading(f"history {seconds} {points}", make)
+
+
+@operation(f"GET {V1}/rebalances", answer="api.monitor.state:DecisionRecord", page="rebalances")
+def rebalances(
+    call: Call,
+    limit: Annotated[int, Meaning("most that are returned", at_least=1, at_most=200)] = 20,
+    before: Before = None,
+) -> Page[DecisionRecord]:
+    """The latest migrations. Newest first, what each was to bring and brought: give `next` as
+    `before` to continue.
+    """
+    every = call.service.reader.reading().rebalances
+    kept = [one for one in every if before is None or (one.plan_id or 0) < before]
+    return Page.of(kept, limit, lambda one: one.plan_id or 0)
+
+
+@operation(f"GET {V1}/plan", answer="api.http.answers:PlanAnswer")
+def plan(call: Call) -> PlanAnswer:
+    """The open migration and the last decision. With the moves by source, and the reason of the
+    decision.
+    """
+    from api.http.answers import OpenMigration, PlanAnswer, TransactionLine
+
+    state = call.service.reader.reading().state
+    last = state.decisions[-1] if state.decisions else None
+    migration, progress = call.store.published(), state.migration
+    # It may have closed between the two reads: then there is none to show.
+    if migration is None or progress is None or migration.plan_id != progress.plan_id:
+        return PlanAnswer(None, last)
+    by_source = Counter(move.source.name.lower() for move in migration.moves)
+    transactions = [
+        TransactionLine(list(one.layers), len(one.moves), len(one.rounds))
+        for one in migration.transactions
+    ]
+    return PlanAnswer(OpenMigration(progress, dict(by_source), transactions), last)
+
+
+@operation(f"GET {V1}/events", answer="telemetry.state.events:Event", page="events")
+def events(
+    call: Call,
+    after: After = 0,
+    limit: Annotated[int, Meaning("most that are returned", at_least=1, at_most=10_000)] = 1000,
+    latest: Annotated[
+        int | None, Meaning("the latest so many instead", at_least=1, at_most=1000)
+    ] = None,
+) -> Page[Event]:
+    """Events. Oldest first, past an id or the `latest` so many: `next` continues as `after`."""
+    if latest is not None:
+        return Page(call.store.latest_events(limit=latest)[::-1], None)
+    return Page.of(call.store.events(after=after, limit=limit + 1), limit, lambda one: one.id)
+
+
+def show_events(found: dict[str, Any]) -> None:
+    """Print events."""
+    rows = (
+        [one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found["events"]
+    )
+    table(("id", "time", "kind"), rows, "detail")
+    more(found)
+
+
+def _words(detail: dict[str, Any]) -> str:
+    return " ".join(
+        f"{name}={value}" for name, value in detail.items() if not isinstance(value, dict | list)
+    )
+
+
+@command("events", "eplb events --last 100 --json", show=show_events)
+def ask_for_events(
+    ask: Ask,
+    last: Annotated[int, Meaning("how many, the latest", at_least=1, at_most=1000)] = 20,
+    after: Annotated[
+        int | None, Meaning("those past this id instead, oldest first", at_least=0, at_most=MAX_ID)
+    ] = None,
+) -> Answer:
+    """Show what happened: decisions, commits, deaths, switches."""
+    return ask(events, latest=last) if after is None else ask(events, after=after)
+
+
+# Of each event, as a reader of event streams parses it.
+EVENT_TEXTS = {
+    "id": "41",
+    "event": "message",
+    "data": '{"id": 41, "time": 1790000000.0, "kind": "commit", "detail": {"generation": 7}}',
+}
+STREAM_FORM = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in EVENT_TEXTS},
+    "required": ["data"],
+    "examples": [EVENT_TEXTS],
+}
+
+
+@operation(
+    f"GET {V1}/events/stream",
+    headers=(header(LAST_ID, "in place of `after`: a browser that returns", LAST_ID_FORM),),
+    media_types={"text/event-stream": STREAM_FORM},
+)
+async def event_stream(
+    call: Call,
+    after: Annotated[
+        int | None, Meaning("events past this id; null: from now on", at_least=0, at_most=MAX_ID)
+    ] = None,
+) -> Any:
+    """Events as they happen. Past an id or from now on; the latest 1,000 are kept for clients that
+    return. The event `missed` states that older ones came between: read them from `/api/v1/events`.
+    """
+    from api.http.event_stream import EventStream
+
+    given = call.request.headers.get(LAST_ID)
+    if given is not None:
+        if not (given.isascii() and given.isdigit() and int(given[:20]) <= MAX_ID):
+            why = f"{LAST_ID} is {given[:40]!r}, expected a number 0..{MAX_ID}"
+            raise Refused(ProblemType.INVALID_REQUEST, why)
+        after = int(given)
+    shared = call.request.app.state
+    return EventStream(call.service.feed, after, shared.limits, shared.deployments)
+
+
+@operation(f"GET {V1}/anomalies", answer="api.monitor.anomalies:Anomaly", page="anomalies")
+def anomalies(
+    call: Call,
+    state: Annotated[Literal["open", "ended"] | None, Meaning("null: both")] = None,
+    before: Annotated[
+        int | None, Meaning("only those before this number", at_least=1, at_most=MAX_ID)
+    ] = None,
+    limit: Limit = 100,
+) -> Page[Anomaly]:
+    """What is wrong, and what was. Newest first, the latest 1,000 of this service: give `next` as
+    `before` to continue.
+    """
+    call.service.reader.reading()
+    is_open = None if state is None else state == "open"
+    return Page(*call.service.monitor.anomalies.page(before, limit, is_open))
+
+
+@command(
+    "anomalies",
+    "eplb anomalies --state open; eplb anomalies --last 100 --json",
+    anomalies,
+    names={"limit": "last"},
+    defaults={"limit": 20},
+)
+def show_anomalies(found: dict[str, Any]) -> None:
+    """List what is wrong and what was, newest first; of a store, what is wrong now, and events."""
+    rows = [
+        [one[name] for name in ("id", "severity", "kind")]
+        + [at(one["since"]), at(one["until"]) if one["until"] else "now", one["text"]]
+        for one in found["anomalies"]
+    ]
+    if rows:
+        table(("id", "severity", "kind", "since", "until"), rows, "what")
+    else:
+        line("no anomalies")

@@ -1,0 +1,1 @@
+"""Settings that components declare: one tree of sections, loaded from one file."""

@@ -1,0 +1,34 @@
+"""Readings of a store, as tests make and change them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields, replace
+from typing import Any
+
+from api.monitor.monitor import Monitor
+from api.monitor.state import Reading, State
+from api.monitor.verdict import STALLED_AFTER_S, judged
+from telemetry.state.store import StateStore
+
+_OF_STATE = {field.name for field in fields(State)}
+
+
+def read(store: StateStore, now: float | None = None) -> Reading:
+    """Read a store once, at a time."""
+    monitor = Monitor(store, clock=time.time if now is None else lambda: now)
+    monitor.refresh()
+    return monitor.reading()
+
+
+def changed(seen: Reading, stalled_after_s: float = STALLED_AFTER_S, **changes: Any) -> Reading:
+    """Give a reading with other values of its own fields or of its state, judged again."""
+    if "ranks" in changes:
+        silent = tuple(view.rank for view in changes["ranks"] if not view.is_alive)
+        changes.setdefault("silent_ranks", silent)
+    of_state = {name: value for name, value in changes.items() if name in _OF_STATE}
+    others = {name: value for name, value in changes.items() if name not in _OF_STATE}
+    state = replace(seen.state, **of_state)
+    if state.token_time is not None:
+        state = replace(state, token_age_s=state.time - state.token_time)
+    return judged(replace(seen, state=state, **others), stalled_after_s)
