@@ -31,8 +31,7 @@ from rebalance.controller.settings import ControllerSettings
 from rebalance.engines.plugin_settings import EngineSettings
 from rebalance.stage.stage_settings import StageBudgets
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.link.host_link_settings import HostLinkSettings
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
 from telemetry.state.live import Control

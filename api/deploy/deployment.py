@@ -23,8 +23,7 @@ from eplb.migration.build import Pace
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.weights.cache.address import HostCacheAddress
-from rebalance.weights.link.host_link_settings import HostLinkSettings
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from telemetry import file_of, open_store
 from telemetry.state.live import Value
 from telemetry.state.store import StateStore, without_password

@@ -36,7 +36,7 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
 from rebalance.weights.link.wire import Wire, client_handshake, connect
 from rebalance.weights.rank_link import PROTOCOL as RANKS
@@ -300,7 +300,9 @@ def _deep_frames(folder: Path) -> Outcome:
     with ExitStack() as stack:
         stack.callback(setattr, threading, "excepthook", previous)
         host = _free_address()
-        stack.enter_context(closing(_host_cache(folder, HostLinkSettings((host,), secret, host))))
+        stack.enter_context(
+            closing(_host_cache(folder, HostLinkSettings((host,), host, secret=secret)))
+        )
         rank = _free_address()
         listener = ConnectionListener(
             listen(rank, "rank"),

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.migration.loopback import DEADLINE_S, plain_rate, process, send_plainly
 from rebalance.stage.stage_settings import MIB, StageSettings
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema
 
@@ -66,7 +66,7 @@ def measure(num_runs: int, num_records: int) -> dict[str, list[float]]:
     """GB/s of every way, run by run."""
     host = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}.1"
     free = RankLinkSettings(
-        ((host, PORT), (host, PORT + 1)), secrets.token_bytes(32), bytes_per_second=math.inf
+        ((host, PORT), (host, PORT + 1)), secret=secrets.token_bytes(32), bytes_per_second=math.inf
     )
     held = replace(free, addresses=((host, PORT), (host, PORT + 2)), bytes_per_second=1.25e9)
     plain_at, to_send = (host, PORT + 3), num_records * SCHEMA.record_bytes

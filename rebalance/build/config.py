@@ -16,7 +16,7 @@ from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
 from eplb.shares.switches import BatchSwitches
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from telemetry.load.reporter import AT_ONCE, Tempo
 from telemetry.load.spool import Spool
 

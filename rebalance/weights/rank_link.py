@@ -23,7 +23,7 @@ from eplb.errors import MigrationError
 from rebalance.types import Record
 from rebalance.weights.link.bounce import Bounce
 from rebalance.weights.link.client import LinkClient
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.link.server import Lent, LinkServer
 from rebalance.weights.link.wire import Message, RefusedError, field
 from rebalance.weights.sources import Place

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 
 def links() -> RankLinkSettings:
     host = f"127.{1 + os.getpid() % 250}.78.1"
-    return RankLinkSettings(((host, 23725), (host, 23726)), b"of ranks that are tested")
+    return RankLinkSettings(((host, 23725), (host, 23726)), secret=b"of ranks that are tested")
 
 
 def gpu_bank() -> ExpertBank:

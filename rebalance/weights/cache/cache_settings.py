@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError, UnfitSetting
-from rebalance.weights.link.host_link_settings import HostLinkSettings
+from rebalance.weights.link.link_settings import HostLinkSettings
 
 Mode = Literal["full", "hot", "ring"]
 # Disks need several requests in flight, and each reader also digests: on a host of 64 cores four

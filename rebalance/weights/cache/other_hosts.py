@@ -20,9 +20,8 @@ from eplb.errors import MigrationError
 from rebalance.types import Digest, Record
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.client import LinkClient, StoppedError
-from rebalance.weights.link.host_link_settings import HostLinkSettings
 from rebalance.weights.link.limits import CHUNK_BYTES, Budget
-from rebalance.weights.link.link_settings import HostAddress
+from rebalance.weights.link.link_settings import HostAddress, HostLinkSettings
 from rebalance.weights.link.wire import Message, RefusedError, Wire, field
 from runtime.memory.shared import RunningDigest
 

@@ -16,10 +16,8 @@ import time
 from collections.abc import Callable
 
 from eplb.errors import MigrationError
-from rebalance.weights.link.host_link_settings import HostLinkSettings
 from rebalance.weights.link.limits import BackOff
-from rebalance.weights.link.link_settings import HostAddress
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import HostAddress, LinkSettings
 from rebalance.weights.link.wire import (
     Message,
     RefusedError,
@@ -29,7 +27,6 @@ from rebalance.weights.link.wire import (
     malformed_responses_fail,
 )
 
-LinkSettings = HostLinkSettings | RankLinkSettings
 KEPT_S = 10.0  # a connection that was idle for longer is not used again
 
 

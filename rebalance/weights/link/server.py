@@ -24,9 +24,9 @@ import torch
 
 from eplb.errors import MigrationError
 from rebalance.weights.link.bounce import Bounce
-from rebalance.weights.link.client import KEPT_S, LinkSettings
+from rebalance.weights.link.client import KEPT_S
 from rebalance.weights.link.limits import Budget
-from rebalance.weights.link.link_settings import HostAddress
+from rebalance.weights.link.link_settings import HostAddress, LinkSettings
 from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
 from rebalance.weights.link.wire import Message, RefusedError, Wire
 from rebalance.weights.link.wire import field as field_of

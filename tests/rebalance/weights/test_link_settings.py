@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from eplb.errors import ConfigError
-from rebalance.weights.link.host_link_settings import HostLinkSettings
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 
 SECRET = b"known to both of the deployment's links"
 LINKS = [HostLinkSettings, RankLinkSettings]

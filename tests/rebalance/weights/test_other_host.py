@@ -33,8 +33,8 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.record_sources import RecordSources
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link.host_link_settings import HostLinkSettings
 from rebalance.weights.link.limits import CHUNK_BYTES, BackOff
+from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint

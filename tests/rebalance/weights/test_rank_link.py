@@ -42,7 +42,7 @@ from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.link.server import PIECE_BYTES
 from rebalance.weights.link.wire import Message, RefusedError, Wire, client_handshake, connect
 from rebalance.weights.local import LocalHost
@@ -703,7 +703,7 @@ def test_move_without_links_is_aborted_and_serving_continues(
 
 def test_addresses_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="one address"):
-        RankLinkSettings((("127.0.0.1", PORT),) * 2, SECRET)
+        RankLinkSettings((("127.0.0.1", PORT),) * 2, secret=SECRET)
     with pytest.raises(ConfigError, match=r"3 ranks, .* of 2"):
         AgentSettings(RankConfig("test", 4, 1, rank_links=links(3)), "run", TWO_HOSTS)
 

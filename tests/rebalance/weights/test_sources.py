@@ -34,7 +34,7 @@ from rebalance.types import Outcome, PendingVote, Record, VoteGroup
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.rank_link import GroupName, OtherRanks, Served, serve_slots
 from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources, map_peers
@@ -306,7 +306,7 @@ def pulling(
     host_cache = HostCacheServer(address, small_checkpoint, small_model, small_schema)
     reader = HostCacheClient(address, 8, small_schema.record_bytes, deadline_s=NEVER_S)
     addresses = tuple((f"127.{1 + os.getpid() % 250}.77.{rank + 1}", 23721) for rank in range(2))
-    links = RankLinkSettings(addresses, b"of ranks that are tested")
+    links = RankLinkSettings(addresses, secret=b"of ranks that are tested")
     is_far = request.param == "network"
     with peer_process(small_schema, links if is_far else None) as (handle, write):
         if is_far:

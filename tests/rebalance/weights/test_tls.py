@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from eplb.errors import ConfigError, MigrationError
+from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
-from rebalance.weights.link.rank_link_settings import RankLinkSettings
 from rebalance.weights.link.tls import Certificate, TlsFiles
 from rebalance.weights.link.wire import Wire, client_handshake, connect
 from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
@@ -244,7 +244,7 @@ def test_live_slot_is_read_over_tls_and_is_not_in_clear_on_the_network(ours: Aut
     )
     tls = ours.issue(*(host for host, _ in addresses))
     settings = RankLinkSettings(
-        addresses[:2], SECRET, silence_s=NEVER_S, deadline_s=NEVER_S, tls=tls
+        addresses[:2], secret=SECRET, silence_s=NEVER_S, deadline_s=NEVER_S, tls=tls
     )
     bank = ExpertBank(SCHEMA, 1, 1, num_staging=0)
     record = torch.arange(SCHEMA.record_bytes // 4, dtype=torch.int32).view(torch.uint8)
