@@ -32,7 +32,6 @@ from rebalance.protocol import phases
 from rebalance.protocol.voter import Exchange
 from rebalance.rank.core import make_core
 from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.rank.report import rank_state
 from rebalance.rank.step_times import LOAD_PHASES
 from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
@@ -359,4 +358,4 @@ class RankAgent:
         """Return how this rank stands, for the store."""
         times = {} if self.expert_times is None else {EXPERT_TIMES: vars(self.expert_times)}
         own = {REPORT_EVERY_S: self.report_every_s} | times
-        return rank_state(self.core, own | self.notes)
+        return self.core.report(own | self.notes)

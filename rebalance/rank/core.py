@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from eplb.core.placement import Placement
 from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.rank.read_ahead import ReadAhead
 from rebalance.rank.sampling import SampleLabel, Sampler
 from rebalance.rank.step_times import StepTimer
-from rebalance.rank.watcher import WatchedAgent, Watcher
+from rebalance.rank.watcher import ReadAhead, WatchedAgent, Watcher
 from rebalance.recovery.rank import Member, RankRecovery
+from rebalance.stage.figures import StageFigures
 from rebalance.stage.mover import Mover
 from rebalance.stage.share import RankSlots
 from rebalance.swap.scrub_schedule import ScrubSchedule
@@ -27,6 +29,9 @@ from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from rebalance.weights.link.server import LinkServer
 from rebalance.weights.rank_link import GroupName, Served, serve_slots
+from telemetry.state.runs import BATCH_FAULTS, STEP_TIMES, RankState
+
+REPORTED_PAUSES = 256  # of the latest swaps
 
 
 @dataclass
@@ -82,6 +87,49 @@ class RankCore:
 
         group = GroupName(settings.run, settings.membership)
         return serve_slots(links, self.slots.rank, group, self.slots.bank, served)
+
+    def report(self, notes: Mapping[str, Any]) -> RankState:
+        """Return the rank's report to the store; ``notes`` are fields that the engine adds."""
+        swapper = self.swapper
+        with self.shared.changed:
+            state = self.shared.state
+            share = swapper.share if state.plan is not None else None
+        to_stage = sum(map(len, share.moves)) if share is not None else 0
+        stage, oldest = self.mover.figures(), self.watchdog.oldest()
+        return RankState(
+            run=self.settings.run,
+            rank=self.slots.rank,
+            time=self.links.clock(),
+            step=max(self.steps.last, 0),
+            generation=state.generation,
+            phase=state.phase.value,
+            plan_id=state.plan.plan_id if state.plan else 0,
+            applied=state.applied,
+            sequence=self.sampler.num_cut,
+            weights_version=self.fence.version,
+            prepared=state.prepared,
+            frozen=state.frozen_reason,
+            digest_failures=stage.num_wrong_digests + self.scrubber.num_digest_failures,
+            mover_failures=self.watcher.num_mover_failures,
+            progress_age_s=round(oldest.age_s, 3),
+            progress_of=str(oldest),
+            detail={"to_stage": to_stage} | self._measured(stage) | dict(notes),
+        )
+
+    def _measured(self, stage: StageFigures) -> dict[str, Any]:
+        swapper, scrubber = self.swapper, self.scrubber
+        return {
+            "bytes_by_source": dict(stage.bytes_by_source),
+            BATCH_FAULTS: dict(self.sampler.faults.counts),
+            "experts_moved": swapper.figures.experts_moved,
+            "rebalances": swapper.figures.rebalances,
+            "staged": stage.num_staged,
+            "stage": stage.as_detail(),
+            STEP_TIMES: vars(self.step_timer.figures()),
+            "swap_pauses_ms": swapper.figures.swap_pauses_ms[-REPORTED_PAUSES:],
+            "scrubbed": dict(scrubber.counts),
+            "sweeps": scrubber.num_sweeps,
+        }
 
 
 def make_core(

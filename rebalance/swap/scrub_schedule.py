@@ -33,9 +33,10 @@ from eplb.errors import MigrationError, RankError
 from rebalance.protocol import phases
 from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase
+from rebalance.rank.watcher import Watcher
 from rebalance.stage.mover import Mover
 from rebalance.swap.scrubber import Damage, LiveSlot, Loan, Scrubber
-from rebalance.swap.swapper import Orders, Swapper
+from rebalance.swap.swapper import Swapper
 from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.types import Digest
 from runtime.streams import Completion
@@ -65,7 +66,7 @@ class ScrubSchedule:
         swapper: Swapper,
         mover: Mover,
         shared: SharedPhase,
-        orders: Orders,
+        orders: Watcher,
         *,
         recorder: JournalRecorder,
         every_steps: int,

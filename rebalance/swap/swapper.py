@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from eplb.clock import Clock
 from eplb.core.placement import Placement
@@ -17,37 +16,15 @@ from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
+from rebalance.rank.watcher import Watcher
 from rebalance.stage.mover import Mover
 from rebalance.stage.share import RankSlots, Share
 from rebalance.swap.scrubber import LiveSlot, Loan
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import SharedPhase
 from runtime.streams import Completion
-from telemetry.state.events import Outcome
-from telemetry.state.runs import Details
 
 KEPT_PAUSES = 4096  # a rank serves for months
-
-
-class Orders(Protocol):
-    """Takes work off the step path (``rebalance.rank.watcher``). No call waits for the work."""
-
-    def has_mover(self) -> bool:
-        """Say whether the mover's thread lives."""
-
-    def bring(self, share: Share) -> None:
-        """Have the mover load this rank's share of a migration."""
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Have the mover's thread do something, after what it was given before."""
-
-    def report_event(self, kind: str, detail: Details) -> None:
-        """Have an event written to the store."""
-
-    def commit(
-        self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
-    ) -> None:
-        """Have it written to the store that ``serving`` is what serves after ``migration``."""
 
 
 @dataclass
@@ -90,7 +67,7 @@ class Swapper:
         fence: Fence,
         mover: Mover,
         *,
-        orders: Orders,
+        orders: Watcher,
         cut: Callable[[int, Placement], None],
         clock: Clock,
     ) -> None:
