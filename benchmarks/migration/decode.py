@@ -24,7 +24,7 @@ from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
 from eplb.shares.batch import EVERY_BATCH
 from rebalance.agent import RankAgent
-from rebalance.build.agent import WiredAgent
+from rebalance.build.rank import WiredAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.streams import Completion

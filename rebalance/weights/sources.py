@@ -3,7 +3,7 @@
     place                    source                        bytes come by
     own slot, peer's slot    MappedSlots                   a copy from memory that is mapped here
     host                     HostCacheClient               the same, once the record is leased
-      another host, disk       the host cache brings them into its memory (cache/record_sources.py)
+      another host, disk       the host cache brings them into its memory (cache/server.py)
     other rank               OtherRanks (rank_link.py)     a request over a link
 
 Pulls are one-sided: the receiver reads, or requests within a deadline, and the serving side takes

@@ -29,8 +29,8 @@ pytest.importorskip("zstandard", reason="the store packs samples with it")
 from benchmarks.migration.agent import emulated_migration, wire_emulated
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, WiredAgent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, WiredAgent
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.local import LocalHost

@@ -19,8 +19,8 @@ from eplb.core.topology import Topology
 from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank import watcher

@@ -14,8 +14,8 @@ from eplb import Budget, CostModel, ModelShape, Placement, Topology
 from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, WiredAgent, wire_agent
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links

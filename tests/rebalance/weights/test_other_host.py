@@ -31,8 +31,7 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
-from rebalance.weights.cache.record_sources import RecordSources
-from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.cache.server import HostCacheServer, RecordSources
 from rebalance.weights.link.limits import CHUNK_BYTES, BackOff
 from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.sources import MappedSlots, WeightSources
