@@ -27,11 +27,11 @@ from eplb.errors import MigrationError
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Record
-from rebalance.weights.local import LocalHost
 from rebalance.weights.sources import HostMemory, MappedSlots, WeightSources, map_peers
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
 from runtime.group.agreement import gathered
 from runtime.streams import Completion
+from tests.support.local_group import LocalHost
 
 DEADLINE_S = 120.0
 MOVES = 4  # experts of each layer that a migration brings to each GPU

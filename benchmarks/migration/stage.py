@@ -42,12 +42,12 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.local import LocalHost
 from rebalance.weights.sources import MappedSlots, Place
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.group.launch import launch
 from runtime.memory.shared import digest
 from runtime.streams import Completion, OnStream, new_stream
+from tests.support.local_group import LocalHost
 
 NUM_STAGED = 16
 REPEATS = 8

@@ -31,9 +31,7 @@ from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
 from rebalance.build.config import RankConfig
 from rebalance.build.rank import HeldExperts, WiredAgent
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.weights.local import LocalHost
 from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.batch_split import BatchSplit, all_gather_counts
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -61,6 +59,7 @@ from tests.gpu.parts import (
 )
 from tests.support.agent_group import QuickStore, Sink
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, LocalVotes
 
 pytestmark = pytest.mark.gpu
 RANKS = 4  # that the one GPU stands for

@@ -1,4 +1,4 @@
-"""Rank agents in one process, in lock step, over the shipped fakes: what several test files drive.
+"""Rank agents in one process, in lock step: what several test files drive.
 
 A file adds what is its own: the sources, claims after every step, what it reads of the slots.
 """
@@ -22,13 +22,11 @@ from rebalance.agent import RankAgent
 from rebalance.build.config import RankConfig
 from rebalance.build.rank import HeldExperts, wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank import watcher
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import MOVER
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import Record, VoteGroup
-from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.sources import WeightSources
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
@@ -37,6 +35,7 @@ from runtime.routing import RoutingTable
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, LocalVotes, local_slots
 from tests.support.simulated_time import SkippingClock
 from tests.support.stores import MemoryStore
 

@@ -50,7 +50,6 @@ from rebalance.recovery.survivors import (
     recover,
     rejoin,
 )
-from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group.rendezvous import Rendezvous, reach
@@ -58,6 +57,7 @@ from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.agent_group import digests_of, held_in, records_of
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, local_slots
 from tests.support.stores import sqlite_store
 
 FORK = multiprocessing.get_context("fork")

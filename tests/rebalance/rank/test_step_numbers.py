@@ -16,10 +16,10 @@ from eplb.errors import ConfigError, RankError
 from rebalance.build.config import RankConfig
 from rebalance.build.rank import HeldExperts, wire_agent
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from tests.support.agent_group import AgentGroup, Sink, records_of
+from tests.support.local_group import LocalHost, local_slots
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -1,4 +1,4 @@
-"""Flip mode: real agents over the shipped fakes, and a demo, that never copy into what serves."""
+"""Flip mode: real agents in one process, and a demo, that never copy into what serves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Migration, Pace
 from rebalance.types import Record
-from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.sources import Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from tests.support.agent_group import AgentGroup, digests_of, record_of
+from tests.support.local_group import LocalHost, local_slots
 
 NUM_LAYERS, NUM_EXPERTS = 2, 6
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

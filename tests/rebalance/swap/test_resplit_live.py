@@ -17,9 +17,7 @@ from rebalance.agent import RankAgent
 from rebalance.build.config import RankConfig
 from rebalance.build.rank import HeldExperts, WiredAgent, wire_agent
 from rebalance.controller.loop import Controller, ControllerSettings
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -27,6 +25,7 @@ from runtime.routing import SHARE_ONE
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, LocalVotes, local_slots
 from tests.support.stores import MemoryStore
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

@@ -19,7 +19,6 @@ from eplb.migration.build import Migration, Pace
 from rebalance.swap.scrub_schedule import in_hex
 from rebalance.swap.scrubber import LiveSlot, Loan, Scrubber
 from rebalance.types import Record
-from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -28,6 +27,7 @@ from telemetry.state.events import Event
 from telemetry.state.runs import RankState
 from tests.support.agent_group import AgentGroup, Notes, digests_of, record_of
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, local_slots
 
 NUM_LAYERS, NUM_EXPERTS = 2, 3
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)

@@ -45,7 +45,6 @@ from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.link.server import PIECE_BYTES
 from rebalance.weights.link.wire import Message, RefusedError, Wire, client_handshake, connect
-from rebalance.weights.local import LocalHost
 from rebalance.weights.rank_link import (
     PROTOCOL,
     GroupName,
@@ -64,6 +63,7 @@ from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.agent_group import StepClock
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost
 from tests.support.stores import MemoryStore
 
 SECRET = b"known to the ranks of one deployment"

@@ -1,4 +1,4 @@
-"""Votes and pulls: one contract each, over the real wires and over the shipped fake."""
+"""Votes and pulls: one contract each, over the real wires and within one process."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from eplb.errors import MigrationError, RankError
 from eplb.migration.build import Source
 from rebalance.protocol.ballot import BALLOT_SIZE
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link.link_settings import RankLinkSettings
-from rebalance.weights.local import LocalHost, local_slots
 from rebalance.weights.rank_link import GroupName, OtherRanks, Served, serve_slots
 from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources, map_peers
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank
 from runtime.memory.shared import attach
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, LocalVotes, local_slots
 
 FORK = multiprocessing.get_context("fork")
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
