@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-
-from api.interrupts import leave, leave_on_signals
+from api.interrupts import leave, leaving_on_interrupt
 
 
 def main() -> None:
     """Run the command line."""
-    ending = signal.getsignal(signal.SIGINT)
-    leave_on_signals()
-    from api.cli.main import main as run_command
-
-    if ending is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with leaving_on_interrupt():
+        from api.cli.main import main as run_command
     try:
         run_command()
     except KeyboardInterrupt:

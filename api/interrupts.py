@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -14,6 +16,19 @@ def leave_on_signals(*signals: signal.Signals) -> None:
     for one in (signal.SIGINT, *signals):
         if signal.getsignal(one) is not signal.SIG_IGN:  # nohup, or a shell's background job
             signal.signal(one, leave)
+
+
+@contextmanager
+def leaving_on_interrupt() -> Iterator[None]:
+    """End the process on an interrupt meanwhile, then have it raise KeyboardInterrupt again."""
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if raises:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        if raises:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupt_on_signals() -> None:

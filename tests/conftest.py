@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from eplb.core.model import ModelShape
+from eplb.policies.table import POLICIES
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
@@ -85,6 +86,15 @@ def logging_of_each_test() -> Iterator[None]:
         root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(False)
+
+
+@pytest.fixture(autouse=True)
+def policies_of_each_test() -> Iterator[None]:
+    """Take what a test registered out of the policy table: the generated documents list it."""
+    known = dict(POLICIES)
+    yield
+    for name in POLICIES.keys() - known:
+        del POLICIES[name]
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info, get_group
 
+from api.interrupts import INTERRUPTED, leaving_on_interrupt
+from api.terminal.printable import print_error
 from eplb.errors import EplbError
 
 BAD_INPUT = 2  # exit status
@@ -53,7 +55,8 @@ class Late:
     def load(self, name: str) -> Any:
         """Import the command, under the name that it has for users."""
         module, _, attribute = self.place.partition(":")
-        found = getattr(import_module(module), attribute)
+        with leaving_on_interrupt():
+            found = getattr(import_module(module), attribute)
         if self.words:
             found = found(self.words)
         if isinstance(found, typer.Typer):
@@ -136,9 +139,11 @@ def group_of(panels: dict[str, dict[str, Late]]) -> type[TyperGroup]:
             """Run the command that is asked for."""
             try:
                 return super().invoke(ctx)
+            except KeyboardInterrupt as exc:  # typer would end the process without a word
+                print_error("interrupted")
+                raise typer.Exit(INTERRUPTED) from exc
             except EplbError as exc:
                 from api.processes.commands import Notifier
-                from api.terminal.printable import print_error
 
                 print_error(exc)
                 Notifier().status(str(exc))  # a service manager may have started the command

@@ -12,7 +12,7 @@ from eplb import ModelShape, Placement, Topology, imbalance
 from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.policies.table import POLICIES, greedy_policy, register_policy
+from eplb.policies.table import greedy_policy, register_policy
 from simulations.cost.moved import moved_between
 from simulations.peers.deepseek import deepseek_slots
 from simulations.replay import Scenario, noise_floor, replay, replay_all
@@ -179,10 +179,7 @@ def test_failing_policy_keeps_what_it_did_and_stops_no_other() -> None:
         return greedy_policy(problem)
 
     register_policy("fails_later", fails_later)
-    try:
-        found = replay_all(Scenario(repeated(HOT, 5), FOUR_RANKS), ["fails_later", "none"])
-    finally:
-        del POLICIES["fails_later"]
+    found = replay_all(Scenario(repeated(HOT, 5), FOUR_RANKS), ["fails_later", "none"])
 
     assert len(found[0].imbalance) == 2
     assert "planning after window 2: no place left" in found[0].failed
@@ -239,10 +236,7 @@ def test_steps_of_windows_reach_the_planner() -> None:
         return greedy_policy(problem)
 
     register_policy("watches", watches)
-    try:
-        replay(Scenario(history, FOUR_RANKS), "watches")
-    finally:
-        del POLICIES["watches"]
+    replay(Scenario(history, FOUR_RANKS), "watches")
 
     assert set(seen) == {50}
 

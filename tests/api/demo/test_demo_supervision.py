@@ -72,7 +72,7 @@ def test_hung_controller_is_not_ready_and_is_restarted(
     demo.kill("controller", signal.SIGSTOP)
 
     demo.sees("the first note", notes("the controller: no report for "))
-    assert is_not_ready(demo, "no report from the controller for ")
+    demo.sees("the refusal", lambda _: is_not_ready(demo, "no report from the controller for "))
     assert figure(demo, 'eplb_process_report_age_seconds{deployment="demo",process="contr') >= 3
     assert figure(demo, "eplb_controller_lease_age_seconds") > 0
     demo.sees("its end", notes("killed by SIGKILL; restarting in 0.1 s"))
@@ -113,6 +113,7 @@ def test_killed_host_cache_restarts_and_migrations_resume(
     demo = start_demo(tmp_path, "--serve", *TEXT)
     for number in range(1, 4):
         demo.sees("a commit", commits_from(next_plan(demo)))
+        demo.sees("a host cache", lambda _: "host cache 0" in demo.processes().values())
         demo.kill("host cache 0")
         demo.sees("its end", notes("was killed by SIGKILL; restarting", number))
         demo.sees("a plan after it", commits_from(next_plan(demo)))
@@ -175,6 +176,6 @@ def test_without_a_controller_serving_continues_and_readyz_fails(
     demo.sees("the last note", notes("1 restarts within 3600 s used up, serving continues"))
     at = demo.sees("a step", step_of)
     demo.sees("serving on", serves(at + 200))
-    assert is_not_ready(demo, "its restart budget is used up")
+    demo.sees("the refusal", lambda _: is_not_ready(demo, "its restart budget is used up"))
     assert figure(demo, 'eplb_process_up{deployment="demo",process="controller"}') == 0
     halts_right(demo)

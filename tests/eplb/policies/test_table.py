@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from eplb import POLICIES, Placement, PolicyEntry, Problem, Topology, plan, register_policy
+from eplb import Placement, PolicyEntry, Problem, Topology, plan, register_policy
 from eplb.errors import ConfigError
 from eplb.policies.table import known_policies
 
@@ -23,14 +22,6 @@ def reversed_experts(problem):
     held = np.arange(problem.topology.num_slots)[::-1] % experts
     return Placement(np.tile(held, (layers, 1)).astype(np.int32), experts)
 """
-
-
-@pytest.fixture(autouse=True)
-def _table_as_before() -> Iterator[None]:
-    before = dict(POLICIES)
-    yield
-    POLICIES.clear()
-    POLICIES.update(before)
 
 
 def hot_twice(problem: Problem) -> Placement:
