@@ -12,10 +12,10 @@ from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.rank.sampling import SampleLabel, Sampler
+from rebalance.rank.sampling import Sampler
 from rebalance.rank.step_times import StepTimer
 from rebalance.rank.watcher import ReadAhead, WatchedAgent, Watcher
-from rebalance.recovery.rank import Member, RankRecovery
+from rebalance.recovery.rank import RankRecovery
 from rebalance.stage.figures import StageFigures
 from rebalance.stage.mover import Mover
 from rebalance.stage.share import RankSlots
@@ -23,7 +23,7 @@ from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.scrubber import Scrubber
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
-from rebalance.swap.weight_update import UpdateLinks, WeightUpdate
+from rebalance.swap.weight_update import WeightUpdate
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
@@ -153,10 +153,8 @@ def make_core(
     slots = RankSlots(rank, settings.topology, parts.bank, parts.table, parts.digests)
     recorder = JournalRecorder(links.journal, steps)
     shared = SharedPhase(RankPhase(generation=placement.generation), recorder.note_change)
-    fence, voter = (
-        Fence(),
-        Voter(rank, links.votes, settings.config.vote_deadline_s, links.monotonic),
-    )
+    fence = Fence()
+    voter = Voter(rank, links.votes, settings.config.vote_deadline_s, links.monotonic)
     mover = Mover(
         slots,
         links.sources,
@@ -166,7 +164,7 @@ def make_core(
         beat=watchdog.mover,
     )
     watcher = links.threads(links.store, listener, mover, shared, links.reporter, watchdog)
-    sampler = _sampler(settings, parts, links)
+    sampler = Sampler(settings, parts, links)
     swapper = Swapper(
         placement,
         slots,
@@ -202,23 +200,25 @@ def make_core(
         swapper,
         voting,
         scrub_schedule,
-        UpdateLinks(
-            links.votes, voter, links.sources, settings.config.vote_deadline_s, links.monotonic
-        ),
+        links,
+        voter,
+        deadline_s=settings.config.vote_deadline_s,
         shared=shared,
         fence=fence,
         beat=watchdog.step,
         last_step=steps,
     )
-    member = Member(settings.run, rank, settings.membership, links.votes.dead, links.clock, steps)
     recovery = RankRecovery(
-        member,
+        settings,
+        rank,
+        links,
         swapper,
         voting,
         scrub_schedule,
         shared=shared,
         recorder=recorder,
         beat=watchdog.step,
+        last_step=steps,
     )
     read_ahead = ReadAhead(
         rank,
@@ -247,15 +247,4 @@ def make_core(
         recovery,
         read_ahead,
         StepTimer(links.monotonic),
-    )
-
-
-def _sampler(settings: AgentSettings, parts: RankParts, links: Links) -> Sampler:
-    return Sampler(
-        SampleLabel(settings.config.deployment, settings.run, parts.rank),
-        settings.topology,
-        parts.counter,
-        parts.table.strays,
-        links.reporter,
-        links.clock,
     )

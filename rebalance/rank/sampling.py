@@ -5,34 +5,22 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from eplb.clock import Clock
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
-from eplb.core.topology import Topology
 from eplb.errors import RankError
 from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
-from rebalance.rank.watcher import SampleSink
-from runtime.counters import Cut, SlotCounter
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from runtime.counters import Cut
 from runtime.streams import Completion
 
 NONE = np.zeros(1, dtype=np.int64)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SampleLabel:
-    """Identity of the samples of one rank."""
-
-    deployment: str
-    run: str
-    rank: int
 
 
 class BatchFaults:
@@ -79,20 +67,12 @@ class BatchFaults:
 class Sampler:
     """Makes samples without stopping the compute stream: figures are read once they arrive."""
 
-    def __init__(
-        self,
-        label: SampleLabel,
-        topology: Topology,
-        counter: SlotCounter,
-        strays: torch.Tensor,
-        sink: SampleSink,
-        clock: Clock,
-    ) -> None:
-        self._label, self._slots = label, topology.slots_on(label.rank)
-        self._counter, self._sink, self._clock = counter, sink, clock
-        self._strays, self._last_strays = strays, Cut(strays, NONE)
+    def __init__(self, settings: AgentSettings, parts: RankParts, links: Links) -> None:
+        self._settings, self._parts, self._links = settings, parts, links
+        self._slots, self._strays = settings.topology.slots_on(parts.rank), parts.table.strays
+        self._last_strays = Cut(self._strays, NONE)
         self._first_unsampled = 0
-        self.faults = BatchFaults(label.rank)
+        self.faults = BatchFaults(parts.rank)
         # Samples without their tokens, and the figures that are copied to the host.
         self._on_the_way: deque[tuple[Callable[..., LoadSample], Cut, Mapping[str, Cut], Cut]] = (
             deque()
@@ -111,18 +91,18 @@ class Sampler:
         assert self._phase is not None, "a pass has begun since the last cut"
         make_sample = partial(
             LoadSample,
-            deployment=self._label.deployment,
-            run=self._label.run,
-            rank=self._label.rank,
+            deployment=self._settings.config.deployment,
+            run=self._settings.run,
+            rank=self._parts.rank,
             sequence=self.num_cut,
-            time=self._clock(),
+            time=self._links.clock(),
             first_step=self._first_unsampled,
             last_step=step - 1,
             phase=self._phase,
             generation=placement.generation,
             slot_to_expert=placement.slot_to_expert[:, self._slots],
         )
-        cut, faults = self._counter.cut(), self.faults.cut()
+        cut, faults = self._parts.counter.cut(), self.faults.cut()
         # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
         self._on_the_way.append((make_sample, cut, faults, self._last_strays))
@@ -146,9 +126,9 @@ class Sampler:
             sample = make_sample(tokens=cut.tokens())
             if num_strays := int(strays.tokens()[0]):
                 raise RankError(
-                    f"rank {self._label.rank}: {num_strays} expert ids of steps "
+                    f"rank {self._parts.rank}: {num_strays} expert ids of steps "
                     f"{sample.first_step} to {sample.last_step} are too high, expected them below "
                     "the number of experts: their tokens were dropped"
                 )
             self.faults.read(faults)
-            self._sink.offer(sample)
+            self._links.reporter.offer(sample)
