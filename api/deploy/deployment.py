@@ -22,16 +22,15 @@ from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from telemetry import file_of, open_store
 from telemetry.state.live import Value
 from telemetry.state.store import StateStore, without_password
 
 if TYPE_CHECKING:
     from rebalance.build.description import DeploymentDescription
-    from rebalance.preload.cache.cache_settings import HostCacheSettings
+    from rebalance.weights.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
 SPOOL_FOLDER = "spool"  # in the state folder
@@ -153,7 +152,7 @@ class Deployment:
         record_file = None
         if given[RecordSources].record_file and weights is not None:
             # Imported here: it loads torch, which a controller's process does without.
-            from rebalance.preload.disk.record_file import record_file_beside
+            from rebalance.weights.disk.record_file import record_file_beside
 
             record_file = record_file_beside(weights)
         return replace(given.host_cache, record_file=record_file, links=self.host_links)

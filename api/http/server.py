@@ -20,7 +20,7 @@ from api.http.connections import BoundedConnection
 from api.http.deployments.served import Deployments
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
-from rebalance.network.tls import Certificate
+from rebalance.weights.link.tls import Certificate
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -35,7 +35,7 @@ from api.deploy.roles import run_host_cache
 from eplb.errors import CheckpointError, ConfigError, StoreError
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.places import claim_place
-from rebalance.network.tls import TlsFiles
+from rebalance.weights.link.tls import TlsFiles
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
 from tests.support.certificates import Authority

@@ -18,7 +18,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.rank import BuiltRank, build_rank
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
 from runtime.batch_parts import BatchParts, BatchRules
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
