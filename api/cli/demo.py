@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.config import named_settings
+from api.cli.late import BAD_INPUT
 from api.cli.options import with_options
 from api.config.tree import Settings, load
 from api.demo.options import CUDA_DEFAULTS, DEFAULTS, TOKENS_PER_RANK, Options, SettingFlags
@@ -21,7 +22,6 @@ from api.terminal.printable import print_error, unbreakable_console
 from eplb.errors import ConfigError, EplbError
 from eplb.package_check import check_packages
 
-BAD_INPUT = 2
 WRONG_RESULT = 1
 
 

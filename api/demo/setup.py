@@ -37,6 +37,7 @@ from api.deploy.checkpoint import accept_checkpoint
 from api.deploy.deployment import Deployment, resolve, topology_of
 from api.deploy.first_placement import contiguous_placement, record_start
 from api.deploy.launch import check_gpus
+from api.deploy.model import model_shape
 from api.deploy.secret import VARIABLE as SECRET_VARIABLE
 from eplb.core.model import ModelShape
 from eplb.core.placement import check_fits
@@ -264,15 +265,8 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _shape(settings: Settings) -> ModelShape:
-    given = settings.model
-    return ModelShape(
-        layer_ids=tuple(range(given.layers)),
-        num_experts=given.experts,
-        top_k=given.top_k,
-        hidden=given.hidden,
-        intermediate=given.intermediate,
-        num_shared_experts=1,
-    )
+    own = replace(settings.model, checkpoint=None, layout="eplb")  # the demo writes its weights
+    return replace(model_shape(own), num_shared_experts=1)
 
 
 def _model(options: Options, settings: Settings, state: StateDir) -> tuple[ModelShape, Path | None]:
