@@ -150,7 +150,14 @@ def recommend_command(
     )
     source = times[groups[0]].source
     if json_file is not None:
-        write_json(json_file, _as_json(answer, source))
+        found = {
+            "expert_times": source,
+            "candidates": [one.as_json() for one in answer.candidates],
+            "unfit": [one.as_json() for one in answer.unfit],
+            "batches": [asdict(one) for one in answer.batches],
+            "sentences": answer.sentences(),
+        }
+        write_json(json_file, found)
     plots.write(lambda: recommendation_page(answer, Path(trace).name, source, command_line()))
     best = answer.best
     assert best.placement is not None, "the best candidate was replayed"
@@ -177,16 +184,6 @@ def recommend_command(
         )
     for sentence in assumed:
         console.print(sentence, highlight=False, soft_wrap=True)
-
-
-def _as_json(answer: Answer, source: str) -> dict[str, object]:
-    return {
-        "expert_times": source,
-        "candidates": [one.as_json() for one in answer.candidates],
-        "unfit": [one.as_json() for one in answer.unfit],
-        "batches": [asdict(one) for one in answer.batches],
-        "sentences": answer.sentences(),
-    }
 
 
 def _table(answer: Answer) -> Table:

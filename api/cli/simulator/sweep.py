@@ -85,12 +85,15 @@ def sweep_command(
     times = (timed.model, timed.hardware, timed.prefill, timed.other_us, timed.overlap)
     settings = Settings("", software(), *times, past, ranks_per_node)
     load = _load(trace, steps, timed, deployment)
+    register_peers()
+    policies = tuple(name.strip() for name in policy.split(","))
+    check_names(policies)
     tasks = tasks_of(
         replace(settings, load=load.digest),
         ranks=numbers("--ranks", ranks),
         redundant=numbers("--redundant", redundant, least=0),
         intervals=numbers("--every", every, most=1_000_000),
-        policies=_policies(policy),
+        policies=policies,
         dispatch=[_rule(name.strip()) for name in dispatch.split(",")],
         seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
     )
@@ -128,13 +131,6 @@ def _load(trace: str, steps: int | None, timed: StepOptions, deployment: str) ->
     if trace.startswith(PREFIX):
         return Generated(trace, steps)
     return recorded(windows if steps is None else replace(windows, steps=steps))
-
-
-def _policies(text: str) -> tuple[str, ...]:
-    register_peers()
-    names = tuple(name.strip() for name in text.split(","))
-    check_names(names)
-    return names
 
 
 def _rule(name: str) -> DispatchRule:
