@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from api.access.keys import Actor
     from api.http.deployments.served import Served
     from api.http.service import AdminService
+    from telemetry.state.live import LiveState
     from telemetry.state.store import StateStore
 
 T = TypeVar("T")
@@ -206,6 +207,21 @@ class Call:
             kind = ProblemType.INVALID_REQUEST if is_required else ProblemType.SETTINGS_CHANGED
             raise Refused(kind, why)
         return None if tag == ANY else int(tag.strip('"'))
+
+    def change_live(self, changes: Mapping[str, Any], **given: Any) -> LiveState:
+        """Change live settings at the revision of the request, whose new one is its entity tag.
+
+        Raises:
+            Refused: another change came first.
+        """
+        from eplb.errors import StaleRevision
+
+        try:
+            state = self.store.change_live(changes, expected=self.expected_revision(), **given)
+        except StaleRevision as exc:
+            raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
+        self.tag(state.revision)
+        return state
 
     def if_generation(self) -> str:
         """Return the entity tag of the generation that must serve; ANY without one."""

@@ -19,7 +19,7 @@ from api.operations.declaration import (
     command,
     operation,
 )
-from api.operations.printing import table
+from api.operations.printing import listing
 from eplb import __version__
 from eplb.declared import Meaning, Named
 
@@ -148,10 +148,10 @@ def _unread(name: str, why: str, *, is_default: bool) -> DeploymentLine:
 )
 def show_deployments(found: dict[str, Any]) -> None:
     """List the deployments that a service shows, and how each stands."""
-    names = ("name", "verdict", "num_ranks", "generation", "imbalance", "movement", "reason")
-    rows = ([one[name] for name in names] for one in found["deployments"])
-    columns = ("deployment", "verdict", "ranks", "generation", "imbalance", "movement")
-    table(columns, rows, "reason")
+    listing(
+        found["deployments"],
+        "name:deployment verdict num_ranks:ranks generation imbalance movement reason",
+    )
 
 
 @dataclass(frozen=True)
