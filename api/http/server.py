@@ -17,7 +17,7 @@ import uvicorn
 
 from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
-from api.http.deployments.served import Deployments
+from api.http.deployments import Deployments
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
 from rebalance.network.tls import Certificate

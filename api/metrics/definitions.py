@@ -237,7 +237,7 @@ def _telemetry(scrape: Scrape) -> Iterator[Metric]:
     if scrape.event_streams is not None:
         num_open, num_dropped = scrape.event_streams
         yield _gauge("event_streams", "Open streams of events of this service.", num_open)
-        slow_help = "Streams of events that were dropped, because they were read too slowly."
+        slow_help = "Streams of events that were ended, because nothing was read of them for 10 s."
         yield _counter("event_streams_dropped", slow_help, num_dropped)
 
 

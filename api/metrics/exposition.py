@@ -8,11 +8,10 @@ or rank; the page has those. ``level`` adds more. The library's global registry 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any, get_args
 
-from api.http.event_feed import EventFeed
 from api.metrics.definitions import Level, Metric, Scrape, metrics_of
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
@@ -63,8 +62,9 @@ class Exposition:
     """The metrics of one deployment, over its monitor.
 
     Args:
-        feed: of the event streams; None: there are none.
         level: ``layer`` adds a series per layer, ``rank`` one per layer and rank as well.
+        event_streams: gives how many are open, and how many were ended as too slow; None: there
+            are none.
 
     Raises:
         ConfigError: an unknown level.
@@ -76,13 +76,13 @@ class Exposition:
         level: Level = "default",
         *,
         reader: BackgroundReader | None = None,
-        feed: EventFeed | None = None,
+        event_streams: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         if level not in get_args(Level):
             known = ", ".join(get_args(Level))
             raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
         self._monitor, self._level = monitor, level
-        self._reader, self._feed = reader or BackgroundReader(monitor), feed
+        self._reader, self._event_streams = reader or BackgroundReader(monitor), event_streams
 
     def families(self) -> Iterator[Any]:
         """Give the metrics in the library's own form.
@@ -99,7 +99,7 @@ class Exposition:
             samples_stored=sum(store.sample_counts(run).values()) if run is not None else 0,
             backend=store.backend.kind,
             received=self._monitor.received() if self._level == "rank" else None,
-            event_streams=(self._feed.num_clients, self._feed.dropped) if self._feed else None,
+            event_streams=self._event_streams() if self._event_streams else None,
         )
         for metric in metrics_of(scrape, self._level):
             yield _family(metric, seen.state.deployment)
