@@ -100,7 +100,7 @@ def create_app(
     app.state.deployments, app.state.limits = deployments, limits
     app.state.streams = deployments
     app.state.audit = None if state_dir is None else Audit(state_dir)
-    app.add_middleware(Changes, limits=limits, state_dir=state_dir)
+    app.add_middleware(Changes, state_dir=state_dir)
     app.add_middleware(Choice, deployments=deployments)
     _add_checks(app, token, state_dir, actor)
     app.add_middleware(Prefix)

@@ -106,7 +106,8 @@ class Deployments:
     def start(self) -> None:
         """Read in the background, and look for new deployments."""
         self._stopped.clear()
-        self._started = True
+        self._look()
+        self._started, self.is_closing = True, False
         for one in self._served.values():
             self._watch(one)
         if self._others is not None:
@@ -130,11 +131,6 @@ class Deployments:
                 with suppress(EplbError):
                     one.store.close()
         self._served = {self.own.name: self.own}  # a service that is started again opens them anew
-
-    def open_streams(self) -> None:
-        """Accept clients of event streams, before the service starts."""
-        self.is_closing = False
-        self._look()
 
     def close_streams(self) -> None:
         """End all event streams, which would outlast every deadline."""

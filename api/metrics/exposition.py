@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any
 
-from api.metrics.definitions import Level, Metric, Scrape, metrics_of
+from api.metrics.definitions import Level, Metric, metrics_of
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
 from api.monitor.state import BUCKETS_S, Durations
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,6 @@ class Exposition:
         level: ``layer`` adds a series per layer, ``rank`` one per layer and rank as well.
         event_streams: gives how many are open, and how many were ended as too slow; None: there
             are none.
-
-    Raises:
-        ConfigError: an unknown level.
     """
 
     def __init__(
@@ -78,9 +75,6 @@ class Exposition:
         reader: BackgroundReader | None = None,
         event_streams: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        if level not in get_args(Level):
-            known = ", ".join(get_args(Level))
-            raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
         self._monitor, self._level = monitor, level
         self._reader, self._event_streams = reader or BackgroundReader(monitor), event_streams
 
@@ -92,8 +86,9 @@ class Exposition:
         """
         seen, store = self._reader.reading(), self._monitor.store
         run = seen.state.run
-        scrape = Scrape(
-            seen=seen,
+        found = metrics_of(
+            seen,
+            self._level,
             drift=self._monitor.drift(seen),
             migration=store.published(),
             samples_stored=sum(store.sample_counts(run).values()) if run is not None else 0,
@@ -101,7 +96,7 @@ class Exposition:
             received=self._monitor.received() if self._level == "rank" else None,
             event_streams=self._event_streams() if self._event_streams else None,
         )
-        for metric in metrics_of(scrape, self._level):
+        for metric in found:
             yield _family(metric, seen.state.deployment)
 
 

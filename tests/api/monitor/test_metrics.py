@@ -26,7 +26,6 @@ from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.decision.triggers import ACTS
-from eplb.errors import ConfigError
 from telemetry import open_store
 from telemetry.state.live import Control
 from telemetry.state.store import StateStore
@@ -203,11 +202,6 @@ def test_tokens_of_each_rank_are_counted_when_asked_for() -> None:
     assert found["eplb_tokens_total"] == tokens
     assert found["eplb_layer_balancedness"] == {("0",): 0.75, ("1",): 0.75}
     assert {phase for _, phase in found["eplb_balancedness"]} == {"decode"}
-
-
-def test_unknown_metrics_level_is_refused(store: StateStore) -> None:
-    with pytest.raises(ConfigError, match=r"'expert'.*default"):
-        text_of(store, level="expert")  # type: ignore[arg-type]
 
 
 def test_figures_are_those_of_the_run(store: StateStore) -> None:

@@ -17,7 +17,7 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.metrics.definitions import Metric, Scrape, metrics_of
+from api.metrics.definitions import Metric, metrics_of
 from api.metrics.exposition import Exposition, metrics_text
 from api.metrics.observability import ALERTS, DASHBOARD
 from api.monitor.monitor import Monitor
@@ -74,8 +74,16 @@ def metrics() -> dict[str, Metric]:
         supervision=SupervisionView(tuple(processes), 0.1),
     )
     drift = Drift(np.zeros(1), 0.0, 0.0)
-    scrape = Scrape(seen, drift, None, 0, "memory", received=tokens)
-    return {metric.name: metric for metric in metrics_of(scrape, "rank")}
+    found = metrics_of(
+        seen,
+        "rank",
+        drift=drift,
+        migration=None,
+        samples_stored=0,
+        backend="memory",
+        received=tokens,
+    )
+    return {metric.name: metric for metric in found}
 
 
 KNOWN = metrics()
