@@ -7,14 +7,14 @@ works off, and a switch is a row that every process obeys.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from api.http.answers import TaskAnswer, task_answer
 from api.http.problems import ProblemType, Refused
 from api.http.refusals import OF_REFUSAL
 from api.metrics.definitions import Level
-from api.metrics.exposition import Exposition
+from api.metrics.exposition import metric_families
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
@@ -77,12 +77,7 @@ class AdminService:
         )
         self.reader = BackgroundReader(self.monitor)
         self.num_streams = self.num_slow_streams = 0  # of events: open; ended as too slow
-        self.metrics = Exposition(
-            self.monitor,
-            metrics_level,
-            reader=self.reader,
-            event_streams=lambda: (self.num_streams, self.num_slow_streams),
-        )
+        self._metrics_level = metrics_level
         self.of_reading, self.of_commit = Made(), Made()
         self._plan_wait_s, self._clock = plan_wait_s, clock
 
@@ -92,6 +87,15 @@ class AdminService:
         return self.store.deployment
 
     # -- questions
+    def metrics(self) -> Iterator[Any]:
+        """Give the metrics in the library's own form.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        streams = self.num_streams, self.num_slow_streams
+        return metric_families(self.reader, self._metrics_level, streams)
+
     def readiness(self) -> str:
         """State that every rank serves. Where the reader runs, this never waits for the store.
 

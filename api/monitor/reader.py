@@ -37,7 +37,7 @@ class BackgroundReader:
     """
 
     def __init__(self, monitor: Monitor, *, clock: Clock = time.monotonic) -> None:
-        self._monitor, self._clock = monitor, clock
+        self.monitor, self._clock = monitor, clock
         self._lock = threading.Lock()
         self._latest: Reading | None = None
         self._listeners: frozenset[Callable[[], None]] = frozenset()  # replaced, never changed
@@ -100,11 +100,11 @@ class BackgroundReader:
         if not why and age_s <= UNREAD_S:
             return latest
         why = f"the store has not been read for {age_s:.0f} s: {why or 'it does not answer'}"
-        return self._monitor.judged(replace(latest, state=replace(latest.state, unread=why)))
+        return self.monitor.judged(replace(latest, state=replace(latest.state, unread=why)))
 
     def _read(self) -> Reading:
-        self._monitor.refresh()
-        found = self._monitor.reading()
+        self.monitor.refresh()
+        found = self.monitor.reading()
         with self._lock:
             self._latest, self._read_at, self._failure = found, self._clock(), ""
         self.wake_listeners()
@@ -115,7 +115,7 @@ class BackgroundReader:
         while not self._stopped.is_set():
             try:
                 self._read()
-                version = self._monitor.store.wait(version, PERIOD_S)
+                version = self.monitor.store.wait(version, PERIOD_S)
             except EplbError as exc:
                 self._failed(f"{type(exc).__name__}: {exc}")
                 self._stopped.wait(PERIOD_S)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.metrics.definitions import Metric, metrics_of
-from api.metrics.exposition import Exposition, metrics_text
+from api.metrics.exposition import metric_families, metrics_text
 from api.metrics.observability import ALERTS, DASHBOARD
 from api.monitor.monitor import Monitor
+from api.monitor.reader import BackgroundReader
 from api.monitor.state import Leadership
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
@@ -241,4 +243,5 @@ def promtool(*arguments: str, text: str | None = None) -> None:
 def test_promtool_takes_the_rules_and_the_metrics() -> None:
     store = MemoryStore("d")
     promtool("check", "rules", str(ALERTS))
-    promtool("check", "metrics", text=metrics_text([Exposition(Monitor(store))])[0].decode())
+    shown = partial(metric_families, BackgroundReader(Monitor(store)))
+    promtool("check", "metrics", text=metrics_text([shown])[0].decode())
