@@ -24,8 +24,7 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.tree import profile_names
-from api.deploy.deployment import Deployment, resolve
-from api.deploy.hosts import host_here
+from api.deploy.deployment import Deployment, host_here, resolve
 from api.deploy.secret import Secret
 from api.terminal.printable import printable
 from eplb.settings.loader import PROFILE_VARIABLE
@@ -74,14 +73,14 @@ def check(
         return
     # Imported here: it needs the extra "api".
     from api.deploy.check import check_all, check_profiles, costs_of, lines_of
-    from api.deploy.checkpoint import ACCEPT, accept_checkpoint
     from api.deploy.first_placement import check_belongs
+    from api.deploy.model import ACCEPT, accept_checkpoint
 
     deployment = deployment_of(configured, "check")
     if accept:
         with closing(deployment.opened_store()) as store:
             check_belongs(store, deployment)
-            say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
+            say(printable(accept_checkpoint(store, deployment.settings.model, ACCEPT)))
     here, others = host_here(deployment, host), _other_profiles(configured)
     is_ok = _all_said(chain(check_all(deployment, here), check_profiles(deployment, here, others)))
     for line in lines_of(costs_of(deployment)):

@@ -11,8 +11,7 @@ import typer
 
 from api.cli.config import Configured
 from api.cli.options import with_options
-from api.deploy.deployment import Deployment, resolve
-from api.deploy.hosts import host_here
+from api.deploy.deployment import Deployment, host_here, resolve
 from api.processes.commands import own_command, raise_descriptor_limit, set_title
 from api.terminal.logs import set_up_logging
 from eplb.errors import ConfigError

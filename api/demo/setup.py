@@ -33,11 +33,10 @@ from api.demo.options import Options
 from api.demo.state_dir import SETTINGS_FILE, StateDir
 from api.demo.text import SEQUENCE_LENGTH, VOCABULARY, Load, domains_of, standard_domains
 from api.deploy.check import port_refusal
-from api.deploy.checkpoint import accept_checkpoint
 from api.deploy.deployment import Deployment, resolve, topology_of
 from api.deploy.first_placement import contiguous_placement, record_start
 from api.deploy.launch import check_gpus
-from api.deploy.model import model_shape
+from api.deploy.model import accept_checkpoint, model_shape
 from api.deploy.secret import VARIABLE as SECRET_VARIABLE
 from eplb.core.model import ModelShape
 from eplb.core.placement import check_fits
@@ -128,7 +127,7 @@ def begin(options: Options, deployment: Deployment, store: StateStore) -> int:
     generation = None if committed is None else committed.placement.generation
     model, topology = deployment.model, deployment.topology
     record_start(store, deployment, BY)
-    accept_checkpoint(store, deployment.checkpoint, BY)
+    accept_checkpoint(store, deployment.settings.model, BY)
     live = store.set_static(deployment.static, reason="start of the demo")
     for one in overriding(live):
         log.warning("live setting: %s; eplb config --live changes it", one)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from api.access.keys import Actor
-    from api.http.deployments.served import Served
     from api.http.service import AdminService
     from telemetry.state.live import LiveState
     from telemetry.state.store import StateStore
@@ -168,15 +167,9 @@ class Call:
         return self._sent
 
     @property
-    def served(self) -> Served:
-        """What answers for the deployment of the path."""
-        found: Served = self.request.state.served
-        return found
-
-    @property
     def service(self) -> AdminService:
-        """The answers of that deployment."""
-        return self._service or self.served.service
+        """The answers of the deployment of the path."""
+        return self._service or self.request.state.service
 
     @property
     def store(self) -> StateStore:

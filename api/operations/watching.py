@@ -325,7 +325,7 @@ async def event_stream(
             raise Refused(ProblemType.INVALID_REQUEST, why)
         after = int(given)
     shared = call.request.app.state
-    return EventStream(call.service.feed, after, shared.limits, shared.deployments)
+    return EventStream(call.service, after, shared.limits, shared.deployments)
 
 
 @operation(f"GET {V1}/anomalies", answer="api.monitor.anomalies:Anomaly", page="anomalies")

@@ -1,7 +1,14 @@
-"""The deployments of one service: its own, and others of the same store.
+"""The deployments of one service: its own, and others of the same store; how a path chooses one.
 
-Each has a store, a background reader and streams of events of its own. They share the
-routes, the access keys, the audit and the limits of the service.
+    /api/v1/state                          of the service's own deployment
+    /deployments/NAME/api/v1/state         the same route, of deployment NAME
+
+    Prefix -> Authentication -> Guard -> Choice -> Changes -> route
+
+``Prefix`` removes the prefix first, so that roles, limits and routes depend on the route alone.
+``Choice`` comes after authentication: clients without a key cannot enumerate deployments. Each
+deployment has a store and a background reader of its own. They share the routes, the access keys,
+the audit and the limits of the service.
 """
 
 from __future__ import annotations
@@ -12,32 +19,25 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
-from api.http.latest import LatestAnswer
+from starlette.datastructures import MutableHeaders
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from api.http.problems import ProblemType, Refused
+from api.http.refusals import problem
 from api.http.service import AdminService
 from eplb.clock import Deadline
 from eplb.errors import EplbError
 from telemetry.state.store import StateStore
 
+PREFIX = "/deployments/"
 MOST = 64  # each takes a thread and some megabytes
 LOOK_S = 5.0  # after which the store is looked at for deployments that are new in it
 STOP_DEADLINE_S = 5.0  # of all readers together
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Served:
-    """What answers for one deployment."""
-
-    service: AdminService
-    readiness: LatestAnswer
-
-    @property
-    def name(self) -> str:
-        """Name of the deployment."""
-        return self.service.store.deployment
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Deployments:
 
     def __init__(
         self,
-        own: Served,
+        own: AdminService,
         others: Others | None,
-        serve: Callable[[StateStore], Served],
+        serve: Callable[[StateStore], AdminService],
         *,
         is_watching: bool,
     ) -> None:
@@ -70,12 +70,13 @@ class Deployments:
         self._others, self._serve, self._is_watching = others, serve, is_watching
         self._served = {own.name: own}  # replaced, never changed, so that readers need no lock
         self._unusable: dict[str, str] = {}  # why the store of a name cannot be opened
+        self.is_closing = False  # no stream of events is accepted, and the open ones end
         self._started = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._look()
 
-    def all(self) -> list[Served]:
+    def all(self) -> list[AdminService]:
         """The own one first, then the others by name."""
         others = sorted(self._served.keys() - {self.own.name})
         return [self.own, *(self._served[name] for name in others)]
@@ -84,7 +85,7 @@ class Deployments:
         """Names whose store cannot be opened, and why."""
         return self._unusable
 
-    def one(self, name: str) -> Served:
+    def one(self, name: str) -> AdminService:
         """The deployment of a name.
 
         Raises:
@@ -100,12 +101,13 @@ class Deployments:
 
     def num_streams(self) -> int:
         """Streams of events that are open, of all deployments."""
-        return sum(one.service.feed.num_clients for one in self._served.values())
+        return sum(one.num_streams for one in self._served.values())
 
     def start(self) -> None:
         """Read in the background, and look for new deployments."""
         self._stopped.clear()
-        self._started = True
+        self._look()
+        self._started, self.is_closing = True, False
         for one in self._served.values():
             self._watch(one)
         if self._others is not None:
@@ -121,25 +123,20 @@ class Deployments:
             self._thread = None
         self._started = False
         for one in self._served.values():
-            one.service.reader.end()
+            one.reader.end()
         for one in self._served.values():
-            one.service.reader.stop(deadline.left_s)
+            one.reader.stop(deadline.left_s)
         for one in self._served.values():
             if one is not self.own:
                 with suppress(EplbError):
-                    one.service.store.close()
+                    one.store.close()
         self._served = {self.own.name: self.own}  # a service that is started again opens them anew
-
-    def open_streams(self) -> None:
-        """Accept clients of event streams, before the service starts."""
-        self._look()
-        for one in self._served.values():
-            one.service.feed.open()
 
     def close_streams(self) -> None:
         """End all event streams, which would outlast every deadline."""
+        self.is_closing = True
         for one in self._served.values():
-            one.service.feed.close()
+            one.reader.wake_listeners()
 
     def _run(self) -> None:
         while not self._stopped.wait(LOOK_S):
@@ -168,7 +165,7 @@ class Deployments:
             self._served = self._served | {name: found}
             self._watch(found)
 
-    def _opened(self, others: Others, name: str) -> Served:
+    def _opened(self, others: Others, name: str) -> AdminService:
         store = others.open_store(name)
         try:
             return self._serve(store)
@@ -176,6 +173,71 @@ class Deployments:
             store.close()
             raise
 
-    def _watch(self, one: Served) -> None:
+    def _watch(self, one: AdminService) -> None:
         if self._started and self._is_watching:
-            one.service.reader.start()
+            one.reader.start()
+
+
+def path_of(name: str) -> str:
+    """Return the path of a deployment's page, below which are its routes."""
+    return f"{PREFIX}{quote(name, safe='')}/"
+
+
+class Prefix:
+    """ASGI middleware: takes the prefix off a path, and gives it to a ``Location``.
+
+    The name is in ``scope["state"]["asked_for"]``; None: the path has none.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.get("state", {}) | {"asked_for": None}
+        if not scope["path"].startswith(PREFIX):
+            await self._app({**scope, "state": state}, receive, send)
+            return
+        # Split before it is decoded: a name may have a slash.
+        raw = scope["raw_path"].decode("latin-1").removeprefix(PREFIX)
+        name, slash, rest = raw.partition("/")
+        prefix = f"{PREFIX}{name}"
+        if not slash:  # links of the page are relative to the path with it
+            await RedirectResponse(f"{prefix}/")(scope, receive, send)
+            return
+
+        async def located(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if headers.get("location", "").startswith("/"):
+                    headers["location"] = prefix + headers["location"]
+            await send(message)
+
+        state["asked_for"] = unquote(name)
+        path = {"path": f"/{unquote(rest)}", "raw_path": f"/{rest}".encode("latin-1")}
+        await self._app({**scope, **path, "state": state}, receive, located)
+
+
+class Choice:
+    """ASGI middleware: looks the deployment up, or answers that there is none.
+
+    What answers for it is in ``scope["state"]["service"]``, its name in ``["deployment"]``.
+    """
+
+    def __init__(self, app: ASGIApp, deployments: Deployments) -> None:
+        self._app, self._deployments = app, deployments
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass the request on."""
+        if scope["type"] == "http":
+            name = scope["state"]["asked_for"]
+            try:
+                found = self._deployments.own if name is None else self._deployments.one(name)
+            except Refused as exc:
+                await problem(exc.kind, str(exc), exc.headers)(scope, receive, send)
+                return
+            scope["state"] |= {"service": found, "deployment": found.name}
+        await self._app(scope, receive, send)
