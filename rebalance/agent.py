@@ -32,11 +32,10 @@ from rebalance.protocol import phases
 from rebalance.protocol.voter import Exchange
 from rebalance.rank.core import make_core
 from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.rank.report import rank_state
 from rebalance.rank.step_times import LOAD_PHASES
 from rebalance.recovery.survivors import REPORT_DEADLINE_S
 from rebalance.swap.swapper import StepFigures
-from rebalance.transport.ranks.server import RankLinkServer
+from rebalance.weights.link.server import LinkServer
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from telemetry.state.runs import EXPERT_TIMES, REPORT_EVERY_S, RankState
@@ -62,7 +61,7 @@ class RankAgent:
             core.scrub_schedule,
         )
         self._update, self._recovery = core.update, core.recovery
-        self._link_server: RankLinkServer | None = None
+        self._link_server: LinkServer | None = None
         self._has_ended = False  # on every rank, by vote
         self._has_failed = False  # the last call, by an error of this rank's own
         self._watchdog.step.busy("before the first step")
@@ -304,7 +303,7 @@ class RankAgent:
         After an error of this rank's own the others detect a death; else it is an orderly leave.
         """
         self.core.watcher.close()
-        self.core.links.transport.close()
+        self.core.links.sources.close()
         if self._link_server is not None:
             self._link_server.close()
         self.core.links.votes.close(is_failure=self._has_failed)
@@ -359,4 +358,4 @@ class RankAgent:
         """Return how this rank stands, for the store."""
         times = {} if self.expert_times is None else {EXPERT_TIMES: vars(self.expert_times)}
         own = {REPORT_EVERY_S: self.report_every_s} | times
-        return rank_state(self.core, own | self.notes)
+        return self.core.report(own | self.notes)

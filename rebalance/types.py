@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
 Record = tuple[int, int]  # (layer, expert)
 Digest = tuple[int, int]  # the two sums of a record's bytes (runtime.memory.shared.digest)
+IsWanted = Callable[[], bool]  # asked between slices of a wait for another process
+
+
+class CalledOff(Exception):
+    """The wait was cancelled. Not a failure of the source: no other source is tried."""
+
+
+def always() -> bool:
+    """Wait for the answer up to the deadline, whatever happens meanwhile."""
+    return True
 
 
 class StepCounter(Protocol):

@@ -52,7 +52,7 @@ RULES = {
     # What several folders share, and folders that know nothing of how bytes move.
     "rebalance/types": rule("eplb", ""),
     "rebalance/protocol": rule("eplb runtime rebalance.types", "numpy torch"),
-    "rebalance/preload/disk": rule("eplb runtime rebalance.types", "numpy torch"),
+    "rebalance/weights/disk": rule("eplb runtime rebalance.types", "numpy torch"),
     # Where a rank, a host's cache and a controller are put together; a serving process embeds it.
     "rebalance/build": rule(
         SERVING,
@@ -75,9 +75,7 @@ RULES = {
         "eplb telemetry runtime rebalance.engines", "numpy torch sglang"
     ),
     # The controller runs where there is no torch and no expert.
-    "rebalance/controller": rule(
-        "eplb telemetry rebalance.preload.cache.cache_settings rebalance.threads", "numpy"
-    ),
+    "rebalance/controller": rule("eplb telemetry", "numpy"),
     "simulations": rule("eplb telemetry", "numpy scipy plotly matplotlib pyarrow rich ray"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
@@ -195,9 +193,9 @@ def test_folder_imports_only_what_its_rule_names(folder: str) -> None:
         ("runtime.experts", "rebalance/controller/loop.py", False),
         ("torch", "rebalance/controller/loop.py", False),
         ("rebalance.agent", "rebalance/types.py", False),
-        ("rebalance.transport.interface", "rebalance/protocol/voter.py", False),
+        ("rebalance.weights.sources", "rebalance/protocol/voter.py", False),
         ("rebalance.types", "rebalance/protocol/voter.py", True),
-        ("rebalance.preload.cache.local_socket", "rebalance/preload/disk/expert_loader.py", False),
+        ("rebalance.weights.cache.address", "rebalance/weights/disk/record_loader.py", False),
         ("runtime.experts", "simulations/replay.py", False),
         ("rebalance.agent", "api/demo/run.py", True),
     ],

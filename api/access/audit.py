@@ -25,7 +25,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Annotated
 
-from api.access.keys import Role
+from api.access.keys import Role, private
 from eplb.declared import Meaning
 from eplb.errors import EplbError
 
@@ -89,7 +89,7 @@ class Audit:
         entry = replace(entry, reason=entry.reason[:MOST_TEXT], action=entry.action[:MOST_TEXT])
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a+b", opener=_private) as file:
+            with open(self.path, "a+b", opener=private) as file:
                 flock(file, LOCK_EX)
                 last, end = self._last(file.fileno())
                 sealed = entry.sealed(
@@ -226,7 +226,3 @@ def _entry(line: bytes, where: str) -> AuditEntry:
         return AuditEntry(**json.loads(line))
     except (ValueError, TypeError) as exc:
         raise BrokenChain(f"{where} of the audit is no entry: {exc}") from exc
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

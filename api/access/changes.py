@@ -1,6 +1,6 @@
 """Changes over HTTP: each is in the audit, and one that is repeated is done once.
 
-    Authentication -> Guard -> Changes -> route
+    Authentication -> Guard -> Choice -> Changes -> route
 
 A change is in the audit before it is done, and its outcome after it. Where the audit cannot be
 written nothing is changed. A POST with an ``Idempotency-Key`` is done once: the same request again
@@ -23,9 +23,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access.audit import Audit, AuditEntry, AuditError
-from api.access.authentication import OF_HOST, client_address
-from api.access.keys import Actor
-from api.http.guard import SAFE_METHODS, HttpLimits, replayed, whole_body
+from api.access.authentication import client_address
+from api.http.guard import SAFE_METHODS
 from api.http.problems import ProblemType
 from api.http.refusals import problem
 from eplb.clock import Clock
@@ -48,9 +47,21 @@ class _Answer:
     messages: list[Message] = field(default_factory=list)
     is_done: bool = False
 
+    def kept(self, send: Send) -> Send:
+        """Keep what is sent."""
+
+        async def keep(message: Message) -> None:
+            self.messages.append(message)
+            # Before it is sent: whoever has the answer may repeat the request at once.
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                self.is_done = self.messages[0]["status"] < 500
+            await send(message)
+
+        return keep
+
 
 class Changes:
-    """ASGI middleware around the routes; the deployment is chosen before it.
+    """ASGI middleware around the routes: actor, body and deployment are in ``scope["state"]``.
 
     Args:
         state_dir: that has the audit; None: there is none.
@@ -62,13 +73,11 @@ class Changes:
         self,
         app: ASGIApp,
         *,
-        limits: HttpLimits,
         state_dir: Path | None,
         clock: Clock = time.time,
         age_clock: Clock = time.monotonic,
     ) -> None:
         self._app, self._clock, self._age_clock = app, clock, age_clock
-        self._limits = limits
         self._audit = None if state_dir is None else Audit(state_dir)
         self._answers: OrderedDict[_Place, _Answer] = OrderedDict()
 
@@ -77,28 +86,30 @@ class Changes:
         if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
             await self._app(scope, receive, send)
             return
-        body = await whole_body(receive, self._limits.max_body_bytes)
-        if body is None:
+        state = scope["state"]
+        try:
+            reason = _checked_reason(state["body"])
+        except ValueError as exc:
+            await problem(ProblemType.INVALID_REQUEST, str(exc))(scope, receive, send)
             return
-        unusable = _unusable(body)
-        if unusable is not None:
-            await problem(ProblemType.INVALID_REQUEST, unusable)(scope, receive, send)
-            return
-        actor: Actor = scope.get("state", {}).get("actor", OF_HOST)
         key = Headers(scope=scope).get(HEADER)
         if key is None or scope["method"] != "POST":
-            await self._audited(scope, body, receive, send, actor)
+            await self._audited(scope, receive, send, reason)
             return
         if not 1 <= len(key) <= MOST_KEY:
             detail = f"an idempotency key of {len(key)} characters, expected 1 to {MOST_KEY}"
             await problem(ProblemType.INVALID_REQUEST, detail)(scope, receive, send)
             return
-        place = actor.name, scope["state"]["deployment"], scope["path"], key
-        digest = sha256(body).hexdigest()
+        place = state["actor"].name, state["deployment"], scope["path"], key
+        digest = sha256(state["body"]).hexdigest()
         known = self._known(place)
         if known is None:
             answer = self._answers[place] = _Answer(digest, self._age_clock())
-            await self._kept(answer, place, scope, body, receive, send, actor)
+            try:
+                await self._audited(scope, receive, answer.kept(send), reason)
+            finally:
+                if not answer.is_done:  # a fault of the service: the client may try again
+                    self._answers.pop(place, None)
         elif known.body != digest:
             detail = "this idempotency key was used for another body, expected the same"
             await problem(ProblemType.KEY_REUSED, detail)(scope, receive, send)
@@ -118,35 +129,10 @@ class Changes:
             self._answers.popitem(last=False)
         return self._answers.get(place)
 
-    async def _kept(
-        self,
-        answer: _Answer,
-        place: _Place,
-        scope: Scope,
-        body: bytes,
-        receive: Receive,
-        send: Send,
-        actor: Actor,
-    ) -> None:
-        async def keep(message: Message) -> None:
-            answer.messages.append(message)
-            # Before it is sent: whoever has the answer may repeat the request at once.
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                answer.is_done = answer.messages[0]["status"] < 500
-            await send(message)
-
-        try:
-            await self._audited(scope, body, receive, keep, actor)
-        finally:
-            if not answer.is_done:  # a fault of the service: the client may try again
-                self._answers.pop(place, None)
-
-    async def _audited(
-        self, scope: Scope, body: bytes, receive: Receive, send: Send, actor: Actor
-    ) -> None:
-        audit = self._audit
+    async def _audited(self, scope: Scope, receive: Receive, send: Send, reason: str) -> None:
+        audit, actor = self._audit, scope["state"]["actor"]
         if audit is None:
-            await self._app(scope, replayed(body, receive), send)
+            await self._app(scope, receive, send)
             return
         entry = AuditEntry(
             time=self._clock(),
@@ -156,7 +142,7 @@ class Changes:
             address=client_address(scope),
             request=uuid.uuid4().hex,
             action=f"{scope['method']} {scope['path']}",
-            reason=_reason(body),
+            reason=reason,
             outcome="asked",
         )
         try:
@@ -188,33 +174,30 @@ class Changes:
             await send(message)
 
         try:
-            await self._app(scope, replayed(body, receive), note)
+            await self._app(scope, receive, note)
         finally:
             if not is_noted:
                 await outcome()
 
 
-def _unusable(body: bytes) -> str | None:
-    """Why no answer, event or audit could repeat a body; None: the route checks the rest."""
+def _checked_reason(body: bytes) -> str:
+    """The reason in a body; the route refuses what is no body of it.
+
+    Raises:
+        ValueError: no answer, event or audit could repeat the body.
+    """
     constants: list[str] = []
     try:
         found = json.loads(body, parse_constant=constants.append)
         json.dumps(found, ensure_ascii=False).encode()
-    except RecursionError:
-        return "the body is nested too deep, expected a few levels"
-    except UnicodeEncodeError:
-        return "the body has half of a surrogate pair, expected Unicode text"
-    except ValueError:
-        return None
-    return f"the body has {constants[0]}, expected JSON, which lacks it" if constants else None
-
-
-def _reason(body: bytes) -> str:
-    """The reason in a body; the route refuses what is no body of it."""
-    try:
-        found = json.loads(body)
+    except RecursionError as exc:
+        raise ValueError("the body is nested too deep, expected a few levels") from exc
+    except UnicodeEncodeError as exc:
+        raise ValueError("the body has half of a surrogate pair, expected Unicode text") from exc
     except ValueError:
         return ""
+    if constants:
+        raise ValueError(f"the body has {constants[0]}, expected JSON, which lacks it")
     return str(found.get("reason", "")) if isinstance(found, dict) else ""
 
 

@@ -12,8 +12,8 @@ import typer
 
 from api.access.audit import START, Audit, BrokenChain, local_actor, note
 from api.access.keys import AccessKeys
-from api.cli.deploy import Config, Profile, Setting, settings_of
-from api.cli.options import AsJson
+from api.cli.config import Configured
+from api.cli.options import AsJson, with_options
 from api.terminal.printable import printable
 
 keys = typer.Typer(no_args_is_help=True)
@@ -22,25 +22,24 @@ Name = Annotated[str, typer.Argument(help="Name of the key: who has it.")]
 Reason = Annotated[str, typer.Option(help="Reason; stored in the audit.")]
 
 
-def _place(config: Path | None, setting: list[str] | None, profile: str | None) -> tuple[Path, str]:
-    deployment = settings_of(config, setting, profile).deployment
+def _place(configured: Configured) -> tuple[Path, str]:
+    deployment = configured.settings().deployment
     return deployment.state_dir, deployment.name
 
 
 @keys.command("add")
+@with_options
 def add_key(
+    configured: Configured,
     name: Name,
     role: Annotated[str, typer.Option(help="viewer, operator or admin.")] = "viewer",
     reason: Reason = "added from the command line",
-    config: Config = None,
-    setting: Setting = None,
-    profile: Profile = None,
 ) -> None:
     """Add a key and print it, once: the file has its salted hash alone.
 
     The first key closes a service that was open to every user of this host.
     """
-    state_dir, deployment = _place(config, setting, profile)
+    state_dir, deployment = _place(configured)
     note(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason, "asked")
     key = AccessKeys(state_dir).add(name, role)
     typer.echo(key)
@@ -48,29 +47,27 @@ def add_key(
 
 
 @keys.command("remove")
+@with_options
 def remove_key(
+    configured: Configured,
     name: Name,
     reason: Reason = "removed from the command line",
-    config: Config = None,
-    setting: Setting = None,
-    profile: Profile = None,
 ) -> None:
     """Remove a key; the next request with it is refused."""
-    state_dir, deployment = _place(config, setting, profile)
+    state_dir, deployment = _place(configured)
     note(state_dir, deployment, f"keys remove {name[:100]}", reason, "asked")
     AccessKeys(state_dir).remove(name)
     typer.echo(f"{name} is removed, by {local_actor()}: {printable(reason)}")
 
 
 @keys.command("list")
+@with_options
 def list_keys(
+    configured: Configured,
     json_output: AsJson = False,
-    config: Config = None,
-    setting: Setting = None,
-    profile: Profile = None,
 ) -> None:
     """List names and roles."""
-    state_dir, _ = _place(config, setting, profile)
+    state_dir, _ = _place(configured)
     found = AccessKeys(state_dir).all()
     if json_output:
         shown = [{"name": one.name, "role": one.role, "created": one.created} for one in found]
@@ -80,7 +77,9 @@ def list_keys(
         typer.echo(f"{one.name:<24}{one.role:<10}{_at(one.created)}")
 
 
+@with_options
 def audit(
+    configured: Configured,
     last: Annotated[
         int, typer.Option(min=1, max=10_000_000, help="How many lines, the latest.")
     ] = 20,
@@ -89,16 +88,13 @@ def audit(
         str | None, typer.Option(help="With --verify: NUMBER:HASH of a line noted earlier.")
     ] = None,
     json_output: AsJson = False,
-    config: Config = None,
-    setting: Setting = None,
-    profile: Profile = None,
 ) -> None:
     """Show who changed what, when and why; or verify that no line was changed.
 
     Lines that were cut off at the end leave a chain that holds: keep NUMBER:HASH, which --verify
     prints, at another place, and give it as --expect later. Exit status 1: the chain is broken.
     """
-    kept = Audit(_place(config, setting, profile)[0])
+    kept = Audit(_place(configured)[0])
     if verify:
         _verify(kept, expect)
         return

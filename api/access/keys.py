@@ -141,7 +141,7 @@ class AccessKeys:
     def _changing(self) -> Iterator[dict[str, AccessKey]]:
         """Change the keys while no other process does, and write them in one piece."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{self.path}.lock", "w", opener=_private) as lock:
+        with open(f"{self.path}.lock", "w", opener=private) as lock:
             flock(lock, LOCK_EX)
             self._stamp = None
             self._refresh()
@@ -149,7 +149,7 @@ class AccessKeys:
             yield keys
             record = {"version": VERSION, "keys": [asdict(key) for key in keys.values()]}
             new = Path(f"{self.path}.new")
-            with open(new, "w", opener=_private) as file:
+            with open(new, "w", opener=private) as file:
                 json.dump(record, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
@@ -182,5 +182,6 @@ class AccessKeys:
         self._stamp = stamp
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
+    """Open a file for this user alone."""
     return os.open(path, flags, 0o600)

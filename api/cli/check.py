@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,16 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.cli.deploy import (
-    BAD_INPUT,
-    Config,
-    Host,
-    Profile,
-    Setting,
-    deployment_of,
-    say,
-    settings_of,
-)
+from api.cli.config import Configured
+from api.cli.deploy import Host, deployment_of, say
+from api.cli.late import BAD_INPUT
+from api.cli.options import with_options
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
@@ -29,8 +24,7 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.tree import profile_names
-from api.deploy.deployment import Deployment, resolve
-from api.deploy.hosts import host_here
+from api.deploy.deployment import Deployment, host_here, resolve
 from api.deploy.secret import Secret
 from api.terminal.printable import printable
 from eplb.settings.loader import PROFILE_VARIABLE
@@ -62,14 +56,13 @@ ModelConfig = Annotated[
 ]
 
 
+@with_options
 def check(
-    config: Config = None,
+    configured: Configured,
     host: Host = None,
-    setting: Setting = None,
     accept: Accept = False,
     engine: Engine = None,
     model_config: ModelConfig = None,
-    profile: Profile = None,
 ) -> None:
     """Check configuration, ports, memory, files, GPUs, store and clock; print what ranks take.
 
@@ -80,15 +73,15 @@ def check(
         return
     # Imported here: it needs the extra "api".
     from api.deploy.check import check_all, check_profiles, costs_of, lines_of
-    from api.deploy.checkpoint import ACCEPT, accept_checkpoint
     from api.deploy.first_placement import check_belongs
+    from api.deploy.model import ACCEPT, accept_checkpoint
 
-    deployment = deployment_of(config, setting, "check", profile)
+    deployment = deployment_of(configured, "check")
     if accept:
         with closing(deployment.opened_store()) as store:
             check_belongs(store, deployment)
-            say(printable(accept_checkpoint(store, deployment.checkpoint, ACCEPT)))
-    here, others = host_here(deployment, host), _other_profiles(config, setting, profile)
+            say(printable(accept_checkpoint(store, deployment.settings.model, ACCEPT)))
+    here, others = host_here(deployment, host), _other_profiles(configured)
     is_ok = _all_said(chain(check_all(deployment, here), check_profiles(deployment, here, others)))
     for line in lines_of(costs_of(deployment)):
         say(line)
@@ -96,15 +89,13 @@ def check(
         raise typer.Exit(BAD_INPUT)
 
 
-def _other_profiles(
-    config: Path | None, setting: list[str] | None, profile: str | None
-) -> dict[str, Callable[[Secret], Deployment]]:
-    mine = profile or os.environ.get(PROFILE_VARIABLE)
+def _other_profiles(configured: Configured) -> dict[str, Callable[[Secret], Deployment]]:
+    mine = configured.profile or os.environ.get(PROFILE_VARIABLE)
 
     def resolved(name: str, secret: Secret) -> Deployment:
-        return resolve(settings_of(config, setting, name), os.environ, secret)
+        return resolve(replace(configured, profile=name).settings(), os.environ, secret)
 
-    names = profile_names(config, os.environ)
+    names = profile_names(configured.config, os.environ)
     return {name: partial(resolved, name) for name in names if name != mine}
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from api.access.audit import note
+from api.cli.options import with_options
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
@@ -19,15 +21,41 @@ from api.cli.store_place import (
 )
 from api.config.live import live_page, parsed_changes
 from api.config.reference import effective, reference_page
-from api.config.tree import load
+from api.config.tree import Settings, load
 from eplb.errors import ConfigError
 
-BAD_INPUT = 2
+
+@dataclass(frozen=True)
+class Configured:
+    """The configuration of a command, as its options name it."""
+
+    config: Annotated[Path | None, typer.Option(help="A TOML file; else EPLB_CONFIG names it.")] = (
+        None
+    )
+    setting: Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE.")] = None
+    profile: Annotated[
+        str | None, typer.Option(help="Profile of the file, such as prefill; else EPLB_PROFILE.")
+    ] = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any of the options is given."""
+        return self.config is not None or bool(self.setting) or self.profile is not None
+
+    def settings(self) -> Settings:
+        """Read the configuration.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        named = named_settings(self.setting or [])
+        environ = os.environ
+        return load({}, config=self.config, environ=environ, named=named, profile=self.profile)
 
 
+@with_options
 def config(
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
-    setting: Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE.")] = None,
+    configured: Configured,
     reference: Annotated[bool, typer.Option(help="Print the reference page instead.")] = False,
     live: Annotated[bool, typer.Option(help="Print the live settings in the store.")] = False,
     set_: Annotated[
@@ -41,9 +69,6 @@ def config(
     ),
     store: ConfiguredStore = None,
     deployment: ConfiguredDeployment = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Profile of the file, such as prefill; else EPLB_PROFILE.")
-    ] = None,
 ) -> None:
     """Print every setting and where its value comes from; passwords are masked.
 
@@ -56,11 +81,10 @@ def config(
     if live and store is not None and deployment is not None:
         _print_live(store, deployment, audit_folder(store), changes, reason)
         return
-    named = named_settings(setting or [])
-    settings = load({}, config=config, environ=os.environ, named=named, profile=profile)
+    settings = configured.settings()
     if live:
         url, name = configured_store(store, deployment, settings)
-        folder = settings.deployment.state_dir if profile else audit_folder(url)
+        folder = settings.deployment.state_dir if configured.profile else audit_folder(url)
         _print_live(url, name, folder, changes, reason)
         return
     typer.echo(effective(settings), nl=False)

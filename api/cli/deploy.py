@@ -5,28 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from api.cli.config import named_settings
-from api.config.tree import Settings, load
-from api.deploy.deployment import Deployment, resolve
-from api.deploy.hosts import host_here
+from api.cli.config import Configured
+from api.cli.options import with_options
+from api.deploy.deployment import Deployment, host_here, resolve
 from api.processes.commands import own_command, raise_descriptor_limit, set_title
 from api.terminal.logs import set_up_logging
 from eplb.errors import ConfigError
 from eplb.packages import check_packages
 from eplb.precompile import compile_planner
 
-BAD_INPUT = 2
-
-Config = Annotated[Path | None, typer.Option(help="A TOML file; else EPLB_CONFIG names it.")]
-Profile = Annotated[
-    str | None, typer.Option(help="Profile of the file, such as prefill; else EPLB_PROFILE.")
-]
-Setting = Annotated[list[str] | None, typer.Option(help="Any setting: NAME=VALUE.")]
 Host = Annotated[
     int | None, typer.Option(min=0, max=255, help="Number of this host; else by its address.")
 ]
@@ -41,19 +32,7 @@ Module = Annotated[
 ]
 
 
-def settings_of(config: Path | None, setting: list[str] | None, profile: str | None) -> Settings:
-    """Read the configuration of a command.
-
-    Raises:
-        ConfigError: the configuration cannot be used.
-    """
-    named = named_settings(setting or [])
-    return load({}, config=config, environ=os.environ, named=named, profile=profile)
-
-
-def deployment_of(
-    config: Path | None, setting: list[str] | None, process: str, profile: str | None = None
-) -> Deployment:
+def deployment_of(configured: Configured, process: str) -> Deployment:
     """Read the configuration of a command, and have it log as that says.
 
     Raises:
@@ -61,7 +40,7 @@ def deployment_of(
     """
     check_packages()
     raise_descriptor_limit()
-    settings = settings_of(config, setting, profile)
+    settings = configured.settings()
     set_up_logging(replace(settings.log, deployment=settings.deployment.name), process=process)
     return resolve(settings, os.environ)
 
@@ -89,12 +68,11 @@ def compile_kernels() -> None:
         compile_digest()
 
 
+@with_options
 def launch(
+    configured: Configured,
     command: Command = None,
-    config: Config = None,
     host: Host = None,
-    setting: Setting = None,
-    profile: Profile = None,
     module: Module = None,
 ) -> None:
     """Start the ranks of this host: eplb launch -- CMD. Under torchrun: become one of them.
@@ -113,7 +91,7 @@ def launch(
 
     if not (command or module):
         raise typer.BadParameter("expected the program of a rank after --, or --module")
-    deployment = deployment_of(config, setting, "launch", profile)
+    deployment = deployment_of(configured, "launch")
     here = Launch(deployment, host_here(deployment, host), command or [], os.environ, module)
     set_title(f"launch {here.host}")
     if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
@@ -135,29 +113,31 @@ def launch(
     raise typer.Exit(status)
 
 
-def controller(config: Config = None, setting: Setting = None, profile: Profile = None) -> None:
+@with_options
+def controller(configured: Configured) -> None:
     """Plan for a deployment until a signal. Any number may run; one leads."""
     from api.deploy.roles import run_controller
 
-    run_controller(deployment_of(config, setting, "controller", profile), say)
+    run_controller(deployment_of(configured, "controller"), say)
 
 
-def host_cache(
-    config: Config = None, host: Host = None, setting: Setting = None, profile: Profile = None
-) -> None:
+@with_options
+def host_cache(configured: Configured, host: Host = None) -> None:
     """Keep expert records in the memory of this host for its ranks, until a signal."""
     from api.deploy.roles import run_host_cache
 
-    deployment = deployment_of(config, setting, "host cache", profile)
+    deployment = deployment_of(configured, "host cache")
     run_host_cache(deployment, host_here(deployment, host), say)
 
 
-def serve(config: Config = None, setting: Setting = None, profile: Profile = None) -> None:
+@with_options
+def serve(configured: Configured) -> None:
     """Run a controller, the REST API and the page until a signal; ranks are started elsewhere."""
     from api.deploy.serve import serve as serve_until_signal
 
-    same = [word for one in setting or [] for word in ("--setting", one)]
-    same += ["--config", str(config)] if config else []
-    same += ["--profile", profile] if profile else []
-    deployment = deployment_of(config, setting, "serve", profile)
+    given = configured
+    same = [word for one in given.setting or [] for word in ("--setting", one)]
+    same += ["--config", str(given.config)] if given.config else []
+    same += ["--profile", given.profile] if given.profile else []
+    deployment = deployment_of(configured, "serve")
     serve_until_signal(deployment, own_command("controller", *same), say)

@@ -11,7 +11,7 @@ with the error's own ``exit_status``.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -83,7 +83,7 @@ def _docstrings(module: str) -> dict[str, str]:
     return {one.name: ast.get_docstring(one) or "" for one in functions}
 
 
-class LateCommands(MutableMapping[str, Any]):
+class LateCommands(Mapping[str, Any]):
     """Commands by name: each is imported when it is taken out."""
 
     def __init__(self, known: dict[str, Late]) -> None:
@@ -94,13 +94,6 @@ class LateCommands(MutableMapping[str, Any]):
         if name not in self._loaded:
             self._loaded[name] = self.known[name].load(name)
         return self._loaded[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._loaded[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self.known[name]
-        self._loaded.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.known)
@@ -117,7 +110,7 @@ def group_of(panels: dict[str, dict[str, Late]]) -> type[TyperGroup]:
     class LateGroup(TyperGroup):
         def __init__(self, **attrs: Any) -> None:
             super().__init__(**attrs)
-            self.commands = LateCommands(known)
+            self.commands = LateCommands(known)  # type: ignore[assignment]  # nothing is added
 
         def list_commands(self, ctx: Any) -> list[str]:
             """Give the names in the order of the table."""

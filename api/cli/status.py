@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.cli.deploy import Config, Profile, Setting, settings_of
+from api.cli.config import Configured
 from api.cli.options import AsJson, with_options
 from api.cli.store_place import ApiOptions, configured_store, open_existing
 from api.interrupts import StopSignals
@@ -36,10 +36,8 @@ WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 @with_options
 def status(
     place: ApiOptions,
-    config: Config = None,
+    configured: Configured,
     json_output: AsJson = False,
-    setting: Setting = None,
-    profile: Profile = None,
 ) -> None:
     """Show who leads, what serves, the ranks, the imbalance and the switches.
 
@@ -50,7 +48,7 @@ def status(
     from api.monitor.state import State
     from api.operations import watching
 
-    with _asked(place, config, setting, profile) as (ask, where):
+    with _asked(place, configured) as (ask, where):
         state: State = ask(watching.state)
     as_json = TypeAdapter(State).dump_json(state, indent=1).decode() if json_output else ""
     typer.echo(as_json or render(state, where))
@@ -61,10 +59,8 @@ def status(
 @with_options
 def top(
     place: ApiOptions,
-    config: Config = None,
+    configured: Configured,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
-    setting: Setting = None,
-    profile: Profile = None,
 ) -> None:
     """Watch a deployment in the terminal: verdict, load of ranks, imbalance, migration, decisions.
 
@@ -74,7 +70,7 @@ def top(
     from api.terminal.picture import render
 
     console, stop = unbreakable_console(), StopSignals()
-    with _asked(place, config, setting, profile, watches=not once) as (ask, _):
+    with _asked(place, configured, watches=not once) as (ask, _):
         if once:
             console.print(render(_look(ask), console.width, max(40, console.height)))
             return
@@ -88,7 +84,7 @@ Ask = Callable[..., Any]  # takes an operation and its arguments by name; gives 
 
 @contextmanager
 def _asked(
-    place: ApiOptions, config: Any, setting: Any, profile: Any, *, watches: bool = False
+    place: ApiOptions, configured: Configured, *, watches: bool = False
 ) -> Iterator[tuple[Ask, str]]:
     """Give what asks an API, and where that is; a configuration must be that of its store.
 
@@ -100,7 +96,7 @@ def _asked(
 
     if place.url is not None:
         shown = without_password(place.url)
-        if config is not None or setting or profile is not None:
+        if configured.is_named:
             raise ConfigError(
                 f"a configuration names a store, found the service {shown} as well, expected one "
                 "of them: leave out --service and EPLB_SERVICE, or --config, --setting and "
@@ -113,7 +109,7 @@ def _asked(
         return
     from api.http.service import AdminService
 
-    settings = settings_of(config, setting, profile)
+    settings = configured.settings()
     url, deployment = configured_store(place.store, place.deployment, settings)
     with closing(open_existing(url, deployment)) as store:
         if place.store is None and place.deployment is None:

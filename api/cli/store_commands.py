@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from api.cli.options import AsJson
 from api.cli.store_place import (
     DEFAULT_STORE,
     ConfiguredStore,
@@ -22,7 +23,7 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.tree import load, profile_names
-from api.terminal.printable import print_table
+from api.operations.printing import listing
 from eplb.errors import ConfigError
 from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import deployments_of
@@ -30,7 +31,6 @@ from telemetry.load.rollup import HOUR, MINUTE
 from telemetry.state.sqlite_backup import backup as copy_store
 from telemetry.state.sqlite_backup import shrink as shrink_file
 
-LISTED = ("deployment", "verdict", "ranks", "generation", "imbalance", "stage")
 _SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
 
 app = typer.Typer(no_args_is_help=True)
@@ -39,7 +39,7 @@ app = typer.Typer(no_args_is_help=True)
 @app.command("list")
 def list_deployments(
     store: ConfiguredStore = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: AsJson = False,
 ) -> None:
     """List the deployments of a store, and how each stands; profiles are deployments."""
     # Imported here: it needs the extra "api".
@@ -66,8 +66,8 @@ def list_deployments(
     ]
     if json_output:
         typer.echo(json.dumps(rows, indent=1))
-        return
-    print_table(LISTED, [list(row.values()) for row in rows], last="leader")
+    else:
+        listing(rows, "deployment verdict ranks generation imbalance stage leader")
 
 
 def _configured_url() -> str:

@@ -80,7 +80,7 @@ class Bundle:
     """Files of a bundle, within a budget of bytes; files that are added first have priority."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
+        self.room = max_bytes  # bytes that may still be added
         self.members: dict[str, bytes] = {}
         self.cut: dict[str, int] = {}  # bytes that were left out, from the beginning
         self.missing: dict[str, str] = {}
@@ -93,8 +93,8 @@ class Bundle:
     def add(self, name: str, text: str) -> None:
         """Add a file that must not be truncated."""
         content = without_secrets(text).encode()
-        if len(content) > self._left:
-            self.missing[name] = f"{len(content)} bytes, expected at most {self._left} (--max-mb)"
+        if len(content) > self.room:
+            self.missing[name] = f"{len(content)} bytes, expected at most {self.room} (--max-mb)"
             return
         self._take(name, content)
 
@@ -118,11 +118,6 @@ class Bundle:
         except OSError as exc:
             self.missing[name] = str(exc)
 
-    @property
-    def room(self) -> int:
-        """Bytes that may still be added."""
-        return self._left
-
     def try_to(self, name: str, make: Callable[[], str]) -> None:
         """Add a file whose content may not be available."""
         try:
@@ -132,7 +127,7 @@ class Bundle:
 
     def _take(self, name: str, content: bytes) -> None:
         self.members[name] = content
-        self._left -= len(content)
+        self.room -= len(content)
 
 
 def collect(state_dir: Path, store: str, deployment: str, max_bytes: int) -> Bundle:
@@ -150,7 +145,8 @@ def collect(state_dir: Path, store: str, deployment: str, max_bytes: int) -> Bun
         )
     bundle = Bundle(max_bytes)
     bundle.add("versions.json", _json(versions()))
-    bundle.try_to("settings.toml", lambda: _text_of(state_dir / SETTINGS_FILE))
+    settings = state_dir / SETTINGS_FILE
+    bundle.try_to("settings.toml", lambda: settings.read_text(encoding="utf-8", errors="replace"))
     try:
         with closing(open_existing(store or str(state_dir / STORE_FILE), deployment)) as opened:
             _add_state(bundle, opened)
@@ -163,10 +159,6 @@ def collect(state_dir: Path, store: str, deployment: str, max_bytes: int) -> Bun
         share = bundle.room // (len(journals) - number)
         bundle.add_end_of(f"{JOURNAL_FOLDER}/{path.name}", path, share)
     return bundle
-
-
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _add_state(bundle: Bundle, store: StateStore) -> None:

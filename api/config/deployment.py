@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError, UnfitSetting
-from rebalance.network.tls import Certificate, TlsFiles
+from rebalance.weights.link.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 Layout = Literal["eplb", "transformers"]

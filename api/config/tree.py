@@ -29,10 +29,9 @@ from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.plans.planner_request import PlannerRequest
 from rebalance.controller.settings import ControllerSettings
 from rebalance.engines.plugin_settings import EngineSettings
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.stage.stage_settings import StageBudgets
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
 from telemetry.state.live import Control

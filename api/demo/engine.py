@@ -179,7 +179,7 @@ def make_model(
     """
     device, built = rank.place.device, rank.built
     made, why, experts = (
-        _on_cpu(rank)
+        (rank.all_to_all(), "all_to_all over gloo, the one for CPUs", LoopExperts(rank.bank))
         if device.type == "cpu"
         else _on_gpu(rank, dispatcher, batch_shape[0] * batch_shape[1])
     )
@@ -204,10 +204,6 @@ def make_model(
     if not isinstance(made, DeepEPLowLatency) or has_forced_routes:
         return stack, why
     return CapturedStack(stack, shape=batch_shape, num_layers=model.num_layers, device=device), why
-
-
-def _on_cpu(rank: EmbeddedRank) -> tuple[Dispatcher, str, Experts]:
-    return rank.all_to_all(), "all_to_all over gloo, the one for CPUs", LoopExperts(rank.bank)
 
 
 def _on_gpu(rank: EmbeddedRank, name: str, num_tokens: int) -> tuple[Dispatcher, str, Experts]:

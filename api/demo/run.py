@@ -23,7 +23,8 @@ from rich.console import Console
 
 from api.config.tree import Settings
 from api.demo.checking import CheckedStep, checks_in
-from api.demo.setup import Options, Prepared, begin, check_settings, prepare
+from api.demo.options import Options
+from api.demo.setup import Prepared, begin, check_settings, prepare
 from api.demo.state_dir import StateDir
 from api.demo.summary import (
     RankReport,

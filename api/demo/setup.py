@@ -15,7 +15,7 @@ import os
 import random
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,15 +29,15 @@ from api.config.reference import toml_value
 from api.config.tree import Settings, load
 from api.demo.checking import Checks
 from api.demo.engine import EngineFile
+from api.demo.options import Options
 from api.demo.state_dir import SETTINGS_FILE, StateDir
 from api.demo.text import SEQUENCE_LENGTH, VOCABULARY, Load, domains_of, standard_domains
 from api.deploy.check import port_refusal
-from api.deploy.checkpoint import accept_checkpoint
 from api.deploy.deployment import Deployment, resolve, topology_of
 from api.deploy.first_placement import contiguous_placement, record_start
 from api.deploy.launch import check_gpus
+from api.deploy.model import accept_checkpoint, model_shape
 from api.deploy.secret import VARIABLE as SECRET_VARIABLE
-from api.terminal.live import View
 from eplb.core.model import ModelShape
 from eplb.core.placement import check_fits
 from eplb.errors import ConfigError
@@ -62,23 +62,6 @@ ENGINE_FILE, FIGURES, RESULTS = "engine.json", "figures", "checks.jsonl"
 BY = "eplb demo"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a demo has beside the settings of its deployment."""
-
-    seconds: float  # how long the ranks serve
-    tokens_per_rank: int  # tokens of one step
-    text: Sequence[Path]  # files or folders; none: text of this machine
-    trace: Path | None  # recorded routes in place of text
-    seed: int  # the weights and the text are made from it
-    check_every: int  # steps between two reference checks
-    dispatcher: str  # dispatcher of GPUs
-    serve: bool  # run until interrupted
-    resume: bool  # start from the placement of the last run
-    json: Path | None  # file for the summary
-    view: View
 
 
 @dataclass(frozen=True)
@@ -144,7 +127,7 @@ def begin(options: Options, deployment: Deployment, store: StateStore) -> int:
     generation = None if committed is None else committed.placement.generation
     model, topology = deployment.model, deployment.topology
     record_start(store, deployment, BY)
-    accept_checkpoint(store, deployment.checkpoint, BY)
+    accept_checkpoint(store, deployment.settings.model, BY)
     live = store.set_static(deployment.static, reason="start of the demo")
     for one in overriding(live):
         log.warning("live setting: %s; eplb config --live changes it", one)
@@ -281,15 +264,8 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _shape(settings: Settings) -> ModelShape:
-    given = settings.model
-    return ModelShape(
-        layer_ids=tuple(range(given.layers)),
-        num_experts=given.experts,
-        top_k=given.top_k,
-        hidden=given.hidden,
-        intermediate=given.intermediate,
-        num_shared_experts=1,
-    )
+    own = replace(settings.model, checkpoint=None, layout="eplb")  # the demo writes its weights
+    return replace(model_shape(own), num_shared_experts=1)
 
 
 def _model(options: Options, settings: Settings, state: StateDir) -> tuple[ModelShape, Path | None]:

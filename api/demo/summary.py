@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from eplb.errors import ConfigError
 
 FINAL_WINDOWS = 5
 
+p50, p99 = partial(np.percentile, q=50), partial(np.percentile, q=99)
 RankReport = Mapping[str, Any]  # what a rank of api.demo.engine writes at its end
 
 
@@ -51,6 +54,9 @@ def summarise(
     model, topology = deployment.model, deployment.topology
     tokens_per_step = engine.load.tokens_per_rank * topology.num_ranks
     window_steps = deployment.settings.telemetry.window_steps
+    cut = sum(rank["samples"] for rank in ranks)
+    written = None if stored is None else sum(stored.values())
+    means = [mean(rank["step_ms"]) for rank in ranks if rank["step_ms"]]
     return {
         "run": run,
         "ranks": topology.num_ranks,
@@ -67,16 +73,16 @@ def summarise(
         "seed": engine.load.seed,
         "steps": max((rank["steps"] for rank in ranks), default=0),
         "tokens_per_window": window_steps * tokens_per_step,
-        "imbalance_initial": _median([score.contiguous for score in final]),
-        "imbalance_final": _median([score.measured for score in final]),
-        "imbalance_run": _mean([score.measured for score in complete]),
-        "imbalance_run_contiguous": _mean([score.contiguous for score in complete]),
+        "imbalance_initial": _figure(median, [score.contiguous for score in final]),
+        "imbalance_final": _figure(median, [score.measured for score in final]),
+        "imbalance_run": _figure(mean, [score.measured for score in complete]),
+        "imbalance_run_contiguous": _figure(mean, [score.contiguous for score in complete]),
         "imbalance_series": [
             {
                 "window": score.index,
                 "last_step": score.last_step,
-                "measured": _rounded(score.measured),
-                "contiguous": _rounded(score.contiguous),
+                "measured": _figure(mean, [score.measured]),
+                "contiguous": _figure(mean, [score.contiguous]),
                 "generation": score.generation,
                 "is_migrating": score.is_migrating,
             }
@@ -89,10 +95,10 @@ def summarise(
             source: sum(rank["bytes_by_source"].get(source, 0) for rank in ranks)
             for source in sources
         },
-        "swap_pause_ms_p50": _percentile(pauses, 50),
-        "swap_pause_ms_p99": _percentile(pauses, 99),
-        "step_ms_p50": _percentile(steps, 50),
-        "step_ms_p99": _percentile(steps, 99),
+        "swap_pause_ms_p50": _figure(p50, pauses),
+        "swap_pause_ms_p99": _figure(p99, pauses),
+        "step_ms_p50": _figure(p50, steps),
+        "step_ms_p99": _figure(p99, steps),
         "reference_checks": len(checks),
         "reference_checks_by_phase": {
             phase: sum(check.phase == phase for check in checks)
@@ -101,18 +107,11 @@ def summarise(
         "reference_max_error": max((check.max_error for check in checks), default=None),
         "reference_failures": len(failures),
         "reference_checks_dropped": sum(rank["checks_dropped"] for rank in ranks),
-        "samples_written": None if stored is None else sum(stored.values()),
-        "samples_lost": _samples_lost(ranks, stored),
-        "tokens_per_second": _rate(tokens_per_step, ranks),
+        "samples_written": written,
+        "samples_lost": cut - written if ranks and written is not None else None,
+        # A step takes as long as its slowest rank.
+        "tokens_per_second": _figure(lambda ms: tokens_per_step / max(ms) * 1e3, means, 1),
     }
-
-
-def _samples_lost(ranks: Sequence[RankReport], stored: Mapping[int, int] | None) -> int | None:
-    """None where the store or the ranks did not answer."""
-    if stored is None or not ranks:
-        return None
-    cut: int = sum(rank["samples"] for rank in ranks)
-    return cut - sum(stored.values())
 
 
 def complete_windows(seen: Reading) -> list[WindowScore]:
@@ -160,87 +159,45 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     phases = ", ".join(
         f"{phase} {count}" for phase, count in summary["reference_checks_by_phase"].items()
     )
-    error = summary["reference_max_error"]
-    return [
-        (
-            "model",
-            f"{summary['layers']} MoE layers x {summary['experts']} experts, "
-            f"top-{summary['top_k']}, {summary['slots']} slots on {summary['ranks']} ranks",
-        ),
-        (
-            "served",
-            f"{summary['steps']} steps, {_text(summary['tokens_per_second'], '{:,.0f}')} tokens/s",
-        ),
-        (
-            "imbalance",
-            f"{_text(summary['imbalance_final'], '{:.3f}')} max/mean rank load in the last "
-            f"windows; {_text(summary['imbalance_initial'], '{:.3f}')} without balancing",
-        ),
-        (
-            "whole run",
-            f"{_text(summary['imbalance_run'], '{:.3f}')} mean of all windows; "
-            f"{_text(summary['imbalance_run_contiguous'], '{:.3f}')} without balancing",
-        ),
-        ("rebalances", f"{summary['rebalances']}, {summary['experts_moved']} experts moved"),
-        ("bytes", sources or "none"),
-        (
-            "pause of a swap",
-            f"p50 {_text(summary['swap_pause_ms_p50'], '{:.2f}')} ms, "
-            f"p99 {_text(summary['swap_pause_ms_p99'], '{:.2f}')} ms; "
-            f"step p50 {_text(summary['step_ms_p50'], '{:.1f}')} ms",
-        ),
-        (
-            "right answers",
-            f"{summary['reference_checks'] - summary['reference_failures']} of "
-            f"{summary['reference_checks']} checks ({phases}); "
-            f"largest error {_text(error, '{:.1e}')}",
-        ),
-        (
-            "samples",
-            f"{_text(summary['samples_written'], '{}')} written, "
-            f"{_text(summary['samples_lost'], '{}')} lost",
-        ),
-        *_deaths(summary),
-    ]
+    right = summary["reference_checks"] - summary["reference_failures"]
+    lines = {
+        "model": "{layers} MoE layers x {experts} experts, top-{top_k}, {slots} slots on {ranks} "
+        "ranks",
+        "served": "{steps} steps, {tokens_per_second:,.0f} tokens/s",
+        "imbalance": "{imbalance_final:.3f} max/mean rank load in the last windows; "
+        "{imbalance_initial:.3f} without balancing",
+        "whole run": "{imbalance_run:.3f} mean of all windows; {imbalance_run_contiguous:.3f} "
+        "without balancing",
+        "rebalances": "{rebalances}, {experts_moved} experts moved",
+        "bytes": sources or "none",
+        "pause of a swap": "p50 {swap_pause_ms_p50:.2f} ms, p99 {swap_pause_ms_p99:.2f} ms; "
+        "step p50 {step_ms_p50:.1f} ms",
+        "right answers": f"{right} of {{reference_checks}} checks ({phases}); "
+        "largest error {reference_max_error:.1e}",
+        "samples": "{samples_written} written, {samples_lost} lost",
+    }
+    if summary.get("deaths"):
+        lines["deaths"] = (
+            "{deaths} of ranks; {unserved_s:.1f} s without tokens, from the last token to the next "
+            "(steps and samples: since then)"
+        )
+    form = _KnownFigures()
+    return [(name, form.vformat(text, (), summary)) for name, text in lines.items()]
 
 
-def _deaths(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """No line about exits of ranks when there was none."""
-    if not summary.get("deaths"):
-        return []
-    said = f"{summary['deaths']} of ranks; {summary['unserved_s']:.1f} s without tokens, from the "
-    return [("deaths", f"{said}last token to the next (steps and samples: since then)")]
+class _KnownFigures(Formatter):
+    """Formats a figure that is not known as a dash."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "-" if value is None else str(format(value, format_spec))
 
 
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _median(values: Sequence[float | None]) -> float | None:
+def _figure(
+    of: Callable[[list[float]], float], values: Sequence[float | None], digits: int = 4
+) -> float | None:
+    """Give a figure of the known values; None where none is known."""
     known = [value for value in values if value is not None]
-    return round(median(known), 4) if known else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(mean(known), 4) if known else None
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
-
-
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    return round(float(np.percentile(values, percent)), 4) if values else None
-
-
-def _rate(tokens_per_step: int, ranks: Sequence[RankReport]) -> float | None:
-    """Tokens a second while serving: a step takes as long as its slowest rank."""
-    means = [mean(rank["step_ms"]) for rank in ranks if rank["step_ms"]]
-    if not means:
-        return None
-    rate: float = tokens_per_step / (max(means) / 1e3)
-    return round(rate, 1)
+    return round(float(of(known)), digits) if known else None
 
 
 def check_summary_file(path: Path) -> None:

@@ -10,18 +10,16 @@ import importlib.metadata
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from api.config.addresses import numeric_address
-from api.deploy.checkpoint import check_same_checkpoint
-from api.deploy.deployment import Deployment
-from api.deploy.first_placement import check_belongs
-from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, is_own, offset_text
-from api.deploy.model import check_checkpoint
+from api.deploy.deployment import Deployment, is_own
+from api.deploy.first_placement import CLOCK_EXPECTED, check_belongs, clock_offset, offset_text
+from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.deploy.secret import Secret
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
@@ -161,21 +159,29 @@ def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> It
     )
     whose = "of the deployment" if deployment.secret.is_given else "this host's own (loopback)"
     yield Finding("secret", f"{whose}, fingerprint {deployment.secret.fingerprint}")
-    yield from check_certificates(deployment, host)
-    yield from check_ports(deployment, host)
-    yield from check_places(deployment, host)
-    yield check_state_folder(deployment.state_dir)
-    weights, model = deployment.settings.model, deployment.model
-    yield _refusal_of("checkpoint", lambda: check_checkpoint(weights, model))
-    try:
-        costs = costs_of(deployment)
-    except EplbError as exc:
-        yield as_finding("memory", exc)
-    else:
-        yield check_memory(costs, available_memory())
-        if deployment.settings.topology.device == "cuda":
-            yield from check_gpu_host(costs)
-    yield from check_store(deployment, clock)
+    weights, certificate = deployment.settings.model, deployment.settings.http.certificate
+
+    def valid(component: str, until: str) -> list[Finding]:
+        return [Finding(component, f"the certificate is valid until {until}")] if until else []
+
+    checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
+        ("TLS of links", lambda: valid("TLS of links", check_link_certificate(deployment, host))),
+        ("TLS of HTTP", lambda: valid("TLS of HTTP", certificate.check() if certificate else "")),
+        ("ports", lambda: check_ports(deployment, host)),
+        ("places", lambda: check_places(deployment, host)),
+        ("state folder", lambda: [check_state_folder(deployment.state_dir)]),
+        (
+            "checkpoint",
+            lambda: [Finding("checkpoint", check_checkpoint(weights, deployment.model))],
+        ),
+        ("memory", lambda: check_costs(costs_of(deployment))),
+        ("store", lambda: check_store(deployment, clock)),
+    ]
+    for component, check in checks:
+        try:
+            yield from check()
+        except EplbError as exc:
+            yield as_finding(component, exc)
 
 
 def ports_of(deployment: Deployment, host: int) -> Iterator[tuple[str, str, int]]:
@@ -254,6 +260,13 @@ def check_state_folder(path: Path) -> Finding:
     return Finding("state folder", f"{path} can be written")
 
 
+def check_costs(costs: Costs) -> Iterator[Finding]:
+    """Compare what a deployment takes with this host's memory and GPUs."""
+    yield check_memory(costs, available_memory())
+    if costs.device == "cuda":
+        yield from check_gpu_host(costs)
+
+
 def check_memory(costs: Costs, available: int) -> Finding:
     """Compare what a host needs with what it has."""
     found = f"{amount(available)} of host memory are available, {amount(costs.host)} are needed"
@@ -265,25 +278,23 @@ def check_memory(costs: Costs, available: int) -> Finding:
 def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Finding]:
     """Find out whether the store answers, is of this deployment, and has this host's time."""
     try:
-        opened = deployment.opened_store()
-    except EplbError as exc:
-        yield as_finding("store", exc)
-        return
-    with closing(opened) as store:
-        try:
+        with closing(deployment.opened_store()) as store:
             versions = check_versions_here(store, clock)
             if not versions.is_ok:  # nothing else of the store can be relied on
                 yield versions
                 return
             check_belongs(store, deployment)
-            yield from _check_same(store, deployment)
+            try:
+                check_same_checkpoint(store, deployment.settings.model)
+            except CheckpointError as exc:
+                yield as_finding("checkpoint", exc)
             committed = store.committed()
             # The event also shows that the store can be written.
             detail = {"host": socket.gethostname(), "process": os.getpid()}
             offset_s, error_s = clock_offset(store, "check", detail, clock)
-        except EplbError as exc:
-            yield as_finding("store", exc)
-            return
+    except EplbError as exc:
+        yield as_finding("store", exc)
+        return
     held = f"generation {committed.placement.generation}" if committed else "no placement yet"
     yield Finding("store", f"{deployment.store_shown} can be written, holds {held}")
     is_off = abs(offset_s) > CLOCK_TOLERANCE_S + error_s
@@ -302,32 +313,6 @@ def check_versions_here(store: StateStore, clock: Clock) -> Finding:
         return as_finding("versions", exc)
     shown = "".join(f", {one.component} of {one.version} serve" for one in serving(store, clock()))
     return Finding("versions", f"this is {own.version}{shown or ', nothing serves'}")
-
-
-def _check_same(store: StateStore, deployment: Deployment) -> Iterator[Finding]:
-    try:
-        check_same_checkpoint(store, deployment.checkpoint)
-    except CheckpointError as exc:
-        yield as_finding("checkpoint", exc)
-
-
-def _refusal_of(component: str, check: Callable[[], str]) -> Finding:
-    try:
-        return Finding(component, check())
-    except EplbError as exc:
-        return as_finding(component, exc)
-
-
-def check_certificates(deployment: Deployment, host: int) -> Iterator[Finding]:
-    """Check each certificate that a host shows."""
-    if deployment.settings.network.tls is not None:
-        yield _validity_of("TLS of links", lambda: check_link_certificate(deployment, host))
-    if (certificate := deployment.settings.http.certificate) is not None:
-        yield _validity_of("TLS of HTTP", certificate.check)
-
-
-def _validity_of(component: str, check: Callable[[], str]) -> Finding:
-    return _refusal_of(component, lambda: f"the certificate is valid until {check()}")
 
 
 def check_link_certificate(deployment: Deployment, host: int) -> str:
@@ -439,7 +424,7 @@ def _served_by(other: Deployment, mine: Deployment) -> str:
     """
     with closing(other.opened_store()) as store:
         run = store.current_run()
-        check_same_checkpoint(store, mine.checkpoint)
+        check_same_checkpoint(store, mine.settings.model)
         if run is None:
             return "not started yet"
         found, expected = model_from_dict(dict(run.model)), mine.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,6 @@ from api.config.addresses import is_loopback
 from api.config.deployment import RecordSources
 from api.config.live import static_layer
 from api.config.tree import Settings
-from api.deploy.checkpoint import ServedCheckpoint
 from api.deploy.model import model_shape, record_schema
 from api.deploy.secret import Secret, deployment_secret
 from eplb.core.model import ModelShape
@@ -22,16 +22,15 @@ from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from telemetry import file_of, open_store
 from telemetry.state.live import Value
 from telemetry.state.store import StateStore, without_password
 
 if TYPE_CHECKING:
     from rebalance.build.description import DeploymentDescription
-    from rebalance.preload.cache.cache_settings import HostCacheSettings
+    from rebalance.weights.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
 SPOOL_FOLDER = "spool"  # in the state folder
@@ -73,14 +72,6 @@ class Deployment:
     def spare_slots(self) -> int:
         """Slots of each rank and layer that stay EMPTY."""
         return self.settings.topology.spare_slots
-
-    @property
-    def checkpoint(self) -> ServedCheckpoint | None:
-        """Its weights on this host; None: the engine has them."""
-        given = self.settings.model
-        if given.checkpoint is None:
-            return None
-        return ServedCheckpoint(given.checkpoint, given.layout)
 
     @cached_property
     def schema(self) -> ExpertSchema:
@@ -153,7 +144,7 @@ class Deployment:
         record_file = None
         if given[RecordSources].record_file and weights is not None:
             # Imported here: it loads torch, which a controller's process does without.
-            from rebalance.preload.disk.record_file import record_file_beside
+            from rebalance.weights.disk.record_file import record_file_beside
 
             record_file = record_file_beside(weights)
         return replace(given.host_cache, record_file=record_file, links=self.host_links)
@@ -282,3 +273,45 @@ def topology_of(settings: Settings, model: ModelShape) -> Topology:
             f"{num_ranks} ranks hold {model.num_experts} experts, each at most once"
         )
     return Topology.uniform(given.nodes, given.ranks_per_node, slots + given.spare_slots)
+
+
+def host_here(deployment: Deployment, given: int | None) -> int:
+    """Find which host of a deployment this machine is.
+
+    Args:
+        deployment: names an address for each host.
+        given: the number that the command was given, if it was.
+
+    Raises:
+        ConfigError: the address of that host, or every host's, is none of this machine; or more
+            than one is, and none was given.
+    """
+    hosts = deployment.hosts
+    own = [host for host, address in enumerate(hosts) if is_own(address)]
+    if given is None:
+        if len(own) == 1:
+            return own[0]
+        found = "all of them are" if own else "none of them is"
+        raise ConfigError(
+            f"topology.hosts has {', '.join(hosts)}: {found} of this machine, "
+            "expected one, or --host N"
+        )
+    if given >= len(hosts):
+        raise ConfigError(f"--host is {given}, expected 0..{len(hosts) - 1} (topology.nodes)")
+    if given not in own:
+        raise ConfigError(
+            f"host {given} has address {hosts[given]} (topology.hosts), which is none of this "
+            "machine, expected one of its own"
+        )
+    return given
+
+
+def is_own(address: str) -> bool:
+    """Return whether this machine has an address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as end:
+        try:
+            end.bind((address, 0))
+        except OSError:
+            return False
+    return True

@@ -13,9 +13,8 @@ import time
 import numpy as np
 
 from api.config.live import overriding
-from api.deploy.checkpoint import record_checkpoint
 from api.deploy.deployment import Deployment
-from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, offset_text
+from api.deploy.model import check_same_checkpoint
 from api.deploy.secret import Secret
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
@@ -26,10 +25,12 @@ from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
 from telemetry.state.events import Event
+from telemetry.state.runs import Details
 from telemetry.state.store import StateStore
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
 START_EVENT = "deployment"  # a process of the deployment started
+CLOCK_EXPECTED = f"at most {CLOCK_TOLERANCE_S:g} s: synchronise it (NTP)"
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def ensure_first_placement(
         StoreError: the store cannot be used.
     """
     check_belongs(store, deployment)
-    record_checkpoint(store, deployment.checkpoint, by)
+    check_same_checkpoint(store, deployment.settings.model, recorded_by=by)
     wrote = False
     if store.committed() is None:
         first = contiguous_placement(deployment.model, deployment.topology)
@@ -101,6 +102,26 @@ def record_start(
             offset_text(offset_s),
             CLOCK_EXPECTED,
         )
+
+
+def clock_offset(
+    store: StateStore, kind: str, detail: Details, clock: Clock
+) -> tuple[float, float]:
+    """Write an event; seconds by which this host is ahead of the store, and how wrong that may be.
+
+    The store gives its time with the event.
+    """
+    before = clock()
+    number = store.add_event(kind, detail)
+    after = clock()
+    (event,) = store.events(after=number - 1, limit=1)
+    return (before + after) / 2 - event.time, (after - before) / 2
+
+
+def offset_text(offset_s: float) -> str:
+    """Say how far this host's clock is off."""
+    side = "ahead of" if offset_s > 0 else "behind"
+    return f"this host's is {abs(offset_s):.3f} s {side} the store's"
 
 
 def check_belongs(store: StateStore, deployment: Deployment) -> None:

@@ -1,20 +1,36 @@
-"""The model of a deployment: of its settings, or of the `config.json` beside its weights."""
+"""The model of a deployment: its shape, its weights, and that all processes have the same weights.
+
+The shape is of the settings, or of the `config.json` beside the weights. The first start stores
+which checkpoint it serves, and a later start compares: sizes, headers and samples of all weight
+files (``runtime.checkpoints.identity``), and the layout of records, because host caches and ranks
+of two layouts would exchange wrong weights. An operator accepts another checkpoint with
+``eplb check --accept-checkpoint``.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from api.config.deployment import ModelSettings
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError
+from runtime.checkpoints.identity import INDEX_FILE, SINGLE_FILE, Identity, identity_of
 from runtime.checkpoints.model_config import CONFIG_FILE, read_config
+from telemetry.state.events import Event
+from telemetry.state.store import StateStore
 
 if TYPE_CHECKING:
     from runtime.experts import ExpertSchema
 
 TRANSFORMERS = "transformers"  # of model.layout
 OWN_PRECISION = "bfloat16"  # precision of eplb's own layout if none is set
+CHECKPOINT_EVENT = "checkpoint"
+# The store forgets old events: a start writes the identity again after so many others.
+REPEAT_AFTER = 1000
+ACCEPT = "eplb check --accept-checkpoint"
 SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
 
 
@@ -134,3 +150,73 @@ def unserved(mtp_layers: Sequence[int]) -> str:
         f"; MTP layers {', '.join(map(str, mtp_layers))} are neither served nor balanced: the "
         "engine loads their experts itself"
     )
+
+
+def check_same_checkpoint(
+    store: StateStore, weights: ModelSettings, recorded_by: str | None = None
+) -> None:
+    """Refuse a checkpoint that is not the one of the deployment's first start.
+
+    Args:
+        store: of the deployment.
+        weights: their folder on this host, and the layout of records; without weight files nothing
+            is compared.
+        recorded_by: the process that stores the checkpoint where none is stored; None: this reads
+            only.
+
+    Raises:
+        CheckpointError: it differs, with the file and, where it is known, the tensor.
+        StoreError: the store cannot be used.
+    """
+    folder = weights.checkpoint
+    if folder is None or not any((folder / name).exists() for name in (INDEX_FILE, SINGLE_FILE)):
+        return
+    known, found = _stored_checkpoint(store), identity_of(folder)
+    if known is not None and (change := _difference(known, weights, found)):
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(known.time))
+        raise CheckpointError(
+            f"checkpoint: {folder} differs from the one that deployment {store.deployment!r} "
+            f"serves since {since} ({known.detail.get('by')}): {change}; expected the same; to "
+            f"serve this one, stop all ranks and host caches and run `{ACCEPT}`"
+        )
+    newest = next(iter(store.latest_events(limit=1)), None)
+    is_old = known is not None and newest is not None and newest.id - known.id > REPEAT_AFTER
+    if recorded_by is not None and (known is None or is_old):
+        _store_checkpoint(store, weights, found, recorded_by)
+
+
+def accept_checkpoint(store: StateStore, weights: ModelSettings, by: str) -> str:
+    """Make the checkpoint of this host the deployment's; returns what that changes.
+
+    Raises:
+        CheckpointError: it cannot be read, or there is none.
+        StoreError: the store cannot be used.
+    """
+    folder = weights.checkpoint
+    if folder is None:
+        raise CheckpointError("model.checkpoint is not set, expected the checkpoint to accept")
+    found, known = identity_of(folder), _stored_checkpoint(store)
+    change = "none was stored" if known is None else _difference(known, weights, found)
+    _store_checkpoint(store, weights, found, by)
+    return f"accepted {folder}: {change or 'it is the one that was stored'}"
+
+
+def _store_checkpoint(store: StateStore, weights: ModelSettings, found: Identity, by: str) -> None:
+    detail = {"by": by, "identity": asdict(found), "layout": weights.layout}
+    store.add_event(CHECKPOINT_EVENT, detail)
+
+
+def _stored_checkpoint(store: StateStore) -> Event | None:
+    return next(store.events_backwards({CHECKPOINT_EVENT}), None)
+
+
+def _difference(known: Event, weights: ModelSettings, found: Identity) -> str:
+    """Return in what this host's differs from the one that was stored, or nothing."""
+    assert weights.checkpoint is not None, "identified by its folder"
+    before = Identity.parse(known.detail.get("identity"), f"store: event {known.id}")
+    if change := before.difference(found, weights.checkpoint):
+        return change
+    layout = known.detail.get("layout")
+    if layout == weights.layout:
+        return ""
+    return f"records have layout {weights.layout} (model.layout) here and {layout} there"

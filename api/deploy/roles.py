@@ -14,10 +14,9 @@ from contextlib import closing
 from threading import Event
 
 from api.deploy.check import check_link_certificate
-from api.deploy.checkpoint import check_same_checkpoint
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
-from api.deploy.model import check_checkpoint
+from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.interrupts import StopSignals
 from api.processes.commands import Notifier, set_title
 from api.processes.supervision import REPORT_PERIOD_S
@@ -168,7 +167,7 @@ def _join_store(deployment: Deployment, host: int) -> None:
         with closing(deployment.opened_store()) as store:
             check_versions(store, mine)
             check_belongs(store, deployment)
-            check_same_checkpoint(store, deployment.checkpoint)
+            check_same_checkpoint(store, deployment.settings.model)
             store.announce(mine)
     except StoreError as exc:
         log.warning("host %d: not compared with what the deployment serves: %s", host, exc)

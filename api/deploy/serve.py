@@ -19,7 +19,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs, ensure_first_placement
 from api.deploy.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
 from api.http.app import create_app, create_metrics_app
-from api.http.deployments.served import Deployments, Others
+from api.http.deployments import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
 from api.interrupts import StopSignals
 from api.processes.commands import Commands, Notifier, set_title

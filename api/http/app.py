@@ -28,10 +28,8 @@ from api.access.audit import Audit
 from api.access.authentication import Authentication
 from api.access.changes import Changes
 from api.access.keys import Actor
-from api.http.deployments.choice import PREFIX, Choice, Prefix
-from api.http.deployments.served import Deployments, Others, Served
+from api.http.deployments import PREFIX, Choice, Deployments, Others, Prefix
 from api.http.guard import DEFAULT_LIMITS, Guard, HttpLimits, check_request
-from api.http.latest import WAIT_S, LatestAnswer
 from api.http.refusals import report_problems
 from api.http.routes import add_operations, correct_document
 from api.http.service import AdminService
@@ -59,7 +57,6 @@ def create_app(
     store: StateStore,
     *,
     plan_wait_s: float = 10.0,
-    probe_wait_s: float = WAIT_S,
     metrics_level: Level = "default",
     supervision: Callable[[], SupervisionView] = SupervisionView,
     limits: HttpLimits = DEFAULT_LIMITS,
@@ -84,12 +81,10 @@ def create_app(
 
     def serve(
         of: StateStore, supervision: Callable[[], SupervisionView] = SupervisionView
-    ) -> Served:
-        service = AdminService(
+    ) -> AdminService:
+        return AdminService(
             of, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
         )
-        readiness = LatestAnswer(service.readiness, wait_s=probe_wait_s)
-        return Served(service, readiness)
 
     deployments = Deployments(serve(store, supervision), others, serve, is_watching=is_watching)
 
@@ -105,7 +100,7 @@ def create_app(
     app.state.deployments, app.state.limits = deployments, limits
     app.state.streams = deployments
     app.state.audit = None if state_dir is None else Audit(state_dir)
-    app.add_middleware(Changes, limits=limits, state_dir=state_dir)
+    app.add_middleware(Changes, state_dir=state_dir)
     app.add_middleware(Choice, deployments=deployments)
     _add_checks(app, token, state_dir, actor)
     app.add_middleware(Prefix)

@@ -42,6 +42,8 @@ DEFAULT_LIMITS = HttpLimits()
 class Guard:
     """ASGI middleware: refuses a request by its host and size, and one too many with 503.
 
+    The body of a request that goes on is in ``scope["state"]["body"]``.
+
     Args:
         any_host: where requests prove a token, a name that leads here by mistake leads nowhere.
     """
@@ -59,10 +61,13 @@ class Guard:
             await problem(*refused)(scope, receive, send)
             return
         # Before it counts as in progress: half-sent bodies take no place from whole requests.
-        most_bytes = self._limits.max_body_bytes
-        body = await whole_body(receive, most_bytes)
-        if body is None:
-            return
+        most_bytes, body, is_whole = self._limits.max_body_bytes, b"", False
+        while not is_whole and len(body) <= most_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            is_whole = not message.get("more_body", False)
         if len(body) > most_bytes:
             detail = f"more than {most_bytes} bytes of body, expected fewer"
             await problem(ProblemType.BODY_TOO_LARGE, detail)(scope, receive, send)
@@ -72,9 +77,15 @@ class Guard:
             detail = f"{self._under_way} requests are in progress, expected fewer"
             await problem(ProblemType.TOO_BUSY, detail)(scope, receive, send)
             return
+        scope.setdefault("state", {})["body"] = body
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
         self._under_way += takes_thread
         try:
-            await self._app(scope, replayed(body, receive), send)
+            await self._app(scope, receive_again, send)
         finally:
             self._under_way -= takes_thread
 
@@ -90,29 +101,6 @@ class Guard:
             detail = f"a body of {length[:20]} bytes, expected at most {most_bytes}"
             return ProblemType.BODY_TOO_LARGE, detail
         return None
-
-
-async def whole_body(receive: Receive, most_bytes: int) -> bytes | None:
-    """Read a body, up to the first chunk past the limit; None: the client disconnected."""
-    body = b""
-    while len(body) <= most_bytes:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
-    return body
-
-
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a body that was read already, then later messages."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return receive_again
 
 
 async def check_request(request: Request) -> None:

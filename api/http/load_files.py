@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from api.http.problems import ProblemType, Refused
 from eplb.core.load import Phase
 from eplb.declared import Meaning
-from telemetry.load.load_range import LoadRow, load_rows
+from telemetry.load.load_range import LoadRow, LoadSpan, load_rows
 from telemetry.state.store import StateStore
 
 Format = Literal["json", "npy", "csv"]
@@ -46,20 +46,6 @@ _making = threading.BoundedSemaphore(AT_ONCE)
 
 
 @dataclass(frozen=True)
-class WindowOfMatrix:
-    """One row of the matrix."""
-
-    run: str
-    phase: Phase
-    time: Annotated[float, Meaning("time of its end", example=1790000000.0)]
-    seconds: Annotated[int, Meaning("0: a window of samples; 60 or 3600: a roll-up")]
-    first_step: int
-    last_step: int
-    generation: Annotated[int, Meaning("the newest that ranks served")]
-    missing_ranks: Annotated[int, Meaning("ranks that sent nothing, or not all of a window")]
-
-
-@dataclass(frozen=True)
 class LoadMatrix:
     """Load over a range of time, oldest first."""
 
@@ -69,7 +55,7 @@ class LoadMatrix:
         list[list[list[int]] | list[float]],
         Meaning("[T, L, E] tokens of experts, [T, L, R] of ranks, or [T, 6] of windows"),
     ]
-    windows: list[WindowOfMatrix]
+    windows: list[LoadSpan]
 
 
 class Written(NamedTuple):

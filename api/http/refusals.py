@@ -5,10 +5,10 @@ A detail names what was found, cut to ``MAX_DETAIL`` characters: an error never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -70,19 +70,13 @@ def _answer(
     return JSONResponse(asdict(body), status, headers, media_type=MEDIA_TYPE)
 
 
-class InvalidRequest(Protocol):
-    """What FastAPI raises for a request that does not fit its route."""
-
-    def errors(self) -> Sequence[Any]:
-        """Describe each part that does not fit."""
-
-
 def report_problems(app: Starlette, invalid: type[Exception]) -> None:
     """Have every error of the app answered with a problem.
 
     Args:
         app: a FastAPI application.
-        invalid: FastAPI's exception for a request that does not fit its route; an InvalidRequest.
+        invalid: FastAPI's exception for a request that does not fit its route; FastAPI is not
+            imported here, because a command makes problems too.
     """
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(ConfigError, _value_refused)
@@ -128,7 +122,7 @@ def _http_refused(request: Request, exc: Exception) -> JSONResponse:
 
 
 def _body_refused(request: Request, exc: Exception) -> JSONResponse:
-    error = cast(InvalidRequest, exc).errors()[0]
+    error = cast(Any, exc).errors()[0]
     where = _cut(".".join(str(part) for part in error["loc"]), MAX_FOUND)
     found = _cut(f", found {error['input']!r}", MAX_FOUND) if error["type"] != "missing" else ""
     detail = f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}{found}"

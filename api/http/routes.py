@@ -68,19 +68,16 @@ def add_operations(app: FastAPI, operations: Iterable[Operation]) -> None:
 
 
 def correct_document(document: dict[str, Any]) -> None:
-    """Document problems with their media type, for which FastAPI assumes JSON.
+    """Add the schema of problems, and take the description of a parameter out of its schema.
 
-    The description of a parameter is also taken out of its schema.
+    FastAPI makes a model of each response that has one, which takes 0.3 s for all problems.
     """
+    document["components"]["schemas"]["Problem"] = adapter(Problem).json_schema()
     for operations in document["paths"].values():
         for operation in operations.values():
             for parameter in operation.get("parameters", []):
                 if "description" in parameter["schema"]:
                     parameter["description"] = parameter["schema"].pop("description")
-            for status, response in operation["responses"].items():
-                if int(status) >= 400:
-                    (body,) = response["content"].values()
-                    response["content"] = {MEDIA_TYPE: body}
 
 
 def _documented(kinds: Iterable[ProblemType]) -> dict[int | str, dict[str, Any]]:
@@ -88,8 +85,9 @@ def _documented(kinds: Iterable[ProblemType]) -> dict[int | str, dict[str, Any]]
     titles: dict[int | str, list[str]] = {}
     for kind in dict.fromkeys(kinds):
         titles.setdefault(kind.status, []).append(kind.title)
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     return {
-        status: {"model": Problem, "description": "; ".join(of_status)}
+        status: {"description": "; ".join(of_status), "content": content}
         for status, of_status in titles.items()
     }
 

@@ -17,10 +17,10 @@ import uvicorn
 
 from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
-from api.http.deployments.served import Deployments
+from api.http.deployments import Deployments
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
-from rebalance.network.tls import Certificate
+from rebalance.weights.link.tls import Certificate
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -97,8 +97,6 @@ class HttpService:
     def start(self) -> None:
         """Bind, and return once requests are answered. Again, when its thread has ended."""
         self._server = _Server(self._config, self._limits)
-        if self._streams is not None:
-            self._streams.open_streams()
         bound = self._bound or bound_socket(self._host, self._port)
         self._bound, self._port = None, bound.getsockname()[1]
         self._thread = threading.Thread(

@@ -7,16 +7,14 @@ works off, and a switch is a row that every process obeys.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from api.http.answers import TaskAnswer, task_answer
-from api.http.event_feed import EventFeed
-from api.http.latest import Health
 from api.http.problems import ProblemType, Refused
 from api.http.refusals import OF_REFUSAL
 from api.metrics.definitions import Level
-from api.metrics.exposition import Exposition
+from api.metrics.exposition import metric_families
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
@@ -77,27 +75,40 @@ class AdminService:
             supervision=supervision,
             stalled_after_s=stalled_after_s,
         )
-        self.reader, self.feed = BackgroundReader(self.monitor), EventFeed(store)
-        self.metrics = Exposition(self.monitor, metrics_level, reader=self.reader, feed=self.feed)
+        self.reader = BackgroundReader(self.monitor)
+        self.num_streams = self.num_slow_streams = 0  # of events: open; ended as too slow
+        self._metrics_level = metrics_level
         self.of_reading, self.of_commit = Made(), Made()
         self._plan_wait_s, self._clock = plan_wait_s, clock
 
-    # -- questions
-    def health(self) -> Health:
-        """Report that the store answers."""
-        return Health(detail=f"the store answers, at version {self.store.version()}")
+    @property
+    def name(self) -> str:
+        """Name of the deployment."""
+        return self.store.deployment
 
-    def readiness(self) -> Health:
-        """Report that every rank serves.
+    # -- questions
+    def metrics(self) -> Iterator[Any]:
+        """Give the metrics in the library's own form.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        streams = self.num_streams, self.num_slow_streams
+        return metric_families(self.reader, self._metrics_level, streams)
+
+    def readiness(self) -> str:
+        """State that every rank serves. Where the reader runs, this never waits for the store.
 
         Raises:
             Refused: no run, ranks that are silent or frozen, no step or no leader for too long.
         """
+        if self.reader.is_running and self.reader.latest is None:
+            raise Refused(ProblemType.STORE_UNAVAILABLE, "the store has not answered yet")
         reading = self.reader.reading()
         if (why_not := unready(reading)) is not None:
             raise Refused(ProblemType.NOT_READY, why_not)
         ranks, step = reading.state.ranks, reading.state.step
-        return Health(detail=f"{len(ranks)} ranks serve, at step {step}")
+        return f"{len(ranks)} ranks serve, at step {step}"
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.

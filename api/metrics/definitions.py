@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from api.monitor.counts import EXCLUDED
 from api.monitor.monitor import PHASES
 from api.monitor.scores import layer_imbalance
-from api.monitor.state import Durations, Grade, Reading
+from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Reading
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
@@ -52,34 +52,44 @@ class Metric:
     figures: Mapping[tuple[str, ...], Figure]
 
 
-@dataclass(frozen=True, eq=False)
-class Scrape:
-    """Input of the metrics at one moment."""
+def metrics_of(
+    seen: Reading,
+    level: Level = "default",
+    *,
+    drift: Drift | None,
+    migration: Migration | None,
+    samples_stored: int,
+    backend: str,
+    received: NDArray[np.int64] | None = None,
+    event_streams: tuple[int, int] | None = None,
+) -> Iterator[Metric]:
+    """Give every metric of a deployment; one whose figure is not known yet has no series.
 
-    seen: Reading
-    drift: Drift | None
-    migration: Migration | None  # the open one
-    samples_stored: int
-    backend: str  # kind of store
-    received: NDArray[np.int64] | None = None  # [L, R] tokens over all samples, if requested
-    event_streams: tuple[int, int] | None = None  # open, and dropped as too slow
-
-
-def metrics_of(scrape: Scrape, level: Level = "default") -> Iterator[Metric]:
-    """Give every metric of a deployment; one whose figure is not known yet has no series."""
+    Args:
+        migration: the open one.
+        samples_stored: of this run.
+        backend: kind of the store.
+        received: [L, R] tokens over all samples; None: they are not asked for.
+        event_streams: how many are open, and how many were ended because they were not read.
+    """
     yield _gauge("build_info", "1; the label is the version.", {__version__: 1}, "version")
-    yield from _health(scrape)
-    yield from _supervision(scrape)
-    yield from _balance(scrape)
-    yield from _rebalances(scrape)
-    yield from _moved(scrape)
-    yield from _telemetry(scrape)
+    yield from _health(seen)
+    yield from _supervision(seen)
+    yield from _balance(seen, drift)
+    yield from _rebalances(seen, migration)
+    yield from _moved(seen.counts)
+    yield from _telemetry(seen, samples_stored, backend)
+    if event_streams is not None:
+        num_open, num_ended = event_streams
+        yield _gauge("event_streams", "Open streams of events of this service.", num_open)
+        ended_help = "Streams of events that were ended, because they were not read."
+        yield _counter("event_streams_dropped", ended_help, num_ended)
     if level != "default":
-        yield from _per_layer(scrape)
+        yield from _per_layer(seen, received)
 
 
-def _health(scrape: Scrape) -> Iterator[Metric]:
-    state, counts = scrape.seen.state, scrape.seen.counts
+def _health(seen: Reading) -> Iterator[Metric]:
+    state, counts = seen.state, seen.counts
     grades = {grade.value: grade is state.verdict for grade in Grade}
     yield _gauge(
         "verdict", "1 for the verdict of now; its reason is on the page.", grades, "verdict"
@@ -106,8 +116,8 @@ def _health(scrape: Scrape) -> Iterator[Metric]:
     yield _counter("anomalies", anomalies_help, counts.by_label("anomalies"), "type")
 
 
-def _supervision(scrape: Scrape) -> Iterator[Metric]:
-    controller, supervision = scrape.seen.state.controller, scrape.seen.state.supervision
+def _supervision(seen: Reading) -> Iterator[Metric]:
+    controller, supervision = seen.state.controller, seen.state.supervision
     yield _gauge("controller_leads", "1 while a controller leads.", not controller.why_none)
     # By a clock that never jumps where this process supervises the controller.
     seen_s = supervision.lease_age_s
@@ -130,13 +140,13 @@ def _supervision(scrape: Scrape) -> Iterator[Metric]:
     restarts_help = "Restarts of processes that do not serve, since the deployment was started."
     yield _counter("process_restarts", restarts_help, restarts, "process")
     token_help = "Time since the newest load sample with a token."
-    yield _gauge("token_age_seconds", token_help, scrape.seen.state.token_age_s)
+    yield _gauge("token_age_seconds", token_help, seen.state.token_age_s)
     unserved_help = "Time without tokens around restarts of ranks, from the last token on."
-    yield _counter("unserved_seconds", unserved_help, scrape.seen.counts.unserved_s)
+    yield _counter("unserved_seconds", unserved_help, seen.counts.unserved_s)
 
 
-def _balance(scrape: Scrape) -> Iterator[Metric]:
-    seen, found, ratio = scrape.seen, scrape.drift, None
+def _balance(seen: Reading, drift: Drift | None) -> Iterator[Metric]:
+    ratio = None
     busiest, by_agg = _with_tokens(_imbalance(seen)), dict[tuple[str, ...], Figure]()
     if busiest.size and seen.latest is not None:
         ratio, phase = float(busiest.max()), seen.latest.phase
@@ -151,14 +161,14 @@ def _balance(scrape: Scrape) -> Iterator[Metric]:
     predicted = 1 / last if last else None
     yield _gauge("balancedness_predicted", "What the last decision expects.", predicted)
     drifts = {}
-    if found is not None:
-        drifts = {"all": found.overall, "worst_layer": float(np.max(found.per_layer))}
+    if drift is not None:
+        drifts = {"all": drift.overall, "worst_layer": float(np.max(drift.per_layer))}
     drift_help = "Jensen-Shannon distance of the load from the load planned on, 0 to 1, less noise."
     yield _gauge("drift_score", drift_help, drifts, "layers")
 
 
-def _rebalances(scrape: Scrape) -> Iterator[Metric]:
-    seen, state, counts = scrape.seen, scrape.seen.state, scrape.seen.counts
+def _rebalances(seen: Reading, migration: Migration | None) -> Iterator[Metric]:
+    state, counts = seen.state, seen.counts
     plans_help, plans = "Stored decisions of the controller.", counts.by_label("plans")
     yield _counter("plans", plans_help, plans, "policy", "outcome")
     yield _histogram("plan_duration_seconds", "Time to find each of those plans.", counts.plan_s)
@@ -169,7 +179,7 @@ def _rebalances(scrape: Scrape) -> Iterator[Metric]:
     phases = {phase: phase == state.phase for phase in PHASES}
     yield _gauge("rebalance_phase", "1 for the phase of the slowest rank.", phases, "phase")
     pending_help = "Layers of the open migration that do not serve on every rank yet."
-    yield _gauge("layers_pending", pending_help, _layers_pending(scrape))
+    yield _gauge("layers_pending", pending_help, _layers_pending(migration, state.migration))
     pauses_s = np.array(state.swap_pauses_ms) / 1e3
     quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0} if pauses_s.size else {}
     shown = {agg: float(np.quantile(pauses_s, part)) for agg, part in quantiles.items()}
@@ -187,8 +197,7 @@ def _rebalances(scrape: Scrape) -> Iterator[Metric]:
     yield _gauge("last_success_timestamp_seconds", last_help, last_s)
 
 
-def _layers_pending(scrape: Scrape) -> int:
-    migration, progress = scrape.migration, scrape.seen.state.migration
+def _layers_pending(migration: Migration | None, progress: MigrationProgress | None) -> int:
     if migration is None:
         return 0
     is_known = progress is not None and progress.plan_id == migration.plan_id
@@ -196,8 +205,7 @@ def _layers_pending(scrape: Scrape) -> int:
     return sum(len(one.layers) for one in migration.transactions[applied:])
 
 
-def _moved(scrape: Scrape) -> Iterator[Metric]:
-    counts = scrape.seen.counts
+def _moved(counts: Counts) -> Iterator[Metric]:
     by_link = dict.fromkeys(LINK_OF_SOURCE.values(), 0)
     for source, link in LINK_OF_SOURCE.items():
         by_link[link] += counts.total("bytes_by_source", source)
@@ -220,36 +228,31 @@ def _moved(scrape: Scrape) -> Iterator[Metric]:
     yield _counter("batch_faults", faults_help, faults, "kind")
 
 
-def _telemetry(scrape: Scrape) -> Iterator[Metric]:
-    counts = scrape.seen.counts
+def _telemetry(seen: Reading, samples_stored: int, backend: str) -> Iterator[Metric]:
+    counts = seen.counts
     lost, stored = counts.total("samples_lost"), counts.total("samples_stored")
-    samples = {"stored": scrape.samples_stored + stored, "dropped": lost}
+    samples = {"stored": samples_stored + stored, "dropped": lost}
     samples |= {name: counts.total("samples_excluded", name) for name in EXCLUDED}
     samples_help = "Load samples: stored, dropped by ranks, excluded by the controller, by reason."
     yield _counter("telemetry_samples", samples_help, samples, "result")
     dropped_help = "Samples that ranks dropped because the store was slow or unreachable."
     yield _counter("telemetry_dropped", dropped_help, lost)
     lag_help = "Age of the newest sample of the rank that is furthest behind."
-    yield _gauge("telemetry_lag_seconds", lag_help, scrape.seen.state.sample_age_s)
+    yield _gauge("telemetry_lag_seconds", lag_help, seen.state.sample_age_s)
     errors_help = "Attempts of ranks to write to the store that failed."
-    errors = {scrape.backend: counts.total("store_errors")}
+    errors = {backend: counts.total("store_errors")}
     yield _counter("store_errors", errors_help, errors, "backend")
-    if scrape.event_streams is not None:
-        num_open, num_dropped = scrape.event_streams
-        yield _gauge("event_streams", "Open streams of events of this service.", num_open)
-        slow_help = "Streams of events that were dropped, because they were read too slowly."
-        yield _counter("event_streams_dropped", slow_help, num_dropped)
 
 
-def _per_layer(scrape: Scrape) -> Iterator[Metric]:
+def _per_layer(seen: Reading, received: NDArray[np.int64] | None) -> Iterator[Metric]:
     even_help = "Inverse of the imbalance of the latest window, layer by layer."
-    even = enumerate((1 / _imbalance(scrape.seen)).tolist())
+    even = enumerate((1 / _imbalance(seen)).tolist())
     by_layer = {str(layer): figure for layer, figure in even if not isnan(figure)}
     yield _gauge("layer_balancedness", even_help, by_layer, "layer")
-    if scrape.received is not None:
+    if received is not None:
         tokens: dict[tuple[str, ...], Figure] = {
             (str(layer), str(rank)): float(count)
-            for (layer, rank), count in np.ndenumerate(scrape.received)
+            for (layer, rank), count in np.ndenumerate(received)
         }
         tokens_help = "Tokens that each rank received, over all samples that were read."
         yield _counter("tokens", tokens_help, tokens, "layer", "rank")

@@ -8,24 +8,25 @@ or rank; the page has those. ``level`` adds more. The library's global registry 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any
 
-from api.http.event_feed import EventFeed
-from api.metrics.definitions import Level, Metric, Scrape, metrics_of
-from api.monitor.monitor import Monitor
+from api.metrics.definitions import Level, Metric, metrics_of
 from api.monitor.reader import BackgroundReader
 from api.monitor.state import BUCKETS_S, Durations
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import StoreError
 
 log = logging.getLogger(__name__)
 
 
-def metrics_text(of_all: Iterable[Exposition]) -> tuple[bytes, str]:
+def metrics_text(of_all: Iterable[Callable[[], Iterator[Any]]]) -> tuple[bytes, str]:
     """Read what is new in the stores, and give all metrics in the text format, with its type.
 
     A deployment whose store cannot be read has no series, unless it is the only one.
+
+    Args:
+        of_all: give the ``metric_families`` of each deployment.
 
     Raises:
         StoreError: no store can be read.
@@ -37,7 +38,7 @@ def metrics_text(of_all: Iterable[Exposition]) -> tuple[bytes, str]:
     failed = list[StoreError]()
     for one in of_all:
         try:
-            found = list(one.families())
+            found = list(one())
         except StoreError as exc:
             failed.append(exc)
             continue
@@ -59,50 +60,36 @@ def metrics_text(of_all: Iterable[Exposition]) -> tuple[bytes, str]:
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-class Exposition:
-    """The metrics of one deployment, over its monitor.
+def metric_families(
+    reader: BackgroundReader,
+    level: Level = "default",
+    event_streams: tuple[int, int] | None = None,
+) -> Iterator[Any]:
+    """Give the metrics of one deployment in the library's own form.
 
     Args:
-        feed: of the event streams; None: there are none.
+        reader: of its store.
         level: ``layer`` adds a series per layer, ``rank`` one per layer and rank as well.
+        event_streams: how many are open, and how many were ended as too slow; None: there
+            are none.
 
     Raises:
-        ConfigError: an unknown level.
+        StoreError: the store cannot be read.
     """
-
-    def __init__(
-        self,
-        monitor: Monitor,
-        level: Level = "default",
-        *,
-        reader: BackgroundReader | None = None,
-        feed: EventFeed | None = None,
-    ) -> None:
-        if level not in get_args(Level):
-            known = ", ".join(get_args(Level))
-            raise ConfigError(f"unknown metrics level {level!r}, expected one of: {known}")
-        self._monitor, self._level = monitor, level
-        self._reader, self._feed = reader or BackgroundReader(monitor), feed
-
-    def families(self) -> Iterator[Any]:
-        """Give the metrics in the library's own form.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        seen, store = self._reader.reading(), self._monitor.store
-        run = seen.state.run
-        scrape = Scrape(
-            seen=seen,
-            drift=self._monitor.drift(seen),
-            migration=store.published(),
-            samples_stored=sum(store.sample_counts(run).values()) if run is not None else 0,
-            backend=store.backend.kind,
-            received=self._monitor.received() if self._level == "rank" else None,
-            event_streams=(self._feed.num_clients, self._feed.dropped) if self._feed else None,
-        )
-        for metric in metrics_of(scrape, self._level):
-            yield _family(metric, seen.state.deployment)
+    seen, monitor = reader.reading(), reader.monitor
+    run, store = seen.state.run, monitor.store
+    found = metrics_of(
+        seen,
+        level,
+        drift=monitor.drift(seen),
+        migration=store.published(),
+        samples_stored=sum(store.sample_counts(run).values()) if run is not None else 0,
+        backend=store.backend.kind,
+        received=monitor.received() if level == "rank" else None,
+        event_streams=event_streams,
+    )
+    for metric in found:
+        yield _family(metric, seen.state.deployment)
 
 
 def _family(metric: Metric, deployment: str) -> Any:

@@ -10,12 +10,12 @@ longer than the windows take, so that a gap is drawn as a gap; a new run alone b
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
-from typing import Annotated, Literal, NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from statistics import fmean, median
+from typing import Annotated, Literal
 
 from api.monitor.state import EPOCH, WindowScore
 from eplb.declared import Meaning
@@ -50,58 +50,32 @@ class HistoryPoint:
     generation: int
     run: str
     is_migrating: bool
-    is_joined: Annotated[bool, Meaning("to the point before it; false: there is a gap")]
-    windows: int
-
-
-class _Piece(NamedTuple):
-    """A window, or the sum of those of a minute."""
-
-    time: float
-    measured: float  # sums over the windows with tokens
-    contiguous: float
-    counted: int  # windows with tokens
-    windows: int
-    generation: int
-    run: str
-    is_migrating: bool
-
-    def plus(self, other: _Piece) -> _Piece:
-        later = max(self, other, key=lambda piece: piece.time)
-        return _Piece(
-            later.time,
-            self.measured + other.measured,
-            self.contiguous + other.contiguous,
-            self.counted + other.counted,
-            self.windows + other.windows,
-            later.generation,
-            later.run,
-            self.is_migrating or other.is_migrating,
-        )
+    is_joined: Annotated[bool, Meaning("to the point before it; false: there is a gap")] = False
+    windows: int = 1
 
 
 class History:
     """Keeps the scores of windows of all runs. Its owner serialises calls."""
 
     def __init__(self) -> None:
-        self._recent: dict[tuple[str, int], _Piece] = {}
-        self._minutes: dict[float, _Piece] = {}  # by start
+        self._recent: dict[tuple[str, int], HistoryPoint] = {}
+        self._minutes: dict[float, HistoryPoint] = {}  # by start
         self._marks: deque[HistoryMark] = deque(maxlen=KEPT_MARKS)
 
     def note(self, run: str, score: WindowScore) -> None:
         """Keep a complete window; the same window again replaces what was known of it."""
         if score.is_complete and score.time is not None:
-            self._recent[run, score.index] = _piece(run, score.time, score)
+            self._recent[run, score.index] = _point(run, score)
 
     def note_minutes(self, scores: Iterable[tuple[str, WindowScore]]) -> None:
         """Keep roll-ups of a minute with their runs, where no window of that minute is known."""
-        known = {_minute(piece.time) for piece in self._recent.values()} | self._minutes.keys()
+        known = {_minute(point.time) for point in self._recent.values()} | self._minutes.keys()
         for run, score in scores:
             assert score.time is not None, "a roll-up ends at a time"
             start = score.time - MINUTE_S
             if start not in known:
                 known.add(start)
-                self._minutes[start] = _piece(run, score.time, score)
+                self._minutes[start] = _point(run, score)
 
     def mark(self, mark: HistoryMark) -> None:
         """Keep something that happened."""
@@ -109,29 +83,36 @@ class History:
 
     def age(self, now: float) -> None:
         """Fold windows of more than an hour ago into minutes, and forget what is over a day old."""
-        old = [key for key, piece in self._recent.items() if piece.time < now - RECENT_S]
+        old = [key for key, point in self._recent.items() if point.time < now - RECENT_S]
         old += list(self._recent)[: max(0, len(self._recent) - len(old) - KEPT_RECENT)]
+        folded: defaultdict[float, list[HistoryPoint]] = defaultdict(list)
         for key in dict.fromkeys(old):
-            piece = self._recent.pop(key)
-            start = _minute(piece.time)
+            point = self._recent.pop(key)
+            folded[_minute(point.time)].append(point)
+        for start, points in folded.items():
             known = self._minutes.get(start)
-            self._minutes[start] = piece if known is None else known.plus(piece)
+            self._minutes[start] = _joined([known, *points] if known else points)
         for start in [start for start in self._minutes if start < now - KEPT_S - MINUTE_S]:
             del self._minutes[start]
 
     def points(self, since: float, until: float, most: int) -> list[HistoryPoint]:
         """Give the points of a range, oldest first, at most about ``most`` of them."""
         every = [*self._minutes.values(), *self._recent.values()]
-        pieces = sorted(piece for piece in every if since <= piece.time <= until)
-        if not pieces:
+        found = sorted(
+            (one for one in every if since <= one.time <= until), key=lambda one: one.time
+        )
+        if not found:
             return []
         bin_s = max((until - since) / most, 1e-3)
-        spacing_s = _spacing(pieces)
-        binned: dict[float, _Piece] = {}
-        for piece in pieces:
-            at = piece.time // bin_s
-            binned[at] = binned[at].plus(piece) if at in binned else piece
-        return list(_joined(binned.values(), max(GAP_BINS * bin_s, GAP_SPACINGS * spacing_s)))
+        # The usual time between two points; of one point, none is known.
+        spacing_s = median([later.time - one.time for one, later in pairwise(found)] or [0.0])
+        by_bin = groupby(found, key=lambda one: one.time // bin_s)
+        shown = [_joined(points) for _, points in by_bin]
+        gap_s = max(GAP_BINS * bin_s, GAP_SPACINGS * spacing_s)
+        return shown[:1] + [
+            replace(later, is_joined=later.time - one.time <= gap_s)
+            for one, later in pairwise(shown)
+        ]
 
     def marks(self, since: float, until: float) -> list[HistoryMark]:
         """Give what happened in a range, oldest first."""
@@ -142,38 +123,26 @@ def _minute(time: float) -> float:
     return time // MINUTE_S * MINUTE_S
 
 
-def _piece(run: str, time: float, score: WindowScore) -> _Piece:
-    measured, contiguous = score.measured, score.contiguous
-    counted = measured is not None and contiguous is not None
-    return _Piece(
-        time,
-        measured or 0.0,
-        contiguous or 0.0,
-        int(counted),
-        1,
-        score.generation,
-        run,
-        score.is_migrating,
+def _point(run: str, score: WindowScore) -> HistoryPoint:
+    assert score.time is not None, "what is kept has a time"
+    return HistoryPoint(
+        score.time, score.measured, score.contiguous, score.generation, run, score.is_migrating
     )
 
 
-def _spacing(pieces: list[_Piece]) -> float:
-    """The usual time between two pieces; of one piece, none is known."""
-    gaps = [later.time - earlier.time for earlier, later in pairwise(pieces)]
-    return median(gaps) if gaps else 0.0
-
-
-def _joined(pieces: Iterable[_Piece], gap_s: float) -> Iterator[HistoryPoint]:
-    before: float | None = None
-    for piece in pieces:
-        yield HistoryPoint(
-            time=piece.time,
-            measured=piece.measured / piece.counted if piece.counted else None,
-            contiguous=piece.contiguous / piece.counted if piece.counted else None,
-            generation=piece.generation,
-            run=piece.run,
-            is_migrating=piece.is_migrating,
-            is_joined=before is not None and piece.time - before <= gap_s,
-            windows=piece.windows,
-        )
-        before = piece.time
+def _joined(points: Iterable[HistoryPoint]) -> HistoryPoint:
+    """Join points to one; those without tokens have no part in its means."""
+    every = list(points)
+    figures = [
+        (one.measured, one.contiguous, one.windows)
+        for one in every
+        if one.measured is not None and one.contiguous is not None
+    ]
+    measured, contiguous, weights = zip(*figures, strict=True) if figures else ((), (), ())
+    return replace(
+        max(every, key=lambda one: one.time),
+        measured=fmean(measured, weights) if figures else None,
+        contiguous=fmean(contiguous, weights) if figures else None,
+        is_migrating=any(one.is_migrating for one in every),
+        windows=sum(one.windows for one in every),
+    )

@@ -61,7 +61,7 @@ PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of
 SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
-KEPT_EVENTS = 500
+KEPT_EVENTS = 1000
 VERSIONS_S = 5.0  # after which the versions are read again
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from api.monitor.monitor import Monitor
@@ -35,9 +37,10 @@ class BackgroundReader:
     """
 
     def __init__(self, monitor: Monitor, *, clock: Clock = time.monotonic) -> None:
-        self._monitor, self._clock = monitor, clock
+        self.monitor, self._clock = monitor, clock
         self._lock = threading.Lock()
         self._latest: Reading | None = None
+        self._listeners: frozenset[Callable[[], None]] = frozenset()  # replaced, never changed
         self._read_at, self._failure = clock(), ""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -47,9 +50,29 @@ class BackgroundReader:
         """Whether the store is read in the background."""
         return self._thread is not None
 
+    @property
+    def latest(self) -> Reading | None:
+        """The latest reading as it was judged then; None: the store was not read yet."""
+        return self._latest
+
+    @contextmanager
+    def listening(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Have a function called after each reading. One thread alone may add listeners."""
+        self._listeners |= {wake}
+        try:
+            yield
+        finally:
+            self._listeners -= {wake}
+
+    def wake_listeners(self) -> None:
+        """Call every listener."""
+        for wake in self._listeners:
+            wake()
+
     def start(self) -> None:
         """Begin to read in the background."""
         self._stopped.clear()
+        self._latest = None  # of a time without a thread, so it may be old
         self._thread = threading.Thread(target=self._run, name="eplb-reader", daemon=True)
         self._thread.start()
 
@@ -77,13 +100,14 @@ class BackgroundReader:
         if not why and age_s <= UNREAD_S:
             return latest
         why = f"the store has not been read for {age_s:.0f} s: {why or 'it does not answer'}"
-        return self._monitor.judged(replace(latest, state=replace(latest.state, unread=why)))
+        return self.monitor.judged(replace(latest, state=replace(latest.state, unread=why)))
 
     def _read(self) -> Reading:
-        self._monitor.refresh()
-        found = self._monitor.reading()
+        self.monitor.refresh()
+        found = self.monitor.reading()
         with self._lock:
             self._latest, self._read_at, self._failure = found, self._clock(), ""
+        self.wake_listeners()
         return found
 
     def _run(self) -> None:
@@ -91,7 +115,7 @@ class BackgroundReader:
         while not self._stopped.is_set():
             try:
                 self._read()
-                version = self._monitor.store.wait(version, PERIOD_S)
+                version = self.monitor.store.wait(version, PERIOD_S)
             except EplbError as exc:
                 self._failed(f"{type(exc).__name__}: {exc}")
                 self._stopped.wait(PERIOD_S)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from api.access.keys import Actor
-    from api.http.deployments.served import Served
     from api.http.service import AdminService
+    from telemetry.state.live import LiveState
     from telemetry.state.store import StateStore
 
 T = TypeVar("T")
@@ -167,15 +167,9 @@ class Call:
         return self._sent
 
     @property
-    def served(self) -> Served:
-        """What answers for the deployment of the path."""
-        found: Served = self.request.state.served
-        return found
-
-    @property
     def service(self) -> AdminService:
-        """The answers of that deployment."""
-        return self._service or self.served.service
+        """The answers of the deployment of the path."""
+        return self._service or self.request.state.service
 
     @property
     def store(self) -> StateStore:
@@ -206,6 +200,21 @@ class Call:
             kind = ProblemType.INVALID_REQUEST if is_required else ProblemType.SETTINGS_CHANGED
             raise Refused(kind, why)
         return None if tag == ANY else int(tag.strip('"'))
+
+    def change_live(self, changes: Mapping[str, Any], **given: Any) -> LiveState:
+        """Change live settings at the revision of the request, whose new one is its entity tag.
+
+        Raises:
+            Refused: another change came first.
+        """
+        from eplb.errors import StaleRevision
+
+        try:
+            state = self.store.change_live(changes, expected=self.expected_revision(), **given)
+        except StaleRevision as exc:
+            raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
+        self.tag(state.revision)
+        return state
 
     def if_generation(self) -> str:
         """Return the entity tag of the generation that must serve; ANY without one."""

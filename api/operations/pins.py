@@ -22,7 +22,7 @@ from api.operations.declaration import (
     operation,
 )
 from api.operations.placements import shape_of_run
-from api.operations.printing import WHY, line, table
+from api.operations.printing import WHY, line, listing
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
     """
     from rebalance.controller.plans.planner_request import written_pins
 
-    # First: a request without the header is refused whatever its pins are.
-    expected = call.expected_revision()
+    call.expected_revision()  # first: without the header it is refused whatever its pins are
     store, new = call.store, dict[Any, tuple[int, ...]]()
     for pin in body.pins:
         which = pin.expert if pin.layer is None else (pin.layer, pin.expert)
@@ -110,23 +109,13 @@ def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
     if unmet := _unmet(store, store.live(), new):
         more = f", and {len(unmet) - 1} more" if len(unmet) > 1 else ""
         raise Refused(ProblemType.IMPOSSIBLE_PIN, f"{unmet[0]}{more}")
-    return _change(call, text, body.reason, expected)
+    return _answer(call, call.change_live({"pins": text}, reason=body.reason))
 
 
 @operation(f"DELETE {V1}/pins", if_match="known revision")
 def delete_pins(call: Call, body: ReasonRequest) -> PinsAnswer:
     """Remove all pins. At the revision in `If-Match`; those of the configuration apply again."""
-    return _change(call, None, body.reason, call.expected_revision())
-
-
-def _change(call: Call, text: str | None, reason: str, expected: int | None) -> PinsAnswer:
-    from eplb.errors import StaleRevision
-
-    try:
-        changed = call.store.change_live({"pins": text}, expected=expected, reason=reason)
-    except StaleRevision as exc:
-        raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
-    return _answer(call, changed)
+    return _answer(call, call.change_live({"pins": None}, reason=body.reason))
 
 
 def _answer(call: Call, state: LiveState) -> PinsAnswer:
@@ -179,14 +168,8 @@ def _words(layer: int | None, expert: int) -> str:
 
 
 def _print_pins(found: dict[str, Any]) -> None:
-    rows = list[list[Any]]()
-    for one in found["pins"]:
-        layer = "all" if one["layer"] is None else one["layer"]
-        rows.append([layer, one["expert"], ", ".join(map(str, one["ranks"]))])
-    if rows:
-        table(("layer", "expert"), rows, "ranks")
-    else:
-        line("no pins")
+    every = ({**one, "layer": "all"} if one["layer"] is None else one for one in found["pins"])
+    listing(every, "layer expert ranks", none="no pins")
     line(*(f"not met: {why}" for why in found["unmet"]))
 
 

@@ -25,7 +25,7 @@ from api.operations.declaration import (
     header,
     operation,
 )
-from api.operations.printing import at, line, table
+from api.operations.printing import line, listing, table
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -132,13 +132,8 @@ def placements(call: Call, limit: Limit = 100, before: Before = None) -> Page[Pl
 )
 def show_lines(found: dict[str, Any]) -> None:
     """List placements that ranks served, newest first, and why each was made."""
-    names = ("generation", "time", "plan_id", "replicas", "hash", "reason")
-    shown = (
-        one | {"time": at(one["time"]), "replicas": sum(one["num_replicas"])}
-        for one in found["placements"]
-    )
-    rows = ([one[name] for name in names] for one in shown)
-    table(("generation", "time", "plan", "replicas", "hash"), rows, names[-1])
+    shown = (one | {"replicas": sum(one["num_replicas"])} for one in found["placements"])
+    listing(shown, "generation time plan_id:plan replicas hash reason")
 
 
 # -- what differs between two

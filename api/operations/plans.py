@@ -33,7 +33,7 @@ from api.operations.declaration import (
     command,
     operation,
 )
-from api.operations.printing import WHY, at, line, more, table
+from api.operations.printing import WHY, line, listing, more
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -136,13 +136,11 @@ def cancel(call: Call, task_id: Id, body: ReasonRequest) -> TaskAnswer:
 def show_tasks(found: dict[str, Any]) -> None:
     """Print a page of tasks, or one."""
     listed: dict[str, Any] = found if "tasks" in found else {"tasks": [found], "next": None}
-    rows = [
-        [one["id"], at(one["time"]), one["kind"], one["state"], result.get("plan_id"), why]
+    shown = (
+        one["result"] | one | {"reason": one["result"].get("error") or one["request"].get("reason")}
         for one in listed["tasks"]
-        for result in [one["result"]]
-        for why in [result.get("error") or one["request"].get("reason")]
-    ]
-    table(("id", "time", "kind", "state", "plan"), rows, "reason")
+    )
+    listing(shown, "id time kind state plan_id:plan reason")
     more(listed)
 
 
@@ -268,9 +266,8 @@ def _ask_to_move(call: Call, kind: str, body: Any, *, is_dry_run: bool) -> TaskA
 
 def _print_task(found: dict[str, Any]) -> None:
     result = found["result"]
-    columns = ("task", "decision", "before", "after", "moves", "plan")
-    names = ("decision", "before", "after", "num_moves", "plan_id", "reason")
-    table(columns, [[found["id"], *map(result.get, names)]], "reason")
+    columns = "task decision before after num_moves:moves plan_id:plan reason"
+    listing([result | {"task": found["id"]}], columns)
     if result.get("published"):
         line(f"plan {result['plan_id']} is published to the ranks")
     else:
@@ -418,14 +415,15 @@ def _ended(store: StateStore, one: Proposal, why: ProposalEnded) -> Refused:
 @command("proposals", "eplb proposals --service http://127.0.0.1:8765", proposals)
 def show_proposals(found: dict[str, Any]) -> None:
     """List plans that wait for an approval, and how others ended."""
-    columns = ("id", "state", "expires", "by", "decision", "before", "after", "moves", "GB")
-    names = ("id", "state", "expires", "by", "decision", "imbalance_before", "imbalance_after")
-    rows = (
-        [one[name] for name in (*names, "moves")]
-        + [one["bytes"] / 1e9, one["end_reason"] or one["reason"]]
-        for one in [kept | {"expires": at(kept["expires"])} for kept in found["proposals"]]
+    shown = (
+        one | {"GB": one["bytes"] / 1e9, "reason": one["end_reason"] or one["reason"]}
+        for one in found["proposals"]
     )
-    table(columns, rows, "reason")
+    listing(
+        shown,
+        "id state expires by decision imbalance_before:before imbalance_after:after moves GB "
+        "reason",
+    )
 
 
 def _print_proposal(one: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 WHY = "from the command line"  # reason of a change by a command that is given none
+TIMES = ("time", "since", "until", "expires")  # fields that are seconds since the epoch
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], last: str | None = None) -> None:
@@ -14,6 +15,31 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], last: str | Non
     from api.terminal.printable import print_table
 
     print_table(columns, rows, last)
+
+
+def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> None:
+    """Print items of an answer as a table, a field in each column.
+
+    Times are printed as dates, lists with commas.
+
+    Args:
+        items: of the answer.
+        columns: names of the fields, the last one of text; ``plan_id:plan`` has another heading.
+        none: what is printed where there is no item; "": the headings.
+    """
+    fields = [column.partition(":") for column in columns.split()]
+    rows = [[_cell(name, one.get(name)) for name, _, _ in fields] for one in items]
+    if none and not rows:
+        line(none)
+    else:
+        *headings, last = (heading or name for name, _, heading in fields)
+        table(headings, rows, last)
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name in TIMES and isinstance(value, int | float):
+        return at(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def line(*texts: str) -> None:

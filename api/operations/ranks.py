@@ -19,7 +19,7 @@ from api.operations.declaration import (
     operation,
 )
 from api.operations.placements import shape_of_run
-from api.operations.printing import line, table
+from api.operations.printing import line, listing
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -77,13 +77,10 @@ def ranks(call: Call) -> RanksAnswer:
 
 def show_reports(found: list[dict[str, Any]]) -> None:
     """Print what ranks do beside what they hold."""
-    names = ("step", "generation", "phase", "age_s", "step_ms", "state", "experts", "sole_experts")
-    rows = (
-        [one["rank"], one["node"], "yes" if one["is_alive"] else "no"]
-        + [one[name] for name in (*names, "frozen")]
-        for one in found
+    listing(
+        (one | {"alive": "yes" if one["is_alive"] else "no"} for one in found),
+        "rank node alive step generation phase age_s step_ms state experts sole_experts frozen",
     )
-    table(("rank", "node", "alive", *names), rows, "frozen")
 
 
 @command("ranks", "eplb ranks --store redis://HOST:PORT --deployment prod", show=show_reports)
@@ -301,9 +298,7 @@ def _waits(state: LiveState) -> str:
 
 
 def _print_ranks(found: dict[str, Any]) -> None:
-    columns = ("rank", "node", "host", "experts", "sole_experts")
-    rows = ([one[name] for name in (*columns, "state")] for one in found["ranks"])
-    table(columns, rows, "state")
+    listing(found["ranks"], "rank node host experts sole_experts state")
     line(*(f"not met: {why}" for why in found["unmet"]))
     if found["waits"]:
         line(f"not moved: {found['waits']}")

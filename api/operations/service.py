@@ -19,41 +19,44 @@ from api.operations.declaration import (
     command,
     operation,
 )
-from api.operations.printing import table
+from api.operations.printing import listing
 from eplb import __version__
 from eplb.declared import Meaning, Named
 
 if TYPE_CHECKING:
     from api.access.audit import AuditEntry
-    from api.http.deployments.served import Served
-    from api.http.latest import Health
+    from api.http.service import AdminService
 
-HEALTH = "api.http.latest:Health"
 LABELS = {one.label: one for one in ProblemType}
 
 
-@operation("GET /livez", answer=HEALTH)
+@dataclass(frozen=True)
+class Health:
+    """Alive, or ready; a problem otherwise."""
+
+    detail: str
+    status: Literal["ok"] = "ok"
+
+
+@operation("GET /livez")
 async def livez(call: Call) -> Health:
     """Is the HTTP service alive? Answers while the process runs."""
-    from api.http.latest import Health
-
     return Health(detail=f"eplb {__version__}")
 
 
-@operation("GET /healthz", answer=HEALTH, problems=OF_KEYS + OF_STORE)
+@operation("GET /healthz", problems=OF_KEYS + OF_STORE)
 def healthz(call: Call) -> Health:
     """Does the store answer? Reads one number from the store."""
-    return call.service.health()
+    return Health(detail=f"the store answers, at version {call.store.version()}")
 
 
 @operation(
     "GET /readyz",
-    answer=HEALTH,
     problems=(ProblemType.NOT_READY, ProblemType.STORE_UNAVAILABLE),
 )
 async def readyz(call: Call) -> Health:
     """Does every rank serve? A run has begun, every rank reports, and steps make progress."""
-    return await call.served.readiness.get()
+    return Health(detail=call.service.readiness())
 
 
 @operation(
@@ -68,8 +71,8 @@ def metrics(call: Call) -> Raw:
     from api.metrics.exposition import metrics_text
 
     is_of_one = getattr(call.request.state, "asked_for", None) is not None
-    chosen = [call.served] if is_of_one else call.request.app.state.deployments.all()
-    return Raw(*metrics_text(one.service.metrics for one in chosen))
+    chosen = [call.service] if is_of_one else call.request.app.state.deployments.all()
+    return Raw(*metrics_text(one.metrics for one in chosen))
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,12 @@ def deployments(call: Call) -> DeploymentsAnswer:
     return DeploymentsAnswer(lines)
 
 
-def _line(one: Served, *, is_default: bool) -> DeploymentLine:
-    from api.http.deployments.choice import path_of
+def _line(one: AdminService, *, is_default: bool) -> DeploymentLine:
+    from api.http.deployments import path_of
     from eplb.errors import StoreError
 
     try:
-        state = one.service.reader.reading().state
+        state = one.reader.reading().state
     except StoreError as exc:
         return _unread(one.name, str(exc), is_default=is_default)
     return DeploymentLine(
@@ -135,7 +138,7 @@ def _line(one: Served, *, is_default: bool) -> DeploymentLine:
 
 
 def _unread(name: str, why: str, *, is_default: bool) -> DeploymentLine:
-    from api.http.deployments.choice import path_of
+    from api.http.deployments import path_of
 
     return DeploymentLine(name, path_of(name), is_default, "blind", why, [why])
 
@@ -148,10 +151,10 @@ def _unread(name: str, why: str, *, is_default: bool) -> DeploymentLine:
 )
 def show_deployments(found: dict[str, Any]) -> None:
     """List the deployments that a service shows, and how each stands."""
-    names = ("name", "verdict", "num_ranks", "generation", "imbalance", "movement", "reason")
-    rows = ([one[name] for name in names] for one in found["deployments"])
-    columns = ("deployment", "verdict", "ranks", "generation", "imbalance", "movement")
-    table(columns, rows, "reason")
+    listing(
+        found["deployments"],
+        "name:deployment verdict num_ranks:ranks generation imbalance movement reason",
+    )
 
 
 @dataclass(frozen=True)

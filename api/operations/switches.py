@@ -129,19 +129,10 @@ def control(call: Call, body: ControlRequest) -> ControlAnswer:
 def _switch(
     call: Call, body: SwitchRequest, changes: dict[str, Any], lasts_s: int | None = None
 ) -> ControlAnswer:
-    from eplb.errors import StaleRevision
-
     store, info = call.store, call.store.current_run()
     known = store.rank_states(info.run) if info is not None else []
     before = store.control()
-    try:
-        state = store.change_live(
-            changes, expected=call.expected_revision(), reason=body.reason, lasts_s=lasts_s
-        )
-    except StaleRevision as exc:
-        raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
-    call.tag(state.revision)
-    num_ranks = _num_ranks(info)
+    state = call.change_live(changes, reason=body.reason, lasts_s=lasts_s)
     reported = None
     if body.wait_s:
         reported = 0 if info is None else _num_reported(store, info, known, body.wait_s)
@@ -152,7 +143,7 @@ def _switch(
         until=state.until.get("movement"),
         was_moving=before.movement,
         run=info.run if info is not None else None,
-        num_ranks=num_ranks,
+        num_ranks=_num_ranks(info),
         num_reported=reported,
     )
 

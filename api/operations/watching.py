@@ -26,7 +26,7 @@ from api.operations.declaration import (
     header,
     operation,
 )
-from api.operations.printing import at, line, more, table
+from api.operations.printing import listing, more
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -266,17 +266,14 @@ def events(
 
 def show_events(found: dict[str, Any]) -> None:
     """Print events."""
-    rows = (
-        [one["id"], at(one["time"]), one["kind"], _words(one["detail"])] for one in found["events"]
-    )
-    table(("id", "time", "kind"), rows, "detail")
+
+    def words(detail: dict[str, Any]) -> str:
+        plain = {name: one for name, one in detail.items() if not isinstance(one, dict | list)}
+        return " ".join(f"{name}={value}" for name, value in plain.items())
+
+    shown = (one | {"detail": words(one["detail"])} for one in found["events"])
+    listing(shown, "id time kind detail")
     more(found)
-
-
-def _words(detail: dict[str, Any]) -> str:
-    return " ".join(
-        f"{name}={value}" for name, value in detail.items() if not isinstance(value, dict | list)
-    )
 
 
 @command("events", "eplb events --last 100 --json", show=show_events)
@@ -328,7 +325,7 @@ async def event_stream(
             raise Refused(ProblemType.INVALID_REQUEST, why)
         after = int(given)
     shared = call.request.app.state
-    return EventStream(call.service.feed, after, shared.limits, shared.deployments)
+    return EventStream(call.service, after, shared.limits, shared.deployments)
 
 
 @operation(f"GET {V1}/anomalies", answer="api.monitor.anomalies:Anomaly", page="anomalies")
@@ -357,12 +354,5 @@ def anomalies(
 )
 def show_anomalies(found: dict[str, Any]) -> None:
     """List what is wrong and what was, newest first; of a store, what is wrong now, and events."""
-    rows = [
-        [one[name] for name in ("id", "severity", "kind")]
-        + [at(one["since"]), at(one["until"]) if one["until"] else "now", one["text"]]
-        for one in found["anomalies"]
-    ]
-    if rows:
-        table(("id", "severity", "kind", "since", "until"), rows, "what")
-    else:
-        line("no anomalies")
+    shown = (one | {"until": one["until"] or "now"} for one in found["anomalies"])
+    listing(shown, "id severity kind since until text:what", none="no anomalies")

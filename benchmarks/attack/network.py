@@ -30,17 +30,16 @@ from benchmarks.attack import Attack, Outcome
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError
 from eplb.migration.recovery import Recovery
-from rebalance.network.frames import Wire, connect
-from rebalance.network.handshake import PROTOCOL as HOSTS
-from rebalance.network.handshake import client_handshake
-from rebalance.network.listener import ConnectionListener, ListenerSettings, listen
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.recovery.survivors import rejoin
-from rebalance.transport.ranks.messages import PROTOCOL as RANKS
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.link.link_settings import HostLinkSettings
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.wire import Wire, client_handshake, connect
+from rebalance.weights.rank_link import PROTOCOL as RANKS
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
@@ -301,7 +300,9 @@ def _deep_frames(folder: Path) -> Outcome:
     with ExitStack() as stack:
         stack.callback(setattr, threading, "excepthook", previous)
         host = _free_address()
-        stack.enter_context(closing(_host_cache(folder, HostLinkSettings((host,), secret, host))))
+        stack.enter_context(
+            closing(_host_cache(folder, HostLinkSettings((host,), host, secret=secret)))
+        )
         rank = _free_address()
         listener = ConnectionListener(
             listen(rank, "rank"),
@@ -336,7 +337,9 @@ def _asks_a_false_listener(frame: bytes) -> bool:
         with false, client:
             threading.Thread(target=_send, args=(false, frame), daemon=True).start()
             try:
-                client_handshake(Wire(client, time.monotonic() + 2.0, 1.0), b"secret")
+                client_handshake(
+                    Wire(client, time.monotonic() + 2.0, 1.0), b"secret", protocol=HOSTS
+                )
             except EplbError:
                 return True
             except RecursionError:

@@ -19,8 +19,8 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build
 from benchmarks.migration.decode import TOKENS, VOCABULARY, decode_step, dense_weights
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, WiredAgent, wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from runtime.dispatch.all_to_all import AllToAllDispatcher
@@ -91,7 +91,7 @@ class Clockwork:
         self._store = open_store(self._run.store, DEPLOYMENT)
         self._reporter = Reporter(self._store)
         votes = GlooVotes(self._control)
-        return Links(votes, self._big.transport(), self._store, self._reporter)
+        return Links(votes, self._big.sources(), self._store, self._reporter)
 
     def _wired(self) -> WiredAgent:
         big = self._big

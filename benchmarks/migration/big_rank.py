@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,12 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
-from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.processes import HostMemory, MappedPeers, Peers, PullTransport, RankMemory
-from rebalance.types import Digest, Record
-from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
+from rebalance.types import Record
+from rebalance.weights.sources import HostMemory, MappedSlots, WeightSources, map_peers
+from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
 from runtime.group import gathered
 from runtime.streams import Completion
+from tests.support.local_group import LocalHost
 
 DEADLINE_S = 120.0
 MOVES = 4  # experts of each layer that a migration brings to each GPU
@@ -74,52 +74,6 @@ def v3(layers: int, experts: int, **others: Any) -> Shapes:
     return Shapes(model, **others)
 
 
-class NoHostCache:
-    """Stands in place of a host cache where every byte comes from peers: has nothing."""
-
-    num_entries = 4  # a transport asks for so much at a time, at most; it never does
-    bytes_from_other_hosts = 0
-
-    def load(
-        self,
-        records: Sequence[Record],
-        *,
-        deadline_s: float,
-        weights_version: int = 0,
-        is_wanted: IsWanted = always,
-    ) -> tuple[Sequence[Digest], int]:
-        """Refuse: whoever asks the host has not found a peer."""
-        raise self._refusal(records)
-
-    def prepare_for_gpu(self, records: Sequence[Record]) -> None:
-        """Refuse."""
-        raise self._refusal(records)
-
-    def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
-        """Refuse."""
-        raise self._refusal([record])
-
-    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:
-        """Refuse."""
-        raise self._refusal([record])
-
-    def release(self, records: Collection[Record]) -> None:
-        """Nothing to do: nothing is leased."""
-
-    def hint(self, records: Sequence[Record], *, weights_version: int = 0) -> None:
-        """Nothing to do: nothing can be read ahead."""
-
-    def invalidate(self, weights_version: int, *, deadline_s: float) -> None:
-        """Nothing to do: no record is here."""
-
-    @staticmethod
-    def _refusal(records: Sequence[Record]) -> MigrationError:
-        return MigrationError(
-            f"{len(records)} records asked of the host, expected peers to have them all: "
-            "this benchmark has no host cache"
-        )
-
-
 @dataclass
 class BigRank:
     """One rank with its memory filled, its peers' memory mapped, and a group to vote in."""
@@ -129,7 +83,7 @@ class BigRank:
     topology: Topology
     placement: Placement  # what the bank holds at the start
     bank: ExpertBank
-    peers: Peers
+    peers: dict[int, PeerBank]  # slots of the other ranks of its host
     votes: GlooVotes
     digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks
     device: torch.device
@@ -146,15 +100,13 @@ class BigRank:
         """Experts into each rank of the group, in each layer of a migration."""
         return MOVES // self.shapes.ranks_per_gpu
 
-    def transport(self, host_cache: HostMemory | None = None) -> PullTransport:
-        """Make a transport that reads peers and ``host_cache``, with streams of its own.
+    def sources(self, host: HostMemory | None = None) -> WeightSources:
+        """Make sources that read peers and ``host``, with streams of their own.
 
         Args:
-            host_cache: what the host holds; None: no byte may come from the host.
+            host: what the host holds; None: no byte may come from the host.
         """
-        return PullTransport(
-            RankMemory(self.rank, self.bank, host_cache or NoHostCache()), self.peers
-        )
+        return WeightSources(MappedSlots(self.rank, self.bank, self.peers), host or LocalHost({}))
 
 
 def build(
@@ -200,7 +152,7 @@ def build(
     handles = gathered(bank.handle, control)
     is_mapped = from_cuda and num_ranks > 1
     arena_of = arena.peer if is_mapped else handles.__getitem__
-    peers = MappedPeers(rank, topology, bank, arena_of)
+    peers = map_peers(rank, topology, bank, arena_of)
     return BigRank(rank, shapes, topology, placement, bank, peers, votes, digests, device)
 
 

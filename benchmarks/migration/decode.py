@@ -23,7 +23,7 @@ from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
 from rebalance.agent import RankAgent
-from rebalance.build.agent import WiredAgent
+from rebalance.build.rank import WiredAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.split import BatchSplit
@@ -42,7 +42,7 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     """Steps without, with and again without migrations, in one run."""
     big = build(rank, num_ranks, shapes)
     host_cache = host_cache_of_both_ends(big) if mode == "host" else None
-    wired, clock = agent_of(big, path, big.transport(host_cache))
+    wired, clock = agent_of(big, path, big.sources(host_cache))
     agent, forward = wired.agent, decode_step(big, wired)
     publisher = publisher_of(big, path, mode) if rank == 0 else None
     agent.start()

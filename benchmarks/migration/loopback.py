@@ -23,11 +23,11 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import RankError
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.link.link_settings import HostLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory.shared import SharedArena
@@ -122,7 +122,7 @@ class OtherHost:
         door = (f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}.1", PORT)
         links = HostLinkSettings(
             (door,),
-            secrets.token_bytes(32),
+            secret=secrets.token_bytes(32),
             bytes_per_second=math.inf,
             max_transfers=num_readers,
             deadline_s=DEADLINE_S,

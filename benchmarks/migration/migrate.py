@@ -97,7 +97,7 @@ def measure_whole(
 ) -> list[Row]:
     """From published to committed, four experts a rank in every layer, steps of ``step_s``."""
     big = build(rank, num_ranks, shapes)
-    wired, clock = agent_of(big, path, big.transport())
+    wired, clock = agent_of(big, path, big.sources())
     agent = wired.agent
     publisher = publisher_of(big, path, "copy") if rank == 0 else None
     agent.start()

@@ -37,12 +37,12 @@ from benchmarks.migration.loopback import (
     send_plainly,
 )
 from eplb.core.model import ModelShape
-from rebalance.network.link_settings import SERVING_BYTES_PER_SECOND
-from rebalance.preload.cache.cache_settings import NUM_READERS, HostCacheSettings
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
-from rebalance.preload.disk.expert_loader import make_all
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import NUM_READERS, HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.disk.record_loader import make_all
+from rebalance.weights.link.link_settings import SERVING_BYTES_PER_SECOND
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.checkpoints.model_config import CONFIG_FILE
 from runtime.checkpoints.own_model import expert_name, own_config

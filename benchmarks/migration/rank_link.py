@@ -26,10 +26,8 @@ import torch
 
 from benchmarks.migration.loopback import DEADLINE_S, plain_rate, process, send_plainly
 from rebalance.stage.stage_settings import MIB, StageSettings
-from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.messages import GroupName, Part
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
-from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.weights.link.link_settings import RankLinkSettings
+from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema
 
 SCHEMA = ExpertSchema.swiglu_fp8(7168, 2048)
@@ -46,7 +44,7 @@ def hold(pipe: Connection, settings: RankLinkSettings, num_records: int) -> None
     for slot in range(num_records):
         bank.live(0, slot).fill_(slot + 1)
     served = Served(np.arange(num_records, dtype=np.int32)[None], 0, is_open=True)
-    with closing(RankLinkServer(settings, 1, GROUP, bank, lambda: served)):
+    with closing(serve_slots(settings, 1, GROUP, bank, lambda: served)):
         pipe.send("ready")
         pipe.poll(DEADLINE_S)
 
@@ -60,7 +58,7 @@ def rate(settings: RankLinkSettings, num_records: int, chunk_bytes: int) -> floa
         for slot in range(num_records):
             for offset in range(0, size, chunk_bytes):
                 part = into[offset : offset + chunk_bytes]
-                others.pull(1, Part(0, 0, slot, slot, offset, len(part)), part)
+                others.fetch(1, Part(0, 0, slot, slot, offset, len(part)), part)
         return num_records * size / (time.monotonic() - started) / 1e9
 
 
@@ -68,7 +66,7 @@ def measure(num_runs: int, num_records: int) -> dict[str, list[float]]:
     """GB/s of every way, run by run."""
     host = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}.1"
     free = RankLinkSettings(
-        ((host, PORT), (host, PORT + 1)), secrets.token_bytes(32), bytes_per_second=math.inf
+        ((host, PORT), (host, PORT + 1)), secret=secrets.token_bytes(32), bytes_per_second=math.inf
     )
     held = replace(free, addresses=((host, PORT), (host, PORT + 2)), bytes_per_second=1.25e9)
     plain_at, to_send = (host, PORT + 3), num_records * SCHEMA.record_bytes

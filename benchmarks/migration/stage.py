@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from benchmarks.migration.big_rank import (
     DEADLINE_S,
     BigRank,
-    NoHostCache,
     Shapes,
     build,
     fill,
@@ -32,28 +31,30 @@ from benchmarks.migration.preload import write_experts
 from benchmarks.result_table import Row
 from eplb.core.placement import EMPTY
 from eplb.migration.build import Move, Source
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
 from rebalance.protocol.phases import RankPhase
 from rebalance.stage.lanes import Pull
-from rebalance.stage.sources import Sources
+from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.stage.stager import Stager
-from rebalance.threads.cancellation import IsWanted, always
 from rebalance.threads.waiting import SharedPhase, drive
-from rebalance.types import Digest, Record
+from rebalance.types import IsWanted, Record, always
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.sources import MappedSlots, Place
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.memory.shared import digest
+from runtime.streams import Completion, OnStream, new_stream
 from tests.support.launch import launch
+from tests.support.local_group import LocalHost
 
 NUM_STAGED = 16
 REPEATS = 8
 LAUNCH_DEADLINE_S = 150.0
 
 
-class PinnedHostCache(NoHostCache):
+class PinnedHostCache(LocalHost):
     """Records in locked host memory, as a host cache that holds them all already."""
 
     def __init__(self, big: BigRank, records: list[Record]) -> None:
@@ -61,25 +62,28 @@ class PinnedHostCache(NoHostCache):
         is_cuda = big.device.type == "cuda"
         whole = torch.empty(len(records) * size, dtype=torch.uint8, pin_memory=is_cuda)
         self._of = dict(zip(records, whole.view(len(records), size), strict=True))
-        self.num_entries = 4 * len(records)  # all of them, for each rank of the host
+        super().__init__(self._of)
+        self._stream = OnStream(new_stream(big.device) if is_cuda else None)
         scratch = big.bank.staging(0)
         for layer, expert in records:
             fill(scratch, layer, expert, big.bank.schema)
             self._of[(layer, expert)].copy_(scratch)
 
-    def load(
-        self,
-        records: Sequence[Record],
-        *,
-        deadline_s: float,
-        weights_version: int = 0,
-        is_wanted: IsWanted = always,
-    ) -> tuple[Sequence[Digest], int]:
-        """Nothing comes from disk."""
-        return [], 0
+    def begin(self, back: torch.cuda.Stream | None) -> None:
+        """Return to the mover's own stream after each copy."""
+        self._stream.back = back
 
-    def prepare_for_gpu(self, records: Sequence[Record]) -> None:
-        """Nothing to do: it is locked."""
+    def lease(
+        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
+        """Nothing comes from disk."""
+        return {}
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a part, on a stream of its own."""
+        with self._stream:
+            self.read_part(record, offset, into)
+            return Completion(is_cuda=into.is_cuda, stream=self._stream.stream)
 
     def read_part(self, record: Record, offset: int, into: torch.Tensor) -> None:
         """Order the copy of a part."""
@@ -135,10 +139,10 @@ def stage_work(big: BigRank, source: Source, address: HostCacheAddress | None) -
         host_cache = leased(big, address, records)
     elif source is Source.HOST:
         host_cache = PinnedHostCache(big, records)
-    transport = big.transport(host_cache)
-    transport.begin()
-    sources = Sources(big.rank, big.topology, transport.readable, frozenset)
-    stager = Stager(transport, sources, big.digests, StageSettings(), time.monotonic)
+    sources, slots = big.sources(host_cache), MappedSlots(big.rank, big.bank, big.peers)
+    sources.begin(big.device)
+    choice = SourceChoice(big.rank, big.topology, sources.readable, frozenset)
+    stager = Stager(sources, choice, big.digests, StageSettings(), time.monotonic)
     shared = SharedPhase(RankPhase(generation=0))
 
     def ours() -> None:
@@ -150,7 +154,7 @@ def stage_work(big: BigRank, source: Source, address: HostCacheAddress | None) -
             if host_cache is not None:
                 host_cache.read_part((move.layer, move.expert), 0, entry)
             else:
-                big.peers.read(sources.holders(move, held)[0], move.layer, 0, entry)
+                slots.read(move.layer, choice.holders(move, held)[0], 0, entry)
 
     def is_right() -> bool:
         return all(
@@ -191,9 +195,7 @@ def incoming(big: BigRank, source: Source) -> list[Move]:
 def leased(big: BigRank, address: HostCacheAddress, records: list[Record]) -> HostCacheClient:
     """The host cache with ``records`` in it; their digests are what the bank goes by."""
     num_experts, size = big.shapes.model.num_experts, big.bank.schema.record_bytes
-    reader = HostCacheClient(
-        address, num_experts, size, deadline_s=DEADLINE_S, for_gpu=big.device.type == "cuda"
-    )
+    reader = HostCacheClient(address, num_experts, size, deadline_s=DEADLINE_S, device=big.device)
     found, _ = reader.load(records, deadline_s=DEADLINE_S)
     for (layer, expert), known in zip(records, found, strict=True):
         big.digests[layer, expert] = torch.tensor(known)
@@ -205,7 +207,7 @@ def leased(big: BigRank, address: HostCacheAddress, records: list[Record]) -> Ho
 def stage_from_host_cache(ranks: int, shapes: Shapes, folder: Path) -> list[Row]:
     """The same from a host cache that is filled from a checkpoint, as a server's is."""
     weights = folder / "weights"
-    write_experts(weights, shapes.model.num_experts, shapes.schema)
+    write_experts(weights, shapes.model, shapes.schema)
     address = HostCacheAddress(f"bench-{os.getpid()}", os.urandom(16))
     settings = HostCacheSettings("full")
     with closing(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import httpx
 
 from api.http.app import create_app
-from api.http.deployments.served import Others
+from api.http.deployments import Others
 from api.http.server import HttpService
 from benchmarks.operating.load import Now, SeededDeployment, Size, fill
 from telemetry.state.store import StateStore

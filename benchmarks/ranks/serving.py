@@ -34,8 +34,8 @@ from rebalance.build.config import NetworkConfig, RankConfig
 from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription, schema_of
 from rebalance.build.environment import EmbeddedRank, build_rank_from_env
 from rebalance.build.host_cache import build_host_cache
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.counters import PassCounter
 from runtime.streams import Completion

@@ -29,7 +29,7 @@ from benchmarks.schedules.simulated import (
 from eplb.core.placement import EMPTY
 from eplb.migration.build import Source
 from rebalance.protocol.phases import Phase
-from rebalance.transport.interface import HOST, Place
+from rebalance.weights.sources import HOST, Place
 from telemetry.state.events import plan_end
 from telemetry.state.live import Control as Switches
 

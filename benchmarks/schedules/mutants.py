@@ -15,7 +15,7 @@ from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import RankPhase, Swap
 from rebalance.protocol.voter import Voter
-from rebalance.stage.fetcher import Fetcher
+from rebalance.stage.mover import Mover
 from rebalance.stage.ring import StagingRing
 from rebalance.stage.stager import Stager
 from rebalance.swap.swapper import Swapper
@@ -88,14 +88,14 @@ def skips_when_prepared(voter: Voter, step: int, *, swapped: int, must_finish: b
     return read(voter, step, swapped=swapped, must_finish=must_finish)
 
 
-def never_drains(fetcher: Fetcher, shared: Any) -> Generator[Any, None, None]:
+def never_drains(mover: Mover, shared: Any) -> Generator[Any, None, None]:
     """Frees what chunks of a dropped plan are still written to."""
-    for lane in fetcher._stager._lanes.values():
+    for lane in mover._stager._lanes.values():
         lane.clear()
-    proofs = fetcher._stager._proofs
+    proofs = mover._stager._proofs
     for forgotten in (proofs._ordered, proofs._proofs, proofs._records._pending):
         forgotten.clear()
-    fetcher._stager.host.release()
+    mover._sources.host.release()
     yield from ()
 
 
@@ -116,7 +116,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "applied when ordered": lambda: _replaced(Swapper, "swap", applied_when_ordered),
     "adopted early": lambda: _replaced(Swapper, "adopt", adopts_early),
     "skipped when prepared": lambda: _replaced(Voter, "read", skips_when_prepared),
-    "not drained": lambda: _replaced(Fetcher, "settle", never_drains),
+    "not drained": lambda: _replaced(Mover, "_settle", never_drains),
     "not rolled forward": lambda: _replaced(
         rebalance.recovery.rank, "missed_verdicts", forgets_forward
     ),

@@ -27,13 +27,13 @@ from benchmarks.schedules.simulated import (
 )
 from eplb.core.load import LoadSample
 from eplb.errors import RankError
-from eplb.migration.build import Migration
 from rebalance.agent import RankAgent
 from rebalance.build.config import RankConfig
 from rebalance.protocol.phases import Phase
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.watcher import Watcher, Writing
 from rebalance.recovery.survivors import Deadlines, recover
+from rebalance.stage.share import Share
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.threads.waiting import WAIT_S, Wait
 from runtime.counters import SlotCounter
@@ -47,12 +47,12 @@ class PlayedWatcher(Watcher):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.migrations: deque[Migration] = deque()
+        self.shares: deque[Share] = deque()
         self._writing: Writing | None = None
 
-    def bring(self, migration: Migration) -> None:
+    def bring(self, share: Share) -> None:
         """Note what the mover is to bring."""
-        self.migrations.append(migration)
+        self.shares.append(share)
 
     @property
     def has_writing(self) -> bool:
@@ -273,12 +273,12 @@ class Rank:
     @property
     def is_moving(self) -> bool:
         """Say whether the mover has something to do or to wait for."""
-        return self._work is not None or bool(self.watcher.migrations)
+        return self._work is not None or bool(self.watcher.shares)
 
     def can_move(self) -> bool:
         """Say whether the mover's wait is over."""
         if self._work is None:
-            return self.is_alive and bool(self.watcher.migrations)
+            return self.is_alive and bool(self.watcher.shares)
         if not self.is_alive:
             return False
         if self.wait is None or self._seen != self.shared.version:
@@ -288,7 +288,7 @@ class Rank:
     def move(self) -> None:
         """The mover's thread, from one wait to the next."""
         if self._work is None:
-            self._work = self.core.mover.work(self.watcher.migrations.popleft(), self.shared)
+            self._work = self.core.mover.work(self.watcher.shares.popleft(), self.shared)
         self._seen = self.shared.version
         self.wait = next(self._work, None)
         # Who waits for news alone looks again after WAIT_S, should some be lost. None may be: here

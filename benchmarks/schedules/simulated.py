@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TypeVar
@@ -18,10 +18,8 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, PlacementError, StoreError
 from eplb.migration.build import Migration, Mode, Pace, Source, build_migration
-from rebalance.threads.cancellation import IsWanted, always
-from rebalance.transport.interface import HOST, Place
-from rebalance.transport.processes import ranks_beside
-from rebalance.types import Outcome, Record
+from rebalance.types import IsWanted, Outcome, Record, always
+from rebalance.weights.sources import HOST, Place, WeightSources, ranks_beside
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 from telemetry.state.memory import MemoryBackend
@@ -402,8 +400,52 @@ class Faults:
     host_refuses: bool = False
 
 
-class Transport:
-    """The simulated transport of one rank."""
+class Host:
+    """The simulated memory of one rank's host."""
+
+    ranks: frozenset[int] = frozenset()
+    room = 100
+
+    def __init__(self, faults: Faults, rng: random.Random) -> None:
+        self._faults, self._rng = faults, rng
+        self.leased: set[Record] = set()
+        self.version, self._has_new_weights = 0, rng.random() < 0.5
+
+    def lease(
+        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
+        """Have records in memory."""
+        if self.leased.issuperset(records):
+            return {}
+        if self._faults.host_refuses:
+            raise MigrationError("the host's disk is gone")
+        if self.version and not self._has_new_weights:
+            raise MigrationError(f"weights version {self.version} is not in the host cache")
+        self.leased.update(records)
+        return {"disk": RECORD_BYTES * len(records)}
+
+    def hint(self, records: Sequence[Record]) -> None:
+        """Reading ahead takes no time."""
+
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> None:
+        """Read a record again; what was wrong with it may be the disk's."""
+        if self._rng.random() < 0.5:
+            self.leased.discard(record)
+            raise MigrationError(f"{record} is damaged on the disk")
+        self._faults.wrong_places.discard((record, HOST))
+
+    def release(self, records: Collection[Record] | None = None) -> None:
+        """Forget records."""
+        self.leased.difference_update(self.leased.copy() if records is None else records)
+
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Have no older records."""
+        self.leased.clear()
+        self.version = version
+
+
+class Transport(WeightSources):
+    """The simulated sources of one rank."""
 
     def __init__(
         self, rank: int, topology: Topology, banks: list[Bank], faults: Faults, rng: random.Random
@@ -412,51 +454,27 @@ class Transport:
         self._banks, self._faults, self._rng = banks, faults, rng
         self.readable = frozenset([rank, *ranks_beside(rank, topology)])
         self.reachable = frozenset(range(topology.num_ranks)) - self.readable
-        self.host_room = 100
+        self.host = self._host = Host(faults, rng)  # type: ignore[assignment]
         self.in_flight: list[InFlightChunk] = []
         self.dead: set[int] = set()
         self.watch: Callable[[InFlightChunk], None] = lambda landing: None
         self.plan_id: Callable[[], int] = lambda: 0
-        self._held: set[Record] = set()
-        self._version, self._has_new_weights = 0, rng.random() < 0.5
 
-    def begin(self) -> None:
+    def begin(self, device: torch.device) -> None:
         """No device to bind to."""
 
-    def preload(
-        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
-        """Have the host hold records."""
-        if self._faults.host_refuses:
-            raise MigrationError("the host's disk is gone")
-        if self._version and not self._has_new_weights:
-            raise MigrationError(f"weights version {self._version} is not in the host cache")
-        self._held.update(records)
-        return {"disk": RECORD_BYTES * len(records)}
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Have no older records on the host."""
+        self._host.invalidate(version, deadline_s=deadline_s)
 
-    def hint(self, records: Sequence[Record]) -> None:
-        """Reading ahead takes no time."""
-
-    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
-        """Read a record again; what was wrong with it may be the disk's."""
-        if self._rng.random() < 0.5:
-            raise MigrationError(f"{record} is damaged on the disk")
-        self._faults.wrong_places.discard((record, HOST))
-
-    def release(self, records: Sequence[Record]) -> None:
-        """Forget records."""
-        self._held.difference_update(records)
-
-    def serve_weights(self, version: int, deadline_s: float) -> None:
-        """Have no older records."""
-        self._held.clear()
-        self._version = version
+    def close(self) -> None:
+        """No connection to close."""
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order a chunk."""
         if self._rng.random() < self._faults.refusals:
             raise MigrationError("the link broke")
-        if place == HOST and record not in self._held:
+        if place == HOST and record not in self._host.leased:
             raise Violation(f"rank {self.rank} pulls {record}, which its host was not asked for")
         if place.rank not in (self.reachable if place.is_far else self.readable) and place != HOST:
             raise Violation(f"rank {self.rank} reads rank {place.rank}, which is on another host")
@@ -479,7 +497,7 @@ class Transport:
         row, start, size = span
         is_wrong = self._rng.random() < self._faults.wrong_bytes
         is_wrong |= (record, place) in self._faults.wrong_places
-        version = self._version
+        version = self._host.version
 
         def put() -> None:
             lanes = slice(start // 4, (start + size) // 4)

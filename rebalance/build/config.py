@@ -1,7 +1,7 @@
 """The configuration of a rank: plain values, alike on every rank of a deployment.
 
 Nothing here reads a file or the environment; code that does can fill these classes field by field.
-Host weight caches are configured by ``rebalance.preload.cache.cache_settings.HostCacheSettings``,
+Host weight caches are configured by ``rebalance.weights.cache.cache_settings.HostCacheSettings``,
 controllers by ``rebalance.controller.loop.ControllerSettings``.
 """
 
@@ -16,7 +16,7 @@ from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
 from eplb.shares.switches import BatchSwitches
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from telemetry.load.reporter import AT_ONCE, Tempo
 from telemetry.load.spool import Spool
 

@@ -22,7 +22,7 @@ from eplb.errors import ConfigError
 from eplb.versions import RANKS, Announcement
 from rebalance.build.config import RankConfig
 from rebalance.build.plain import from_plain, to_plain
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
 from runtime.experts import ExpertSchema
 from telemetry import open_store
 from telemetry.state.store import StateStore

@@ -1,4 +1,4 @@
-"""A rank's experts at the start: memory, first records, digests that all agree on, the transport.
+"""A rank's experts at the start: memory, first records, digests that all agree on, sources.
 
 The order matters: every bank is filled, and its bytes agreed on, before any rank may read a peer's.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -19,23 +19,21 @@ from numpy.typing import NDArray
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, RankError
+from eplb.errors import ConfigError, MigrationError, RankError
 from rebalance.build.config import RankConfig
 from rebalance.build.group import RankGroups
-from rebalance.preload.cache.client import HostCacheClient
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.first_fill import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
-from rebalance.transport.choice import KnownRecords, choose_transport
-from rebalance.transport.interface import WeightTransport
-from rebalance.transport.processes import MappedPeers, Peers, RankMemory, ranks_beside
-from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.messages import GroupName
 from rebalance.types import Digest, Record
-from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.rank_link import GroupName, OtherRanks
+from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
+from rebalance.weights.start_check import KnownRecords, checked_sources
+from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
 from runtime.group import gathered
 
+FILL_RECORDS = 64  # leased at a time by the first fill
 DEATH_S = 1.0  # after a failure of torch, to learn which rank died
 
 log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ class FirstExperts:
     bank: ExpertBank
     digests: torch.Tensor  # [L, E, 2] of every expert
     votes: GlooVotes
-    transport: WeightTransport
+    sources: WeightSources
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,8 @@ def take_experts(
         model.num_experts,
         size,
         deadline_s=network.join_deadline_s,
-        for_gpu=place.device.type == "cuda",
+        device=place.device,
+        ranks_on_host=1 + len(ranks_beside(rank, place.topology)),
     )
     held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
     votes = GlooVotes(
@@ -112,14 +111,77 @@ def take_experts(
         others = None
         if config.rank_links is not None:
             others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
-        transport, why = choose_transport(
-            RankMemory(rank, bank, cache, 1 + len(ranks_beside(rank, place.topology)), others),
-            lambda: _open_peers(place, memory, dict(enumerate(handles))),
-            KnownRecords(placement, place.topology, digests),
-            place.groups.votes,
+        sources, why = checked_sources(
+            rank,
+            bank,
+            cache,
+            others,
+            open_peers=lambda: _open_peers(place, memory, dict(enumerate(handles))),
+            known=KnownRecords(placement, place.topology, digests),
+            group=place.groups.votes,
         )
-    log.info("rank %d: transport: %s", rank, why)
-    return FirstExperts(bank, digests, votes, transport)
+    log.info("rank %d: sources: %s", rank, why)
+    return FirstExperts(bank, digests, votes, sources)
+
+
+def fill_bank(
+    bank: ExpertBank,
+    held: Sequence[Sequence[int]],
+    host_cache: HostCacheClient,
+    *,
+    deadline_s: float,
+) -> dict[Record, Digest]:
+    """Load the first experts of a rank: slots ``held`` [L][C], negative for an empty one.
+
+    Returns:
+        The digest of every expert that this rank now holds, taken from the slots themselves.
+
+    Raises:
+        MigrationError: a record cannot be read, or a slot does not hold what was read.
+    """
+    places: dict[Record, list[int]] = {}  # a rank may hold an expert in two slots
+    for layer, slots in enumerate(held):
+        for slot, expert in enumerate(slots):
+            if expert >= 0:
+                places.setdefault((layer, expert), []).append(slot)
+    deadline = time.monotonic() + deadline_s
+    # Not all at once: a small host cache has no room for them, and reading goes on while one is
+    # copied.
+    size = max(1, min(FILL_RECORDS, host_cache.num_entries // 4))
+    records, digests = list(places), dict[Record, Digest]()
+    for first in range(0, len(records), size):
+        batch, following = records[first : first + size], records[first + size : first + 2 * size]
+        found, _ = host_cache.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
+        host_cache.hint(following)
+        for record, expected in zip(batch, found, strict=True):
+            for slot in places[record]:
+                expected = _fill_slot(bank, record, slot, expected, host_cache, deadline)
+            digests[record] = expected
+        host_cache.release(batch)
+    return digests
+
+
+def _fill_slot(
+    bank: ExpertBank,
+    record: Record,
+    slot: int,
+    expected: Digest,
+    host_cache: HostCacheClient,
+    deadline: float,
+) -> Digest:
+    """Copy a leased record into a slot and prove it there; return its digest."""
+    layer, expert = record
+    host_cache.read(record, bank.live(layer, slot))
+    if bank.digest(layer, slot) != expected:
+        # The host's memory may have been damaged since: its disk is a second try.
+        left_s = max(0.0, deadline - time.monotonic())
+        expected = host_cache.reload(record, deadline_s=left_s)
+        host_cache.read(record, bank.live(layer, slot))
+    if bank.digest(layer, slot) != expected:
+        raise MigrationError(
+            f"layer {layer} slot {slot}: digest mismatch after loading expert {expert}"
+        )
+    return expected
 
 
 @contextmanager
@@ -174,7 +236,9 @@ def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Diges
     }
 
 
-def _open_peers(place: RankPlace, memory: _Memory, handles: Mapping[int, str]) -> Peers:
+def _open_peers(
+    place: RankPlace, memory: _Memory, handles: Mapping[int, str]
+) -> dict[int, PeerBank]:
     """Map the slots of the other ranks of this host.
 
     Raises:
@@ -185,7 +249,7 @@ def _open_peers(place: RankPlace, memory: _Memory, handles: Mapping[int, str]) -
     if memory.unmapped:
         raise ConfigError(memory.unmapped)
     if bank.device.type != "cuda":
-        return MappedPeers(place.rank, place.topology, bank, handles.__getitem__)
+        return map_peers(place.rank, place.topology, bank, handles.__getitem__)
     from runtime.memory.symmetric import SymmetricArena
 
     if not isinstance(bank.arena, SymmetricArena):
@@ -193,4 +257,4 @@ def _open_peers(place: RankPlace, memory: _Memory, handles: Mapping[int, str]) -
             f"rank {place.rank}: other ranks cannot map the memory of its experts, "
             f"expected a SymmetricArena, found {type(bank.arena).__name__}"
         )
-    return MappedPeers(place.rank, place.topology, bank, bank.arena.peer)
+    return map_peers(place.rank, place.topology, bank, bank.arena.peer)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.cache.server import HostCacheServer
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.server import HostCacheServer
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 

@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -27,11 +29,10 @@ from eplb.decision.expert_times import BUDGET_S
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
-from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
@@ -185,7 +186,7 @@ def build_rank(
             membership,
         ),
         HeldExperts(place.rank, first.bank, first.digests, placement),
-        Links(first.votes, first.transport, opened, reporter, journal=journal or NoJournal()),
+        Links(first.votes, first.sources, opened, reporter, journal=journal or NoJournal()),
         passes,
     )
     tempo = reporting.tempo
@@ -270,3 +271,55 @@ def _check_fit(
                 f"rank {place.rank}: a bank with (layers, slots) {shape} on {experts.device.type}, "
                 f"expected {wanted} on {place.device.type}"
             )
+
+
+@dataclass(frozen=True)
+class HeldExperts:
+    """What a rank holds when it begins to serve."""
+
+    rank: int
+    bank: ExpertBank  # filled as the placement says
+    digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks
+    placement: Placement  # of all ranks
+
+
+@dataclass(frozen=True)
+class WiredAgent:
+    """An agent that is not started yet, and what the model needs of it."""
+
+    agent: RankAgent
+    table: RoutingTable  # chooses the slot of each routed token
+    counter: SlotCounter  # counts what each slot of this rank receives
+
+
+def wire_agent(
+    settings: AgentSettings, held: HeldExperts, links: Links, steps: StepCounter | None = None
+) -> WiredAgent:
+    """Make the agent of a rank, its routing table and its counters.
+
+    Args:
+        settings: alike on every rank.
+        held: what the rank holds.
+        links: the rank's ways to the outside.
+        steps: counts forward passes, if ``RankAgent.step`` is to be called without a number.
+    """
+    placement, device, batch = held.placement, held.bank.device, settings.config.batch
+    table = RoutingTable(
+        placement,
+        max_replicas=most_replicas(placement, settings.topology),
+        source_node=int(settings.topology.node_of_rank[held.rank]),
+        device=device,
+        topology=settings.topology if batch.split else None,
+        extra_slots=batch.extra_slots,
+    )
+    counter = SlotCounter(
+        placement.num_layers, held.bank.num_slots, device, extra_slots=batch.extra_slots
+    )
+    parts = RankParts(held.rank, held.bank, table, counter, steps, held.digests)
+    return WiredAgent(RankAgent(settings, parts, links, placement), table, counter)
+
+
+def most_replicas(placement: Placement, topology: Topology) -> int:
+    """Replicas that one expert can ever have: one on each rank, while all others keep one."""
+    spare = placement.num_slots - placement.num_experts
+    return min(topology.num_ranks, spare + 1)

@@ -30,8 +30,7 @@ from eplb.migration.candidates import Candidates, candidates_for
 from eplb.policies.table import policy_named
 from eplb.versions import CONTROLLER as COMPONENT
 from eplb.versions import Announcement, refusal
-from rebalance.controller.due import Due
-from rebalance.controller.failures import Failures
+from rebalance.controller.due import Due, Failures
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan

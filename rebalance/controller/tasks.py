@@ -8,22 +8,31 @@ from eplb.clock import Clock
 from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
-from eplb.errors import ConfigError, EplbError, StaleGeneration, StaleRevision, StoreError
+from eplb.errors import (
+    ConfigError,
+    EplbError,
+    HistoryError,
+    PlacementError,
+    StaleGeneration,
+    StaleRevision,
+    StoreError,
+    TopologyError,
+)
 from eplb.migration.build import Migration
 from eplb.migration.throttle import Throttle
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
-from rebalance.controller.plans.planning import Planning, planned_on
+from rebalance.controller.plans.planning import Planning, TaskRefused, planned_on
 from rebalance.controller.plans.proposals import Why, to_carry_out
 from rebalance.controller.plans.publishing import Publisher
-from rebalance.controller.refusals import TaskRefused, refusal_of
 from rebalance.controller.settings import LiveReader
 from telemetry.log_context import set_log_fields
-from telemetry.state.proposals import LASTS_S, Approval
+from telemetry.state.proposals import LASTS_S, Approval, ProposalEnded
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import Refusal, Task, TaskResult
 
+OF_TARGET = ("rollback", "approve")  # kinds of tasks that name a placement
 KINDS = ("rebalance", "rollback", "explain", "propose", "approve")
 
 log = logging.getLogger(__name__)
@@ -221,3 +230,23 @@ def _plan_id(migration: Migration | None, what: str) -> int:
             "weights; submit it again",
         )
     return migration.plan_id
+
+
+def refusal_of(exc: EplbError, kind: str) -> Refusal | None:
+    """Return the reason of an error; None: one that is none of them.
+
+    Args:
+        exc: that ended the task.
+        kind: of the task.
+    """
+    if isinstance(exc, TaskRefused):
+        return exc.refusal
+    if isinstance(exc, StaleGeneration):
+        return Refusal.GENERATION_MOVED_ON
+    if isinstance(exc, ProposalEnded):
+        return Refusal.PROPOSAL_ENDED
+    if isinstance(exc, HistoryError):
+        return Refusal.NO_LOAD
+    if isinstance(exc, PlacementError | ConfigError | TopologyError):
+        return Refusal.CANNOT_SERVE if kind in OF_TARGET else Refusal.NO_PLAN
+    return None

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from eplb.core.placement import Placement
 from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import RankPhase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.rank.read_ahead import ReadAhead
-from rebalance.rank.sampling import SampleLabel, Sampler
+from rebalance.rank.sampling import Sampler
 from rebalance.rank.step_times import StepTimer
-from rebalance.rank.watcher import WatchedAgent, Watcher
-from rebalance.recovery.rank import Member, RankRecovery
-from rebalance.stage.mover import Mover, RankSlots
+from rebalance.rank.watcher import ReadAhead, WatchedAgent, Watcher
+from rebalance.recovery.rank import RankRecovery
+from rebalance.stage.figures import StageFigures
+from rebalance.stage.mover import Mover
+from rebalance.stage.share import RankSlots
 from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.scrubber import Scrubber
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
-from rebalance.swap.weight_update import UpdateLinks, WeightUpdate
+from rebalance.swap.weight_update import WeightUpdate
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
-from rebalance.transport.ranks.messages import GroupName
-from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.weights.link.server import LinkServer
+from rebalance.weights.rank_link import GroupName, Served, serve_slots
+from telemetry.state.runs import BATCH_FAULTS, STEP_TIMES, RankState
+
+REPORTED_PAUSES = 256  # of the latest swaps
 
 
 @dataclass
@@ -64,7 +70,7 @@ class RankCore:
     read_ahead: ReadAhead
     step_timer: StepTimer
 
-    def listen(self) -> RankLinkServer | None:
+    def listen(self) -> LinkServer | None:
         """Let other ranks ask this one for what it holds, where the settings say so.
 
         Raises:
@@ -80,7 +86,50 @@ class RankCore:
             return Served(self.slots.held(self.swapper.placement), version, is_open)
 
         group = GroupName(settings.run, settings.membership)
-        return RankLinkServer(links, self.slots.rank, group, self.slots.bank, served)
+        return serve_slots(links, self.slots.rank, group, self.slots.bank, served)
+
+    def report(self, notes: Mapping[str, Any]) -> RankState:
+        """Return the rank's report to the store; ``notes`` are fields that the engine adds."""
+        swapper = self.swapper
+        with self.shared.changed:
+            state = self.shared.state
+            share = swapper.share if state.plan is not None else None
+        to_stage = sum(map(len, share.moves)) if share is not None else 0
+        stage, oldest = self.mover.figures(), self.watchdog.oldest()
+        return RankState(
+            run=self.settings.run,
+            rank=self.slots.rank,
+            time=self.links.clock(),
+            step=max(self.steps.last, 0),
+            generation=state.generation,
+            phase=state.phase.value,
+            plan_id=state.plan.plan_id if state.plan else 0,
+            applied=state.applied,
+            sequence=self.sampler.num_cut,
+            weights_version=self.fence.version,
+            prepared=state.prepared,
+            frozen=state.frozen_reason,
+            digest_failures=stage.num_wrong_digests + self.scrubber.num_digest_failures,
+            mover_failures=self.watcher.num_mover_failures,
+            progress_age_s=round(oldest.age_s, 3),
+            progress_of=str(oldest),
+            detail={"to_stage": to_stage} | self._measured(stage) | dict(notes),
+        )
+
+    def _measured(self, stage: StageFigures) -> dict[str, Any]:
+        swapper, scrubber = self.swapper, self.scrubber
+        return {
+            "bytes_by_source": dict(stage.bytes_by_source),
+            BATCH_FAULTS: dict(self.sampler.faults.counts),
+            "experts_moved": swapper.figures.experts_moved,
+            "rebalances": swapper.figures.rebalances,
+            "staged": stage.num_staged,
+            "stage": stage.as_detail(),
+            STEP_TIMES: vars(self.step_timer.figures()),
+            "swap_pauses_ms": swapper.figures.swap_pauses_ms[-REPORTED_PAUSES:],
+            "scrubbed": dict(scrubber.counts),
+            "sweeps": scrubber.num_sweeps,
+        }
 
 
 def make_core(
@@ -104,20 +153,18 @@ def make_core(
     slots = RankSlots(rank, settings.topology, parts.bank, parts.table, parts.digests)
     recorder = JournalRecorder(links.journal, steps)
     shared = SharedPhase(RankPhase(generation=placement.generation), recorder.note_change)
-    fence, voter = (
-        Fence(),
-        Voter(rank, links.votes, settings.config.vote_deadline_s, links.monotonic),
-    )
+    fence = Fence()
+    voter = Voter(rank, links.votes, settings.config.vote_deadline_s, links.monotonic)
     mover = Mover(
         slots,
-        links.transport,
+        links.sources,
         settings.stage,
         dead=links.votes.dead,
         clock=links.monotonic,
         beat=watchdog.mover,
     )
     watcher = links.threads(links.store, listener, mover, shared, links.reporter, watchdog)
-    sampler = _sampler(settings, parts, links)
+    sampler = Sampler(settings, parts, links)
     swapper = Swapper(
         placement,
         slots,
@@ -153,23 +200,25 @@ def make_core(
         swapper,
         voting,
         scrub_schedule,
-        UpdateLinks(
-            links.votes, voter, links.transport, settings.config.vote_deadline_s, links.monotonic
-        ),
+        links,
+        voter,
+        deadline_s=settings.config.vote_deadline_s,
         shared=shared,
         fence=fence,
         beat=watchdog.step,
         last_step=steps,
     )
-    member = Member(settings.run, rank, settings.membership, links.votes.dead, links.clock, steps)
     recovery = RankRecovery(
-        member,
+        settings,
+        rank,
+        links,
         swapper,
         voting,
         scrub_schedule,
         shared=shared,
         recorder=recorder,
         beat=watchdog.step,
+        last_step=steps,
     )
     read_ahead = ReadAhead(
         rank,
@@ -198,15 +247,4 @@ def make_core(
         recovery,
         read_ahead,
         StepTimer(links.monotonic),
-    )
-
-
-def _sampler(settings: AgentSettings, parts: RankParts, links: Links) -> Sampler:
-    return Sampler(
-        SampleLabel(settings.config.deployment, settings.run, parts.rank),
-        settings.topology,
-        parts.counter,
-        parts.table.strays,
-        links.reporter,
-        links.clock,
     )

@@ -14,8 +14,8 @@ from rebalance.build.config import RankConfig
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.interface import WeightTransport
 from rebalance.types import StepCounter, VoteGroup
+from rebalance.weights.sources import WeightSources
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
@@ -61,7 +61,7 @@ class Links:
     """The agent's ways to the outside."""
 
     votes: VoteGroup
-    transport: WeightTransport
+    sources: WeightSources
     store: StateStore
     reporter: SampleSink
     clock: Clock = time.time

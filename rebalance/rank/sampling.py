@@ -2,51 +2,77 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from eplb.clock import Clock
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
-from eplb.core.topology import Topology
 from eplb.errors import RankError
-from rebalance.rank.batch_faults import BatchFaults
-from rebalance.rank.watcher import SampleSink
-from runtime.counters import Cut, SlotCounter
+from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
+from rebalance.rank.parts import AgentSettings, Links, RankParts
+from runtime.counters import Cut
 from runtime.streams import Completion
 
+NONE = np.zeros(1, dtype=np.int64)
 
-@dataclass(frozen=True)
-class SampleLabel:
-    """Identity of the samples of one rank."""
+log = logging.getLogger(__name__)
 
-    deployment: str
-    run: str
-    rank: int
+
+class BatchFaults:
+    """Faults that the device counts while it serves: copied with each sample, never waited for."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._watched: Mapping[str, torch.Tensor] = {}
+        self.counts: dict[str, int] = {}  # since the start, by kind, as they arrived last
+
+    def watch(self, counters: Mapping[str, torch.Tensor]) -> None:
+        """Read these from now on: [1] int32 each, on the device, never reset."""
+        self._watched = dict(counters)
+        self.counts = dict.fromkeys(counters, 0)
+
+    def cut(self) -> dict[str, Cut]:
+        """Copy the counters as they stand at this point of the compute stream."""
+        return {kind: Cut(one, NONE) for kind, one in self._watched.items()}
+
+    def read(self, arrived: Mapping[str, Cut]) -> None:
+        """Take the copies of a cut, once they have arrived.
+
+        Raises:
+            RankError: ranks decided different pulls: outputs since are wrong.
+        """
+        before = self.counts.get(LATE_COUNTS, 0)
+        self.counts.update((kind, int(cut.counts()[0])) for kind, cut in arrived.items())
+        late = self.counts.get(LATE_COUNTS, 0)
+        if late and not before:  # every batch after it is late too, and counted
+            log.warning(
+                "rank %d: %d exchanges of counts were not complete in time, expected 0: a rank is "
+                "dead or did not call its layers in order; batches are split by own counts since",
+                self._rank,
+                late,
+            )
+        if different := self.counts.get(DIFFERENT_PULLS, 0):
+            raise RankError(
+                f"rank {self._rank}: {different} decisions on pulls differed between ranks, "
+                "expected none: their counts, tables or pull rules differ, and outputs since are "
+                "wrong"
+            )
 
 
 class Sampler:
     """Makes samples without stopping the compute stream: figures are read once they arrive."""
 
-    def __init__(
-        self,
-        label: SampleLabel,
-        topology: Topology,
-        counter: SlotCounter,
-        strays: torch.Tensor,
-        sink: SampleSink,
-        clock: Clock,
-    ) -> None:
-        self._label, self._slots = label, topology.slots_on(label.rank)
-        self._counter, self._sink, self._clock = counter, sink, clock
-        self._strays, self._last_strays = strays, Cut(strays, np.zeros(1, dtype=np.int64))
+    def __init__(self, settings: AgentSettings, parts: RankParts, links: Links) -> None:
+        self._settings, self._parts, self._links = settings, parts, links
+        self._slots, self._strays = settings.topology.slots_on(parts.rank), parts.table.strays
+        self._last_strays = Cut(self._strays, NONE)
         self._first_unsampled = 0
-        self.faults = BatchFaults(label.rank)
+        self.faults = BatchFaults(parts.rank)
         # Samples without their tokens, and the figures that are copied to the host.
         self._on_the_way: deque[tuple[Callable[..., LoadSample], Cut, Mapping[str, Cut], Cut]] = (
             deque()
@@ -65,18 +91,18 @@ class Sampler:
         assert self._phase is not None, "a pass has begun since the last cut"
         make_sample = partial(
             LoadSample,
-            deployment=self._label.deployment,
-            run=self._label.run,
-            rank=self._label.rank,
+            deployment=self._settings.config.deployment,
+            run=self._settings.run,
+            rank=self._parts.rank,
             sequence=self.num_cut,
-            time=self._clock(),
+            time=self._links.clock(),
             first_step=self._first_unsampled,
             last_step=step - 1,
             phase=self._phase,
             generation=placement.generation,
             slot_to_expert=placement.slot_to_expert[:, self._slots],
         )
-        cut, faults = self._counter.cut(), self.faults.cut()
+        cut, faults = self._parts.counter.cut(), self.faults.cut()
         # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
         self._on_the_way.append((make_sample, cut, faults, self._last_strays))
@@ -100,9 +126,9 @@ class Sampler:
             sample = make_sample(tokens=cut.tokens())
             if num_strays := int(strays.tokens()[0]):
                 raise RankError(
-                    f"rank {self._label.rank}: {num_strays} expert ids of steps "
+                    f"rank {self._parts.rank}: {num_strays} expert ids of steps "
                     f"{sample.first_step} to {sample.last_step} are too high, expected them below "
                     "the number of experts: their tokens were dropped"
                 )
             self.faults.read(faults)
-            self._sink.offer(sample)
+            self._links.reporter.offer(sample)

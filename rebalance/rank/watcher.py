@@ -12,24 +12,28 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import StaleGeneration, StoreError
 from eplb.migration.build import Migration
-from rebalance.controller.store_loss import StoreLoss
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.stage.mover import Mover
+from rebalance.stage.share import Share
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
+from rebalance.types import Record
 from telemetry.state.events import Outcome
-from telemetry.state.live import Control
-from telemetry.state.runs import Details, RankState
+from telemetry.state.live import Control, LiveState
+from telemetry.state.runs import Details, RankState, RunInfo
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
@@ -72,6 +76,90 @@ class Writing:
     write: Callable[[], object]
     plan_id: int = NO_PLAN  # other ranks may write its end too, with a better reason
     defers_until: float = 0.0
+
+
+class ReadAhead:
+    """Has this rank's host load candidate experts ahead of the plan that may need them.
+
+    The controller publishes candidates with each window; the lowest live rank of each host forwards
+    its host's. The host cache loads them when idle, and never evicts a leased record for them. Used
+    by the watcher's thread alone.
+
+    Args:
+        rank: which.
+        topology: says which rank of a host passes its candidates on.
+        store: names the candidates.
+        order: has the mover's thread pass records on to the host.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        store: StateStore,
+        order: Callable[[Sequence[Record]], None],
+    ) -> None:
+        self._store, self._order = store, order
+        self._host = int(topology.host_of_rank[rank])
+        on_host = np.flatnonzero((topology.host_of_rank == self._host) & topology.alive)
+        self._passes_on = rank == int(on_host[0])
+        self._last: tuple[tuple[int, int], ...] = ()
+
+    def look(self) -> None:
+        """Pass the host's candidates on, if they are others than before.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        if not self._passes_on:
+            return
+        wanted = self._store.candidates().of(self._host)
+        if wanted != self._last:
+            self._last = wanted
+            self._order(wanted)
+
+
+class StoreLoss:
+    """Restores a store that lost its contents (FLUSHALL, a server restarted without its files).
+
+    Every rank knows the state that balancing needs: the run, the serving placement, the switches,
+    and the highest plan id. Each rank checks after every poll. The first to find no placement
+    restores all of it in one change; the others find it there. Samples, tasks, events and the
+    history of placements are lost. Used by the watcher's thread alone.
+    """
+
+    def __init__(self, store: StateStore, agent: WatchedAgent) -> None:
+        self._store, self._agent = store, agent
+        self._run: RunInfo | None = None
+        self._live: LiveState | None = None
+
+    def is_restored(self, live: LiveState) -> bool:
+        """Restore the store if it was lost; return whether the data just read from it is invalid.
+
+        Args:
+            live: the live settings as they were read last.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        if self._store.committed() is not None:
+            self._live = live
+            if self._run is None:
+                self._run = self._own_run()
+            return False
+        if self._run is None or self._live is None:
+            return False  # nothing was committed yet that could be lost
+        state, (placement, plan_id) = self._agent.describe(), self._agent.settled()
+        reason = f"rank {state.rank} found no placement in the store: the store lost its contents"
+        if self._store.restore(
+            self._run, placement, self._live, last_plan_id=plan_id, reason=reason
+        ):
+            log.error("generation=%d %s; state restored", placement.generation, reason)
+        return True
+
+    def _own_run(self) -> RunInfo | None:
+        name = self._agent.describe().run
+        return next((info for info in self._store.runs() if info.run == name), None)
 
 
 class Watcher:
@@ -124,9 +212,9 @@ class Watcher:
         """Return whether the mover's thread is alive."""
         return any(thread.name == MOVER and thread.is_alive() for thread in self._threads)
 
-    def bring(self, migration: Migration) -> None:
-        """Queue a migration for the mover."""
-        self.do(partial(self._mover.bring, migration, self._shared))
+    def bring(self, share: Share) -> None:
+        """Queue a share of a migration for the mover."""
+        self.do(partial(self._mover.bring, share, self._shared))
 
     def do(self, job: Callable[[], None]) -> None:
         """Queue a job for the mover's thread."""

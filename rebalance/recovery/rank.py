@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from eplb.clock import Clock
 from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase, RankPhase
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.recovery.survivors import missed_verdicts
 from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.swapper import Swapper
@@ -22,34 +22,27 @@ from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Heartbeat
 
 
-@dataclass(frozen=True)
-class Member:
-    """A rank of one group, as its report of a death names it."""
-
-    run: str
-    rank: int
-    membership: int
-    dead: Callable[[], frozenset[int]]  # ranks that are known to be gone
-    clock: Clock  # seconds since the epoch
-    last_step: Callable[[], int]
-
-
 class RankRecovery:
     """One rank's side of a recovery, on the thread that ran its steps.
 
     Args:
-        member: which rank this is.
+        settings: name the group of ranks.
+        rank: this one.
+        links: by which it learns of deaths.
         swapper: says what serves.
         voting: obeys the verdicts that this rank has missed.
         scrub_schedule: stopped for the recovery.
         shared: the rank's phase.
         recorder: notes what is done.
         beat: of the step's thread.
+        last_step: says which step was begun last.
     """
 
     def __init__(
         self,
-        member: Member,
+        settings: AgentSettings,
+        rank: int,
+        links: Links,
         swapper: Swapper,
         voting: Voting,
         scrub_schedule: ScrubSchedule,
@@ -57,8 +50,10 @@ class RankRecovery:
         shared: SharedPhase,
         recorder: JournalRecorder,
         beat: Heartbeat,
+        last_step: Callable[[], int],
     ) -> None:
-        self._member, self._swapper, self._voting = member, swapper, voting
+        self._settings, self._rank, self._links = settings, rank, links
+        self._swapper, self._voting, self._last_step = swapper, voting, last_step
         self._scrub_schedule, self._shared, self._recorder, self._beat = (
             scrub_schedule,
             shared,
@@ -92,12 +87,12 @@ class RankRecovery:
         return report
 
     def _report(self, state: RankPhase) -> SurvivorReport:
-        member, closed = self._member, self._swapper.closed
+        settings, closed = self._settings, self._swapper.closed
         plan = state.plan if state.phase is not Phase.ABORTED else None
         return SurvivorReport(
-            run=member.run,
-            rank=member.rank,
-            membership=member.membership,
+            run=settings.run,
+            rank=self._rank,
+            membership=settings.membership,
             generation=state.generation,
             weights_version=state.weights_version,
             plan_id=plan.plan_id if plan else NO_PLAN,
@@ -106,8 +101,8 @@ class RankRecovery:
             prepared=state.prepared if plan else 0,
             closed_plan_id=closed[0],
             closed_applied=closed[1],
-            dead=tuple(sorted(member.dead())),
-            time=member.clock(),
+            dead=tuple(sorted(self._links.votes.dead())),
+            time=self._links.clock(),
         )
 
     def apply_recovery(self, record: Recovery) -> None:
@@ -118,4 +113,4 @@ class RankRecovery:
         if verdicts:
             self._shared.update(lambda found: replace(found, abort_reason=record.reason))
         for cast, verdict in verdicts:
-            self._voting.apply_verdict(cast, verdict, self._member.last_step())
+            self._voting.apply_verdict(cast, verdict, self._last_step())

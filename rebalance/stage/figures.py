@@ -5,33 +5,23 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-
-class Link(Enum):
-    """A kind of link with its own bandwidth budget.
-
-    Copies within a rank count as a peer's: they run on the same stream and engines.
-    """
-
-    PEER = "peer"
-    HOST = "host"
-    NETWORK = "network"  # from ranks that are asked
+from rebalance.weights.sources import Link
 
 
-@dataclass(frozen=True)
+@dataclass
 class LinkFigures:
     """One kind of link, since the start."""
 
-    num_bytes: int = 0  # that landed
+    num_bytes: int = 0  # bytes that landed
     active_s: float = 0.0  # time in which there was something to pull
-    throttled_s: float = 0.0  # of that: waited for the budget, or for the engine's hold to end
+    throttled_s: float = 0.0  # part of it: waits for the budget, or for the engine's hold to end
 
     @property
     def bytes_per_second(self) -> float:
-        """What was achieved; 0 before anything was."""
+        """Achieved rate; 0 before any time was active."""
         return self.num_bytes / self.active_s if self.active_s > 0 else 0.0
 
 
@@ -53,7 +43,12 @@ class StageFigures:
         detail = asdict(self)
         del detail["bytes_by_source"]
         for name, link in self.links.items():
-            detail["links"][name]["bytes_per_second"] = round(link.bytes_per_second)
+            detail["links"][name] = {
+                "num_bytes": link.num_bytes,
+                "active_s": round(link.active_s, 6),
+                "throttled_s": round(link.throttled_s, 6),
+                "bytes_per_second": round(link.bytes_per_second),
+            }
         return detail
 
 
@@ -63,10 +58,8 @@ class StageMeter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_source: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
-        self._bytes: Counter[Link] = Counter()
-        self._active_s: dict[Link, float] = dict.fromkeys(Link, 0.0)
-        self._throttled_s: dict[Link, float] = dict.fromkeys(Link, 0.0)
+        self._counts = Counter(num_staged=0, num_retries=0, num_wrong_digests=0)
+        self._links = {link: LinkFigures() for link in Link}
 
     def add_bytes(self, source: str, num_bytes: int) -> None:
         """Count bytes by their source; "rejected" after a digest mismatch."""
@@ -86,33 +79,23 @@ class StageMeter:
     def landed(self, link: Link, num_bytes: int) -> None:
         """Count a chunk that arrived."""
         with self._lock:
-            self._bytes[link] += num_bytes
+            self._links[link].num_bytes += num_bytes
 
     def spent(self, link: Link, *, active_s: float = 0.0, throttled_s: float = 0.0) -> None:
         """Add time that a link was active, or throttled."""
         with self._lock:
-            self._active_s[link] += active_s
-            self._throttled_s[link] += throttled_s
+            self._links[link].active_s += active_s
+            self._links[link].throttled_s += throttled_s
 
     def snapshot(
         self, *, num_quarantined: int, ring_in_use: int, ring_entries: int
     ) -> StageFigures:
         """Return the current statistics."""
         with self._lock:
-            links = {
-                link.value: LinkFigures(
-                    self._bytes[link],
-                    round(self._active_s[link], 6),
-                    round(self._throttled_s[link], 6),
-                )
-                for link in Link
-            }
             return StageFigures(
                 dict(self._by_source),
-                links,
-                num_staged=self._counts["num_staged"],
-                num_retries=self._counts["num_retries"],
-                num_wrong_digests=self._counts["num_wrong_digests"],
+                {link.value: replace(found) for link, found in self._links.items()},
+                **self._counts,
                 num_quarantined=num_quarantined,
                 ring_in_use=ring_in_use,
                 ring_entries=ring_entries,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,17 +15,19 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.network.throttle import Hold, TokenBucket
-from rebalance.stage.figures import Link, StageMeter
+from rebalance.stage.figures import StageMeter
 from rebalance.stage.stage_settings import (
     BURST_CHUNKS,
     SERVING_BYTES_PER_SECOND,
     LinkSettings,
     StageSettings,
 )
-from rebalance.transport.interface import Place
 from rebalance.types import Record
+from rebalance.weights.link.limits import NOW, TokenBucket
+from rebalance.weights.sources import Link, Place
 from runtime.streams import Completion
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -33,7 +37,7 @@ class Pull:
     move: Move
     into: torch.Tensor  # [record_bytes]
     held: NDArray[np.int32]  # [L, S] experts in the slots that may be read, EMPTY in others
-    places: tuple[Place, ...] = ()  # of this attempt; chunks come from them in turn
+    places: tuple[Place, ...] = ()  # sources of this attempt; chunks come from them in turn
     offset: int = 0  # bytes ordered in this attempt
     num_chunks: int = 0  # ordered in this attempt
     num_flying: int = 0
@@ -41,7 +45,7 @@ class Pull:
     num_tried: int = 0
     suspected: tuple[Place, ...] = ()  # gave wrong bytes together
     is_reloaded: bool = False  # the host has read it again, once
-    failed: dict[Place, str] = field(default_factory=dict)  # and why
+    failed: dict[Place, str] = field(default_factory=dict)  # places with the reason
 
     def __post_init__(self) -> None:
         self.num_bytes = self.into.numel()  # read often, and slow to get from torch
@@ -89,6 +93,44 @@ class Chunk:
     completion: Completion
     num_bytes: int
     deadline: float
+
+
+class Hold:
+    """Pauses of staging that an engine requests, during prefills or KV transfers.
+
+    Thread-safe. Staging stands still while any of them lasts. A pause without a resume ends at its
+    deadline, because a migration that never ends would block every later one.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._until: dict[object, float] = {}  # deadline of each pause, by whose it is
+
+    def pause(self, deadline_s: float, of: object = None) -> None:
+        """Pause staging until ``resume`` or for ``deadline_s``; a second call restarts it.
+
+        Args:
+            of: whose pause it is; each one's ends by itself.
+        """
+        with self._lock:
+            self._until[of] = self.clock() + deadline_s
+
+    def resume(self, of: object = None) -> None:
+        """End one's pause; nothing where it has ended already."""
+        with self._lock:
+            self._until.pop(of, None)
+
+    def ready_at(self) -> float:
+        """When staging may continue; a time in the past means now."""
+        with self._lock:
+            now = self.clock()
+            for of in [of for of, until in self._until.items() if now >= until]:
+                log.warning(
+                    "staging resumed: the pause reached its deadline without resume_staging"
+                )
+                del self._until[of]
+            return max(self._until.values(), default=NOW)
 
 
 class Lane:

@@ -15,6 +15,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,18 +24,15 @@ from numpy.typing import NDArray
 from eplb.clock import Clock
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.network.throttle import Hold
-from rebalance.stage.figures import Link, StageMeter
-from rebalance.stage.host_records import HostRecords
-from rebalance.stage.lanes import Lane, Pull
-from rebalance.stage.proofs import Proofs
-from rebalance.stage.sources import Sources
+from rebalance.stage.figures import StageMeter
+from rebalance.stage.lanes import Hold, Lane, Pull
+from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import HOST, Place, WeightTransport
-from runtime.memory.digests import TOGETHER
+from rebalance.types import CalledOff, IsWanted, Record, always
+from rebalance.weights.sources import HOST, Link, WeightSources
+from runtime.memory.digests import TOGETHER, PendingDigests, RecordDigests, evenly_spaced
 from runtime.streams import Completion
 
 log = logging.getLogger(__name__)
@@ -45,27 +43,26 @@ class Stager:
 
     def __init__(
         self,
-        transport: WeightTransport,
-        sources: Sources,
+        sources: WeightSources,
+        choice: SourceChoice,
         digests: torch.Tensor,
         settings: StageSettings,
         clock: Clock,
         *,
         beat: Heartbeat | None = None,
     ) -> None:
-        self._transport, self._sources = transport, sources
+        self._sources, self._choice = sources, choice
         self._settings, self._clock = settings, clock
         self.meter, self.hold = StageMeter(), Hold(clock)
         self._beat = beat or Heartbeat("mover", clock)
-        self.host = HostRecords(transport, settings, self.meter, self._beat)
         self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
-        self._has_reported_wait = False  # that it waits, and for what
-        self._is_wanted: IsWanted = always  # what is being staged
+        self._has_reported_wait = False  # the heartbeat names the present wait
+        self._is_wanted: IsWanted = always  # whether the present records are wanted
 
     def starts_on_host(self, move: Move, held: NDArray[np.int32]) -> bool:
         """Return whether the host cache is where a move's bytes are taken from first."""
-        return self._sources.choose(move, held, (), 0) == (HOST,)
+        return self._choice.choose(move, held, (), 0) == (HOST,)
 
     def use(self, link_part: float) -> None:
         """Use a part of the budget of each link from now on; 1: all of it."""
@@ -84,11 +81,33 @@ class Stager:
             MigrationError: the host failed, and other sources do not have all of it.
         """
         try:
-            self.host.preload([(move.layer, move.expert) for move, _ in wanted], is_wanted)
+            self._lease([(move.layer, move.expert) for move, _ in wanted], is_wanted)
         except MigrationError as exc:
-            if not all(self._sources.choose(move, held, (HOST,), 0) for move, held in wanted):
+            if not all(self._choice.choose(move, held, (HOST,), 0) for move, held in wanted):
                 raise
             log.info("%d records are taken from other sources than the host: %s", len(wanted), exc)
+
+    def _lease(self, records: Sequence[Record], is_wanted: IsWanted) -> None:
+        """Have the host load and lease records. May block; see ``HostMemory.lease``."""
+        layer, expert = records[0]
+        more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+        self._beat.busy(f"preloading layer {layer} expert {expert}{more} into the host")
+        deadline_s = self._settings.preload_deadline_s
+        brought = self._sources.host.lease(records, deadline_s=deadline_s, is_wanted=is_wanted)
+        for source, num_bytes in brought.items():
+            self.meter.add_bytes(source, num_bytes)
+
+    def _reload(self, pull: Pull) -> bool:
+        """Have the host reload a record with a wrong digest from disk; once for each pull."""
+        pull.is_reloaded = True
+        self._beat.busy(f"reloading {pull.name} on the host")
+        deadline_s = self._settings.preload_deadline_s
+        try:
+            self._sources.host.reload(pull.record, deadline_s=deadline_s, is_wanted=self._is_wanted)
+        except MigrationError as exc:
+            log.warning("%s: %s", pull.name, exc)
+            return False
+        return True
 
     def stage(self, pulls: Iterable[Pull], is_wanted: IsWanted) -> Generator[Wait, None, bool]:
         """Pull and verify all of ``pulls``; return False if that is not wanted any more.
@@ -157,19 +176,19 @@ class Stager:
         """
         while True:
             failed, tried = tuple(pull.failed), pull.num_tried
-            places = self._sources.choose(pull.move, pull.held, failed, tried)
+            places = self._choice.choose(pull.move, pull.held, failed, tried)
             if not places:
                 reasons = "; ".join(f"{place}: {why}" for place, why in pull.failed.items())
                 raise MigrationError(f"{pull.name}: no source is left ({reasons or 'none known'})")
             try:
                 if places == (HOST,):
-                    self.host.preload([pull.record], self._is_wanted)
+                    self._lease([pull.record], self._is_wanted)
                 break
             except MigrationError as exc:
                 # No attempt: nothing was pulled, and another source may be left.
                 pull.failed[HOST] = str(exc)
         pull.begin(places)
-        self._lanes[_link_to(places[0])].add(pull)
+        self._lanes[places[0].link].add(pull)
 
     def _again(self, pull: Pull) -> None:
         self.meter.add("num_retries")
@@ -195,14 +214,14 @@ class Stager:
         pull = lane.next()
         if pull is None:
             return False
-        place = pull.next_place(self._sources.is_alive)
+        place = pull.next_place(self._choice.is_alive)
         if place is None:
             self._fail(lane, pull)
             return True
         part = pull.into[pull.offset : pull.offset + lane.chunk_bytes]
         self._beat.busy(f"pulling {pull.name} from {place}")
         try:
-            completion = self._transport.pull(pull.record, place, pull.offset, part)
+            completion = self._sources.pull(pull.record, place, pull.offset, part)
         except MigrationError as exc:
             pull.fails(place, str(exc))
             self._fail(lane, pull)
@@ -241,24 +260,18 @@ class Stager:
     def _accept(self, pull: Pull) -> None:
         place = pull.places[0]
         if len(pull.places) == 1:
-            self._sources.right(pull.move, place, pull.suspected)
+            self._choice.right(pull.move, place, pull.suspected)
         self.meter.add_bytes(place.name, pull.num_bytes)
         self.meter.add("num_staged")
 
     def _reject(self, pull: Pull) -> None:
-        is_repaired = (
-            pull.places == (HOST,)
-            and not pull.is_reloaded
-            and self.host.reload(pull.record, self._is_wanted)
-        )
-        if not is_repaired:
-            self._sources.wrong(pull.move, pull.places)
-        if is_repaired:
-            pull.is_reloaded = True
-        elif len(pull.places) == 1:
-            pull.failed[pull.places[0]] = "digest mismatch"
-        else:
-            pull.suspected = pull.places
+        is_of_host = pull.places == (HOST,)
+        if not (is_of_host and not pull.is_reloaded and self._reload(pull)):
+            self._choice.wrong(pull.move, pull.places)
+            if len(pull.places) == 1:
+                pull.failed[pull.places[0]] = "digest mismatch"
+            else:
+                pull.suspected = pull.places
         self.meter.add_bytes("rejected", pull.num_bytes)
         self.meter.add("num_wrong_digests")
         self._again(pull)
@@ -297,7 +310,90 @@ class Stager:
         return Wait(what, min(times, default=math.inf), tuple(oldest))
 
 
-def _link_to(place: Place) -> Link:
-    if place.is_far:
-        return Link.NETWORK
-    return Link.HOST if place == HOST else Link.PEER
+@dataclass
+class _Proof:
+    """Records whose digests were ordered together."""
+
+    pulls: list[Pull]
+    digests: PendingDigests
+    deadline: float | None = None  # once all of them have landed
+
+
+class Proofs:
+    """The digests under way on one rank, computed while further bytes arrive; used by one thread.
+
+    Digests of a few records are ordered in one launch where more are about to come, because a
+    launch takes the host as long as a fast link takes for 44 MB.
+
+    Args:
+        digests: [L, E, 2] of every expert, agreed by all ranks.
+        deadline_s: for a digest, once its record has landed.
+        clock: of seconds.
+    """
+
+    def __init__(self, digests: torch.Tensor, deadline_s: float, clock: Clock) -> None:
+        self._expected = digests.numpy()  # the same memory: reading a tensor takes ten times longer
+        self._deadline_s, self._clock = deadline_s, clock
+        self._records = RecordDigests()
+        self._ordered: list[tuple[Pull, Completion]] = []  # all chunks, but no digest yet
+        self._proofs: deque[_Proof] = deque()
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a record is to be proved."""
+        return bool(self._ordered or self._proofs)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Completions of all digests under way."""
+        return self._records.completions
+
+    @property
+    def oldest(self) -> _Proof | None:
+        """The next proof to check, if all of its chunks have arrived."""
+        if self._proofs and not any(pull.num_flying for pull in self._proofs[0].pulls):
+            return self._proofs[0]
+        return None
+
+    def add(self, pull: Pull, completion: Completion) -> None:
+        """Queue a record whose last chunk was ordered, with the completion of that chunk."""
+        self._ordered.append((pull, completion))
+
+    def order(self, *, is_more_coming: bool) -> bool:
+        """Order the next digests, unless it is better to wait for more records."""
+        if not self._ordered or (is_more_coming and len(self._ordered) < TOGETHER):
+            return False
+        num = evenly_spaced([pull.into for pull, _ in self._ordered[:TOGETHER]])
+        together, self._ordered = self._ordered[:num], self._ordered[num:]
+        pulls, after = [pull for pull, _ in together], [landed for _, landed in together]
+        digests = self._records.order([pull.into for pull in pulls], after)
+        self._proofs.append(_Proof(pulls, digests))
+        return True
+
+    def judged(self) -> list[tuple[Pull, bool]]:
+        """Return the oldest records and whether each is right; none while they are not known.
+
+        Raises:
+            MigrationError: their digests are late.
+        """
+        proof = self.oldest
+        if proof is None:
+            return []
+        if proof.deadline is None:
+            proof.deadline = self._clock() + self._deadline_s
+        if not proof.digests.is_complete():
+            if self._clock() < proof.deadline:
+                return []
+            raise MigrationError(f"{proof.pulls[0].name}: its digest was not computed in time")
+        self._proofs.popleft()
+        found = self._records.read(proof.digests)
+        return [
+            (pull, list(digest) == self._expected[pull.record].tolist())
+            for pull, digest in zip(proof.pulls, found, strict=True)
+        ]
+
+    def clear(self) -> None:
+        """Forget everything; nothing may be under way any more."""
+        self._ordered.clear()
+        self._proofs.clear()
+        self._records.clear()

@@ -33,10 +33,10 @@ from eplb.errors import MigrationError, RankError
 from rebalance.protocol import phases
 from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase
+from rebalance.rank.watcher import Watcher
 from rebalance.stage.mover import Mover
 from rebalance.swap.scrubber import Damage, LiveSlot, Loan, Scrubber
 from rebalance.swap.swapper import Swapper
-from rebalance.threads.orders import Orders
 from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.types import Digest
 from runtime.streams import Completion
@@ -66,7 +66,7 @@ class ScrubSchedule:
         swapper: Swapper,
         mover: Mover,
         shared: SharedPhase,
-        orders: Orders,
+        orders: Watcher,
         *,
         recorder: JournalRecorder,
         every_steps: int,
@@ -183,7 +183,7 @@ class ScrubSchedule:
             loan = self._borrow(where, serving)
             if loan is not None:
                 pull = self._scrubber.right_bytes(where, serving, loan)
-                is_right = self._mover.fetcher.fetch(pull, self._shared, self._is_wanted)
+                is_right = self._mover.fetch(pull, self._shared, self._is_wanted)
         except MigrationError as exc:
             self._give_up(where, f"{where}: digest mismatch, repair failed: {exc}")
         finally:
@@ -191,7 +191,7 @@ class ScrubSchedule:
                 # Otherwise the check was cancelled, and its canceller does not return the loan.
                 if loan is not None and is_right and self._is_wanted():
                     self._staged = (where, loan)
-                elif loan is not None and self._mover.fetcher.is_drained:
+                elif loan is not None and self._mover.is_drained:
                     self._give_back(loan)
 
     def _borrow(self, where: LiveSlot, serving: Placement) -> Loan | None:

@@ -16,10 +16,11 @@ from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.stage.mover import Mover, RankSlots
+from rebalance.rank.watcher import Watcher
+from rebalance.stage.mover import Mover
+from rebalance.stage.share import RankSlots, Share
 from rebalance.swap.scrubber import LiveSlot, Loan
 from rebalance.swap.weights_fence import Fence
-from rebalance.threads.orders import Orders
 from rebalance.threads.waiting import SharedPhase
 from runtime.streams import Completion
 
@@ -66,7 +67,7 @@ class Swapper:
         fence: Fence,
         mover: Mover,
         *,
-        orders: Orders,
+        orders: Watcher,
         cut: Callable[[int, Placement], None],
         clock: Clock,
     ) -> None:
@@ -74,7 +75,7 @@ class Swapper:
         self._slots, self._shared, self._fence = slots, shared, fence
         self._mover, self._orders, self._cut, self._clock = mover, orders, cut, clock
         self.figures = StepFigures()
-        self.migration: Migration | None = None  # the newest that was adopted
+        self.share: Share | None = None  # of the newest migration that was adopted
         self.last_swap = slots.bank.mark()
         self.closed = (NO_PLAN, 0)  # the migration that made this generation, how much of it
 
@@ -97,10 +98,10 @@ class Swapper:
                 return False  # a peer that saw this rank adopt a plan may read its live slots
             state = phases.see_plan(self._shared.state, plan)
             if state is not self._shared.state:
-                self.migration = migration
+                self.share = Share(migration, self._slots)
                 self._shared.state = state
                 self._shared.changed.notify_all()
-                self._orders.bring(migration)
+                self._orders.bring(self.share)
         return True
 
     def swap(self, order: Swap, step: int) -> None:
@@ -109,17 +110,17 @@ class Swapper:
         In flip mode the bytes are where they will serve, and only the table is copied.
         """
         started = self._clock()
-        migration = self.migration
-        assert migration is not None, "a verdict orders only what this rank works on"
+        share = self.share
+        assert share is not None, "a verdict orders only what this rank works on"
         self._cut(step, self.placement)  # a sample never spans a swap
         bank, ring, moved = self._slots.bank, self._mover.ring, list[Move]()
-        is_copied = migration.pace.mode == "copy"
+        is_copied = share.migration.pace.mode == "copy"
         for number in range(order.first, order.last):
-            for move in self._mover.own_moves(migration.transactions[number]):
+            for move in share.moves[number]:
                 if is_copied:
                     bank.swap(move.layer, move.dst_slot - self._slots.first_slot, ring.entry(move))
                 moved.append(move)
-            serving = self._mover.serving[number]
+            serving = share.serving[number]
             self._slots.table.swap(serving.table)
             self.placement = serving.placement
         self.last_swap = bank.mark()
@@ -127,7 +128,7 @@ class Swapper:
             ring.release(moved, self.last_swap)
         self._shared.state = phases.finish_swap(self._shared.state)
         if self._shared.state.plan is None:
-            self._commit(migration)
+            self._commit(share.migration)
         self.figures.swapped(len(moved), pause_ms=(self._clock() - started) * 1e3)
 
     def _commit(self, migration: Migration) -> None:
@@ -140,8 +141,8 @@ class Swapper:
 
     def drop(self, state: RankPhase) -> None:
         """Keep the swapped part of a dropped migration, as a new generation."""
-        migration = self.migration
-        assert migration is not None, "a plan that is dropped was seen"
+        assert self.share is not None, "a plan that is dropped was seen"
+        migration = self.share.migration
         if state.swapped:
             self.closed = (migration.plan_id, state.swapped)
             self.placement = self.placement.with_generation(state.generation)
@@ -151,7 +152,8 @@ class Swapper:
     def settled(self) -> tuple[Placement, int]:
         """Return the committed placement and the newest plan id, as known to this rank."""
         with self._shared.changed:
-            state, migration = self._shared.state, self.migration
+            state, share = self._shared.state, self.share
+            migration = share.migration if share is not None else None
             newest = max(state.refused_up_to, self.closed[0], migration.plan_id if migration else 0)
             if state.plan is None or migration is None:
                 return self.placement, newest

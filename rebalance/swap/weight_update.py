@@ -8,41 +8,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from eplb.clock import Clock, Deadline
+from eplb.clock import Deadline
 from eplb.core.placement import EMPTY
 from eplb.errors import RankError
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
+from rebalance.rank.parts import Links
 from rebalance.stage.digest_table import agreed_digests, cast_digests
-from rebalance.stage.mover import RankSlots
+from rebalance.stage.share import RankSlots
 from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
 from rebalance.swap.weights_fence import Fence
 from rebalance.threads.waiting import WAIT_S, SharedPhase
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import WeightTransport
-from rebalance.types import VoteGroup
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class UpdateLinks:
-    """By what ranks agree on an update."""
-
-    votes: VoteGroup
-    voter: Voter
-    transport: WeightTransport  # its host must forget the records of older weights
-    deadline_s: float
-    clock: Clock  # of the deadline
 
 
 class WeightUpdate:
@@ -53,7 +40,9 @@ class WeightUpdate:
         swapper: says what serves.
         voting: has a migration under way dropped.
         scrub_schedule: stopped for the update.
-        links: by what ranks agree.
+        links: by what ranks agree; the host forgets the records of older weights.
+        voter: waits for the device.
+        deadline_s: for the other ranks.
         shared: the rank's phase.
         fence: closed by the update.
         beat: of the step's thread.
@@ -66,8 +55,10 @@ class WeightUpdate:
         swapper: Swapper,
         voting: Voting,
         scrub_schedule: ScrubSchedule,
-        links: UpdateLinks,
+        links: Links,
+        voter: Voter,
         *,
+        deadline_s: float,
         shared: SharedPhase,
         fence: Fence,
         beat: Heartbeat,
@@ -75,6 +66,7 @@ class WeightUpdate:
     ) -> None:
         self._slots, self._swapper, self._voting = slots, swapper, voting
         self._scrub_schedule, self._links = scrub_schedule, links
+        self._voter, self._deadline_s = voter, deadline_s
         self._shared, self._fence, self._beat, self._last_step = shared, fence, beat, last_step
 
     def begin(self, version: int) -> None:
@@ -89,7 +81,7 @@ class WeightUpdate:
             self._fence.begin(version)
             plan = self._shared.state.plan
         self._beat.busy(f"updating the weights to version {version}")
-        self._scrub_schedule.stop(self._links.deadline_s)
+        self._scrub_schedule.stop(self._deadline_s)
         if plan is not None:
             reason = f"the weights are updated to version {version}"
             self._shared.update(phases.want_abort, plan.plan_id, reason)
@@ -121,12 +113,12 @@ class WeightUpdate:
         found = {(layer, e): self._slots.bank.digest(layer, slot) for layer, slot, e in self.held()}
         vote = cast_digests(found, *shape, links.votes)
         yield "digests"
-        agreed = agreed_digests(vote, *shape, deadline_s=links.deadline_s)
+        agreed = agreed_digests(vote, *shape, deadline_s=self._deadline_s)
         self._report_unchanged((self._slots.digests == agreed).all(dim=-1))
         self._slots.digests.copy_(agreed)
         version = self._fence.next_version
         assert version is not None, "an update ends that has begun"
-        links.transport.serve_weights(version, links.deadline_s)
+        links.sources.invalidate(version, deadline_s=self._deadline_s)
         with self._shared.changed:
             self._fence.end()
             self._shared.state = phases.serve_weights(self._shared.state, self._fence.version)
@@ -166,13 +158,13 @@ class WeightUpdate:
 
     def _wait_until_idle(self) -> None:
         """Wait until nothing is being copied: the mover drains what it had begun."""
-        shared, deadline = self._shared, Deadline.after(self._links.deadline_s, self._links.clock)
+        shared, deadline = self._shared, Deadline.after(self._deadline_s, self._links.monotonic)
         with shared.changed:
             while shared.state.phase is not Phase.IDLE:
                 if deadline.has_passed:
                     raise RankError(
                         f"rank {self._slots.rank}: the mover still drains the dropped migration "
-                        f"after {self._links.deadline_s:.0f} s"
+                        f"after {self._deadline_s:.0f} s"
                     )
                 shared.changed.wait(min(deadline.left_s, WAIT_S))
-        self._links.voter.wait_for_device(self._swapper.last_swap, self._last_step())
+        self._voter.wait_for_device(self._swapper.last_swap, self._last_step())

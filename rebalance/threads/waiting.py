@@ -24,8 +24,8 @@ class Wait:
     """A wait of a generator: for a completion or a deadline."""
 
     what: str  # for messages
-    until: float  # of the generator's clock: look again then at the latest
-    completions: tuple[Completion, ...] = ()  # of the device; any of them ends the wait
+    until: float  # time of the generator's clock: look again then at the latest
+    completions: tuple[Completion, ...] = ()  # any of them ends the wait
 
     def is_over(self, now: float) -> bool:
         """Return whether the deadline has passed or a completion has arrived."""

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
 from math import inf, nextafter
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample, Phase
+from eplb.declared import Meaning
 from eplb.errors import HistoryError
 from telemetry.load.folder import Window, common_phase
 from telemetry.load.pruning import rollups_after
@@ -36,18 +38,31 @@ _WINDOW_BYTES = 8 * 2**20  # of the windows that are held, which are there twice
 _LEAST_WINDOWS = 8
 
 
-@dataclass(frozen=True, eq=False)
-class LoadRow:
-    """Tokens of one window, or of one roll-up."""
+@dataclass(frozen=True)
+class LoadSpan:
+    """The time and steps of one row of load: of a window, or of a roll-up."""
 
     run: str
-    time: float  # seconds since the epoch at which it ends; of a window, of its newest sample
-    seconds: int  # 0: a window of samples; MINUTE or HOUR: a roll-up
+    time: Annotated[
+        float,
+        Meaning(
+            "time of its end; of a window, of its newest sample",
+            unit="s since the epoch",
+            example=1790000000.0,
+        ),
+    ]
+    seconds: Annotated[int, Meaning("0: a window of samples; 60 or 3600: a roll-up")]
     first_step: int
-    last_step: int  # inclusive
+    last_step: Annotated[int, Meaning("inclusive")]
     phase: Phase
-    generation: int  # the newest that served
-    missing_ranks: int  # that sent no sample, or not of every step of a window
+    generation: Annotated[int, Meaning("the newest that ranks served")]
+    missing_ranks: Annotated[int, Meaning("ranks that sent nothing, or not all of a window")]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadRow(LoadSpan):
+    """Tokens of one window, or of one roll-up."""
+
     tokens: NDArray[np.int64]  # [L, E] received by each expert
     received: NDArray[np.int64]  # [L, R] received by each rank
 

@@ -17,8 +17,8 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from rebalance.build.config import RankConfig
 from rebalance.build.host_cache import build_host_cache
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store

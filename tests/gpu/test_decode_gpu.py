@@ -27,14 +27,12 @@ pytest.importorskip("triton")
 pytest.importorskip("zstandard", reason="the store packs samples with it")
 
 from benchmarks.migration.agent import emulated_migration, wire_emulated
-from benchmarks.migration.big_rank import NoHostCache
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, WiredAgent
 from rebalance.build.config import RankConfig
-from rebalance.protocol.local_votes import LocalVotes
+from rebalance.build.rank import HeldExperts, WiredAgent
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.transport.processes import NoPeers, PullTransport, RankMemory
+from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -62,6 +60,7 @@ from tests.gpu.parts import (
 from tests.support.agent_group import QuickStore, Sink
 from tests.support.launch import launch
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, LocalVotes
 
 pytestmark = pytest.mark.gpu
 RANKS = 4  # that the one GPU stands for
@@ -117,11 +116,11 @@ def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
         digests[layer, expert] = torch.tensor(bank.digest(layer, slot))
     store = QuickStore("test")
     store.commit(start, expected=None, reason="start")
-    transport = PullTransport(RankMemory(0, bank, NoHostCache()), NoPeers())
+    sources = WeightSources(MappedSlots(0, bank), LocalHost({}))
     wired = wire_emulated(
         AgentSettings(RankConfig("test", 4, 1), "run", OWN),
         HeldExperts(0, bank, digests, start),
-        Links(LocalVotes(1).member(0), transport, store, Sink(store)),
+        Links(LocalVotes(1).member(0), sources, store, Sink(store)),
         GROUP,
     )
     group = dist.group.WORLD

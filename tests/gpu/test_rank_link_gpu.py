@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rebalance.transport.ranks.client import OtherRanks
-from rebalance.transport.ranks.messages import GroupName, Part
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
-from rebalance.transport.ranks.server import RankLinkServer, Served
+from rebalance.weights.link.link_settings import RankLinkSettings
+from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 
 SCHEMA = ExpertSchema.swiglu(1024, 768)  # 9.4 MB: several pieces, and several chunks
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 
 def links() -> RankLinkSettings:
     host = f"127.{1 + os.getpid() % 250}.78.1"
-    return RankLinkSettings(((host, 23725), (host, 23726)), b"of ranks that are tested")
+    return RankLinkSettings(((host, 23725), (host, 23726)), secret=b"of ranks that are tested")
 
 
 def gpu_bank() -> ExpertBank:
@@ -41,7 +39,7 @@ def test_record_is_copied_to_another_gpu_while_kernels_run() -> None:
     settings, into = links(), receiver.staging(0)
     busy = torch.randn(4096, 4096, device="cuda")
     with (
-        closing(RankLinkServer(settings, 1, GROUP, source, lambda: served)),
+        closing(serve_slots(settings, 1, GROUP, source, lambda: served)),
         closing(OtherRanks(settings, 0, GROUP, SIZE)) as asks,
     ):
         whole = Part(0, 0, 1, 5, 0, SIZE)
@@ -50,7 +48,7 @@ def test_record_is_copied_to_another_gpu_while_kernels_run() -> None:
             busy = busy @ busy  # of the compute stream: the copies neither wait for it nor hold it
             num_bytes = min(CHUNK, SIZE - offset)
             part = replace(whole, offset=offset, num_bytes=num_bytes)
-            landed.append(asks.pull(1, part, into[offset : offset + num_bytes]))
+            landed.append(asks.fetch(1, part, into[offset : offset + num_bytes]))
         while not all(one.is_complete() for one in landed):
             pass
 

@@ -21,8 +21,8 @@ from eplb.errors import ConfigError
 from eplb.shares.switches import BatchSwitches
 from rebalance.build.config import NetworkConfig, RankConfig
 from rebalance.build.host_cache import build_host_cache
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store

@@ -32,13 +32,12 @@ from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.rank import build_rank
 from rebalance.controller.loop import ControllerSettings
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
-from rebalance.preload.hosts.host_link_settings import HostLinkSettings
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.watcher import POLL_S
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from telemetry import open_store
@@ -86,9 +85,9 @@ def test_rank_embedded_in_an_engine_migrates_without_loading_api(
     rank_links, settings = None, HostCacheSettings()
     if num_hosts == 2:
         hosts = ("127.0.0.2", "127.0.0.3")
-        rank_links = RankLinkSettings(tuple(map(free_address, hosts)), SECRET)
+        rank_links = RankLinkSettings(tuple(map(free_address, hosts)), secret=SECRET)
         settings = HostCacheSettings(
-            links=HostLinkSettings(tuple(map(free_address, hosts)), SECRET)
+            links=HostLinkSettings(tuple(map(free_address, hosts)), secret=SECRET)
         )
     config = config_of(
         network=NetworkConfig(interface="lo", join_deadline_s=NEVER_S),
@@ -298,7 +297,7 @@ def test_votes_without_an_engines_group_are_refused() -> None:
 def test_host_outside_the_list_of_hosts_gets_no_cache(
     small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
-    links = HostLinkSettings((("127.0.0.1", 7000),), SECRET)
+    links = HostLinkSettings((("127.0.0.1", 7000),), secret=SECRET)
     address = HostCacheAddress(f"test-{os.getpid()}-outside", os.urandom(16))
 
     with pytest.raises(ConfigError, match=r"host 1 .*0\.\.0"):

@@ -32,9 +32,9 @@ from rebalance.build.environment import build_rank_from_env
 from rebalance.build.group import interface_of
 from rebalance.build.meeting import Attendance, meet
 from rebalance.build.places import claim_place, holder_of
-from rebalance.preload.cache.local_socket import HostCacheAddress
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.link.link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from tests.support.limits import NEVER_S
 
@@ -183,7 +183,9 @@ def described(**changes: Any) -> DeploymentDescription:
         staging_experts=2,
         stage=StageSettings(),
         network=NetworkConfig("lo", ("10.0.0.1", "10.0.0.2")),
-        rank_links=RankLinkSettings((("10.0.0.1", 7000), ("10.0.0.2", 7000)), bytes(range(16))),
+        rank_links=RankLinkSettings(
+            (("10.0.0.1", 7000), ("10.0.0.2", 7000)), secret=bytes(range(16))
+        ),
         reporting=ReportingConfig(spool_dir=Path("spool")),
         journal_dir=Path("journal"),
     )

@@ -1,6 +1,6 @@
-"""Rank agents in one process, in lock step, over the shipped fakes: what several test files drive.
+"""Rank agents in one process, in lock step: what several test files drive.
 
-A file adds what is its own: the transport, claims after every step, what it reads of the slots.
+A file adds what is its own: the sources, claims after every step, what it reads of the slots.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from eplb.core.topology import Topology
 from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank import watcher
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import MOVER
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.transport.interface import WeightTransport
-from rebalance.transport.local import LocalTransport
 from rebalance.types import Record, VoteGroup
+from rebalance.weights.sources import WeightSources
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -37,6 +35,7 @@ from runtime.routing import RoutingTable
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, LocalVotes, local_slots
 from tests.support.simulated_time import SkippingClock
 from tests.support.stores import MemoryStore
 
@@ -153,7 +152,7 @@ class AgentGroup:
 
     def add(
         self,
-        transport: WeightTransport,
+        sources: WeightSources,
         digests: torch.Tensor,
         *,
         votes: VoteGroup | None = None,
@@ -164,7 +163,7 @@ class AgentGroup:
         rank = len(self.agents)
         clock, sink = StepClock(), Sink(self.store)
         votes, journal = votes or self.votes.member(rank), journal or NoJournal()
-        links = Links(votes, transport, self.store, sink, journal=journal, monotonic=self.time)
+        links = Links(votes, sources, self.store, sink, journal=journal, monotonic=self.time)
         membership = settings.pop("membership", 0)
         given = {"sample_steps": 4, "staging_experts": 1} | FAR_OFF | settings
         wired = wire_agent(
@@ -198,7 +197,8 @@ class AgentGroup:
         ]
         for rank in range(num_ranks):
             self.fill(rank, records)
-            self.add(LocalTransport(self.topology, rank, self.banks, records), digests, **settings)
+            slots = local_slots(self.topology, rank, self.banks)
+            self.add(WeightSources(slots, LocalHost(records)), digests, **settings)
 
     def fill(self, rank: int, records: Mapping[Record, torch.Tensor]) -> None:
         """Write into a rank's slots what the start says that they hold."""
@@ -214,7 +214,7 @@ class AgentGroup:
 
     def close(self) -> None:
         # At once: each waits for its watcher's turn to end.
-        with ThreadPoolExecutor(len(self.agents)) as pool:
+        with ThreadPoolExecutor(max(1, len(self.agents))) as pool:
             list(pool.map(RankAgent.close, self.agents))
         self._patch.undo()
 

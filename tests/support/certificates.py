@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from rebalance.network.tls import Certificate, TlsFiles
+from rebalance.weights.link.tls import Certificate, TlsFiles
 
 
 class Authority:

@@ -17,7 +17,7 @@ import httpx
 from api.access.audit import local_actor
 from api.access.keys import Actor, Role
 from api.cli.store_place import ApiOptions, audit_folder, configured_store, open_existing
-from api.http.deployments.choice import path_of
+from api.http.deployments import path_of
 from api.operations.declaration import Answer, Ask, Operation
 from eplb.errors import ConfigError, EplbError
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from api.cli.options import HiddenLayers
 from api.engine_plan import RULES
 from eplb.core.dispatch import DispatchRule
-from eplb.core.model import ModelShape
+from eplb.core.model import ModelShape, preset
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
 from simulations.pages.document import Page
@@ -35,30 +37,42 @@ Trace = Annotated[
         "docs/simulator.md."
     ),
 ]
-ModelName = Annotated[
-    str | None,
-    typer.Option(help="A known model, for expert groups and bytes."),
-]
-Hardware = Annotated[
-    str | None,
-    typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
-]
-Prefill = Annotated[
-    bool,
-    typer.Option("--prefill", help="Tokens cross the network once for each node."),
-]
 OtherUs = Annotated[
     float,
     typer.Option(max=1e9, help="Microseconds of a layer outside of its experts."),
-]
-Overlap = Annotated[
-    bool,
-    typer.Option("--overlap", help="Two batches overlap communication."),
 ]
 ExpertTimes = Annotated[
     Path | None,
     typer.Option(help="Measured times of experts, in place of the data sheet."),
 ]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The model, and how long its steps take."""
+
+    model: Annotated[
+        str | None, typer.Option(help="A known model, for expert groups and bytes.")
+    ] = None
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
+    ] = None
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Tokens cross the network once for each node.")
+    ] = False
+    other_us: OtherUs = 0.0
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Two batches overlap communication.")
+    ] = False
+
+    def shape(self) -> ModelShape | None:
+        """Return the known model; None: none is named.
+
+        Raises:
+            ConfigError: the model is not known.
+        """
+        return preset(self.model) if self.model is not None else None
 
 
 @dataclass(frozen=True)
@@ -130,6 +144,27 @@ class EngineOptions:
         notes = write_placement(file, self.engine.value, self.placement, options)
         written = f"placement: {self.placement}{file_digest(self.placement)}"
         return [*(f"note: {note}" for note in notes), written]
+
+
+def grid(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", first: str = ""
+) -> Table:
+    """Make a table of figures, each to the right below its heading.
+
+    Args:
+        headings: of the figures.
+        rows: the texts of each row.
+        title: of the table.
+        first: heading of a column of text before the figures.
+    """
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    if first:
+        table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def command_line() -> str:

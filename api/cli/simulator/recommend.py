@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from api.cli.simulator.options import (
     PlotOptions,
     Trace,
     command_line,
+    grid,
 )
 from eplb.core.model import preset
 from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
@@ -150,7 +150,14 @@ def recommend_command(
     )
     source = times[groups[0]].source
     if json_file is not None:
-        write_json(json_file, _as_json(answer, source))
+        found = {
+            "expert_times": source,
+            "candidates": [one.as_json() for one in answer.candidates],
+            "unfit": [one.as_json() for one in answer.unfit],
+            "batches": [asdict(one) for one in answer.batches],
+            "sentences": answer.sentences(),
+        }
+        write_json(json_file, found)
     plots.write(lambda: recommendation_page(answer, Path(trace).name, source, command_line()))
     best = answer.best
     assert best.placement is not None, "the best candidate was replayed"
@@ -179,67 +186,44 @@ def recommend_command(
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _as_json(answer: Answer, source: str) -> dict[str, object]:
-    return {
-        "expert_times": source,
-        "candidates": [one.as_json() for one in answer.candidates],
-        "unfit": [one.as_json() for one in answer.unfit],
-        "batches": [asdict(one) for one in answer.batches],
-        "sentences": answer.sentences(),
-    }
-
-
 def _table(answer: Answer) -> Table:
-    grid = Table(box=SIMPLE_HEAD, padding=0)
-    headings = (
-        "EP",
-        "attn",
-        "slots",
-        "every",
-        "seqs",
-        "KV GB",
-        "imbalance",
-        "step ms",
-        "moves",
-        "tok/s",
+    headings = ("EP", "attn", "slots", "every", "seqs", "KV GB", "imbalance", "step ms", "moves")
+    return grid(
+        (*headings, "tok/s"),
+        (
+            (
+                str(one.ranks),
+                str(one.attention_ranks or "same"),
+                str(one.slots_per_rank * one.ranks),
+                str(one.interval or "never"),
+                str(one.sequences),
+                f"{one.kv_bytes / 1e9:.1f}",
+                f"{one.imbalance:.3f}",
+                f"{one.step_us / 1000:.2f}",
+                f"{one.lost_part:.2%}",
+                f"{one.tokens_per_s:.1f}",
+            )
+            for one in answer.candidates
+        ),
     )
-    for heading in headings:
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for one in answer.candidates:
-        grid.add_row(
-            str(one.ranks),
-            str(one.attention_ranks) if one.attention_ranks else "same",
-            str(one.slots_per_rank * one.ranks),
-            str(one.interval) if one.interval else "never",
-            str(one.sequences),
-            f"{one.kv_bytes / 1e9:.1f}",
-            f"{one.imbalance:.3f}",
-            f"{one.step_us / 1000:.2f}",
-            f"{one.lost_part:.2%}",
-            f"{one.tokens_per_s:.1f}",
-        )
-    return grid
 
 
 def _batch_table(answer: Answer) -> Table:
     """Of the best candidate: ms a token and tokens/s of a rank, by balance."""
-    grid = Table(
-        title=f"batches of {answer.best.name}: ms a token, and tokens/s of a rank",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
     headings = ("seqs", "tok/expert", "none ms", "ms", "perfect ms", "none", "tok/s", "perfect")
-    for heading in (*headings, "gain"):
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for one in answer.batches:
-        times = (one.none_ms, one.planned_ms, one.perfect_ms)
-        rates = (one.none_tokens_per_s, one.planned_tokens_per_s, one.perfect_tokens_per_s)
-        grid.add_row(
-            str(one.sequences),
-            f"{one.tokens_per_expert:.1f}",
-            *(f"{ms:.2f}" for ms in times),
-            *(f"{rate:.1f}" for rate in rates),
-            f"{one.gain:+.1%}",
-        )
-    return grid
+    return grid(
+        (*headings, "gain"),
+        (
+            (
+                str(one.sequences),
+                f"{one.tokens_per_expert:.1f}",
+                *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
+                f"{one.none_tokens_per_s:.1f}",
+                f"{one.planned_tokens_per_s:.1f}",
+                f"{one.perfect_tokens_per_s:.1f}",
+                f"{one.gain:+.1%}",
+            )
+            for one in answer.batches
+        ),
+        title=f"batches of {answer.best.name}: ms a token, and tokens/s of a rank",
+    )

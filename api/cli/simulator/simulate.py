@@ -14,17 +14,12 @@ from api.cli.simulator.options import (
     MAX_WINDOWS,
     EngineOptions,
     ExpertTimes,
-    Hardware,
-    ModelName,
-    OtherUs,
-    Overlap,
     PlotOptions,
-    Prefill,
+    StepOptions,
     Trace,
     command_line,
 )
 from eplb.core.cost import CostModel
-from eplb.core.model import preset
 from eplb.core.problem import Budget
 from simulations.cost.migration import MigrationCost
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
@@ -45,6 +40,7 @@ def simulate(
     trace: Trace,
     chosen_by: EngineOptions,
     plots: PlotOptions,
+    timed: StepOptions,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -74,7 +70,6 @@ def simulate(
     every: Annotated[
         int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
-    model: ModelName = None,
     experts: Annotated[
         int | None,
         typer.Option(max=1_048_576, help="Experts of a trace; the largest id + 1 if not given."),
@@ -101,11 +96,7 @@ def simulate(
         typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
     ] = CostModel.pay_back_s,
     steps: Steps = None,
-    hardware: Hardware = None,
     expert_times: ExpertTimes = None,
-    prefill: Prefill = False,
-    other_us: OtherUs = 0.0,
-    overlap: Overlap = False,
     port_ranks: Annotated[
         int, typer.Option(max=1024, help="Neighbours of a node that share a network port.")
     ] = 1,
@@ -124,7 +115,7 @@ def simulate(
     register_peers()
     rule = chosen_by.rule()
     limits = [limit_of(text) for text in fail_if or ()]
-    shape = preset(model) if model is not None else None
+    shape = timed.shape()
     options = ReadOptions(
         num_experts=experts,
         window_tokens=window,
@@ -141,15 +132,15 @@ def simulate(
     topology = topology_of(ranks, nodes, slots, load.num_experts)
     fitted = model_of(shape or at.model, load)
     step_model = price = None
-    if hardware is not None or expert_times is not None:
+    if timed.hardware is not None or expert_times is not None:
         step_model = step_model_of(
             fitted,
             topology,
-            hardware or "h200",
+            timed.hardware or "h200",
             expert_times,
-            is_prefill=prefill,
-            other_us=other_us,
-            is_overlapped=overlap,
+            is_prefill=timed.prefill,
+            other_us=timed.other_us,
+            is_overlapped=timed.overlap,
             port_ranks=port_ranks,
         )
         price = MigrationCost(step_model.model, step_model.hardware)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -19,18 +18,14 @@ from rich.table import Table
 from api.cli.options import AsJson, DeploymentName, Steps, numbers, with_options
 from api.cli.simulator.options import (
     MAX_WINDOWS,
-    Hardware,
-    ModelName,
-    OtherUs,
-    Overlap,
     PlotOptions,
-    Prefill,
+    StepOptions,
     Trace,
     command_line,
+    grid,
 )
 from api.terminal.printable import print_error
 from eplb.core.dispatch import DispatchRule
-from eplb.core.model import preset
 from eplb.errors import ConfigError
 from simulations.cost.hardware import hardware_named
 from simulations.inputs import model_of, windows_of
@@ -61,6 +56,7 @@ class ExecutorName(Enum):
 def sweep_command(
     trace: Trace,
     plots: PlotOptions,
+    timed: StepOptions,
     out: Annotated[Path, typer.Option(help="Folder of the results; run again to go on.")],
     ranks: Annotated[str, typer.Option(help="Ranks of groups, as 16,32.")] = "8",
     ranks_per_node: Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")] = 8,
@@ -73,11 +69,6 @@ def sweep_command(
     seed: Annotated[str, typer.Option(help="Seeds of generated load and of planners.")] = "0",
     past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")] = 16,
     steps: Steps = None,
-    model: ModelName = None,
-    hardware: Hardware = None,
-    prefill: Prefill = False,
-    other_us: OtherUs = 0.0,
-    overlap: Overlap = False,
     executor: Annotated[
         ExecutorName, typer.Option(help="Processes of this host, or a Ray cluster.")
     ] = ExecutorName.PROCESSES,
@@ -91,16 +82,18 @@ def sweep_command(
     json_output: AsJson = False,
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
-    settings = Settings(
-        "", software(), model, hardware, prefill, other_us, overlap, past, ranks_per_node
-    )
-    load = _load(trace, steps, settings, deployment)
+    times = (timed.model, timed.hardware, timed.prefill, timed.other_us, timed.overlap)
+    settings = Settings("", software(), *times, past, ranks_per_node)
+    load = _load(trace, steps, timed, deployment)
+    register_peers()
+    policies = tuple(name.strip() for name in policy.split(","))
+    check_names(policies)
     tasks = tasks_of(
         replace(settings, load=load.digest),
         ranks=numbers("--ranks", ranks),
         redundant=numbers("--redundant", redundant, least=0),
         intervals=numbers("--every", every, most=1_000_000),
-        policies=_policies(policy),
+        policies=policies,
         dispatch=[_rule(name.strip()) for name in dispatch.split(",")],
         seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
     )
@@ -114,18 +107,21 @@ def sweep_command(
     if json_output:
         typer.echo(dumps(_as_json(done), indent=2))
     else:
-        _print(done)
+        skipped = f"{len(done.rows)} rows, {done.num_skipped} of them from earlier runs"
+        console = Console()
+        console.print(_table(done.rows))
+        console.print(f"{done.table}: {skipped}", highlight=False, markup=False, soft_wrap=True)
     for failure in done.failures:
         print_error(f"{_words(failure.task)}: {failure.reason}")
     if done.failures or any(row.failed for row in done.rows):
         raise typer.Exit(INCOMPLETE)
 
 
-def _load(trace: str, steps: int | None, settings: Settings, deployment: str) -> Load:
-    """The load, checked against the settings as far as no replay is needed."""
-    shape = preset(settings.model) if settings.model is not None else None
-    if settings.hardware is not None:
-        hardware_named(settings.hardware)
+def _load(trace: str, steps: int | None, timed: StepOptions, deployment: str) -> Load:
+    """The load, checked against the options as far as no replay is needed."""
+    shape = timed.shape()
+    if timed.hardware is not None:
+        hardware_named(timed.hardware)
         if shape is None:
             raise ConfigError("times of steps need the sizes of experts, expected --model")
     windows = windows_of(
@@ -135,13 +131,6 @@ def _load(trace: str, steps: int | None, settings: Settings, deployment: str) ->
     if trace.startswith(PREFIX):
         return Generated(trace, steps)
     return recorded(windows if steps is None else replace(windows, steps=steps))
-
-
-def _policies(text: str) -> tuple[str, ...]:
-    register_peers()
-    names = tuple(name.strip() for name in text.split(","))
-    check_names(names)
-    return names
 
 
 def _rule(name: str) -> DispatchRule:
@@ -195,40 +184,27 @@ def _as_json(done: Sweep) -> dict[str, object]:
     }
 
 
-def _print(done: Sweep) -> None:
-    console = Console()
-    console.print(_table(done.rows))
-    console.print(
-        f"{done.table}: {len(done.rows)} rows, {done.num_skipped} of them from earlier runs",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-
-
 def _table(rows: Sequence[Row]) -> Table:
     """The best rows: the most tokens, or where times are not known the lowest imbalance."""
-    best = _best_first(rows)
-    title = f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else None
-    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
-    headings = ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s")
-    grid.add_column("policy", no_wrap=True)
-    for heading in headings:
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for row in best[:MOST_SHOWN]:
-        timed = row.tokens_per_s_per_rank
-        grid.add_row(
-            row.policy,
-            str(row.ranks),
-            str(row.slots),
-            str(row.interval),
-            row.dispatch,
-            str(row.seed),
-            "failed" if row.failed else f"{_imbalance(row):.3f}",
-            f"{row.experts_moved:,}",
-            "-" if timed is None else f"{timed:.0f}",
-        )
-    return grid
+    return grid(
+        ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s"),
+        (
+            (
+                row.policy,
+                str(row.ranks),
+                str(row.slots),
+                str(row.interval),
+                row.dispatch,
+                str(row.seed),
+                "failed" if row.failed else f"{_imbalance(row):.3f}",
+                f"{row.experts_moved:,}",
+                "-" if (timed := row.tokens_per_s_per_rank) is None else f"{timed:.0f}",
+            )
+            for row in _best_first(rows)[:MOST_SHOWN]
+        ),
+        title=f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else "",
+        first="policy",
+    )
 
 
 def _best_first(rows: Sequence[Row]) -> list[Row]:

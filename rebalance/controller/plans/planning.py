@@ -23,7 +23,7 @@ from eplb.decision.expert_times import ExpertTimes, chosen_curve
 from eplb.decision.explanation import finite
 from eplb.decision.score import objective_for
 from eplb.declared import declared_fields
-from eplb.errors import ConfigError, PlacementError, StoreError
+from eplb.errors import ConfigError, EplbError, PlacementError, StoreError
 from eplb.fitting import Coverage, FittingCordons, arrivals
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
@@ -31,7 +31,6 @@ from eplb.search.legality import violations_of
 from rebalance.controller.load import Group
 from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, TrackRecord
-from rebalance.controller.refusals import TaskRefused
 from rebalance.controller.settings import ControllerSettings
 from telemetry.load.drift import LOOK_BACK, windows_since_change
 from telemetry.load.folder import Window, history
@@ -41,6 +40,19 @@ from telemetry.state.store import StateStore
 from telemetry.state.tasks import Refusal
 
 log = logging.getLogger(__name__)
+
+
+class TaskRefused(EplbError):
+    """A task that the controller refuses.
+
+    Args:
+        refusal: the reason.
+        why: the reason, one sentence.
+    """
+
+    def __init__(self, refusal: Refusal, why: str) -> None:
+        super().__init__(why)
+        self.refusal = refusal
 
 
 class Planning:

@@ -24,7 +24,7 @@ from eplb.errors import ConfigError
 from rebalance.build.config import RankConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.stage.stage_settings import StageBudgets, StageSettings
-from rebalance.transport.ranks.rank_link_settings import RankLinkSettings
+from rebalance.weights.link.link_settings import RankLinkSettings
 from telemetry import open_store
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo

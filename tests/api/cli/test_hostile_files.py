@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from benchmarks.attack.traces import hostile_traces, write_hostile_files
 from eplb.errors import CheckpointError
-from rebalance.preload.disk.record_file_layout import MAGIC, RecordFileLayout
-from rebalance.preload.disk.record_origin import RecordOrigin
 from rebalance.protocol.journal import read_journals
+from rebalance.weights.disk.record_file import MAGIC, RecordFileLayout
+from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.memory.shared import PAGE_BYTES
 from simulations import load_trace

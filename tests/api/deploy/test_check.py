@@ -28,14 +28,14 @@ from api.deploy.check import (
     costs_of,
     lines_of,
 )
-from api.deploy.checkpoint import ServedCheckpoint, accept_checkpoint
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.launch import Launch, check_start
+from api.deploy.model import accept_checkpoint
 from api.deploy.roles import run_host_cache
 from eplb.errors import CheckpointError, ConfigError, StoreError
 from rebalance.build.host_cache import build_host_cache
 from rebalance.build.places import claim_place
-from rebalance.network.tls import TlsFiles
+from rebalance.weights.link.tls import TlsFiles
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
 from tests.support.certificates import Authority
@@ -190,7 +190,7 @@ def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
             ensure_first_placement(store, now, "eplb launch, host 0")
         with pytest.raises(CheckpointError, match=r"differs from the one that deployment 'west-"):
             run_host_cache(now, 0, print)
-        done = accept_checkpoint(store, ServedCheckpoint(weights), "an operator")
+        done = accept_checkpoint(store, now.settings.model, "an operator")
         ensure_first_placement(store, now, "eplb launch, host 0")
         back = [line for line in wrong(findings(first)) if "checkpoint" in line]
 

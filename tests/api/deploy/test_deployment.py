@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from api.config.deployment import ModelSettings
-from api.deploy.deployment import Deployment
+from api.deploy.deployment import Deployment, host_here
 from api.deploy.first_placement import check_belongs, ensure_first_placement
-from api.deploy.hosts import host_here
 from api.deploy.model import model_shape
 from eplb.errors import CheckpointError, ConfigError
 from telemetry.state.live import Control

@@ -20,12 +20,11 @@ from typer.testing import CliRunner
 
 from api.access import authentication
 from api.access.audit import Audit, AuditEntry, AuditError
-from api.access.authentication import FAILURES, FAILURES_S, FailedLogins, role_for
+from api.access.authentication import FAILURES, FAILURES_S, OF_HOST, FailedLogins, role_for
 from api.access.changes import Changes
 from api.access.keys import AccessKeys, Role
 from api.cli.main import app as commands
 from api.http.app import create_app
-from api.http.guard import HttpLimits
 from api.http.problems import ProblemType
 from eplb.errors import ConfigError
 from tests.support.http import client_of, problem_of
@@ -342,10 +341,12 @@ def test_repeated_request_is_done_once_and_another_body_is_refused(
 
 async def asked_of(changes: Changes, send: Send, *headers: tuple[bytes, bytes]) -> None:
     async def receive() -> Message:
-        return {"type": "http.request", "body": b"{}", "more_body": False}
+        raise AssertionError("the body was read before")
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "client": None}
-    await changes(scope | {"state": {"deployment": "d"}}, receive, send)
+    await changes(
+        scope | {"state": {"deployment": "d", "actor": OF_HOST, "body": b"{}"}}, receive, send
+    )
 
 
 def test_outcome_is_in_the_audit_before_the_answer_is_sent_whole(tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_outcome_is_in_the_audit_before_the_answer_is_sent_whole(tmp_path: Path)
     async def send(message: Message) -> None:
         found.append((message["type"], *(entry.outcome for entry in lines(tmp_path))))
 
-    changes = Changes(PlainTextResponse("done"), limits=HttpLimits(), state_dir=tmp_path)
+    changes = Changes(PlainTextResponse("done"), state_dir=tmp_path)
     asyncio.run(asked_of(changes, send))
 
     assert found == [("http.response.start", "asked"), ("http.response.body", "asked", "200")]
@@ -370,7 +371,7 @@ def test_clock_that_jumps_does_not_have_a_repeated_request_done_again(tmp_path: 
     async def send(message: Message) -> None:
         pass
 
-    changes = Changes(route, limits=HttpLimits(), state_dir=tmp_path, clock=lambda: now[0])
+    changes = Changes(route, state_dir=tmp_path, clock=lambda: now[0])
     for jump in (0.0, 3e6, -6e6):
         now[0] += jump
         asyncio.run(asked_of(changes, send, (b"idempotency-key", b"one")))

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from api.access.audit import Audit
 from api.access.keys import AccessKeys
 from api.cli.main import app as commands
+from api.http import deployments
 from api.http.app import create_app
-from api.http.deployments import served
-from api.http.deployments.served import Others
+from api.http.deployments import Others
 from api.http.problems import ProblemType
 from eplb.errors import StoreError
 from telemetry.state.store import StateStore
@@ -206,7 +206,7 @@ def test_metrics_have_each_deployment_once_and_below_a_prefix_one(shown: Shown) 
 def test_deployment_that_begins_later_is_shown_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "LOOK_S", 0.01)
+    monkeypatch.setattr(deployments, "LOOK_S", 0.01)
     with Shown(tmp_path).opened() as shown:
         shown.begin("later")
         while shown.client.get("/deployments/later/api/v1/state").status_code != 200:
@@ -220,7 +220,7 @@ def test_end_of_the_service_ends_streams_and_readers_of_every_deployment(tmp_pat
         client_on(service) as client,
         client.stream("GET", f"{AT_OTHER}/api/v1/events/stream") as stream,
     ):
-        ours = ("eplb-reader", "eplb-deployments", "eplb-events")
+        ours = ("eplb-reader", "eplb-deployments")
         threads = [one for one in threading.enumerate() if one.name in ours]
         assert {"eplb-reader", "eplb-deployments"} <= {one.name for one in threads}
         lines = stream.iter_lines()

@@ -56,7 +56,7 @@ def store() -> Iterator[StateStore]:
 def client(store: StateStore, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """A client of a service that waits for a controller where the test has one, and else not."""
     plan_wait_s = NEVER_S if "controller" in request.fixturenames else 0.0
-    app = create_app(store, plan_wait_s=plan_wait_s, probe_wait_s=NEVER_S)
+    app = create_app(store, plan_wait_s=plan_wait_s)
     with client_of(app, "/api/v1") as opened:
         yield opened
 

@@ -22,8 +22,7 @@ from api.config.addresses import loopback_address
 from api.http.app import create_app
 from api.http.connections import BoundedConnection
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
-from api.http.latest import Health, LatestAnswer
-from api.http.problems import ProblemType, Refused
+from api.http.problems import ProblemType
 from api.http.server import HttpService
 from eplb.errors import ConfigError
 from tests.support.certificates import Authority
@@ -157,7 +156,7 @@ def test_request_that_is_answered_keeps_its_place(service: HttpService, store: S
         assert first.recv(1024).startswith(b"HTTP/1.1 200 ")
 
 
-def test_requests_too_many_are_refused_and_probes_are_answered(
+def test_requests_too_many_are_refused_and_the_probe_of_life_is_answered(
     service: HttpService, store: SlowStore, client: httpx.Client
 ) -> None:
     store.released.clear()
@@ -168,12 +167,11 @@ def test_requests_too_many_are_refused_and_probes_are_answered(
         for _ in range(MAX_REQUESTS):
             store.asked.acquire()
 
-        refused, ready = client.get("/api/v1/state"), client.get("/readyz")
+        refused = client.get("/api/v1/state")
         kind, detail = problem_of(refused)
         assert (kind, f"{MAX_REQUESTS} requests" in detail) == (ProblemType.TOO_BUSY, True)
         assert refused.headers["retry-after"] == "1"
         assert client.get("/livez").status_code == 200
-        assert problem_of(ready)[0] is ProblemType.STORE_UNAVAILABLE
         store.released.set()
     while client.get("/healthz").status_code != 200:
         pass  # until those are answered
@@ -262,28 +260,19 @@ def test_request_that_does_not_arrive_in_time_is_answered_and_closed(
     assert answers.count(ProblemType.REQUEST_TOO_SLOW.uri.encode()) == bool(sent)
 
 
-def test_probe_reports_for_how_long_the_store_has_not_answered() -> None:
-    now, released = [100.0], threading.Event()
+def test_probe_of_readiness_does_not_wait_for_a_store_that_does_not_answer(
+    store: SlowStore,
+) -> None:
+    store.released.clear()
+    app = create_app(store, is_watching=True)
+    with serving(app) as service, client_on(service) as client:
+        store.asked.acquire()
+        kind, why = problem_of(client.get("/readyz"))
+        assert (kind, "not answered" in why) == (ProblemType.STORE_UNAVAILABLE, True)
 
-    def ask() -> Health:
-        released.wait()
-        return Health(detail="fine")
-
-    async def probe() -> None:
-        latest = LatestAnswer(ask, wait_s=0.01, stale_after_s=10.0, clock=lambda: now[0])
-        for waited_s, named in ((0.0, "not answered"), (12.0, r"12\.0 s")):
-            now[0] += waited_s
-            with pytest.raises(Refused, match=named):
-                await latest.get()
-        released.set()
-        while True:
-            try:
-                assert (await latest.get()).detail == "fine"
-                return
-            except Refused:
-                await asyncio.sleep(0)
-
-    asyncio.run(probe())
+        store.released.set()
+        while problem_of(client.get("/readyz"))[0] is not ProblemType.NOT_READY:
+            pass  # until the store was read: no run has begun
 
 
 # -- the address, and its certificate

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from api.http.app import STATIC, create_app
-from api.http.deployments.served import Others
+from api.http.deployments import Others
 from api.monitor.anomalies import EventAnomaly
 from api.monitor.state import FindingKind
 from eplb import ModelShape, Placement, Topology, build_migration

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,19 +16,18 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.http.app import create_app
-from api.http.event_feed import EventFeed
 from api.http.routes import answer_in_process
 from api.http.service import AdminService
 from api.metrics.definitions import Level
-from api.metrics.exposition import Exposition, metrics_text
+from api.metrics.exposition import metric_families, metrics_text
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
+from api.monitor.reader import BackgroundReader
 from api.operations import watching
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.decision.triggers import ACTS
-from eplb.errors import ConfigError
 from telemetry import open_store
 from telemetry.state.live import Control
 from telemetry.state.store import StateStore
@@ -102,10 +102,14 @@ def store() -> Iterator[StateStore]:
     opened.close()
 
 
+def shown_of(monitor: Monitor, *more: Any) -> Callable[[], Iterator[Any]]:
+    return partial(metric_families, BackgroundReader(monitor), *more)
+
+
 def text_of(store: StateStore, now: float = NOW + 1, level: Level = "default") -> str:
     """What a process that has just been started exposes."""
     monitor = Monitor(store, history=History(), clock=lambda: now)
-    return metrics_text([Exposition(monitor, level)])[0].decode()
+    return metrics_text([shown_of(monitor, level)])[0].decode()
 
 
 def view_of(age_s: float, state: ProcessState, restarts: int) -> ProcessView:
@@ -139,7 +143,7 @@ def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: St
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1)
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
-    text = metrics_text([Exposition(monitor, "rank", feed=EventFeed(store))])[0].decode()
+    text = metrics_text([shown_of(monitor, "rank", (0, 0))])[0].decode()
     families = list(text_string_to_metric_families(text))
 
     kinds = {one.name + "_total" * (one.type == "counter"): one.type for one in families}
@@ -204,11 +208,6 @@ def test_tokens_of_each_rank_are_counted_when_asked_for() -> None:
     assert found["eplb_tokens_total"] == tokens
     assert found["eplb_layer_balancedness"] == {("0",): 0.75, ("1",): 0.75}
     assert {phase for _, phase in found["eplb_balancedness"]} == {"decode"}
-
-
-def test_unknown_metrics_level_is_refused(store: StateStore) -> None:
-    with pytest.raises(ConfigError, match=r"'expert'.*default"):
-        text_of(store, level="expert")  # type: ignore[arg-type]
 
 
 def test_figures_are_those_of_the_run(store: StateStore) -> None:
@@ -329,7 +328,7 @@ def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
     for unserved_s in (8.0, 42.0):
         store.add_event("serving", {"unserved_s": unserved_s, "reason": "rank 1 died"})
     monitor = Monitor(store, clock=lambda: NOW, supervision=lambda: seen)
-    found = figures_in(metrics_text([Exposition(monitor)])[0].decode())
+    found = figures_in(metrics_text([shown_of(monitor)])[0].decode())
 
     assert found["eplb_process_report_age_seconds"] == {("host_cache",): 7.0}
     assert found["eplb_process_up"] == {("host_cache",): 0}
@@ -373,7 +372,7 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
 
 def test_no_counter_falls_when_the_ranks_start_again(store: StateStore) -> None:
     monitor = Monitor(store, history=History(), clock=lambda: NOW + 1)
-    watching = Exposition(monitor)
+    watching = shown_of(monitor)
     store.add_event("error", {"where": "load", "message": "m", "samples": {"late": 3}})
     before = figures_in(metrics_text([watching])[0].decode())
     begin_run(store, "b", NOW, model=MODEL, window_steps=2)

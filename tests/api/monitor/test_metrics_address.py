@@ -87,7 +87,7 @@ def test_end_of_the_metrics_address_leaves_the_admin_api_at_work(
     with serving(figures, "127.0.0.2", limits=figures.state.limits, is_authenticated=True):
         pass
 
-    assert not app.state.deployments.own.service.feed.is_closed
+    assert not app.state.deployments.is_closing
     assert admin.get("/metrics", headers=bearer(ADMIN)).status_code == 200
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.metrics.definitions import Metric, Scrape, metrics_of
-from api.metrics.exposition import Exposition, metrics_text
+from api.metrics.definitions import Metric, metrics_of
+from api.metrics.exposition import metric_families, metrics_text
 from api.metrics.observability import ALERTS, DASHBOARD
 from api.monitor.monitor import Monitor
+from api.monitor.reader import BackgroundReader
 from api.monitor.state import Leadership
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
@@ -74,8 +76,16 @@ def metrics() -> dict[str, Metric]:
         supervision=SupervisionView(tuple(processes), 0.1),
     )
     drift = Drift(np.zeros(1), 0.0, 0.0)
-    scrape = Scrape(seen, drift, None, 0, "memory", received=tokens)
-    return {metric.name: metric for metric in metrics_of(scrape, "rank")}
+    found = metrics_of(
+        seen,
+        "rank",
+        drift=drift,
+        migration=None,
+        samples_stored=0,
+        backend="memory",
+        received=tokens,
+    )
+    return {metric.name: metric for metric in found}
 
 
 KNOWN = metrics()
@@ -233,4 +243,5 @@ def promtool(*arguments: str, text: str | None = None) -> None:
 def test_promtool_takes_the_rules_and_the_metrics() -> None:
     store = MemoryStore("d")
     promtool("check", "rules", str(ALERTS))
-    promtool("check", "metrics", text=metrics_text([Exposition(Monitor(store))])[0].decode())
+    shown = partial(metric_families, BackgroundReader(Monitor(store)))
+    promtool("check", "metrics", text=metrics_text([shown])[0].decode())

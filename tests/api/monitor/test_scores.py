@@ -8,9 +8,10 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from api.metrics.exposition import Exposition
+from api.metrics.exposition import metric_families
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
+from api.monitor.reader import BackgroundReader
 from api.monitor.scores import heat_of, minute_scores
 from eplb import ModelShape, Placement, Topology
 from telemetry.load.pruning import Keeper, Retention
@@ -54,7 +55,7 @@ def test_drained_rank_is_out_of_the_mean_everywhere(store: StateStore) -> None:
     assert (seen.state.last_score.measured, seen.state.last_score.contiguous) == (1.0, 1.0)
     assert heat_of(seen).ranks == ((1.0, 1.0, 0.0),)
     assert [point.measured for point in monitor.points(0, NOW + 9, 10)] == [1.0]
-    families = {one.name: one for one in Exposition(monitor).families()}
+    families = {one.name: one for one in metric_families(BackgroundReader(monitor))}
     for name, value in (("eplb_balancedness", 1.0), ("eplb_rank_load_ratio_max", 1.0)):
         assert {one.value for one in families[name].samples} == {value}, name
 

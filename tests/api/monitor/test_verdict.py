@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from api.metrics.definitions import Scrape, metrics_of
+from api.metrics.definitions import Figure, metrics_of
 from api.monitor.scores import mean_imbalance, relative
 from api.monitor.state import Death, Grade, Leadership, RankView, Reading
 from api.monitor.verdict import unready
@@ -147,9 +148,14 @@ def test_readiness_is_the_worst_of_the_findings_that_keep_requests_away() -> Non
     assert unready(seen(**leaderless(turn_age_s=31.0))) is not None
 
 
+def metrics(of: Reading) -> dict[str, Mapping[tuple[str, ...], Figure]]:
+    found = metrics_of(of, drift=None, migration=None, samples_stored=0, backend="memory")
+    return {one.name: one.figures for one in found}
+
+
 def test_metric_of_the_verdict_is_that_of_the_page() -> None:
     stopped = seen(token_time=NOW - 56, **leaderless())
-    found = {one.name: one.figures for one in metrics_of(Scrape(stopped, None, None, 0, "memory"))}
+    found = metrics(stopped)
 
     grades = {labels[0]: figure for labels, figure in found["eplb_verdict"].items()}
     assert grades == {"stopped": 1, "blind": 0, "degraded": 0, "serving": 0}
@@ -166,8 +172,7 @@ def test_zero_tokens_are_no_perfect_balance() -> None:
     assert np.isnan(relative(half)[0]).all()
     nobody: frozenset[int] = frozenset()
     window = Window("a", 0, 0, 1, "mixed", nobody, nobody, none, none)
-    scrape = Scrape(seen(latest=window, scale=ranks), None, None, 0, "memory")
-    found = {one.name: one.figures for one in metrics_of(scrape)}
+    found = metrics(seen(latest=window, scale=ranks))
     assert found["eplb_balancedness"] == {}
 
 

@@ -9,7 +9,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.decision.expectation import ENOUGH
 from eplb.measure.balance import imbalance
 from eplb.migration.build import Pace
-from rebalance.controller.failures import back_off
+from rebalance.controller.due import back_off
 from rebalance.controller.loop import PAUSE_WINDOWS, Controller
 from telemetry.state.live import Control
 from tests.support.controlled_deployment import (

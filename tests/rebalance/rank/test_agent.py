@@ -1,4 +1,4 @@
-"""Rank agents in one process, over the shipped fakes: what a migration does, step by step."""
+"""Rank agents in one process: what a migration does, step by step."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 
 from eplb.errors import RankError
 from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
-from rebalance.rank.batch_faults import BatchFaults
+from rebalance.rank.sampling import BatchFaults
 
 
 def test_late_counts_are_reported_as_they_stood_and_logged_once(

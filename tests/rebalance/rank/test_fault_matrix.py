@@ -37,18 +37,15 @@ from eplb.errors import (
 )
 from eplb.migration.build import Migration, Move, Pace, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.build.experts import fill_bank
 from rebalance.controller.loop import Controller, ControllerSettings
-from rebalance.preload.cache.server import (
-    HostCacheAddress,
-    HostCacheClient,
-    HostCacheServer,
-    HostCacheSettings,
-)
-from rebalance.preload.first_fill import fill_bank
 from rebalance.rank.watcher import MOVER
-from rebalance.transport.interface import Place, WeightTransport
-from rebalance.transport.processes import MappedPeers, PullTransport, RankMemory
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.sources import MappedSlots, Place, WeightSources, map_peers
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
@@ -161,7 +158,7 @@ def make_group(
         def make(
             wrap_votes: WrapVotes = as_they_are,
             *,
-            wrap_transport: Callable[[WeightTransport], Any] = lambda transport: transport,
+            sources_of: Callable[..., WeightSources] = WeightSources,
             host_cache_settings: HostCacheSettings | None = None,
         ) -> Group:
             weights = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
@@ -173,7 +170,7 @@ def make_group(
             size = small_schema.record_bytes
 
             def reader(of: HostCacheAddress) -> HostCacheClient:
-                made = HostCacheClient(of, NUM_EXPERTS, size, deadline_s=NEVER_S)
+                made = HostCacheClient(of, NUM_EXPERTS, size, deadline_s=NEVER_S, ranks_on_host=2)
                 stack.callback(made.close)
                 return made
 
@@ -188,12 +185,9 @@ def make_group(
                     group.digests[layer, expert] = torch.tensor(found)
             handles = {rank: bank.handle for rank, bank in enumerate(group.banks)}
             for rank, bank in enumerate(group.banks):
-                memory = RankMemory(rank, bank, reader(address), 2)
-                transport = PullTransport(
-                    memory, MappedPeers(rank, TOPOLOGY, bank, handles.__getitem__)
-                )
+                peers = map_peers(rank, TOPOLOGY, bank, handles.__getitem__)
                 agent = group.add(
-                    wrap_transport(transport),
+                    sources_of(MappedSlots(rank, bank, peers), reader(address)),
                     group.digests,
                     votes=wrap_votes(rank, group.votes.member(rank)),
                     journal=group.journal,
@@ -298,17 +292,15 @@ def test_host_record_damaged_in_memory_is_read_again_and_never_served(
     assert group.host_cache.stats().damaged == 0  # the disk's bytes were right
 
 
-class Damaging:
-    """A way on which the first bytes of every record are damaged, once."""
+class Damaging(WeightSources):
+    """Sources on the way from which the first bytes of every record are damaged, once."""
 
-    def __init__(self, transport: WeightTransport) -> None:
-        self._transport, self._seen = transport, set[Record]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    def __init__(self, *sources: Any) -> None:
+        super().__init__(*sources)
+        self._seen = set[Record]()
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
-        completion = self._transport.pull(record, place, offset, into)
+        completion = super().pull(record, place, offset, into)
         if record not in self._seen:
             self._seen.add(record)
             into[7] ^= 255
@@ -318,7 +310,7 @@ class Damaging:
 def test_staged_expert_damaged_in_transfer_is_staged_again(
     make_group: MakeGroup,
 ) -> None:
-    group = make_group(wrap_transport=Damaging)
+    group = make_group(sources_of=Damaging)
 
     group.moves_to(NEXT)
     size = group.banks[0].schema.record_bytes

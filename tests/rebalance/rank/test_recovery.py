@@ -20,7 +20,6 @@ from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.protocol.phases import PlanRef, RankPhase
 from rebalance.recovery.survivors import (
     Deadlines,
@@ -33,6 +32,7 @@ from runtime.experts import ExpertSchema
 from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, held_in, records_of
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalVotes
 from tests.support.stores import MemoryStore
 
 # -- the decision

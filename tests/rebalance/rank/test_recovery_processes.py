@@ -38,8 +38,8 @@ from eplb.errors import RankError, StaleGeneration
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
@@ -50,13 +50,14 @@ from rebalance.recovery.survivors import (
     recover,
     rejoin,
 )
-from rebalance.transport.local import LocalTransport
+from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group import Rendezvous, reach
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.agent_group import digests_of, held_in, records_of
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, local_slots
 from tests.support.stores import sqlite_store
 
 FORK = multiprocessing.get_context("fork")
@@ -209,7 +210,7 @@ class Ranks:
             HeldExperts(rank, bank, digests_of(RECORDS), placement),
             Links(
                 votes,
-                LocalTransport(TOPOLOGY, rank, self.banks, RECORDS),
+                WeightSources(local_slots(TOPOLOGY, rank, self.banks), LocalHost(RECORDS)),
                 store,
                 Sink(),
                 journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
-from rebalance.build.agent import HeldExperts, wire_agent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, wire_agent
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.transport.local import LocalTransport
+from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from tests.support.agent_group import AgentGroup, Sink, records_of
+from tests.support.local_group import LocalHost, local_slots
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -96,10 +98,13 @@ def test_unknown_phase_is_refused_before_the_step_begins(group: AgentGroup) -> N
 def test_rank_without_a_counter_needs_a_step_number() -> None:
     group, bank = AgentGroup(START, TOPOLOGY), ExpertBank(SCHEMA, 1, 2, num_staging=2)
     settings = AgentSettings(RankConfig("test", SAMPLE_STEPS, 1), "run", TOPOLOGY)
-    transport = LocalTransport(TOPOLOGY, 0, [bank, bank], RECORDS)
-    links = Links(group.votes.member(0), transport, group.store, Sink(group.store))
+    sources = WeightSources(local_slots(TOPOLOGY, 0, [bank, bank]), LocalHost(RECORDS))
+    links = Links(group.votes.member(0), sources, group.store, Sink(group.store))
     digests = torch.zeros((1, 3, 2), dtype=torch.int64)
     agent = wire_agent(settings, HeldExperts(0, bank, digests, START), links).agent
 
-    with pytest.raises(RankError, match=r"rank 0: step\(\) without a number"):
+    with (
+        closing(group),  # it patches a module
+        pytest.raises(RankError, match=r"rank 0: step\(\) without a number"),
+    ):
         agent.step()

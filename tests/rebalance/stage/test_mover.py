@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,18 +19,18 @@ from eplb.migration.build import Migration, Move, Pace, Source, Transaction, bui
 from rebalance.protocol import phases
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.stage.lanes import Pull
-from rebalance.stage.mover import Mover, RankSlots
+from rebalance.stage.mover import Mover
 from rebalance.stage.ring import StagingRing
+from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.stage_settings import (
     SERVING_BYTES_PER_SECOND,
     LinkSettings,
     StageSettings,
 )
-from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
-from rebalance.transport.interface import HOST, Place
-from rebalance.types import Record
+from rebalance.types import CalledOff, IsWanted, Record, always
+from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import RoutingTable
@@ -59,36 +59,42 @@ def record_of(record: Record) -> torch.Tensor:
 class Simulated:
     clock: Clock
     latency_s: float = 1.0
-    readable: frozenset[int] = frozenset([0, 1])
-    reachable: frozenset[int] = frozenset()
+    ranks: frozenset[int] = frozenset([0, 1])
     landings: list[Landing] = field(default_factory=list)
     preloaded: list[list[Record]] = field(default_factory=list)
     released: list[list[Record]] = field(default_factory=list)
     reloaded: list[Record] = field(default_factory=list)
-    host_room: int = 100
+    leased: set[Record] = field(default_factory=set)
+    room: int = 100
     is_host_gone: bool = False
 
-    def begin(self) -> None:
+    def begin(self, back: object) -> None:
         pass
 
-    def preload(
-        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    def lease(
+        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
+        if self.leased.issuperset(records):
+            return {}
         self.preloaded.append(list(records))
+        self.leased.update(records)
         return {"disk": 0}
 
     def hint(self, records: Sequence[Record]) -> None:
         pass
 
-    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> None:
         self.reloaded.append(record)
 
-    def release(self, records: Sequence[Record]) -> None:
-        if self.is_host_gone:
+    def release(self, records: Collection[Record] | None = None) -> None:
+        ended = sorted(self.leased if records is None else self.leased.intersection(records))
+        self.leased.difference_update(ended)
+        if ended and self.is_host_gone:
             raise MigrationError("the preload process of host 0 disconnected")
-        self.released.append(list(records))
+        if ended:
+            self.released.append(ended)
 
-    def serve_weights(self, version: int, deadline_s: float) -> None:
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
         pass
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
@@ -114,7 +120,9 @@ class Bench:
     mover: Mover
     shared: SharedPhase
     migration: Migration
+    slots: RankSlots
     over_at: float = 0.0  # when the present wait is over
+    share: Share = field(init=False)  # of the migration that is worked on
 
     def run(self, work: Iterator[Wait], is_reached: Callable[[], bool]) -> None:
         """Take steps until ``is_reached``; time passes only where the mover waits for it."""
@@ -137,9 +145,14 @@ class Bench:
         state = self.shared.state
         self.shared.state = phases.advance(phases.replace(state, is_adopted=True))
 
+    def work(self, migration: Migration | None = None) -> Iterator[Wait]:
+        """Work on the rank's share of a migration; by default of its own."""
+        self.share = Share(migration or self.migration, self.slots)
+        return self.mover.work(self.share, self.shared)
+
     def adopted(self) -> Iterator[Wait]:
         """Work on the migration, up to where every rank is at work on it."""
-        work = self.mover.work(self.migration, self.shared)
+        work = self.work()
         self.run(work, lambda: self.shared.state.is_preloaded)
         self.adopt()
         return work
@@ -162,18 +175,18 @@ def bench(
         [[digest(record_of((layer, expert))) for expert in range(3)] for layer in range(2)]
     )
     parts = RankSlots(0, TOPOLOGY, bank, RoutingTable(BASE, max_replicas=3), digests)
-    mover = Mover(parts, transport, settings, clock=clock, beat=beat)
+    mover = Mover(parts, WeightSources(transport, transport), settings, clock=clock, beat=beat)
     migration = build_migration(
         BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=staging)
     )
     plan = PlanRef(1, migration.vote_hash, 0, len(migration.transactions), 1)
     shared = SharedPhase(phases.see_plan(RankPhase(generation=0), plan))
-    return Bench(clock, transport, bank, mover, shared, migration)
+    return Bench(clock, transport, bank, mover, shared, migration, parts)
 
 
 def test_nothing_is_pulled_before_every_rank_works_on_the_plan() -> None:
     made = bench()
-    work = made.mover.work(made.migration, made.shared)
+    work = made.work()
 
     made.run(work, lambda: made.clock.now > 10.0)
 
@@ -187,7 +200,7 @@ def test_migration_is_staged_and_reported_transaction_by_transaction() -> None:
     work = made.adopted()
 
     made.run(work, lambda: made.shared.state.prepared == 1)
-    for move in made.mover.own_moves(made.migration.transactions[0]):
+    for move in made.share.moves[0]:
         staged = made.mover.destination(move, "copy")
         assert torch.equal(staged, record_of((move.layer, move.expert)))
     figures = made.mover.figures()
@@ -198,7 +211,7 @@ def test_migration_is_staged_and_reported_transaction_by_transaction() -> None:
     made.run(work, lambda: made.clock.now > 50.0)
     assert len(made.transport.landings) == pulled
 
-    moves = made.mover.own_moves(made.migration.transactions[0])
+    moves = made.share.moves[0]
     made.mover.ring.release(moves, Completion(is_cuda=False))
     made.run(work, lambda: made.shared.state.prepared == 2)
     assert made.mover.figures().bytes_by_source == {"disk": 0, "peer": 2 * SIZE, "host": 2 * SIZE}
@@ -210,7 +223,7 @@ def seconds_to_stage(settings: StageSettings, **pace: float) -> float:
     migration = build_migration(
         BASE, TARGET, TOPOLOGY, plan_id=1, pace=Pace(staging_experts=8, **pace)
     )
-    work = made.mover.work(migration, made.shared)
+    work = made.work(migration)
     made.adopt()
     made.run(work, lambda: made.shared.state.prepared == len(migration.transactions))
     return made.clock.now
@@ -247,14 +260,14 @@ def test_host_may_evict_a_record_once_its_transaction_is_staged() -> None:
 
 def test_small_host_cache_is_preloaded_transaction_by_transaction() -> None:
     made = bench(staging=2)
-    made.transport.host_room = 1
-    work = made.mover.work(made.migration, made.shared)
+    made.transport.room = 1
+    work = made.work()
     made.run(work, lambda: made.shared.state.is_preloaded)
     assert made.transport.preloaded == [[(0, 2)]]
     made.adopt()
 
     made.run(work, lambda: made.shared.state.prepared == 1)
-    moves = made.mover.own_moves(made.migration.transactions[0])
+    moves = made.share.moves[0]
     made.mover.ring.release(moves, Completion(is_cuda=False))
     made.run(work, lambda: made.shared.state.prepared == 2)
 
@@ -327,7 +340,7 @@ def test_swap_with_stalled_copies_is_aborted_with_a_reason() -> None:
     work = made.adopted()
     made.run(work, lambda: made.shared.state.prepared == 1)
     stuck = Landing(made.clock, math.inf, lambda: None)
-    moves = made.mover.own_moves(made.migration.transactions[0])
+    moves = made.share.moves[0]
     made.mover.ring.release(moves, stuck)
 
     made.run(work, lambda: bool(made.shared.state.abort_reason))
@@ -337,7 +350,7 @@ def test_swap_with_stalled_copies_is_aborted_with_a_reason() -> None:
 
 def reason_to_drop(made: Bench, migration: Migration) -> str:
     """What a mover says of a plan that every rank works on, if it says it without any vote."""
-    work = made.mover.work(migration, made.shared)
+    work = made.work(migration)
     made.adopt()
     made.run(work, lambda: bool(made.shared.state.abort_reason) or made.clock.now > 100.0)
     assert made.transport.landings == []
@@ -378,11 +391,11 @@ def test_flip_into_a_serving_slot_is_aborted_with_a_reason() -> None:
 def test_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
     made = bench()
 
-    def fail(records: Sequence[Record], deadline_s: float, is_wanted: IsWanted) -> int:
+    def fail(records: Sequence[Record], **given: object) -> Mapping[str, int]:
         raise MigrationError("the disk is gone")
 
-    made.transport.preload = fail  # type: ignore[method-assign]
-    work = made.mover.work(made.migration, made.shared)
+    made.transport.lease = fail  # type: ignore[method-assign]
+    work = made.work()
 
     made.run(work, lambda: bool(made.shared.state.abort_reason))
 
@@ -392,14 +405,16 @@ def test_host_that_cannot_preload_is_a_reason_to_drop_the_plan() -> None:
 def test_cancelled_preload_adds_no_abort_reason() -> None:
     made = bench()
 
-    def is_dropped(records: Sequence[Record], deadline_s: float, is_wanted: IsWanted) -> int:
+    def is_dropped(
+        records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
         assert is_wanted()
         made.drop()
         assert not is_wanted()
         raise CalledOff("host 0: the wait for a record was cancelled")
 
-    made.transport.preload = is_dropped  # type: ignore[method-assign]
-    made.end(made.mover.work(made.migration, made.shared))
+    made.transport.lease = is_dropped  # type: ignore[method-assign]
+    made.end(made.work())
 
     assert made.shared.state.phase is Phase.IDLE
     assert made.shared.state.frozen_reason == ""
@@ -417,7 +432,7 @@ def test_mover_heartbeat_names_its_work_and_idles_between_votes() -> None:
             said.append((doing, False))
 
     made = bench(staging=2, beat=Listening("mover"))
-    work = made.mover.work(made.migration, made.shared)
+    work = made.work()
     made.run(work, lambda: made.shared.state.is_preloaded)
     assert said == [
         ("computing the placements of plan 1", True),
@@ -479,7 +494,7 @@ def test_single_fetch_does_not_count_as_a_migration() -> None:
     made = bench(latency_s=0.0)
     into = torch.zeros(SIZE, dtype=torch.uint8)
 
-    assert made.mover.fetcher.fetch(pull_of_expert_1(into), made.shared, lambda: True)
+    assert made.mover.fetch(pull_of_expert_1(into), made.shared, lambda: True)
 
     assert torch.equal(into, record_of((0, 1)))
     figures = made.mover.figures()
@@ -491,20 +506,20 @@ def test_fetch_that_is_not_wanted_any_more_leaves_nothing_that_writes() -> None:
     answers = iter([True, False])
 
     pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))
-    assert not made.mover.fetcher.fetch(pull, made.shared, lambda: next(answers))
+    assert not made.mover.fetch(pull, made.shared, lambda: next(answers))
 
     assert made.transport.num_flying == 0
-    assert made.mover.fetcher.is_drained
+    assert made.mover.is_drained
 
 
-def test_fetcher_stops_after_copies_that_did_not_end() -> None:
+def test_fetch_is_refused_after_copies_that_did_not_end() -> None:
     made = bench(latency_s=math.inf)
     work = made.adopted()
     made.run(work, lambda: bool(made.shared.state.frozen_reason))
 
     pull = pull_of_expert_1(torch.zeros(SIZE, dtype=torch.uint8))
     with pytest.raises(MigrationError, match="cancelled copies may still be writing to staging"):
-        made.mover.fetcher.fetch(pull, made.shared, lambda: True)
+        made.mover.fetch(pull, made.shared, lambda: True)
 
 
 def test_loan_survives_a_dropped_plan_and_ends_with_the_copy() -> None:

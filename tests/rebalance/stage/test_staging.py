@@ -1,10 +1,10 @@
-"""Records in chunks, over a simulated transport and clock: sources, budgets, failures."""
+"""Records in chunks, over simulated sources and a simulated clock: sources, budgets, failures."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -18,13 +18,12 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Move, Source
 from rebalance.stage.lanes import Pull
-from rebalance.stage.sources import HOST_RETRY_S, Sources
+from rebalance.stage.source_choice import HOST_RETRY_S, SourceChoice
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.stage.stager import Stager
-from rebalance.threads.cancellation import CalledOff, IsWanted, always
 from rebalance.threads.waiting import Wait
-from rebalance.transport.interface import HOST, Place
-from rebalance.types import Record
+from rebalance.types import CalledOff, IsWanted, Record, always
+from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 from tests.support.simulated_time import Clock, Landing
@@ -52,21 +51,20 @@ def record_of(record: Record) -> torch.Tensor:
 
 @dataclass
 class Simulated:
-    """A transport whose chunks take ``latency_s``; what is ``corrupted`` gives wrong bytes."""
+    """Sources whose chunks take ``latency_s``; what is ``corrupted`` gives wrong bytes."""
 
     clock: Clock
     latency_s: float = 0.0
     jitter: Callable[[], float] = float  # added to the latency of each chunk
-    readable: frozenset[int] = frozenset(range(4))
-    reachable: frozenset[int] = frozenset()  # over the network
+    ranks: frozenset[int] = frozenset(range(4))
     corrupted: set[Place] = field(default_factory=set)
     refusing: set[Place] = field(default_factory=set)
     ordered: list[tuple[tuple[Place, int], Landing]] = field(default_factory=list)
     preloaded: list[list[Record]] = field(default_factory=list)
-    released: list[list[Record]] = field(default_factory=list)
+    leased: set[Record] = field(default_factory=set)
     reloaded: list[Record] = field(default_factory=list)
     host_answers_s: float = 0.0
-    host_room: int = 100
+    room: int = 100
     is_beyond_repair: bool = False
     has_records: bool = True  # False: of weights that were updated, which no disk has
 
@@ -78,16 +76,19 @@ class Simulated:
     def flying(self) -> list[Landing]:
         return [landing for _, landing in self.ordered if not landing.has_landed]
 
-    def begin(self) -> None:
+    def begin(self, back: object) -> None:
         pass
 
-    def preload(
-        self, records: Sequence[Record], deadline_s: float, is_wanted: IsWanted = always
+    def lease(
+        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
+        if self.leased.issuperset(records):
+            return {}
         if not self.has_records:
             raise MigrationError("the host has no records of these weights")
         self.ask(is_wanted)
         self.preloaded.append(list(records))
+        self.leased.update(records)
         return {"disk": SIZE * len(records)}
 
     def ask(self, is_wanted: IsWanted) -> None:
@@ -99,17 +100,19 @@ class Simulated:
     def hint(self, records: Sequence[Record]) -> None:
         pass
 
-    def reload(self, record: Record, deadline_s: float, is_wanted: IsWanted = always) -> None:
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> None:
+        self.leased.discard(record)
         self.ask(is_wanted)
         self.reloaded.append(record)
         if self.is_beyond_repair:
             raise MigrationError("the disk has other bytes too")
         self.corrupted.discard(HOST)
+        self.leased.add(record)
 
-    def release(self, records: Sequence[Record]) -> None:
-        self.released.append(list(records))
+    def release(self, records: Collection[Record] | None = None) -> None:
+        self.leased.difference_update(self.leased.copy() if records is None else records)
 
-    def serve_weights(self, version: int, deadline_s: float) -> None:
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
         pass
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
@@ -133,7 +136,7 @@ class Bench:
 
     clock: Clock
     transport: Simulated
-    sources: Sources
+    choice: SourceChoice
     stager: Stager
     dead: set[int]
 
@@ -157,7 +160,7 @@ class Bench:
 
     def figures(self) -> Any:
         return self.stager.meter.snapshot(
-            num_quarantined=self.sources.num_quarantined, ring_in_use=0, ring_entries=0
+            num_quarantined=self.choice.num_quarantined, ring_in_use=0, ring_entries=0
         )
 
     def places(self) -> list[Place]:
@@ -173,16 +176,11 @@ def bench(rank: int, settings: StageSettings = CHUNKED, **transport: Any) -> Ben
     clock, dead = Clock(), set[int]()
     simulated = Simulated(clock, **transport)
     digests = torch.tensor([[digest(record_of((0, expert))) for expert in range(4)]])
-    sources = Sources(
-        rank,
-        TOPOLOGY,
-        simulated.readable,
-        lambda: frozenset(dead),
-        clock,
-        reachable=simulated.reachable,
+    choice = SourceChoice(
+        rank, TOPOLOGY, simulated.ranks, lambda: frozenset(dead), clock, reachable=frozenset()
     )
-    stager = Stager(simulated, sources, digests, settings, clock)
-    return Bench(clock, simulated, sources, stager, dead)
+    stager = Stager(WeightSources(simulated, simulated), choice, digests, settings, clock)
+    return Bench(clock, simulated, choice, stager, dead)
 
 
 def test_record_is_pulled_in_chunks_and_counts_once_verified() -> None:
@@ -248,7 +246,7 @@ def test_own_slot_precedes_peers_and_a_planned_host_precedes_both() -> None:
 
 
 def test_ranks_that_cannot_be_read_are_no_source() -> None:
-    made = bench(0, readable=frozenset([0]))
+    made = bench(0, ranks=frozenset([0]))
 
     made.stage(FROM_3)
 
@@ -281,7 +279,7 @@ def test_slot_that_gave_wrong_bytes_is_not_read_again_however_late() -> None:
 
 
 def test_damaged_host_record_is_read_again_by_the_host_and_then_right() -> None:
-    made = bench(0, readable=frozenset([0]), corrupted={HOST})
+    made = bench(0, ranks=frozenset([0]), corrupted={HOST})
 
     (into,) = made.stage(FROM_3)
 
@@ -296,7 +294,7 @@ def test_cancelled_host_answer_ends_staging_without_a_quarantine(
     unwanted_at: float, asked_again: int
 ) -> None:
     """Asked at 0 s for a record and at 1 s for it again: each answer takes the host 1 s."""
-    made = bench(0, readable=frozenset([0]), corrupted={HOST}, host_answers_s=1.0)
+    made = bench(0, ranks=frozenset([0]), corrupted={HOST}, host_answers_s=1.0)
 
     work = made.stager.stage([pull_of(FROM_3)], lambda: made.clock.now < unwanted_at)
     assert made.run(work) is (unwanted_at > 2.0)
@@ -308,7 +306,7 @@ def test_cancelled_host_answer_ends_staging_without_a_quarantine(
 
 
 def test_host_record_that_cannot_be_repaired_is_not_read_again() -> None:
-    made = bench(0, readable=frozenset([0]), corrupted={HOST})
+    made = bench(0, ranks=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
 
     with pytest.raises(MigrationError, match=r"no source is left \(the host: digest mismatch\)"):
@@ -318,7 +316,7 @@ def test_host_record_that_cannot_be_repaired_is_not_read_again() -> None:
 
 
 def test_quarantined_host_record_is_retried_and_a_correct_one_released() -> None:
-    made = bench(0, readable=frozenset([0]), corrupted={HOST})
+    made = bench(0, ranks=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
     with pytest.raises(MigrationError, match="digest mismatch"):
         made.stage(FROM_3)
@@ -334,7 +332,7 @@ def test_quarantined_host_record_is_retried_and_a_correct_one_released() -> None
 
 
 def test_host_record_that_is_still_wrong_when_tried_again_stays_away() -> None:
-    made = bench(0, readable=frozenset([0]), corrupted={HOST})
+    made = bench(0, ranks=frozenset([0]), corrupted={HOST})
     made.transport.is_beyond_repair = True
     for _ in range(2):
         with pytest.raises(MigrationError, match="digest mismatch"):
@@ -363,7 +361,7 @@ def test_corrupted_one_of_several_replicas_is_identified() -> None:
 
 
 def test_of_two_replicas_the_other_is_to_blame_when_one_is_right() -> None:
-    made = bench(3, corrupted={ON_1}, readable=frozenset([1, 2, 3]))
+    made = bench(3, corrupted={ON_1}, ranks=frozenset([1, 2, 3]))
 
     made.stage(FROM_2)
 

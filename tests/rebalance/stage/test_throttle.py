@@ -10,8 +10,9 @@ import time
 import pytest
 
 from eplb.errors import ConfigError, MigrationError
-from rebalance.network.throttle import CHUNK_BYTES, Budget, Hold, TokenBucket
+from rebalance.stage.lanes import Hold
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
+from rebalance.weights.link.limits import CHUNK_BYTES, Budget, TokenBucket
 from tests.support.limits import NEVER_S
 from tests.support.simulated_time import Clock
 

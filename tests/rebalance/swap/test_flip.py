@@ -1,4 +1,4 @@
-"""Flip mode: real agents over the shipped fakes, and a demo, that never copy into what serves."""
+"""Flip mode: real agents in one process, and a demo, that never copy into what serves."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Migration, Pace
-from rebalance.transport.interface import Place
-from rebalance.transport.local import LocalTransport
 from rebalance.types import Record
+from rebalance.weights.sources import Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from tests.support.agent_group import AgentGroup, digests_of, record_of
+from tests.support.local_group import LocalHost, local_slots
 
 NUM_LAYERS, NUM_EXPERTS = 2, 6
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -37,20 +37,21 @@ RECORDS = {
 }
 
 
-class WatchedTransport(LocalTransport):
+class WatchedSources(WeightSources):
     """Looks, at each pull, whether a slot that some rank routes to is written."""
 
     group: Group
+    rank = 0
     is_torn = False  # leaves half of a record behind, and fails
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Copy, and look before and after."""
-        self.group.check_is_empty(self._rank, into)
+        self.group.check_is_empty(self.rank, into)
         if self.is_torn:
             into[: len(into) // 2].fill_(255)
             raise MigrationError("the link broke in the middle of a record")
         landed = super().pull(record, place, offset, into)
-        self.group.check_is_empty(self._rank, into)
+        self.group.check_is_empty(self.rank, into)
         return landed
 
 
@@ -59,7 +60,7 @@ class Group(AgentGroup):
 
     def __init__(self) -> None:
         super().__init__(START, TOPOLOGY)
-        self.transports: list[WatchedTransport] = []
+        self.sources: list[WatchedSources] = []
         self.routed_when_written: list[tuple[int, int]] = []
 
     def check_is_empty(self, rank: int, into: torch.Tensor) -> None:
@@ -100,10 +101,11 @@ def group() -> Iterator[Group]:
     made.banks += [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=0) for _ in range(3)]
     for rank in range(TOPOLOGY.num_ranks):
         made.fill(rank, RECORDS)
-        transport = WatchedTransport(TOPOLOGY, rank, made.banks, RECORDS)
-        transport.group = made
-        made.transports.append(transport)
-        made.add(transport, digests)
+        slots = local_slots(TOPOLOGY, rank, made.banks)
+        sources = WatchedSources(slots, LocalHost(RECORDS))
+        sources.group, sources.rank = made, rank
+        made.sources.append(sources)
+        made.add(sources, digests)
     made.begin()
     yield made
     made.close()
@@ -137,14 +139,14 @@ def test_spares_are_used_again_by_the_next_plan(group: Group) -> None:
 
 
 def test_half_written_spares_stay_empty_after_an_abort(group: Group) -> None:
-    group.transports[1].is_torn = True
+    group.sources[1].is_torn = True
     group.publish(ROUND)
     group.step_until(lambda: group.store.published() is None)
 
     assert group.placement.hash == START.hash
     assert group.generation() == 0
 
-    group.transports[1].is_torn = False
+    group.sources[1].is_torn = False
     group.publish(ROUND)
     group.step_until(lambda: group.generation() == 1)
 

@@ -14,18 +14,18 @@ from eplb import Budget, CostModel, ModelShape, Placement, Topology
 from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
-from rebalance.build.agent import HeldExperts, WiredAgent, wire_agent
 from rebalance.build.config import RankConfig
+from rebalance.build.rank import HeldExperts, WiredAgent, wire_agent
 from rebalance.controller.loop import Controller, ControllerSettings
-from rebalance.protocol.local_votes import LocalVotes
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.transport.local import LocalTransport
+from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.routing import SHARE_ONE
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, LocalVotes, local_slots
 from tests.support.stores import MemoryStore
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -99,8 +99,8 @@ def serving() -> Iterator[Serving]:
     for rank, bank in enumerate(banks):
         for slot, expert in enumerate(START.slot_to_expert[0, TOPOLOGY.slots_on(rank)].tolist()):
             bank.live(0, slot).copy_(records[0, expert])
-        transport = LocalTransport(TOPOLOGY, rank, banks, records)
-        links = Links(votes.member(rank), transport, store, Sink(store))
+        sources = WeightSources(local_slots(TOPOLOGY, rank, banks), LocalHost(records))
+        links = Links(votes.member(rank), sources, store, Sink(store))
         made.wired.append(wire_agent(known, HeldExperts(rank, bank, digests, START), links))
     for agent in made.agents:
         agent.start()

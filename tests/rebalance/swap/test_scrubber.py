@@ -18,9 +18,8 @@ from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace
 from rebalance.swap.scrub_schedule import in_hex
 from rebalance.swap.scrubber import LiveSlot, Loan, Scrubber
-from rebalance.transport.interface import HOST, Place
-from rebalance.transport.local import LocalTransport
 from rebalance.types import Record
+from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
 from runtime.streams import Completion
@@ -28,6 +27,7 @@ from telemetry.state.events import Event
 from telemetry.state.runs import RankState
 from tests.support.agent_group import AgentGroup, Notes, digests_of, record_of
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost, local_slots
 
 NUM_LAYERS, NUM_EXPERTS = 2, 3
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -48,7 +48,7 @@ class Setting:
     start: Placement = START
 
 
-class GatedTransport(LocalTransport):
+class GatedSources(WeightSources):
     """Pulls that wait while the gate is shut, and fail as often as they are told to."""
 
     gate: threading.Event
@@ -124,20 +124,21 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     for _ in range(TOPOLOGY.num_ranks):
         made.banks.append(ForgetfulBank(SCHEMA, NUM_LAYERS, 3, num_staging=setting.num_staging))
     for rank in range(TOPOLOGY.num_ranks):
-        transport = GatedTransport(TOPOLOGY, rank, made.banks, made.records)
-        transport.gate, transport.failures, transport.asked = threading.Event(), [], []
-        transport.gate.set()
+        slots = local_slots(TOPOLOGY, rank, made.banks)
+        sources = GatedSources(slots, LocalHost(made.records))
+        sources.gate, sources.failures, sources.asked = threading.Event(), [], []
+        sources.gate.set()
         made.fill(rank, made.records)
         made.add(
-            transport,
+            sources,
             digests_of(made.records),
             journal=made.journal,
             plan_deadline_s=setting.plan_deadline_s,
             scrub_every_steps=setting.every_steps,
         )
-        made.gates.append(transport.gate)
-        made.failures.append(transport.failures)
-        made.asked.append(transport.asked)
+        made.gates.append(sources.gate)
+        made.failures.append(sources.failures)
+        made.asked.append(sources.asked)
     made.begin()
     yield made
     for gate in made.gates:

@@ -13,8 +13,8 @@ from api.config.deployment import ModelSettings
 from api.deploy.model import check_checkpoint, model_shape
 from eplb.errors import CheckpointError
 from rebalance.build.host_cache import build_host_cache
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime import Checkpoint, ExpertSchema
 from tests.support.folders import change_config, rewrite_header, shard_of, write_shards
 

@@ -20,8 +20,8 @@ from eplb.core.topology import Topology
 from eplb.errors import CheckpointError, ConfigError
 from rebalance.build.config import NetworkConfig, RankConfig
 from rebalance.build.host_cache import build_host_cache
-from rebalance.preload.cache.cache_settings import HostCacheSettings
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime import Checkpoint, ExpertBank
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertSchema

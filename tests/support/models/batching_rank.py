@@ -16,7 +16,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.rank import BuiltRank, build_rank
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
 from runtime.batch.parts import BatchParts, BatchRules
 from runtime.batch.pull_rule import PullRule
 from runtime.batch.split_rule import EVERY_BATCH

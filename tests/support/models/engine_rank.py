@@ -20,7 +20,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import join_votes
 from rebalance.build.rank import BuiltRank, build_rank, committed_placement
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest

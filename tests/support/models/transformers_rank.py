@@ -16,7 +16,7 @@ from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import join_votes
 from rebalance.build.rank import BuiltRank, build_rank
-from rebalance.preload.cache.local_socket import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress
 from runtime import AllToAllDispatcher, Checkpoint
 from runtime.model.transformers import library_schema, prove_experts, serve_experts
 

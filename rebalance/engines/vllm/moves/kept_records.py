@@ -30,9 +30,9 @@ from rebalance.engines.vllm.moves.record import (
     num_bytes_of,
     rows_of,
 )
-from rebalance.preload.disk.record_file import RecordFile
-from rebalance.preload.disk.record_origin import RecordOrigin
 from rebalance.types import Digest
+from rebalance.weights.disk.record_file import RecordFile
+from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.group import first_refusal, gathered
 from runtime.memory.shared import SharedArena, attach, whole_pages
 

@@ -1,1 +1,0 @@
-"""Framed messages between hosts and local processes: listener, handshake, back-off, throttle."""

@@ -1,1 +1,0 @@
-"""Phase 1, disk to host: the loader, and the first fill of a rank."""

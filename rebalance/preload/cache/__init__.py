@@ -1,1 +1,0 @@
-"""The host weight cache: one process per host that holds expert records."""

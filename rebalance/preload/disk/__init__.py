@@ -1,1 +1,0 @@
-"""Expert records on disk: layout, origin, direct reads."""

@@ -1,1 +1,0 @@
-"""Host weight caches of other hosts as a source of records."""

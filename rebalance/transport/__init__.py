@@ -1,1 +1,0 @@
-"""How bytes of experts move between ranks: interface, choice, implementations."""

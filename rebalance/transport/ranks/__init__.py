@@ -1,1 +1,0 @@
-"""Live slots of ranks on other hosts, read over the network."""

@@ -1,0 +1,1 @@
+"""Expert weights outside of the live slots: host cache, disk, links between processes, sources."""

@@ -1,0 +1,91 @@
+"""Where a host cache is found by the ranks of its host: an abstract Unix socket, and a key."""
+
+from __future__ import annotations
+
+import errno
+import math
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+
+from eplb.errors import MigrationError
+from rebalance.weights.link.admission import peer_of
+from rebalance.weights.link.wire import Message, Wire, client_handshake
+
+PROTOCOL = "eplb-host-cache-2"  # in the address too: version 1 knew another handshake
+MESSAGE_DEADLINE_S = 10.0  # for the next byte of a started message, and for room to send one
+
+
+@dataclass(frozen=True)
+class HostCacheAddress:
+    """Address of a host cache. An abstract socket: a killed process leaves no file."""
+
+    name: str
+    key: bytes = field(repr=False)  # keeps other users of the machine out
+
+    @property
+    def socket(self) -> str:
+        """Address in Linux's abstract namespace."""
+        return f"\0{PROTOCOL}-{self.name}"
+
+
+def listen(address: HostCacheAddress) -> socket.socket:
+    """Listen under a host cache's address while the socket is open.
+
+    Raises:
+        MigrationError: another process has it.
+    """
+    try:
+        return socket.create_server(address.socket, family=socket.AF_UNIX, backlog=64)
+    except OSError as exc:
+        why = f"{exc.strerror}"
+        if exc.errno == errno.EADDRINUSE:
+            why = (
+                f"process {_holder(address) or 'unknown'} of this host has its place, expected none"
+            )
+        raise MigrationError(
+            f"the preload process of host {address.name} cannot listen: {why}"
+        ) from exc
+
+
+def _holder(address: HostCacheAddress) -> int | None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(1.0)
+        try:
+            end.connect(address.socket)
+        except OSError:
+            return None
+        return peer_of(end).pid
+
+
+def connect(address: HostCacheAddress, deadline_s: float) -> tuple[Wire, Message]:
+    """Connect to the preload process; both sides prove that they have the key.
+
+    Returns:
+        The connection, and the host cache's hello message.
+
+    Raises:
+        MigrationError: the process does not answer, or not in time, or has another key or version.
+    """
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        # With a timeout of Python's own, connect fails at once where it has to wait for room.
+        timeval = struct.pack("@ll", int(deadline_s), int(deadline_s % 1 * 1e6))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        end.connect(address.socket)
+        if not (peer := peer_of(end)).is_trusted:
+            raise MigrationError(f"a process of user {peer.uid} listens at its address")
+        wire = Wire(end, time.monotonic() + deadline_s, deadline_s)
+        hello = client_handshake(wire, address.key, protocol=PROTOCOL)
+    except OSError as exc:
+        end.close()
+        raise MigrationError(
+            f"cannot connect: {exc.strerror or exc}, expected it to run on this host "
+            "(eplb host-cache)"
+        ) from exc
+    except BaseException:
+        end.close()
+        raise
+    wire.deadline = math.inf  # each request has its own
+    return wire, hello

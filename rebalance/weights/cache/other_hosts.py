@@ -1,0 +1,223 @@
+"""The host caches of other hosts as a source of records, between local memory and local disk.
+
+Each host is asked at most once a second which records it has in memory, and only such a host is
+asked for one. Received bytes are verified: their digest must be the one that the other host
+announced, and the one that this host cache knows, if any.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from eplb.errors import MigrationError
+from rebalance.types import Digest, Record
+from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.link.client import LinkClient, StoppedError
+from rebalance.weights.link.limits import CHUNK_BYTES, Budget
+from rebalance.weights.link.link_settings import HostAddress, HostLinkSettings
+from rebalance.weights.link.wire import Message, RefusedError, Wire, field
+from runtime.memory.shared import RunningDigest
+
+PROTOCOL = "eplb-hosts-2"
+INVENTORY_AGE_S = 1.0  # maximum age of a host's list of records in memory
+
+log = logging.getLogger(__name__)
+
+
+class WrongBytesError(StoppedError):
+    """The digest of received bytes is not the announced one."""
+
+
+class _OtherHost:
+    """One other host: the link to it, and which records it has in memory."""
+
+    def __init__(self, link: LinkClient) -> None:
+        self.link = link
+        self.wrong: set[Record] = set()  # records that came with wrong bytes once
+        self.requesting = threading.Lock()  # held by the thread that requests the inventory
+        self.inventory, self.inventory_until = 0, -math.inf  # a bit for each record, by number
+
+    @property
+    def is_inventory_old(self) -> bool:
+        """Whether the inventory has to be requested again."""
+        return time.monotonic() >= self.inventory_until
+
+    def note_inventory(self, inventory: int) -> None:
+        """Set the inventory; it is valid for ``INVENTORY_AGE_S``."""
+        self.inventory, self.inventory_until = inventory, time.monotonic() + INVENTORY_AGE_S
+
+
+class OtherHosts:
+    """Requests records from other hosts. Thread-safe.
+
+    Args:
+        settings: addresses, secret and limits.
+        origin: origin of this host cache's records. Without a checkpoint, the origin of the first
+            host that sends a record is adopted.
+        weights_version: returns the current version of this host cache.
+    """
+
+    def __init__(
+        self,
+        settings: HostLinkSettings,
+        origin: RecordOrigin,
+        weights_version: Callable[[], int],
+    ) -> None:
+        self._silence_s, self._weights_version = settings.silence_s, weights_version
+        self.origin = origin
+        tls = settings.tls.client_context() if settings.tls else None
+
+        def link(address: HostAddress) -> LinkClient:
+            # Each request has a connection of its own: its hello has the weights version of then,
+            # and idle connections of many hosts do not use up a host's limit of connections.
+            name, check = "host {} port {}".format(*address), self._check
+            return LinkClient(name, address, PROTOCOL, settings, tls, check, kept_s=0.0)
+
+        self._hosts = [_OtherHost(link(address)) for address in settings.others]
+        self._is_closing, self._lock = threading.Event(), threading.Lock()
+        self._inward = Budget(settings.bytes_per_second, self._is_closing)
+        self.num_failures = 0  # hosts that were late, dead or wrong
+        self.num_wrong = 0  # failures by wrong bytes
+
+    def bring(
+        self, record: Record, into: torch.Tensor, expected: Digest | None, *, from_disk: bool
+    ) -> Digest:
+        """Fill ``into`` [record_bytes] with a record that another host has.
+
+        Args:
+            record: which.
+            into: what it held is lost in any case.
+            expected: its digest, if that is known.
+            from_disk: have other hosts read it from their disks, if none has it in memory.
+
+        Raises:
+            MigrationError: no other host gives it; with the reason of each.
+        """
+        reasons = []
+        number = self.origin.number_of(record)
+        first = number % max(1, len(self._hosts))  # so that no host is asked for all records
+        for host in self._hosts[first:] + self._hosts[:first]:
+            try:
+                if not from_disk:
+                    self._check_inventory(host, record, number)
+                brought = self._fetch(host, record, into, expected, from_disk=from_disk)
+            except MigrationError as exc:
+                self._note_failure(host, record, exc)
+                reasons.append(str(exc))
+            else:
+                host.wrong.discard(record)
+                return brought
+        name = "layer {} expert {}".format(*record)
+        raise MigrationError(f"no other host provides {name}: {'; '.join(reasons)}")
+
+    def _note_failure(self, host: _OtherHost, record: Record, failure: MigrationError) -> None:
+        is_wrong = isinstance(failure, WrongBytesError)
+        if isinstance(failure, RefusedError | StoppedError) and not is_wrong:
+            return  # the host does not have it, or the budget of this one is exhausted
+        with self._lock:
+            self.num_failures += 1
+            self.num_wrong += is_wrong
+        if is_wrong and record not in host.wrong:
+            # The wire or its memory erred once: asked again, it looks at its own bytes first.
+            host.wrong.add(record)
+            log.warning("%s", failure)
+        elif is_wrong:
+            host.link.back_off.record_failure(str(failure))
+
+    def _check_inventory(self, host: _OtherHost, record: Record, number: int) -> None:
+        """Refuse a host that does not have a record in memory; ask it, if that is not known.
+
+        Raises:
+            RefusedError: with the reason.
+            MigrationError: the host failed.
+        """
+        if why := host.link.back_off.reason():
+            raise RefusedError(f"{host.link.name}: {why}")
+        if record in host.wrong:
+            raise RefusedError(f"{host.link.name}: digest mismatch in an earlier transfer")
+        # One thread asks. Another one waits for its answer only where there is no older one.
+        patience_s = self._silence_s if host.inventory_until == -math.inf else 0.0
+        if host.is_inventory_old and host.requesting.acquire(timeout=patience_s):
+            try:
+                if host.is_inventory_old:
+                    bits = bytearray(-(-self.origin.num_records // 8))
+                    host.link.fetch({"ask": "inventory"}, memoryview(bits))
+                    host.note_inventory(int.from_bytes(bits, "little"))
+            except MigrationError:
+                host.note_inventory(0)  # not again for a while
+                raise
+            finally:
+                host.requesting.release()
+        if not host.inventory >> number & 1:
+            raise RefusedError(f"{host.link.name}: record not in its memory")
+
+    def _fetch(
+        self,
+        host: _OtherHost,
+        record: Record,
+        into: torch.Tensor,
+        expected: Digest | None,
+        *,
+        from_disk: bool,
+    ) -> Digest:
+        data, found = into.numpy(), RunningDigest()
+
+        def receive(wire: Wire, answer: Message) -> None:
+            plain, weighted = field(answer, "digest", list)
+            declared = int(plain), int(weighted)
+            if expected not in (None, declared):
+                raise WrongBytesError(f"it announced digest {declared}, expected {expected}")
+            for first in range(0, len(data), CHUNK_BYTES):
+                chunk = data[first : first + CHUNK_BYTES]
+                try:
+                    self._inward.spend(len(chunk), wire.deadline)
+                except MigrationError as exc:
+                    raise StoppedError(str(exc)) from exc
+                wire.receive_bytes(chunk.data)
+                found.add(chunk)
+            if found.value != declared:
+                raise WrongBytesError(f"digest mismatch: found {found.value}, expected {declared}")
+
+        ask = {
+            "ask": "record",
+            "record": record,
+            "from_disk": from_disk,
+            "is_suspect": record in host.wrong,
+            "weights_version": self._weights_version(),
+        }
+        host.link.fetch(ask, data.data, is_slow=from_disk, receive=receive)
+        return found.value
+
+    def _check(self, hello: Message) -> None:
+        """Reject a host whose records have another origin or version.
+
+        Raises:
+            RefusedError: it has none yet, or of other weights.
+            MigrationError: it has another checkpoint, model or layout.
+        """
+        found = field(hello, "origin", dict)
+        if not found.get("checkpoint"):
+            raise RefusedError("it has no checkpoint yet")
+        version, own = hello["weights_version"], self._weights_version()
+        if version != own:
+            raise RefusedError(f"weights version {version}, expected {own}")
+        with self._lock:
+            whole = self.origin
+            if not whole.checkpoint:
+                whole = replace(whole, checkpoint=str(found["checkpoint"]))
+            if asdict(whole) != found:
+                raise MigrationError(f"record origin differs: {whole.difference(found)}")
+            self.origin = whole
+
+    def close(self) -> None:
+        """Break off whatever is under way."""
+        self._is_closing.set()
+        for host in self._hosts:
+            host.link.close()

@@ -1,0 +1,362 @@
+"""Phase one, preload: a process per host that loads experts from disk into shared host memory.
+
+The host cache holds expert records: an expert's tensors in kernel layout, page-aligned, so that the
+next phase only copies bytes. Ranks request records over a local socket, receive the index of each
+record's entry, and read the entries directly for as long as they hold a lease.
+
+    rank --> HostCacheSession --> HostCache --> reader threads: other hosts, record file, checkpoint
+    rank <-- digests, entries ---+                |
+    rank reads the arena         WriteBehind <----+  appends repacked records to the record file
+    other host --> LinkServer --> RecordsForHosts --> HostCache, and receives the bytes
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from eplb.core.model import ModelShape
+from eplb.errors import CheckpointError, ConfigError, EplbError, MigrationError
+from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
+from rebalance.types import Digest, Record
+from rebalance.weights.cache.address import (
+    MESSAGE_DEADLINE_S,
+    PROTOCOL,
+    HostCacheAddress,
+    listen,
+)
+from rebalance.weights.cache.cache import WRITER, HostCache
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.client import HostCacheStats
+from rebalance.weights.cache.entries import Entry
+from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
+from rebalance.weights.cache.other_hosts import OtherHosts
+from rebalance.weights.cache.session import HostCacheParts, HostCacheSession, RecordsForHosts
+from rebalance.weights.disk.record_loader import Loaded, RecordLoader, WriteBehind, Written
+from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.link.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
+from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
+from rebalance.weights.link.server import LinkServer
+from rebalance.weights.link.wire import Message, Wire
+from runtime.checkpoints.checkpoint import Checkpoint
+from runtime.experts import ExpertSchema
+from runtime.memory.shared import PAGE_BYTES, SharedArena
+
+CLOSE_DEADLINE_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class HostCacheServer:
+    """The process's host cache: loads records on demand and serves ranks until ``close``.
+
+    Raises:
+        MigrationError: another process listens under this name, or at the address for other hosts;
+            or there is no memory.
+        CheckpointError: a weight file is missing.
+        ConfigError: the settings leave no room for a record, or no source of records.
+    """
+
+    def __init__(
+        self,
+        address: HostCacheAddress,
+        checkpoint: Checkpoint | None,
+        model: ModelShape,
+        schema: ExpertSchema,
+        settings: HostCacheSettings | None = None,
+    ) -> None:
+        settings = settings or HostCacheSettings()
+        self._record_bytes = schema.record_bytes
+        num_records = model.num_layers * model.num_experts
+        self._num_entries = settings.num_entries(num_records)
+        self._link_server: LinkServer | None = None
+        self._is_closed = threading.Event()
+        self._readers: list[threading.Thread] = []
+        with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
+            # First: a second host cache of this name must not touch the record file.
+            listening = undo.enter_context(listen(address))
+            num_bytes = self._num_entries * schema.record_bytes
+            self.arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
+            undo.callback(self.arena.close)
+            self._cache = cache = HostCache(self._num_entries)
+            self._sources = sources = RecordSources(
+                checkpoint, model, schema, settings, lambda: cache.weights_version
+            )
+            undo.callback(sources.close)
+            origin, links = sources.origin, settings.links
+            self._parts = HostCacheParts(
+                cache,
+                self.arena,
+                origin(),
+                lambda: asdict(self.stats()),
+                itertools.count(WRITER + 1),
+            )
+            self._for_hosts = RecordsForHosts(self._parts)
+            self.writer = self._new_writer(settings)
+            if self.writer is not None:
+                undo.callback(self.writer.close)
+            undo.callback(self._end_readers)
+            if links is not None and links.listen is not None:
+                self._link_server = LinkServer(
+                    "host",
+                    links.listen,
+                    HOSTS_PROTOCOL,
+                    links,
+                    lambda: {
+                        "origin": asdict(origin()),
+                        "weights_version": cache.weights_version,
+                    },
+                    self._for_hosts.lend,
+                )
+                undo.callback(self._link_server.close)
+            self._start_readers(settings.num_readers)
+            self._listener = ConnectionListener(
+                listening,
+                ListenerSettings(
+                    "local rank", PROTOCOL, address.key, MESSAGE_DEADLINE_S, HANDSHAKE_DEADLINE_S
+                ),
+                self._hello,
+                self._serve_rank,
+                threading.Event(),
+                LocalAdmission(),
+            )
+            undo.pop_all()  # from here on ``close`` ends it all
+
+    def _new_writer(self, settings: HostCacheSettings) -> WriteBehind | None:
+        disk = self._sources.disk
+        if disk is None or disk.file is None or not disk.file.may_write:
+            return None
+        # What waits to be written keeps its entry: most of a small host cache must stay for ranks.
+        is_full = settings.mode == "full"
+        return WriteBehind(disk.file, self._num_entries if is_full else -(-self._num_entries // 4))
+
+    def _start_readers(self, num_readers: int) -> None:
+        # One thread first, alone: after a fork torch remakes its thread pool at a new thread's
+        # first use, and of two that do so at once one finds none.
+        first = threading.Thread(target=lambda: torch.zeros(PAGE_BYTES).sum(), name="preload-torch")
+        first.start()
+        first.join()
+        for number in range(num_readers):
+            reader = threading.Thread(target=self._read, name=f"preload-{number}", daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _end_readers(self) -> None:
+        self._cache.close()
+        for reader in self._readers:
+            reader.join(CLOSE_DEADLINE_S)
+
+    # -- ranks
+
+    def _hello(self) -> Message:
+        origin = self._parts.origin
+        return {
+            "handle": self.arena.handle,
+            "num_bytes": len(self.arena.bytes),
+            "record_bytes": origin.record_bytes,
+            "num_experts": origin.num_experts,
+            "version": announcement_to_dict(Announcement(HOST_CACHE, "")),
+        }
+
+    def _serve_rank(self, wire: Wire) -> None:
+        """Serve one rank, on its own thread."""
+        wire.deadline = math.inf
+        HostCacheSession(self._parts, wire).run()
+
+    # -- disk
+
+    def _read(self) -> None:
+        while (entry := self._cache.take()) is not None:
+            try:
+                self._load(entry)
+            except (EplbError, OSError) as exc:
+                self._cache.failed(entry, str(exc))
+            except Exception as exc:
+                # A bug here must reach the rank that waits, and not only this process's log.
+                log.exception("loading a record failed")
+                self._cache.failed(entry, f"{type(exc).__name__}: {exc}")
+
+    def _load(self, entry: Entry) -> None:
+        size = self._record_bytes
+        if not self._cache.is_allocated(entry):
+            try:
+                self.arena.reserve(entry.index * size, size)
+            except MigrationError as exc:
+                log.error("%s", exc)
+                self._cache.out_of_memory(entry, str(exc))
+                return
+        target = self._parts.record_at(entry.index)
+        loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
+        is_to_write = loaded.is_repacked and self.writer is not None
+        self._cache.loaded(
+            entry,
+            loaded.digest,
+            is_repacked=loaded.is_repacked,
+            is_from_host=loaded.is_from_host,
+            for_writer=is_to_write,
+        )
+        if is_to_write:
+            self._write_behind(entry, target, loaded.digest)
+
+    def _write_behind(self, entry: Entry, data: torch.Tensor, digest: Digest) -> None:
+        assert self.writer is not None, "only called with a writer"
+        done = partial(self._cache.release, WRITER, [entry.record])
+        if not self.writer.offer(Written(entry.record, data, digest, done)):
+            done()
+
+    # -- figures and end
+
+    def stats(self) -> HostCacheStats:
+        """Count what was done so far, and what is held now."""
+        found, size = self._cache.figures(), self._record_bytes
+        return HostCacheStats(
+            hits=found.get("hits", 0),
+            misses=found.get("misses", 0),
+            waits=found.get("waits", 0),
+            refusals=found.get("refusals", 0),
+            evictions=found["evictions"],
+            hints_dropped=found.get("hints_dropped", 0),
+            bytes_from_checkpoint=found.get("repacked", 0) * size,
+            bytes_from_record_file=found.get("from_record_file", 0) * size,
+            bytes_from_other_hosts=found.get("from_hosts", 0) * size,
+            bytes_to_other_hosts=self._for_hosts.num_sent * size,
+            host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
+            damaged=self._sources.num_damaged,
+            not_written=self.writer.num_skipped if self.writer else 0,
+            resident_bytes=found["resident"] * size,
+            leased_bytes=found["leased"] * size,
+            room_bytes=found["room"] * size,
+        )
+
+    def invalidate(self, weights_version: int) -> None:
+        """Invalidate the records of older weights; those of the checkpoint are version 0."""
+        self._cache.invalidate(weights_version)
+
+    def close(self) -> None:
+        """Stop answering; twice is no harm."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self._listener.stop()
+        self._cache.close()
+        if self._link_server is not None:
+            self._link_server.close()
+        if self._sources.hosts is not None:
+            self._sources.hosts.close()
+        self._listener.close()
+        self._end_readers()
+        if self.writer is not None:
+            self.writer.close()
+        if any(reader.is_alive() for reader in self._readers):
+            log.error("the disk does not respond: a reader thread is still running")
+            return
+        self._sources.close()
+        self.arena.close()
+
+
+class RecordSources:
+    """What fills a host cache: other hosts' memory, its own disk, other hosts' disks. Thread-safe.
+
+    Without a checkpoint other hosts must have the records.
+
+    Raises:
+        CheckpointError: a weight file is missing.
+        ConfigError: there is neither a checkpoint nor another host.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None,
+        model: ModelShape,
+        schema: ExpertSchema,
+        settings: HostCacheSettings,
+        weights_version: Callable[[], int],
+    ) -> None:
+        links = settings.links
+        if checkpoint is None and (links is None or not links.others or settings.record_file):
+            raise ConfigError(
+                "a host cache without a checkpoint has no disk to read, expected other hosts, "
+                "and no record file"
+            )
+        self.disk: RecordLoader | None = None
+        if checkpoint is not None:
+            self.disk = RecordLoader(checkpoint, model, schema, settings.record_file)
+        self._own_origin = self.disk.origin if self.disk else RecordOrigin.of(None, model, schema)
+        self.hosts: OtherHosts | None = None
+        if links is not None and links.others:
+            self.hosts = OtherHosts(links, self._own_origin, weights_version)
+        # A host cache without a disk asks memories first too: no host is to read what another has.
+        self._asks_hosts_first = links is not None and (
+            links.order == "before_disk" or self.disk is None
+        )
+        self._brought: dict[Record, Digest] = {}  # digests of records from other hosts
+
+    def origin(self) -> RecordOrigin:
+        """Return the origin of the records, as far as it is known."""
+        return self.hosts.origin if self.hosts is not None else self._own_origin
+
+    @property
+    def num_damaged(self) -> int:
+        """Records that had another digest than they must, wherever they came from."""
+        on_disk = self.disk.num_damaged if self.disk is not None else 0
+        return on_disk + (self.hosts.num_wrong if self.hosts is not None else 0)
+
+    def load(
+        self, record: Record, into: torch.Tensor, *, is_for_host: Callable[[], bool]
+    ) -> Loaded:
+        """Fill ``into`` [record_bytes], page-aligned, from the first source that has the record.
+
+        Args:
+            record: which.
+            into: where to.
+            is_for_host: returns whether only another host requests it: then no third host is asked.
+
+        Raises:
+            CheckpointError: no source has it; with the reason of each.
+        """
+        failures: list[Exception] = []
+        for load, is_host in self._in_order():
+            if is_host and is_for_host():
+                continue
+            try:
+                return load(record, into)
+            except (CheckpointError, MigrationError, OSError) as exc:
+                failures.append(exc)
+        raise CheckpointError("; ".join(map(str, failures))) from failures[-1]
+
+    def _in_order(self) -> list[tuple[Callable[[Record, torch.Tensor], Loaded], bool]]:
+        """Loaders to try one after the other, and whether each asks other hosts."""
+        in_memory, on_disk = (partial(self._from_hosts, from_disk=disk) for disk in (False, True))
+        if self.hosts is None:
+            return [(self._from_own_disk, False)]
+        if self._asks_hosts_first:
+            return [(in_memory, True), (self._from_own_disk, False), (on_disk, True)]
+        return [(self._from_own_disk, False), (on_disk, True)]
+
+    def _from_own_disk(self, record: Record, into: torch.Tensor) -> Loaded:
+        if self.disk is None:
+            raise CheckpointError("layer {} expert {}: no checkpoint on this host".format(*record))
+        return self.disk.load(record, into)
+
+    def _from_hosts(self, record: Record, into: torch.Tensor, *, from_disk: bool) -> Loaded:
+        assert self.hosts is not None, "only called with other hosts"
+        expected = self.disk.digest_of(record) if self.disk else self._brought.get(record)
+        found = self.hosts.bring(record, into, expected, from_disk=from_disk)
+        if self.disk is not None:
+            self.disk.learn(record, found)  # a later read of the disk must have this digest
+        else:
+            self._brought[record] = found
+        return Loaded(found, is_from_host=True)
+
+    def close(self) -> None:
+        """Close the files. No thread may be loading."""
+        if self.disk is not None:
+            self.disk.close()

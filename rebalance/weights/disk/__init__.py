@@ -1,0 +1,1 @@
+"""Expert records on disk: origin, record file, loader, direct reads."""

@@ -1,0 +1,295 @@
+"""Where a rank takes the bytes of experts from: one interface, whatever holds them.
+
+    place                    source                        bytes come by
+    own slot, peer's slot    MappedSlots                   a copy from memory that is mapped here
+    host                     HostCacheClient               the same, once the record is leased
+      another host, disk       the host cache brings them into its memory (cache/server.py)
+    other rank               OtherRanks (rank_link.py)     a request over a link
+
+Pulls are one-sided: the receiver reads, or requests within a deadline, and the serving side takes
+no part, so a busy or dying source can never block a receiver (two-sided transfers cause hangs
+elsewhere: pytorch issue 174288, sglang issue 7956). ``stage/source_choice.py`` chooses the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from eplb.core.topology import Topology
+from eplb.errors import MigrationError
+from eplb.migration.build import Source
+from rebalance.types import IsWanted, Record, always
+from runtime.experts import ExpertBank, PeerBank
+from runtime.streams import Completion, OnStream, new_stream
+
+NO_RANK = -1
+
+
+class Link(Enum):
+    """A kind of link with its own bandwidth budget.
+
+    Copies within a rank count as a peer's: they run on the same stream and engines.
+    """
+
+    PEER = "peer"
+    HOST = "host"
+    NETWORK = "network"  # from ranks that are asked
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a record's bytes lie: a slot of a rank, or the host cache of the receiver's host."""
+
+    source: Source  # SAME_RANK, PEER or HOST
+    rank: int = NO_RANK
+    slot: int = -1  # number among the slots of that rank, from 0 on
+    is_far: bool = False  # PEER whose memory is not mapped here: asked over the network
+
+    def __str__(self) -> str:
+        if self == HOST:
+            return "the host"
+        way = " over the network" if self.is_far else ""
+        return f"slot {self.slot} of rank {self.rank}{way}"
+
+    @property
+    def name(self) -> str:
+        """Label of this place in metrics."""
+        return "other_rank" if self.is_far else self.source.name.lower()
+
+    @property
+    def link(self) -> Link:
+        """The link that its bytes come over."""
+        if self.is_far:
+            return Link.NETWORK
+        return Link.HOST if self == HOST else Link.PEER
+
+
+HOST = Place(Source.HOST)
+
+
+class WeightSource(Protocol):
+    """One kind of source. Called from the mover's thread only, except for ``close``."""
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Ranks whose live slots it gives; none of a host."""
+
+    def begin(self, back: torch.cuda.Stream | None) -> None:
+        """The calling thread is the mover's, which works on the stream ``back``; None on a CPU."""
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a record's bytes ``offset`` .. ``offset + len(into)`` into ``into``.
+
+        From another host it blocks while the bytes arrive, up to a deadline.
+
+        Returns:
+            Completion of the copy; on a CPU it is complete on return.
+
+        Raises:
+            MigrationError: the place cannot be read.
+        """
+
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Give no bytes of weights older than ``version``; called while nothing moves.
+
+        Raises:
+            MigrationError: the source disconnected or timed out.
+        """
+
+    def close(self) -> None:
+        """Cancel what is under way; nothing is pulled any more."""
+
+
+class HostMemory(WeightSource, Protocol):
+    """The records in memory of this rank's host: leased before they are pulled.
+
+    ``lease`` and ``reload`` may block: up to ``deadline_s``, and while they are wanted. With
+    simulated time they return at once.
+    """
+
+    @property
+    def room(self) -> int:
+        """Records that the host has room for at a time, for this rank, whatever others hold."""
+
+    def lease(
+        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
+    ) -> Mapping[str, int]:
+        """Have the host load those records that are not leased yet, and keep all until ``release``.
+
+        Returns:
+            Bytes that were loaded into host memory for it: "disk", "other_host".
+
+        Raises:
+            CalledOff: it is not wanted any more; the request was cancelled.
+            MigrationError: the host failed, timed out, or has no records of these weights.
+        """
+
+    def hint(self, records: Sequence[Record]) -> None:
+        """Name records to lease next; the host may read ahead when idle and not full.
+
+        Raises:
+            MigrationError: the host cache disconnected.
+        """
+
+    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> object:
+        """Have the host verify a leased record, and reload it from disk if it is corrupted.
+
+        Raises:
+            CalledOff: it is not wanted any more; the lease has ended.
+            MigrationError: it cannot be repaired, or not in time; the lease has ended.
+        """
+
+    def release(self, records: Collection[Record] | None = None) -> None:
+        """End the leases on these records, or on all.
+
+        Raises:
+            MigrationError: the host cache disconnected.
+        """
+
+
+class MappedSlots:
+    """A rank's own slots, and those of peers whose memory is mapped here: a ``WeightSource``.
+
+    On a GPU copies run on a stream of their own of the lowest priority, so that a slow host never
+    holds up a fast peer, and no kernel of serving waits for them.
+
+    Args:
+        rank: the reading rank.
+        bank: its own slots.
+        peers: those of other ranks on its host; see ``map_peers``.
+    """
+
+    def __init__(
+        self, rank: int, bank: ExpertBank, peers: Mapping[int, PeerBank] | None = None
+    ) -> None:
+        self._rank, self._bank, self._peers = rank, bank, dict(peers or {})
+        self._is_cuda = bank.device.type == "cuda"
+        self._stream = OnStream(new_stream(bank.device) if self._is_cuda else None)
+        self.ranks = frozenset([rank, *self._peers])
+
+    def begin(self, back: torch.cuda.Stream | None) -> None:
+        """Return to the mover's own stream after each copy."""
+        self._stream.back = back
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a part of a slot. See ``WeightSource.pull``."""
+        with self._stream:
+            self.read(record[0], place, offset, into)
+            return Completion(is_cuda=self._is_cuda, stream=self._stream.stream)
+
+    def read(self, layer: int, place: Place, offset: int, into: torch.Tensor) -> None:
+        """Order the copy of a part of a slot, on this thread's stream.
+
+        Raises:
+            MigrationError: it cannot be ordered.
+        """
+        if place.rank == self._rank:
+            live = self._bank.live(layer, place.slot)
+            into.copy_(live[offset : offset + len(into)], non_blocking=True)
+            return
+        try:
+            self._peers[place.rank].read(layer, place.slot, into, offset)
+        except RuntimeError as exc:
+            raise MigrationError(
+                f"layer {layer} slot {place.slot} of rank {place.rank} cannot be read: {exc}"
+            ) from exc
+
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Nothing to do: slots hold what serves."""
+
+    def close(self) -> None:
+        """Nothing to do: peers' memory stays mapped."""
+
+
+def ranks_beside(rank: int, topology: Topology) -> list[int]:
+    """The other ranks of a rank's host."""
+    hosts = topology.host_of_rank
+    return [p for p in range(topology.num_ranks) if p != rank and hosts[p] == hosts[rank]]
+
+
+def map_peers(
+    rank: int,
+    topology: Topology,
+    bank: ExpertBank,
+    arena_of: Callable[[int], str | torch.Tensor],
+) -> dict[int, PeerBank]:
+    """Map the slots of the other ranks of a rank's host: shared memory, or symmetric memory.
+
+    Args:
+        rank: the reading rank.
+        topology: names the ranks on its host.
+        bank: the reading rank's own.
+        arena_of: gives a peer's memory, as ``PeerBank`` takes it.
+
+    Raises:
+        MigrationError: a peer's memory cannot be attached.
+    """
+    return {
+        peer: PeerBank(arena_of(peer), bank, int(topology.slots_of_rank[peer]))
+        for peer in ranks_beside(rank, topology)
+    }
+
+
+class WeightSources:
+    """All sources of one rank. Called from the mover's thread only, except for ``close``.
+
+    Args:
+        slots: slots that are mapped here.
+        host: the memory of this host.
+        others: ranks that are asked over the network, last of all; None: there are none.
+    """
+
+    def __init__(
+        self, slots: WeightSource, host: HostMemory, others: WeightSource | None = None
+    ) -> None:
+        self.slots, self.host, self._others = slots, host, others
+        self.readable = slots.ranks
+        self.reachable = others.ranks - slots.ranks if others else frozenset[int]()
+        self._all = [slots, host, *([others] if others else [])]
+
+    def begin(self, device: torch.device) -> None:
+        """Bind the mover's thread to the rank's device and to a stream of its own, for digests.
+
+        A new thread starts on device 0 and on the default stream, which serving may be using.
+        """
+        own = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            own = new_stream(device)
+            torch.cuda.set_stream(own)
+        for source in self._all:
+            source.begin(own)
+
+    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a part of a record from a place. See ``WeightSource.pull``."""
+        if place == HOST:
+            return self.host.pull(record, place, offset, into)
+        way, in_reach = ("asked", self.reachable) if place.is_far else ("read", self.readable)
+        if place.rank not in in_reach:
+            layer, expert = record
+            raise MigrationError(
+                f"layer {layer} expert {expert}: rank {place.rank} cannot be {way} by this rank, "
+                f"expected one of {sorted(in_reach)}"
+            )
+        source = self._others if place.is_far else self.slots
+        assert source is not None, "a rank in reach has a source"
+        return source.pull(record, place, offset, into)
+
+    def invalidate(self, version: int, *, deadline_s: float) -> None:
+        """Use no bytes of weights older than ``version``; called while nothing moves.
+
+        Raises:
+            MigrationError: the host cache disconnected or timed out.
+        """
+        for source in self._all:
+            source.invalidate(version, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        """Close connections to other ranks, but not the client of the host cache."""
+        if self._others is not None:
+            self._others.close()
