@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
 from eplb.decision.outcome import Plan
-from eplb.dispatch_rules.plans import booked_and_effective
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.decision.score import booked_and_effective
 from eplb.errors import ConfigError
-from eplb.migration.moves import LINKS, link_of, moves_between
+from eplb.migration.transactions import LINKS, link_of, moves_between
 from eplb.planner import plan
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.table import WriteOptions, read_placement, write_placement

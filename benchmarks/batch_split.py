@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.recorded import DATA
 from benchmarks.recorded import windows as counted
 from eplb import Placement, Topology, plan
-from eplb.shares.batch import MOST_WAYS, SplitRule, split_batch, split_layout
+from runtime.batch.split_rule import MOST_WAYS, SplitRule, split_batch, split_layout
 
 # -- Recorded routing of real models as the load of ranks: cases, their experts, windows of tokens.
 #

@@ -42,9 +42,9 @@ from benchmarks.batch_split import (
     windows,
 )
 from eplb import Placement, plan
+from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.core.placement import EMPTY
-from eplb.decision.gate import GROUPED_GEMM_H200
-from eplb.shares.pulls import PullRule, SlotTokens, moved_by_slot, plan_pulls
+from runtime.batch.pull_rule import PullRule, SlotTokens, moved_by_slot, plan_pulls
 from simulations.oracles.quotas import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
 
 CASES = (

@@ -32,9 +32,9 @@ from typing import Any
 import torch
 import triton
 
+from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.decision.expert_times import chosen_curve
-from eplb.decision.gate import GROUPED_GEMM_H200
-from eplb.policies.objectives import ridge
+from eplb.decision.score import ridge
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.kernels.gemm import (
     BF16_DECODE,
@@ -47,8 +47,7 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import GROUP, Quantised, silu_times_up, silu_times_up_fp8
 from runtime.model.compute import GroupedExperts
-from runtime.model.expert_times import measure_experts
-from runtime.model.graph_times import Launch, captured, times_us
+from runtime.model.expert_times import Launch, captured, measure_experts, times_us
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)

@@ -37,7 +37,7 @@ from benchmarks.serve_ranks import (
     measure,
 )
 from eplb.core.model import ModelShape
-from runtime.batch_split import BatchSplit
+from runtime.batch.split import BatchSplit
 from runtime.model.moe import MoEStack
 
 SIZES = {"decode": (64, 128), "prefill": (2048,)}  # tokens of a rank, of both halves

@@ -1,4 +1,4 @@
-"""Random interleavings of the just-in-time replicas of ``runtime.pulls``, by rule.
+"""Random interleavings of the just-in-time replicas of ``runtime.batch.pulls``, by rule.
 
     python -m benchmarks.pulls --first 0 --count 100000
     python -m benchmarks.pulls --mutant "not closed"
@@ -6,16 +6,16 @@
 A schedule is a seed. Three ranks run some steps of some layers; each has a compute stream and a
 side stream, and any stream that may go on can be the next one. A record is two halves, copied one
 after the other, so that a read beside a write is seen. Decisions are the real ones
-(``eplb.shares.pulls``) for random batches. Between steps ranks swap to another placement, flip, or
-load new weights, each as soon as its own stream gets there: nothing but the protocol keeps a rank
-off what another one reads. Faults: a pull that is late, counts that one rank received otherwise,
-the death of a rank.
+(``runtime.batch.pull_rule``) for random batches. Between steps ranks swap to another placement,
+flip, or load new weights, each as soon as its own stream gets there: nothing but the protocol keeps
+a rank off what another one reads. Faults: a pull that is late, counts that one rank received
+otherwise, the death of a rank.
 
 Exchanges of counts and the closing exchange end when all ranks have begun them. A dispatch or a
 combine waits only for ranks that rows come from, which is the least that a dispatcher promises.
 
 The vote that decides swaps is taken as right: ``benchmarks.schedules`` explores it. Modelled, and
-not run, are the streams; ``tests/runtime/pulls`` runs the real ones.
+not run, are the streams; ``tests/runtime/batch`` runs the real ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY
-from eplb.shares.pulls import (
+from runtime.batch.pull_rule import (
     NO_SLOT,
     Ints,
     PullRule,
@@ -43,7 +43,6 @@ from eplb.shares.pulls import (
     plan_pulls,
     pulls_digest,
 )
-from runtime.pulls.readers import Read
 
 # -- Deployments and batches of the schedules, and what the real decision makes of them.
 
@@ -60,6 +59,14 @@ class Rows(NamedTuple):
     rank: int
     slot: int
     tokens: int
+
+
+class Read(NamedTuple):
+    """One record that a rank pulls into a spare slot of its own."""
+
+    rank: int
+    slot: int
+    spare: int
 
 
 @dataclass(frozen=True)

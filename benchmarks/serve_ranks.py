@@ -41,14 +41,15 @@ from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing, rea
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import EVERY_BATCH
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
+from runtime.batch.split_rule import EVERY_BATCH
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from runtime.model.compute import Experts, GroupedExperts, LoopExperts
-from runtime.model.graph_times import captured
+from runtime.model.expert_times import captured
 from runtime.model.moe import MoELayer
 from runtime.routing import RoutingTable, TableLayers
 

@@ -21,19 +21,21 @@ from eplb.errors import (
     StoreError,
     TopologyError,
 )
-from eplb.lazy import lazy_exports
+from eplb.packages import lazy_exports
 
 if TYPE_CHECKING:
     from eplb.core.constraints import Constraints
+    from eplb.core.cost import CostModel, Decision
+    from eplb.core.demand import Scenarios
+    from eplb.core.dispatch import DispatchRule, effective_shares
     from eplb.core.load import LoadHistory, LoadSample
     from eplb.core.model import ModelShape, preset
     from eplb.core.placement import EMPTY, Placement
-    from eplb.core.problem import Budget, Problem
-    from eplb.core.scenarios import Scenarios
+    from eplb.core.problem import Budget, Problem, Record
     from eplb.core.topology import Topology
-    from eplb.decision.gate import CostModel, Decision
-    from eplb.decision.outcome import Plan
-    from eplb.decision.promises import Promise, Record
+    from eplb.decision.expectation import Promise
+    from eplb.decision.explanation import Explanation, LayerExplanation
+    from eplb.decision.outcome import Plan, explain, explain_layer
     from eplb.decision.redundancy import (
         RedundancyLevel,
         allocate_redundancy,
@@ -41,17 +43,11 @@ if TYPE_CHECKING:
         slots_per_layer,
     )
     from eplb.deepseek import rebalance_experts
-    from eplb.dispatch_rules.rules import DispatchRule, effective_shares
-    from eplb.explanation.explainer import explain, explain_layer
-    from eplb.explanation.figures import Explanation, LayerExplanation
-    from eplb.measure.balance import balancedness, imbalance, lower_bound, rank_load
+    from eplb.measure.balance import balancedness, imbalance, rank_load
+    from eplb.measure.bounds import lower_bound
     from eplb.migration.build import Migration, Move, Pace, Source, Transaction, build_migration
     from eplb.planner import plan
-    from eplb.policies.coactivation import (
-        coactivation,
-        colocate_coactivated,
-        nodes_per_token,
-    )
+    from eplb.policies.coactivation import coactivation, colocate_coactivated, nodes_per_token
     from eplb.policies.table import POLICIES, PolicyEntry, Proposal, register_policy
     from eplb.shares.resplitting import resplit
 
@@ -121,23 +117,23 @@ __all__ = [
 
 _EXPORTS = {
     "eplb.core.constraints": "Constraints",
+    "eplb.core.cost": "CostModel Decision",
+    "eplb.core.demand": "Scenarios",
+    "eplb.core.dispatch": "DispatchRule effective_shares",
     "eplb.core.load": "LoadHistory LoadSample",
     "eplb.core.model": "ModelShape preset",
     "eplb.core.placement": "EMPTY Placement",
-    "eplb.core.problem": "Budget Problem",
-    "eplb.core.scenarios": "Scenarios",
+    "eplb.core.problem": "Budget Problem Record",
     "eplb.core.topology": "Topology",
-    "eplb.decision.gate": "CostModel Decision",
-    "eplb.decision.outcome": "Plan",
-    "eplb.decision.promises": "Promise Record",
+    "eplb.decision.expectation": "Promise",
+    "eplb.decision.explanation": "Explanation LayerExplanation",
+    "eplb.decision.outcome": "Plan explain explain_layer",
     "eplb.decision.redundancy": (
         "RedundancyLevel allocate_redundancy redundancy_price slots_per_layer"
     ),
     "eplb.deepseek": "rebalance_experts",
-    "eplb.dispatch_rules.rules": "DispatchRule effective_shares",
-    "eplb.explanation.explainer": "explain explain_layer",
-    "eplb.explanation.figures": "Explanation LayerExplanation",
-    "eplb.measure.balance": "balancedness imbalance lower_bound rank_load",
+    "eplb.measure.balance": "balancedness imbalance rank_load",
+    "eplb.measure.bounds": "lower_bound",
     "eplb.migration.build": "Migration Move Pace Source Transaction build_migration",
     "eplb.planner": "plan",
     "eplb.policies.coactivation": "coactivation colocate_coactivated nodes_per_token",

@@ -13,35 +13,34 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from eplb.core.constraints import Constraints
-from eplb.core.kernels import BoolArray
+from eplb.core.cost import CostModel, Decision
+from eplb.core.demand import Scenarios, as_scenarios
+from eplb.core.dispatch import DispatchRule
+from eplb.core.jit import BoolArray
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.model import ModelShape
-from eplb.core.placement import EMPTY, Placement
-from eplb.core.problem import AskedObjective, Budget, Problem
-from eplb.core.scenarios import Scenarios, as_scenarios
+from eplb.core.placement import Placement, moves_per_layer, with_shares_of
+from eplb.core.problem import AskedObjective, Budget, Problem, Record
 from eplb.core.topology import Topology
-from eplb.decision.allowance import Offer, moves_per_layer, within_budget
 from eplb.decision.alternatives import (
     Option,
     choose,
     no_worse_than,
+    option_of,
     ordered,
-    score_of,
     with_shares,
     without_losses,
 )
-from eplb.decision.gate import CostModel, Decision
 from eplb.decision.outcome import Plan, lost_tokens
-from eplb.decision.promises import Record
-from eplb.dispatch_rules.plans import balanced_for_rule, rule_note
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.decision.score import objective_for, rule_note
 from eplb.errors import ConfigError, PlacementError
-from eplb.policies.frontier import Curve
-from eplb.policies.greedy import frame_of, in_place, step_ms
-from eplb.policies.incremental import repaired
-from eplb.policies.legality import illegal_layers, violations_of
-from eplb.policies.objectives import objective_for
-from eplb.policies.table import contiguous_policy, policy_named
+from eplb.policies.baselines import contiguous_policy
+from eplb.policies.incremental import BalanceCurve, thinned
+from eplb.policies.table import policy_named
+from eplb.search.by_rule import balanced_for_rule
+from eplb.search.legality import illegal_layers, repaired, violations_of
+from eplb.search.local_search import step_ms
+from eplb.search.relabel import in_place
 from eplb.shares.traffic import with_less_crossing
 
 __all__ = ["Plan", "plan", "plan_for", "plan_to"]
@@ -126,11 +125,11 @@ def plan(
 def plan_for(problem: Problem, policy: str) -> Plan:
     """``plan`` for a complete ``Problem``."""
     current = problem.current
-    base = current if current is not None else contiguous_policy(problem)
+    base = contiguous_policy(problem) if current is None else current
     violations = violations_of(problem, base) if current is not None else {}
     forced = np.zeros(base.num_layers, dtype=np.bool_)
     forced[list(violations)] = True
-    serving = Option(base, score_of(problem, base))
+    serving = option_of(problem, base)
     splits = policy_named(policy).resplits and problem.dispatch.uses_shares
     proposed, curve = _proposed(problem, policy, serving, forced)
     if splits:
@@ -190,9 +189,11 @@ def plan_to(problem: Problem, wanted: Placement, *, why: str) -> Plan:
     violations = violations_of(problem, wanted)
     if violations:
         raise PlacementError(f"{why}: it cannot serve: {violations[min(violations)]}")
-    serving = Option(base, score_of(problem, base))
-    target = in_slots_of(base, wanted, problem.topology)
-    chosen = Option(target, score_of(problem, target))
+    topology = problem.topology
+    held = in_place(wanted.slot_to_expert.astype(np.int64), base.slot_to_expert, topology)
+    target = with_shares_of(wanted, topology, held.astype(np.int32), topology)
+    serving = option_of(problem, base)
+    chosen = option_of(problem, target.with_generation(base.generation + 1))
     decision, reason, taken, expected_gain = ordered(problem, serving, chosen, why)
     return Plan(
         problem=problem,
@@ -208,27 +209,75 @@ def plan_to(problem: Problem, wanted: Placement, *, why: str) -> Plan:
     )
 
 
-def in_slots_of(base: Placement, wanted: Placement, topology: Topology) -> Placement:
-    """``wanted`` with every expert that stays on a rank in its slot of ``base``; shares go along.
+def _proposed(
+    problem: Problem, policy: str, serving: Option, forced: BoolArray
+) -> tuple[Option, BalanceCurve]:
+    """The policy's placement within the budget, and the curve of moves against balance."""
+    entry = policy_named(policy)
+    if entry.resplits and problem.dispatch.by_rank:
+        return _for_rule(problem, policy, serving)
+    placement, curve = entry.propose(problem)
+    if problem.cost.node_traffic and entry.resplits:
+        placement = with_less_crossing(problem, placement)
+    proposed = option_of(problem, placement)
+    if curve is not None:
+        return proposed, curve
+    chosen, curve = _within_budget(problem, serving, proposed, forced)
+    if chosen.all() or problem.current is None:
+        return proposed, curve
+    bought = serving.with_layers(proposed, chosen)
+    if problem.dispatch.by_rank:  # draws depend on all layers: a mix of layers has its own draws
+        bought = option_of(problem, bought.placement)
+    return bought, curve
 
-    Both keep an expert on a rank at most once.
+
+def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, BalanceCurve]:
+    """A plan for a rule under which each source rank uses one replica of an expert.
+
+    The search starts from the serving placement, which was made for the rule; only a fresh plan
+    starts from a placement for an equal split.
     """
-    old = wanted.slot_to_expert
-    held = in_place(old.astype(np.int64), base.slot_to_expert, topology)
-    place = np.full((wanted.num_layers, topology.num_ranks, wanted.num_experts), -1)
-    layers, slots = np.nonzero(old != EMPTY)
-    place[layers, topology.rank_of_slot[slots], old[layers, slots]] = slots
-    layers, slots = np.nonzero(held != EMPTY)
-    from_slots = place[layers, topology.rank_of_slot[slots], held[layers, slots]]
-    share = np.zeros(held.shape)
-    share[layers, slots] = wanted.slot_share[layers, from_slots]
-    source_share = None
-    if wanted.source_share is not None:
-        source_share = np.zeros((len(wanted.source_share), *held.shape))
-        source_share[:, layers, slots] = wanted.source_share[:, layers, from_slots]
-    return Placement(
-        held.astype(np.int32), wanted.num_experts, base.generation + 1, share, source_share
-    )
+    if problem.current is None:
+        start, _ = policy_named(policy).propose(problem)
+    else:
+        base = problem.current.slot_to_expert.astype(np.int64)
+        held = repaired(problem, problem.frame, base).astype(np.int32)
+        start = Placement(held, problem.num_experts, problem.current.generation + 1)
+    found = option_of(problem, balanced_for_rule(problem, start))
+    moves = int(moves_per_layer(serving.placement, found.placement).sum())
+    return found, ((0, float(serving.score.mean())), (moves, float(found.score.mean())))
+
+
+def _within_budget(
+    problem: Problem, serving: Option, proposed: Option, forced: BoolArray
+) -> tuple[BoolArray, BalanceCurve]:
+    """[L] the layers within the budget of moves, by gain per move, and a point for each of them.
+
+    For policies without support for budgets; ``eplb/policies/incremental.py`` applies its own, step
+    by step. A layer without gain is not selected unless it cannot serve as it is, ``forced`` [L].
+    """
+    moves = moves_per_layer(serving.placement, proposed.placement)
+    # A layer that cannot serve is replaced whatever its gain.
+    before = np.where(np.isfinite(serving.score), serving.score, proposed.score)
+    gain = before - proposed.score
+    order = np.lexsort((-gain / np.maximum(moves, 1), ~forced))
+    chosen = np.zeros(len(moves), dtype=np.bool_)
+    spent, total = 0, float(before.sum())
+    points = [(0, total / len(moves))]
+    for layer in order.tolist():
+        fits = problem.max_moves is None or spent + moves[layer] <= problem.max_moves
+        if not (fits and gain[layer] > 0) and not forced[layer]:
+            continue
+        chosen[layer] = True
+        spent += int(moves[layer])
+        total -= float(gain[layer])
+        points.append((spent, total / len(moves)))
+    return chosen, thinned(points)
+
+
+def _next(base: Placement, proposed: Placement) -> Placement:
+    generation = base.generation + 1
+    return proposed if proposed.generation == generation else proposed.with_generation(generation)
 
 
 def _time_limit_note(problem: Problem) -> str:
@@ -239,54 +288,3 @@ def _time_limit_note(problem: Problem) -> str:
     if limit is None or limit >= least:
         return ""
     return f"; cut short: time_ms is {limit:g}, a step of one layer takes {least:.2g}"
-
-
-def _proposed(
-    problem: Problem, policy: str, serving: Option, forced: BoolArray
-) -> tuple[Option, Curve]:
-    """The policy's placement within the budget, and the curve of moves against balance."""
-    entry = policy_named(policy)
-    if entry.resplits and problem.dispatch.by_rank:
-        return _for_rule(problem, policy, serving)
-    placement, curve = entry.propose(problem)
-    if problem.cost.node_traffic and entry.resplits:
-        placement = with_less_crossing(problem, placement)
-    proposed = Option(placement, score_of(problem, placement))
-    if curve is not None:
-        return proposed, curve
-    # A layer that cannot serve is replaced whatever its gain.
-    before = np.where(np.isfinite(serving.score), serving.score, proposed.score)
-    offer = Offer(serving.placement, placement, before, proposed.score, forced)
-    chosen, curve = within_budget(offer, problem.max_moves)
-    if chosen.all() or problem.current is None:
-        return proposed, curve
-    bought = offer.base.with_layers(placement, np.flatnonzero(chosen).tolist())
-    if problem.dispatch.by_rank:  # draws depend on all layers: a mix of layers has its own draws
-        return Option(bought, score_of(problem, bought)), curve
-    return Option(bought, np.where(chosen, proposed.score, serving.score)), curve
-
-
-def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, Curve]:
-    """A plan for a rule under which each source rank uses one replica of an expert.
-
-    The search starts from the serving placement, which was made for the rule; only a fresh plan
-    starts from a placement for an equal split.
-    """
-    if problem.current is None:
-        start, _ = policy_named(policy).propose(problem)
-    else:
-        base = problem.current.slot_to_expert.astype(np.int64)
-        held = repaired(problem, frame_of(problem), base).astype(np.int32)
-        start = Placement(held, problem.num_experts, problem.current.generation + 1)
-    placement = balanced_for_rule(problem, start)
-    score = score_of(problem, placement)
-    moves = int(moves_per_layer(serving.placement, placement).sum())
-    return Option(placement, score), (
-        (0, float(serving.score.mean())),
-        (moves, float(score.mean())),
-    )
-
-
-def _next(base: Placement, proposed: Placement) -> Placement:
-    generation = base.generation + 1
-    return proposed if proposed.generation == generation else proposed.with_generation(generation)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from eplb.core.constraints import Constraints
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
 from eplb.deepseek import rebalance_experts
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.planner import plan
 from eplb.policies.coactivation import colocate_coactivated
 

@@ -21,7 +21,7 @@ from typing import Any
 from eplb import __version__
 
 PROTOCOL = 2
-OLDEST_PROTOCOL = PROTOCOL - 1  # that this release works with
+OLDEST_PROTOCOL = PROTOCOL - 1  # the oldest that this release works with
 
 RANKS, CONTROLLER, HOST_CACHE = "ranks", "controller", "host cache"
 NAMES = {RANKS: "the ranks", CONTROLLER: "the controller", HOST_CACHE: "the host cache"}

@@ -5,8 +5,7 @@ Names are imported when they are first used, and torch with those of the rank.
 
 from typing import TYPE_CHECKING
 
-from eplb.lazy import lazy_exports
-from eplb.package_check import check_packages
+from eplb.packages import check_packages, lazy_exports
 
 if TYPE_CHECKING:
     from rebalance.agent import RankAgent

@@ -21,7 +21,7 @@ def always() -> bool:
 
 
 class StepCounter(Protocol):
-    """Counts forward passes, as ``runtime.passes.PassCounter`` does."""
+    """Counts forward passes, as ``runtime.counters.PassCounter`` does."""
 
     @property
     def steps(self) -> int:

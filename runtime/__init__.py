@@ -5,7 +5,7 @@ Names are imported when they are first used, and torch with them.
 
 from typing import TYPE_CHECKING
 
-from eplb.lazy import lazy_exports
+from eplb.packages import lazy_exports
 
 if TYPE_CHECKING:
     from runtime.checkpoints.checkpoint import Checkpoint

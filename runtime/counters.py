@@ -1,17 +1,24 @@
-"""Tokens received per slot, counted where they arrive.
+"""Tokens received per slot, counted where they arrive; and forward passes.
 
 Counting at the receiver is free (the dispatcher knows how much it received, and DeepEP's kernel
 adds it up by itself), never counts padding, and needs no collective: each rank reports what it held
 and what it got.
+
+A pass is one call of the whole model: two micro-batches in flight, speculative tokens and dummy
+batches are part of the pass that runs them. So passes are counted where the model is called, never
+in a dispatch, which a pass may do twice.
 
 Shapes:  L MoE layers, C slots of this rank.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.hooks import RemovableHandle
 
 from runtime.streams import Completion
 
@@ -28,7 +35,7 @@ class Cut:
             received.shape, dtype=received.dtype, pin_memory=received.is_cuda
         )
         self._snapshot.copy_(received, non_blocking=True)
-        self.arrival = Completion(is_cuda=received.is_cuda)  # of the figures, on the host
+        self.arrival = Completion(is_cuda=received.is_cuda)  # when the figures are on the host
 
     def is_ready(self) -> bool:
         """Return whether the figures have arrived; on a CPU they always have."""
@@ -94,3 +101,32 @@ class SlotCounter:
     def drain(self) -> NDArray[np.int64]:
         """Return the counts [L, C] since the last cut."""
         return self.cut().tokens()
+
+
+class PassCounter:
+    """Forward passes begun by this process, for engines that do not number them."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+
+    @property
+    def steps(self) -> int:
+        """Passes begun so far: the number of the next one, from 0 on."""
+        return self._begun
+
+    def begin(self) -> int:
+        """Count the pass that begins now, and return its number."""
+        self._begun += 1
+        return self._begun - 1
+
+    def watch(self, model: torch.nn.Module) -> RemovableHandle:
+        """Count every call of ``model``, the outermost module of the engine.
+
+        Returns:
+            A handle whose ``remove`` ends it.
+        """
+
+        def before(*_: Any) -> None:
+            self.begin()
+
+        return model.register_forward_pre_hook(before)

@@ -189,7 +189,7 @@ class PeerBank:
         arena: that rank's memory: the handle of an arena of this host, which is attached, or the
             bytes themselves where a GPU has mapped them.
         mine: the reading rank's bank.
-        num_slots: of the other rank, in each layer.
+        num_slots: slots of the other rank in each layer.
 
     Raises:
         MigrationError: the memory cannot be attached.
@@ -208,10 +208,10 @@ class PeerBank:
     def read(self, layer: int, slot: int, into: torch.Tensor, offset: int = 0) -> None:
         """Copy the record of one of the peer's slots into ``into``, from byte ``offset`` on.
 
-        Of a GPU's memory the copy is ordered on this thread's stream, by copy engine.
+        A copy from a GPU's memory is ordered on this thread's stream and made by the copy engine.
 
         Raises:
-            RuntimeError: torch's own, of a copy that cannot be ordered.
+            RuntimeError: torch cannot order the copy.
         """
         part = self._live[layer, slot, offset : offset + len(into)]
         if isinstance(part, torch.Tensor):
@@ -221,7 +221,7 @@ class PeerBank:
 
 
 class PlainArena:
-    """Memory of one device that no other process can read: its ranks feed each other by host."""
+    """Memory of one device that no other process can read: ranks exchange records by the host."""
 
     handle = ""
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, PlacementError
-from eplb.shares.batch import MOST_WAYS, split_layout
+from runtime.batch.split_rule import MOST_WAYS, split_layout
 from runtime.draws import choose_by_draw
 from runtime.streams import Completion
 
@@ -58,20 +58,18 @@ class RoutingTable:
         max_replicas: int,
         source_node: int = 0,
         device: str | torch.device = "cpu",
-        most_copies: int = MOST_COPIES,
         topology: Topology | None = None,
         extra_slots: int = 0,
     ) -> None:
         """
         Args:
-            placement: that serves first.
-            max_replicas: Rmax, of all placements to come.
-            source_node: whose shares are read, where they depend on it.
-            device: of the tensors.
-            most_copies: runs of adjacent layers that are copied one by one.
+            placement: the first one that serves.
+            max_replicas: Rmax of all placements to come.
+            source_node: the node whose shares are read, where shares depend on it.
+            device: where the tensors lie.
             topology: makes room for what a split of each batch needs.
-            extra_slots: of each rank, beyond those that a placement fills. Slots are numbered as in
-                ``topology.widened(extra_slots)``.
+            extra_slots: slots of each rank beyond those that a placement fills. Slots are numbered
+                as in ``topology.widened(extra_slots)``.
 
         Raises:
             ConfigError: extra slots without a topology.
@@ -89,11 +87,10 @@ class RoutingTable:
         self.slots, self.cumulative = both[:, 0], both[:, 1]
         # [L, ...] each, as in ``SplitLayout``; nothing without a topology
         self.split = _named(self._entries[:, num_words:], self._split_shape)
-        # Ids from E on, that is of no expert, which were dropped like padding.
+        # Number of ids from E on, which name no expert and were dropped like padding.
         self.strays = torch.zeros(1, dtype=torch.int32, device=device)
         self.source_node = source_node
         self.generation = placement.generation
-        self._most_copies = most_copies
         self.load(placement, range(placement.num_layers))
 
     def load(self, placement: Placement, layers: Iterable[int]) -> None:
@@ -120,7 +117,8 @@ class RoutingTable:
                 f"an expert has {found} replicas, expected at most {room}, the table's size"
             )
         entries = torch.zeros((len(chosen), self._entries.shape[1]), dtype=torch.int32)
-        both = _padding((len(chosen), 2, *self.slots.shape[1:]))
+        both = torch.full((len(chosen), 2, *self.slots.shape[1:]), EMPTY, dtype=torch.int32)
+        both[:, 1] = SHARE_ONE  # entries that name no replica
         both[:, 0, :, :found] = torch.from_numpy(slots[chosen])
         both[:, 1, :, :found] = torch.from_numpy(cumulative[chosen])
         num_words = math.prod(both.shape[1:])
@@ -162,7 +160,7 @@ class RoutingTable:
         Adjacent layers are one plain copy, which a GPU makes at the speed of its memory. Layers
         that lie apart in too many runs are one scattered copy instead.
         """
-        if len(prepared.runs) > self._most_copies:
+        if len(prepared.runs) > MOST_COPIES:
             self._entries.index_copy_(0, prepared.layers, prepared.entries)
         else:
             first = 0
@@ -185,11 +183,6 @@ class RoutingTable:
         wide = self._topology.widened(self.extra_slots)
         slots: NDArray[np.int64] = wide.first_slot[1:] - self.extra_slots + number
         return slots
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensors."""
-        return self._entries.nbytes
 
     def draw(self, layer: int, experts: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
         """Pick a replica for every (token, expert) pair by a random draw against its shares.
@@ -285,13 +278,6 @@ def _named(words: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str,
         views[name] = view.view(torch.float32) if name in FLOATS else view
         place = end
     return views
-
-
-def _padding(shape: tuple[int, ...]) -> torch.Tensor:
-    """Entries [n, 2, E, Rmax] that name no replica."""
-    entries = torch.full(shape, EMPTY, dtype=torch.int32)
-    entries[:, 1] = SHARE_ONE
-    return entries
 
 
 def _runs(layers: list[int]) -> tuple[tuple[int, int], ...]:

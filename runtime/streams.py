@@ -49,7 +49,7 @@ class Completion:
 
     Args:
         is_cuda: whether there is a device to be asked.
-        stream: of the orders; None: this thread's, which takes some time to look up.
+        stream: where the work was ordered; None: this thread's, which takes some time to look up.
     """
 
     def __init__(self, *, is_cuda: bool, stream: torch.cuda.Stream | None = None) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from eplb.core.cost import CostModel, Decision
+from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.core.problem import Budget, Problem
+from eplb.core.problem import Budget, Problem, Record
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel, Decision
-from eplb.decision.promises import ENOUGH, Promise, Record
-from eplb.dispatch_rules.rules import DispatchRule, effective_shares
+from eplb.decision.expectation import ENOUGH, Promise, realised
 from eplb.planner import Plan, plan
-from eplb.policies.objectives import realised
 from telemetry.load.drift import planning_history
 
 

@@ -18,16 +18,16 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
+from eplb.core.noise import sampling_noise
 from eplb.core.placement import Placement
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure.balance import imbalance_of
-from eplb.measure.noise import sampling_noise
 from simulations.cost.migration import MigrationCost
 from simulations.cost.moved import Moved, moved_between
 from simulations.cost.step_time import StepModel

@@ -17,10 +17,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.cost import Decision
 from eplb.core.placement import EMPTY, Placement, changed_slots
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.decision.gate import Decision
 from eplb.measure.balance import live_shares
 from eplb.policies.table import Policy, Proposal
 from simulations.course import Course, Terms, as_served

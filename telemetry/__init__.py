@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eplb.lazy import lazy_exports
+from eplb.packages import lazy_exports
 
 if TYPE_CHECKING:
     from telemetry.load.reporter import Reporter

@@ -20,7 +20,7 @@ from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.terminal.logs import log_settings, set_up_logging
 from api.terminal.printable import print_error, unbreakable_console
 from eplb.errors import ConfigError, EplbError
-from eplb.package_check import check_packages
+from eplb.packages import check_packages
 
 WRONG_RESULT = 1
 

@@ -15,7 +15,7 @@ from api.deploy.deployment import Deployment, host_here, resolve
 from api.processes.commands import own_command, raise_descriptor_limit, set_title
 from api.terminal.logs import set_up_logging
 from eplb.errors import ConfigError
-from eplb.package_check import check_packages
+from eplb.packages import check_packages
 from eplb.precompile import compile_planner
 
 Host = Annotated[

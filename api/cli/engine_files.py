@@ -18,7 +18,7 @@ from api.cli.options import (
     with_options,
 )
 from api.engine_plan import Group, plan_for_engine
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.checks import TARGETS, Deployment, findings

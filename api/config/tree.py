@@ -18,8 +18,8 @@ from api.config.deployment import (
 )
 from api.processes.supervision import SupervisionSettings
 from api.terminal.logs import LogSettings
+from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.decision.triggers import TriggerRules
 from eplb.settings import loader
 from eplb.settings.deployment import DeploymentSettings, WindowSettings

@@ -34,10 +34,10 @@ from rebalance.build.environment import EmbeddedRank, build_rank_from_env, descr
 from rebalance.build.plain import from_plain, to_plain
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
+from runtime.counters import PassCounter
 from runtime.dispatch.all_to_all import Dispatcher
 from runtime.model.compute import Experts, LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
-from runtime.passes import PassCounter
 from runtime.streams import Completion
 
 if TYPE_CHECKING:
@@ -208,8 +208,7 @@ def make_model(
 
 def _on_gpu(rank: EmbeddedRank, name: str, num_tokens: int) -> tuple[Dispatcher, str, Experts]:
     """Choose the first dispatcher that passes the self-test; all slots in one grouped GEMM."""
-    from runtime.dispatch.selftest import Trial
-    from runtime.dispatch.table import choose_dispatcher
+    from runtime.dispatch.table import Trial, choose_dispatcher
     from runtime.model.compute import GroupedExperts
 
     model, topology = rank.deployment.model, rank.place.topology

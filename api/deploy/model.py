@@ -107,8 +107,7 @@ def record_schema(settings: ModelSettings, model: ModelShape) -> ExpertSchema:
         CheckpointError: the checkpoint cannot be read, or has no such layout.
     """
     from rebalance.build.description import schema_of
-    from runtime.checkpoints.checkpoint import Checkpoint
-    from runtime.checkpoints.layouts import transformers_schema
+    from runtime.checkpoints.checkpoint import Checkpoint, transformers_schema
 
     if settings.layout == TRANSFORMERS:
         assert settings.checkpoint is not None, "refused by model_shape"

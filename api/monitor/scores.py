@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from api.monitor.state import Heat, Reading, WindowScore
 from eplb.core.load import LoadHistory
+from eplb.core.placement import slots_in_use
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.fitting.cordons import slots_in_use
 from eplb.measure.balance import imbalance_of
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.load.drift import Drift, drift

@@ -19,7 +19,7 @@ from api.processes.supervision import SupervisionView
 from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from telemetry.load.folder import Window
 from telemetry.state.events import Event, Outcome
 from telemetry.state.runs import LEAST_SILENCE_S

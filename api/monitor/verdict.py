@@ -19,7 +19,7 @@ from itertools import takewhile
 
 from api.monitor.state import Finding, Grade, Leadership, RankView, Reading, State
 from api.processes.supervision import ProcessState
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, STARTING, plan_end
 from telemetry.state.holder import is_dead, shown

@@ -26,7 +26,7 @@ from api.operations.printing import WHY, line, listing
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
-    from eplb.fitting.pins import Pins
+    from eplb.fitting import Pins
     from telemetry.state.live import LiveState
     from telemetry.state.store import StateStore
 
@@ -140,8 +140,7 @@ def _answer(call: Call, state: LiveState) -> PinsAnswer:
 def _unmet(store: StateStore, state: LiveState, wanted: Pins) -> list[str]:
     """Why the current run cannot meet pins, as the planner will find it."""
     from eplb.core.constraints import Constraints, room_of
-    from eplb.fitting.cordons import FittingCordons
-    from eplb.fitting.pins import fitting_pins
+    from eplb.fitting import FittingCordons, fitting_pins
     from rebalance.controller.plans.planner_request import PlannerRequest
 
     if not wanted:

@@ -25,7 +25,7 @@ from eplb.declared import Meaning
 if TYPE_CHECKING:
     from eplb.core.model import ModelShape
     from eplb.core.topology import Topology
-    from eplb.fitting.cordons import Cordon
+    from eplb.fitting import Cordon
     from telemetry.state.live import LiveState
     from telemetry.state.placements import CommittedPlacement
     from telemetry.state.store import StateStore
@@ -147,7 +147,7 @@ def feasibility(
     """What the loss of ranks would leave. Whether the ranks that are left could hold every expert,
     and which have no other replica.
     """
-    from eplb.fitting.cordons import uncovered_experts
+    from eplb.core.placement import uncovered_experts
 
     model, topology = shape_of_run(call.store)
     lost = sorted({int(rank) for rank in lose.split(",")})
@@ -201,7 +201,7 @@ def uncordon(call: Call, rank: Rank, body: ReasonRequest) -> RanksAnswer:
 
 def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
     from eplb.errors import StaleRevision
-    from eplb.fitting.cordons import Cordon
+    from eplb.fitting import Cordon
     from rebalance.controller.plans.planner_request import read_cordons, written_cordons
 
     store, expected = call.store, call.expected_revision()
@@ -230,7 +230,7 @@ def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
 def _check_possible(
     store: StateStore, rank: int, cordons: dict[int, Cordon], model: ModelShape, topology: Topology
 ) -> None:
-    from eplb.fitting.cordons import fitting_cordons
+    from eplb.fitting import fitting_cordons
 
     _check_rank(rank, topology)
     serving = _committed(store).placement
@@ -240,7 +240,8 @@ def _check_possible(
 
 
 def _answer(call: Call, state: LiveState) -> RanksAnswer:
-    from eplb.fitting.cordons import fitting_cordons, slots_in_use, sole_experts
+    from eplb.core.placement import slots_in_use, sole_experts
+    from eplb.fitting import fitting_cordons
     from rebalance.controller.plans.planner_request import read_cordons
 
     model, topology = shape_of_run(call.store)
@@ -278,7 +279,7 @@ def _answer(call: Call, state: LiveState) -> RanksAnswer:
 
 
 def _state(found: Cordon | None, held: int) -> RankState:
-    from eplb.fitting.cordons import Cordon
+    from eplb.fitting import Cordon
 
     if found is None:
         return "open"

@@ -24,10 +24,10 @@ from api.engine_plan import RULES
 from api.interrupts import StopSignals
 from api.shadow.loop import Watch, run
 from api.shadow.recorder import EngineRecorder
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
 from simulations.course import Terms

@@ -43,7 +43,7 @@ from rebalance.weights.rank_link import PROTOCOL as RANKS
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
-from runtime.group.launch import launch
+from tests.support.launch import launch
 
 FORK = multiprocessing.get_context("fork")  # imports of torch take seconds
 START_DEADLINE_S = 120.0  # of ranks that import torch; 5 s on a free machine

@@ -33,7 +33,7 @@ from benchmarks.migration.big_rank import Shapes, v3
 from benchmarks.result_table import Row, keep, show
 from eplb.core.model import ModelShape
 from eplb.errors import RankError
-from runtime.group.launch import launch
+from tests.support.launch import launch
 
 # -- Rows of the pairs that ``step_cost`` measured.
 

@@ -29,7 +29,7 @@ from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Record
 from rebalance.weights.sources import HostMemory, MappedSlots, WeightSources, map_peers
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from runtime.streams import Completion
 from tests.support.local_group import LocalHost
 
@@ -114,7 +114,7 @@ def build(
 ) -> BigRank:
     """Reserve a rank's memory, fill it, agree on digests, and map the peers' memory.
 
-    Called by every rank of a group that ``runtime.group.launch`` has joined; each waits for all
+    Called by every rank of a group that ``tests.support.launch`` has joined; each waits for all
     others.
 
     Args:

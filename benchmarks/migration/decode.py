@@ -22,11 +22,12 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
-from eplb.shares.batch import EVERY_BATCH
 from rebalance.agent import RankAgent
 from rebalance.build.rank import WiredAgent
 from rebalance.swap.swapper import StepFigures
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
+from runtime.batch.split_rule import EVERY_BATCH
 from runtime.streams import Completion
 
 LAYER_RUNS = 14  # of four resident layers: a step of 56

@@ -47,8 +47,8 @@ from eplb.core.placement import Placement
 from eplb.migration.build import Source
 from rebalance.agent import RankAgent
 from rebalance.stage.stage_settings import SERVING_BYTES_PER_SECOND
-from runtime.group.launch import launch
 from runtime.routing import RoutingTable
+from tests.support.launch import launch
 
 # -- The flip, measured: routing tables of all layers, prepared before, made to serve at once.
 

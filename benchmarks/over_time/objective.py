@@ -42,9 +42,10 @@ from benchmarks.over_time.loads import (
 )
 from benchmarks.over_time.replay import Replayed, replay_controller, start_of
 from eplb import Placement, Topology, plan
+from eplb.core.cost import Objective
 from eplb.core.load import LoadHistory
-from eplb.core.problem import Objective, Problem
-from eplb.policies.objectives import measured
+from eplb.core.problem import Problem
+from eplb.decision.score import measured
 from rebalance.controller.loop import ControllerSettings
 from rebalance.controller.plans.planner_request import PlannerRequest
 

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from eplb import Placement, Topology, imbalance
 from eplb.core.load import LoadHistory, LoadSample
 from eplb.core.model import ModelShape
+from eplb.core.placement import moves_per_layer
 from eplb.core.problem import Problem
-from eplb.decision.allowance import moves_per_layer
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from eplb.policies.table import contiguous_policy, policy_named
+from eplb.policies.baselines import contiguous_policy
+from eplb.policies.table import policy_named
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry.state.runs import RankState, RunInfo
 from tests.support.stores import MemoryStore

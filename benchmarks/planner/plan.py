@@ -27,7 +27,7 @@ from rich.table import Table
 
 from eplb import Budget, Constraints, ModelShape, Placement, Topology, imbalance, plan
 from eplb.planner import Plan
-from eplb.policies.legality import first_violation
+from eplb.search.legality import first_violation
 
 Load = NDArray[np.int64]
 DEADLINE_S = 300.0

@@ -25,8 +25,9 @@ from rich.table import Table
 from benchmarks.planner.plan import median_ms, numpy_greedy
 from eplb import Problem, Topology, imbalance, plan
 from eplb.core.load import as_history
+from eplb.core.zones import ranks_of
 from eplb.decision.redundancy import allocate_redundancy, slots_per_layer
-from eplb.shares.resplitting import ranks_of, resplit
+from eplb.shares.resplitting import resplit
 from eplb.shares.solver import split_layers
 
 RUNS = 7

@@ -39,9 +39,8 @@ from eplb.core.topology import Topology
 from eplb.errors import RankError
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
-from runtime.dispatch.selftest import Trial, routing_cases
-from runtime.dispatch.table import choose_dispatcher
-from runtime.group.rendezvous import Rendezvous, reach
+from runtime.dispatch.table import Trial, choose_dispatcher, routing_cases
+from runtime.group import Rendezvous, reach
 from runtime.model.moe import Forward
 from runtime.model.reference import ReferenceModel
 from runtime.streams import Completion

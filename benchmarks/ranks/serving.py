@@ -37,7 +37,7 @@ from rebalance.build.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint
-from runtime.passes import PassCounter
+from runtime.counters import PassCounter
 from runtime.streams import Completion
 from telemetry.state.store import StateStore
 

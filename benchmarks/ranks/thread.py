@@ -34,11 +34,11 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from runtime.counters import SlotCounter
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
-from runtime.dispatch.selftest import Trial, routing_cases
+from runtime.dispatch.table import Trial, routing_cases
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.group.launch import launch
-from runtime.model.graph_times import times_us
+from runtime.model.expert_times import times_us
 from runtime.routing import RoutingTable
+from tests.support.launch import launch
 
 # -- The steel thread's kernels on a GPU: the dispatcher's seam, counters, swaps and tables.
 

@@ -1,1 +1,1 @@
-"""Types that all of the planner uses: placement, topology, load, problem, arrays."""
+"""The planning problem, prepared once: load, ranks, zones, constraints, dispatch rule, prices."""

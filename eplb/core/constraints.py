@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb.core.jit import BoolArray, FloatArray, IntArray
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
+from eplb.core.zones import Ranks, Zones
+from eplb.errors import ConfigError, PlacementError
 
 # An expert in every layer, or (layer, expert). Layers count from 0 over the MoE layers.
 Which = int | tuple[int, int]
@@ -178,3 +180,103 @@ def named(which: Which, shape: tuple[int, ...], where: str) -> Iterator[tuple[in
                 f"0..{num_layers - 1} and experts 0..{num_experts - 1}"
             )
         yield layer, expert
+
+
+class ConstraintArrays(NamedTuple):
+    """Constraints as arrays; of 0 layers where single experts are not constrained."""
+
+    zone_of_expert: IntArray  # [L, E] ranks that an expert may be placed on
+    spread: IntArray  # [L or 0, E] fewest failure domains of an expert
+    pinned: BoolArray  # [L or 0, R, E] replicas that are required
+    domain: IntArray  # [R]
+    ready: BoolArray  # [R] only these may hold a sole copy
+
+
+def constraint_arrays(
+    constraints: Constraints,
+    topology: Topology,
+    load: FloatArray,
+    zones: Zones,
+    *,
+    every: bool = False,
+) -> ConstraintArrays:
+    """Constraints of each layer, for load [L, E].
+
+    Args:
+        constraints: as asked for.
+        topology: ranks, and their failure domains.
+        load: by which the hottest experts are chosen.
+        zones: with the slots that layers may use.
+        every: arrays of all layers also where single experts are not constrained.
+
+    Raises:
+        ConfigError: constraints on unknown experts or ranks, or that contradict each other.
+        PlacementError: fewer slots on ready ranks than experts.
+    """
+    domain = topology.failure_domain.astype(np.int64)
+    ready = ready_ranks(constraints, topology)
+    if not (every or constraints.binds_experts):
+        none = np.zeros((0, 0), dtype=np.int64)
+        no_pins = np.zeros((0, 0, 0), dtype=np.bool_)
+        return ConstraintArrays(zones.of_expert, none, no_pins, domain, ready)
+    spread, pinned = spread_of(constraints, load), pins_of(constraints, topology, load.shape)
+    arrays = ConstraintArrays(zones.of_expert, spread, pinned, domain, ready)
+    _check_contradictions(arrays, zones.ranks)
+    return arrays
+
+
+def least_replicas(zones: Zones, arrays: ConstraintArrays) -> IntArray:
+    """[L, E] fewest replicas of each expert that meet the constraints.
+
+    Raises:
+        PlacementError: more replicas than slots.
+    """
+    if not len(arrays.spread):
+        return np.ones(zones.of_expert.shape, dtype=np.int64)
+    pins = arrays.pinned.sum(axis=1)
+    on_ready = (arrays.pinned & arrays.ready[None, :, None]).sum(axis=1)
+    least: IntArray = np.maximum(arrays.spread, pins + ((pins > 0) & (on_ready == 0)))
+    short = np.flatnonzero(least.sum(axis=1) > zones.num_slots.sum(axis=1))
+    if short.size:
+        layer = int(short[0])
+        raise PlacementError(
+            f"layer {layer}: constraints ask for {least[layer].sum()} replicas, "
+            f"expected at most {zones.num_slots[layer].sum()}, the slots that may be used"
+        )
+    return np.ascontiguousarray(least, dtype=np.int64)
+
+
+def _check_contradictions(arrays: ConstraintArrays, ranks: Ranks) -> None:
+    room, zone, zone_of_expert = ranks.room, ranks.zone, arrays.zone_of_expert
+    num_experts = zone_of_expert.shape[1]
+    over = np.argwhere(arrays.pinned.sum(axis=2) > room)
+    if over.size:
+        layer, rank = over[0]
+        raise ConfigError(
+            f"constraints: layer {layer} pins {arrays.pinned[layer, rank].sum()} experts to rank "
+            f"{rank}, expected at most {room[layer, rank]}, the slots that may be used there"
+        )
+    ready_room = room[:, arrays.ready].sum(axis=1)
+    for layer in np.flatnonzero(ready_room < num_experts)[:1]:
+        raise PlacementError(
+            f"layer {layer}: {ready_room[layer]} slots on ranks that are ready for "
+            f"{num_experts} experts, expected one for each: a joining rank may hold no sole copy"
+        )
+    outside_zone = np.argwhere(arrays.pinned & (zone_of_expert[:, None] != zone[:, None]))
+    if outside_zone.size:
+        layer, rank, expert = outside_zone[0]
+        raise ConfigError(
+            f"constraints: layer {layer} pins expert {expert} to rank {rank}, but its expert "
+            f"group is kept on node {zone_of_expert[layer, expert]}"
+        )
+    for number in range(int(zone.max()) + 1):
+        usable = (zone == number) & (room > 0)  # [L, R]
+        domains = np.array([len(set(arrays.domain[row].tolist())) for row in usable])
+        wrong = np.argwhere((arrays.spread > domains[:, None]) & (zone_of_expert == number))
+        if wrong.size:
+            layer, expert = wrong[0]
+            raise ConfigError(
+                f"constraints: layer {layer} expert {expert} must be in "
+                f"{arrays.spread[layer, expert]} failure domains, expected at most "
+                f"{domains[layer]}, the domains with slots that it may use"
+            )

@@ -1,4 +1,4 @@
-"""Typed access to numba: compiled functions, and records that they pass by reference."""
+"""Typed access to numba: compiled functions, records that they pass by reference, array types."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core import event, types
 from numba.experimental import structref
+from numpy.typing import NDArray
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 Fields = TypeVar("Fields")
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+# A plain -1 or 0 as an argument makes numba compile the function once more for that literal.
+NONE = cast(int, np.int64(-1))
+ZERO = cast(int, np.int64(0))
 
 
 def jit(function: Compiled) -> Compiled:
     """Compile on first use, cached on disk if it can be; no interpreter lock while it runs.
 
-    No fast math: results must equal those of ``eplb/search/reference.py`` to the last bit. Division
+    No fast math: results equal those of ``tests/support/slow_planner.py`` to the last bit. Division
     by zero gives infinity as in numpy, since a check at every division costs time.
     """
     try:
@@ -29,6 +39,13 @@ def jit(function: Compiled) -> Compiled:
         compiled = numba.njit(nogil=True, error_model="numpy")(function)
     # numba's dispatcher is called like the function; its own type does not express that.
     return cast(Compiled, compiled)
+
+
+@jit
+def copy_into(target: IntArray | FloatArray, source: IntArray | FloatArray) -> None:
+    """As ``target[:] = source``, which takes long to compile."""
+    for place in range(len(target)):
+        target[place] = source[place]
 
 
 def by_reference(fields: type[Fields]) -> Callable[..., Fields]:

@@ -15,7 +15,7 @@ from eplb.core.arrays import UNSET, freeze, on_host, owned, unset
 from eplb.errors import HistoryError
 
 Phase = Literal["prefill", "decode", "mixed"]
-MOST_TOKENS = 2**62  # of a whole history
+MOST_TOKENS = 2**62  # in a whole history
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class LoadHistory:
     last_step: NDArray[np.int64] = field(default_factory=unset)  # [T] inclusive
     phase: Phase = "mixed"
     missing_ranks: tuple[frozenset[int], ...] = ()  # per window; () means none anywhere
-    phases: tuple[Phase, ...] = ()  # of each window, where they differ; (): ``phase``
+    phases: tuple[Phase, ...] = ()  # each window's, where they differ; (): ``phase``
 
     def __post_init__(self) -> None:
         given = np.asarray(self.tokens)
@@ -134,20 +134,17 @@ class LoadHistory:
 
     def latest(self, num_windows: int) -> LoadHistory:
         """The last ``num_windows`` windows, or all when there are fewer."""
-        return self._part(slice(max(0, self.num_windows - num_windows), None))
+        return self.of_windows(np.arange(max(0, self.num_windows - num_windows), self.num_windows))
 
-    def first(self, num_windows: int) -> LoadHistory:
-        """The first ``num_windows`` windows, or all when there are fewer."""
-        return self._part(slice(num_windows))
-
-    def _part(self, keep: slice) -> LoadHistory:
+    def of_windows(self, places: NDArray[np.intp]) -> LoadHistory:
+        """Some windows, in this order."""
         return LoadHistory(
-            self.tokens[keep],
-            self.first_step[keep],
-            self.last_step[keep],
+            self.tokens[places],
+            self.first_step[places],
+            self.last_step[places],
             self.phase,
-            self.missing_ranks[keep],
-            self.phases[keep],
+            tuple(self.missing_ranks[place] for place in places),
+            tuple(self.phases[place] for place in places),
         )
 
 

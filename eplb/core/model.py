@@ -29,10 +29,10 @@ class ModelShape:
     num_experts: int
     top_k: int
     hidden: int
-    intermediate: int  # of one routed expert
+    intermediate: int  # width of one routed expert
     num_shared_experts: int = 0
     num_expert_groups: int = 1  # the model's routing groups; 1 means none
-    expert_bytes: int = 0  # of one routed expert as served; 0: three BF16 matrices
+    expert_bytes: int = 0  # one routed expert as served; 0: three BF16 matrices
     expert_cost: NDArray[np.float64] = field(default_factory=unset)  # [E] work per token, 1.0 usual
 
     def __post_init__(self) -> None:

@@ -156,6 +156,14 @@ class Placement:
         merged[:, chosen] = other.slot_share[chosen] if theirs is None else theirs[:, chosen]
         return merged
 
+    def with_shares(
+        self, share: NDArray[np.float64], source_share: NDArray[np.float64] | None = None
+    ) -> Placement:
+        """The same experts and generation with other shares."""
+        return Placement(
+            self.slot_to_expert, self.num_experts, self.generation, share, source_share
+        )
+
     def with_generation(self, generation: int) -> Placement:
         """The same experts and shares under another generation number."""
         return Placement(
@@ -249,3 +257,76 @@ def duplicate_replicas(placement: Placement, topology: Topology) -> NDArray[np.i
     place = np.ravel_multi_index((layer, topology.rank_of_slot[slot], expert), shape)
     found, count = np.unique(place, return_counts=True)
     return np.stack(np.unravel_index(found[count > 1], shape), axis=1)
+
+
+def moves_per_layer(base: Placement, target: Placement) -> NDArray[np.int64]:
+    """[L] weights that must move from ``base`` to ``target``."""
+    per_layer: NDArray[np.int64] = changed_slots(base, target).sum(axis=1)
+    return per_layer
+
+
+def with_shares_of(
+    placement: Placement, slots: Topology, held: NDArray[np.int32], topology: Topology
+) -> Placement:
+    """``held`` [L, S] with the shares and the generation of ``placement``, expert by expert.
+
+    Args:
+        placement: its ranks hold the same experts, each at most once.
+        slots: where its slots are.
+        held: experts by slot.
+        topology: where these slots are.
+    """
+    old = placement.slot_to_expert
+    place = np.full((len(old), slots.num_ranks, placement.num_experts), EMPTY)
+    layer, slot = np.nonzero(old != EMPTY)
+    place[layer, slots.rank_of_slot[slot], old[layer, slot]] = slot
+    layer, slot = np.nonzero(held != EMPTY)
+    from_slot = place[layer, topology.rank_of_slot[slot], held[layer, slot]]
+
+    def carried(share: NDArray[np.float64]) -> NDArray[np.float64]:
+        there = np.zeros(held.shape)
+        there[layer, slot] = share[layer, from_slot]
+        return there
+
+    source = placement.source_share
+    return Placement(
+        held,
+        placement.num_experts,
+        placement.generation,
+        carried(placement.slot_share),
+        None if source is None else np.array([carried(share) for share in source]),
+    )
+
+
+def slots_in_use(placement: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[L, R] slots of each rank that hold an expert."""
+    used = np.zeros((placement.num_layers, topology.num_ranks), dtype=np.int64)
+    layers, slots = np.nonzero(placement.slot_to_expert != EMPTY)
+    np.add.at(used, (layers, topology.rank_of_slot[slots]), 1)
+    return used
+
+
+def sole_experts(placement: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[R] experts of all layers that no other rank holds: what the loss of a rank costs."""
+    count = placement.replica_count  # [L, E]; a rank holds an expert once
+    layers, slots = np.nonzero(placement.slot_to_expert != EMPTY)
+    is_sole = count[layers, placement.slot_to_expert[layers, slots]] == 1
+    of_rank: NDArray[np.int64] = np.bincount(
+        topology.rank_of_slot[slots[is_sole]], minlength=topology.num_ranks
+    ).astype(np.int64)
+    return of_rank
+
+
+def uncovered_experts(
+    placement: Placement, topology: Topology, is_left: NDArray[np.bool_]
+) -> list[tuple[int, int]]:
+    """(layer, expert) of those that none of the ranks ``is_left`` [R] holds, in order."""
+    held = placement.expert_to_slots  # [L, E, at most so many replicas]
+    has_one = ((held != EMPTY) & is_left[topology.rank_of_slot[held]]).any(axis=2)
+    return [(int(layer), int(expert)) for layer, expert in np.argwhere(~has_one)]
+
+
+def undrained(placement: Placement, topology: Topology) -> tuple[int, ...]:
+    """Ranks that are to hold nothing, and do."""
+    held = slots_in_use(placement, topology).any(axis=0)
+    return tuple(np.flatnonzero(held & topology.drained).tolist())

@@ -1,6 +1,8 @@
-"""The input of a policy, checked once.
+"""A planning problem: checked once, and prepared once for every step of the planner.
 
-Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, N nodes.
+What the steps read (load, zones, constraints, prices) is computed at its first use and kept.
+
+Shapes:  T windows, K scenarios, L MoE layers, E experts, S slots, R ranks, N nodes.
 """
 
 from __future__ import annotations
@@ -8,25 +10,61 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Literal, get_args
+from math import isfinite
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.arrays import whole
-from eplb.core.constraints import Constraints, room_of
+from eplb.core.constraints import ConstraintArrays, Constraints, constraint_arrays, room_of
+from eplb.core.cost import CostModel, Objective
+from eplb.core.demand import Demand, Scenarios, demand_of, without_noise
+from eplb.core.dispatch import DispatchRule, check_topology
+from eplb.core.jit import BoolArray, FloatArray, IntArray
 from eplb.core.load import LoadHistory, Phase
 from eplb.core.model import ModelShape
+from eplb.core.noise import sampling_noises
 from eplb.core.placement import Placement
-from eplb.core.scenarios import Scenarios
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
-from eplb.decision.gate import Objective as Objective
-from eplb.decision.promises import Record
+from eplb.core.zones import Zones, keeps_groups, with_groups_kept, zones_for
 from eplb.declared import Setting
-from eplb.dispatch_rules.rules import DispatchRule, check_topology
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.packing.zones import keeps_groups
+
+PRIOR = 0.5  # part of a promise that is realised, without a record
+PRIOR_GAIN = 0.1  # weight of the prior, as promised imbalance
+FORGOTTEN = 0.9  # factor on the record for each further plan
+LEAST, MOST = 0.1, 1.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """Gains in imbalance, or time, of earlier plans, summed with decreasing weight.
+
+    Raises:
+        ConfigError: a sum that is not finite, or a promise below 0.
+    """
+
+    promised: float = 0.0
+    given: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.given) and isfinite(self.promised) and self.promised >= 0):
+            raise ConfigError(
+                f"record: promised {self.promised} and given {self.given}, expected finite sums, "
+                "promised 0 or more"
+            )
+
+    @property
+    def kept(self) -> float:
+        """Part of a promise that is realised, 0.1 to 1."""
+        part = (PRIOR * PRIOR_GAIN + self.given) / (PRIOR_GAIN + self.promised)
+        return min(max(part, LEAST), MOST)
+
+    def with_plan(self, promised: float, given: float) -> Record:
+        """The record with one more judged plan."""
+        return Record(FORGOTTEN * self.promised + promised, FORGOTTEN * self.given + given)
+
 
 AskedObjective = Literal["tokens", "time", "auto"]  # auto: by the batch, see objective_for
 
@@ -59,8 +97,8 @@ class Budget:
             live=True,
         ),
     ] = 1.02
-    time_ms: float | None = None  # of search; None: while it gains, 200 at most; inf: no limit
-    num_threads: int = 1  # of the search; the plan does not depend on it
+    time_ms: float | None = None  # search time; None: while it gains, 200 at most; inf: no limit
+    num_threads: int = 1  # threads of the search; the plan does not depend on it
 
     def __post_init__(self) -> None:
         for name in ("max_moves", "max_bytes", "time_ms"):
@@ -75,6 +113,13 @@ class Budget:
             raise ConfigError(
                 f"budget: target_imbalance is {self.target_imbalance}, expected 1.0 or more"
             )
+
+
+class Frame(NamedTuple):
+    """Where the experts of each layer may go, as the kernels read it."""
+
+    zones: Zones
+    constraints: ConstraintArrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +145,8 @@ class Problem:
     scenarios: Scenarios | None = None
     dispatch: DispatchRule = DispatchRule.WEIGHTED
     unseen: int | None = None  # latest windows that ``current`` was not planned on; None: all
-    record: Record = field(default_factory=Record)  # of earlier plans
-    part: float = 1.0  # of the layers of a whole; see ``of_layers``
+    record: Record = field(default_factory=Record)  # gains of earlier plans
+    part: float = 1.0  # its part of a larger problem's layers; see ``of_layers``
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -185,15 +230,10 @@ class Problem:
             return 1
         return self.model.num_expert_groups
 
-    @cached_property
-    def groups_stay(self) -> bool:
-        """Whether each expert group stays on one node."""
-        return keeps_groups(self.topology, self.num_groups, self.num_experts, self.room)
-
-    @cached_property
-    def room(self) -> NDArray[np.int64]:
-        """[L, R] slots that each layer may use on each rank."""
-        return room_of(self.constraints, self.topology, self.history.num_layers)
+    @property
+    def expert_bytes(self) -> int:
+        """Size of one expert's weights; 0 when no model was given."""
+        return 0 if self.model is None else self.model.expert_bytes
 
     @property
     def max_moves(self) -> int | None:
@@ -203,40 +243,28 @@ class Problem:
             limits.append(self.budget.max_bytes // self.model.expert_bytes)
         return min(limits, default=None)
 
-    @cached_property
-    def price(self) -> NDArray[np.float64]:
-        """[L] imbalance that each move in a layer must remove to pay back in time.
-
-        Ranks receive in parallel, so a move costs 1 / R of one rank's time. The mean over layers
-        gains 1 / L of what one layer gains, weighted by the layer's part of the step. A gain on
-        past windows counts by the part of earlier promises that was kept.
-        """
-        expert_bytes = 0 if self.model is None else self.model.expert_bytes
-        seconds = self.cost.move_seconds(expert_bytes) / int(self.topology.alive.sum())
-        num_layers = self.history.num_layers / self.part
-        worth = self.cost.gain_worth(seconds) * num_layers / self.record.kept
-        price = np.full(self.history.num_layers, np.inf)
-        np.divide(worth, self.layer_weight, out=price, where=self.layer_weight > 0)
-        return price
-
     @property
     def num_unseen(self) -> int:
         """Complete windows that the current placement was not planned on."""
         latest = self.complete if self.unseen is None else self.complete[-self.unseen :]
         return 0 if self.unseen == 0 else int(latest.sum())
 
-    @cached_property
-    def layer_weight(self) -> NDArray[np.float64]:
-        """[L] a layer's part of the experts' time at perfect balance, scaled to a mean of 1."""
-        time = self.work.sum(axis=(0, 2))
-        mean = time.mean()
-        weight: NDArray[np.float64] = time / mean if mean > 0 else np.ones(len(time))
-        return weight
+    # ---- load
 
     @cached_property
-    def complete(self) -> NDArray[np.bool_]:
+    def complete(self) -> BoolArray:
         """[T] windows that every rank reported; the others are not used."""
         return np.array([not missing for missing in self.history.missing_ranks])
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """[T, L, E] tokens of the complete windows."""
+        return self.history.tokens[self.complete]
+
+    @cached_property
+    def routed(self) -> NDArray[np.int64]:
+        """[T, L] tokens of all experts together, in the complete windows."""
+        return np.asarray(self.tokens.sum(axis=2))
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -255,38 +283,209 @@ class Problem:
             if phase in self.phases
         )
 
-    def over_parts(
-        self, figure: Callable[[NDArray[np.intp]], NDArray[np.float64]]
-    ) -> NDArray[np.float64]:
+    def over_parts(self, figure: Callable[[NDArray[np.intp]], FloatArray]) -> FloatArray:
         """Mean of a figure of each part, by their numbers of windows."""
         total = sum(len(part) for part in self.parts)
-        mean: NDArray[np.float64] = sum(
+        mean: FloatArray = sum(
             (figure(part) * (len(part) / total) for part in self.parts), np.zeros(())
         )
         return mean
 
     @cached_property
-    def work(self) -> NDArray[np.float64]:
-        """[T, L, E] tokens times each expert's cost per token; complete windows only."""
-        tokens = self.history.tokens[self.complete].astype(np.float64)
-        if self.model is not None:
-            tokens *= self.model.expert_cost
-        tokens.flags.writeable = False
-        return tokens
+    def noise(self) -> FloatArray:
+        """[L] imbalance above 1 that chance makes in the sum of all windows, mean over phases."""
+        num_ranks = int(self.topology.serving.sum())
+        return self.over_parts(
+            lambda part: sampling_noises(self.routed[part].sum(axis=0), num_ranks)
+        )
 
     @cached_property
-    def scaled(self) -> NDArray[np.float64]:
+    def work(self) -> FloatArray:
+        """[T, L, E] tokens times each expert's cost per token; complete windows only."""
+        work = self._times_cost(self.tokens.astype(np.float64))
+        work.flags.writeable = False
+        return work
+
+    @cached_property
+    def scaled(self) -> FloatArray:
         """[L, T, E] work in units of the mean rank load, so that the busiest load is the imbalance.
 
         Windows have equal weight whatever their tokens; an idle window is zero.
         """
         return scale(self.work.transpose(1, 0, 2), self.topology)
 
+    @cached_property
+    def heat(self) -> FloatArray:
+        """[L, E] part of a layer's tokens, mean over windows; zeros in an idle layer."""
+        total = self.routed[..., None]
+        part = np.divide(self.tokens, total, out=np.zeros(self.tokens.shape), where=total > 0)
+        busy = (self.routed > 0).sum(axis=0)
+        return np.asarray(part.sum(axis=0) / np.maximum(busy, 1)[:, None])
 
-def scale(work: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
+    @cached_property
+    def scenario_work(self) -> FloatArray:
+        """[K, L, E] work of the scenarios."""
+        windows = np.zeros((0, *self.work.shape[1:]))
+        return self._times_cost(windows if self.scenarios is None else self.scenarios.windows)
+
+    @cached_property
+    def total(self) -> FloatArray:
+        """[L, E] work of the windows and the scenarios together, each scenario by its weight."""
+        total: FloatArray = self.work.sum(axis=0)
+        if self.scenarios is None:
+            return total
+        weight = self.scenarios.weight / (1 - self.scenarios.weight.sum())
+        # The size of a scenario is unrelated to its probability: all are scaled to the past's.
+        size = total.sum(axis=1) / np.maximum(self.scenario_work.sum(axis=2), 1e-300)  # [K, L]
+        extra = self.scenario_work * (weight[:, None] * size)[:, :, None]
+        return np.asarray(total + extra.sum(axis=0))
+
+    @cached_property
+    def demand(self) -> Demand:
+        """The load to balance by the objective: windows without noise, and scenarios."""
+        windows, drawn = np.empty(self.work.shape), self.routed.astype(np.float64)
+        for part in self.parts:
+            windows[part] = without_noise(self.work[part], drawn[part])
+        weight = np.full(len(windows), 1.0 / len(windows))
+        steps = self._steps
+        if self.scenarios is not None:
+            likely = self.scenarios.weight
+            windows = np.concatenate([windows, self.scenario_work])
+            weight = np.concatenate([weight * (1 - likely.sum()), likely])
+            steps = np.concatenate([steps, np.full(len(likely), steps.mean())])
+        return self._demand_of(windows, steps, weight, by_time=self.objective == "time")
+
+    @cached_property
+    def timed_demand(self) -> Demand:
+        """The windows as recorded, by the curve whatever the objective: times are judged on it."""
+        weight = np.full(len(self.work), 1.0 / len(self.work))
+        return self._demand_of(self.work, self._steps, weight, by_time=True)
+
+    @cached_property
+    def total_demand(self) -> Demand:
+        """All windows and scenarios as one window, by tokens whatever the objective."""
+        return demand_of(self.total[None], np.ones(1), np.ones(1), self.topology)
+
+    @property
+    def _steps(self) -> FloatArray:
+        """[T] steps of each complete window."""
+        return self.history.steps_per_window[self.complete].astype(np.float64)
+
+    def _demand_of(
+        self, windows: FloatArray, steps: FloatArray, weight: FloatArray, *, by_time: bool
+    ) -> Demand:
+        curve = self.cost.curve if by_time else ()
+        return demand_of(windows, steps, weight, self.topology, curve=curve, model=self.model)
+
+    def _times_cost(self, windows: FloatArray) -> FloatArray:
+        return windows if self.model is None else windows * self.model.expert_cost
+
+    # ---- ranks and constraints
+
+    @cached_property
+    def room(self) -> IntArray:
+        """[L, R] slots that each layer may use on each rank."""
+        return room_of(self.constraints, self.topology, self.history.num_layers)
+
+    @cached_property
+    def groups_stay(self) -> bool:
+        """Whether each expert group stays on one node."""
+        return keeps_groups(self.topology, self.num_groups, self.num_experts, self.room)
+
+    @cached_property
+    def frame(self) -> Frame:
+        """Where experts may go: zones by the load.
+
+        A cordoned rank keeps its experts, so with pins each group stays on the node that it is on.
+        """
+        if self.current is not None and (self.constraints.pinned or not self.groups_stay):
+            return self.serving_frame
+        return self._framed(self._zones)
+
+    @cached_property
+    def serving_frame(self) -> Frame:
+        """Where experts may go if each group stays on its node in the current placement."""
+        return self._framed(self._serving_zones[0])
+
+    @property
+    def ungrouped(self) -> BoolArray:
+        """[L] layers of the current placement with an expert group that is not on one node."""
+        return self._serving_zones[1]
+
+    @cached_property
+    def _zones(self) -> Zones:
+        return zones_for(self.total, self.topology, self.num_groups, self.room)
+
+    @cached_property
+    def _serving_zones(self) -> tuple[Zones, BoolArray]:
+        assert self.current is not None, "groups are where a placement has them"
+        held = self.current.slot_to_expert
+        if not self.groups_stay:
+            return self._zones, np.zeros(len(held), dtype=np.bool_)
+        return with_groups_kept(self._zones, held, self.topology, self.num_groups)
+
+    def _framed(self, zones: Zones) -> Frame:
+        arrays = constraint_arrays(self.constraints, self.topology, self.total, zones)
+        return Frame(zones, arrays)
+
+    # ---- prices
+
+    @cached_property
+    def price(self) -> FloatArray:
+        """[L] imbalance that each move in a layer must remove to pay back in time.
+
+        Ranks receive in parallel, so a move costs 1 / R of one rank's time. The mean over layers
+        gains 1 / L of what one layer gains, weighted by the layer's part of the step. A gain on
+        past windows counts by the part of earlier promises that was kept.
+        """
+        seconds = self.cost.move_seconds(self.expert_bytes) / int(self.topology.alive.sum())
+        num_layers = self.history.num_layers / self.part
+        worth = self.cost.gain_worth(seconds) * num_layers / self.record.kept
+        price = np.full(self.history.num_layers, np.inf)
+        np.divide(worth, self.layer_weight, out=price, where=self.layer_weight > 0)
+        return price
+
+    @cached_property
+    def layer_weight(self) -> FloatArray:
+        """[L] a layer's part of the experts' time at perfect balance, scaled to a mean of 1."""
+        time = self.work.sum(axis=(0, 2))
+        mean = time.mean()
+        weight: FloatArray = time / mean if mean > 0 else np.ones(len(time))
+        return weight
+
+    @cached_property
+    def tokens_of_node(self) -> FloatArray:
+        """[N] part of the tokens that starts on each node; 1 together.
+
+        Raises:
+            ConfigError: the cost model names another number of nodes, or no tokens at all.
+        """
+        topology, given = self.topology, self.cost.tokens_of_node
+        if given and (len(given) != topology.num_nodes or not sum(given) > 0):
+            raise ConfigError(
+                f"cost: tokens_of_node is {given}, expected a part for each of "
+                f"{topology.num_nodes} nodes, and one above 0"
+            )
+        parts = np.array(given or self._live_ranks_of_node, dtype=np.float64)
+        return np.asarray(parts / parts.sum())
+
+    @cached_property
+    def tokens_of_rank(self) -> FloatArray:
+        """[R] part of the tokens that starts on each rank: that of its node, divided equally."""
+        each = self.tokens_of_node / np.maximum(self._live_ranks_of_node, 1)
+        return np.where(self.topology.alive, each[self.topology.node_of_rank], 0.0)
+
+    @property
+    def _live_ranks_of_node(self) -> FloatArray:
+        topology = self.topology
+        live = np.bincount(topology.node_of_rank, topology.alive, topology.num_nodes)
+        return np.asarray(live, dtype=np.float64)
+
+
+def scale(work: FloatArray, topology: Topology) -> FloatArray:
     """[..., E] work divided by the load of a rank of speed 1 at perfect balance."""
     fair = work.sum(axis=-1, keepdims=True) / topology.rank_speed[topology.serving].sum()
-    scaled: NDArray[np.float64] = np.zeros(work.shape)
+    scaled: FloatArray = np.zeros(work.shape)
     np.divide(work, fair, out=scaled, where=fair > 0)
     return scaled
 

@@ -1,1 +1,1 @@
-"""From alternatives to a decision: the net-benefit gate, the budget, the plan."""
+"""From alternatives to a decision: score, net-benefit gate, expectation, plan and explanation."""

@@ -12,24 +12,25 @@ Shapes:  L MoE layers, S slots, R ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eplb.core.kernels import BoolArray, FloatArray
-from eplb.core.placement import EMPTY, Placement, changed_slots
+from eplb.core.cost import CostModel, Decision
+from eplb.core.jit import BoolArray, FloatArray
+from eplb.core.placement import EMPTY, Placement, changed_slots, moves_per_layer
 from eplb.core.problem import Problem
-from eplb.core.topology import Topology
-from eplb.decision.allowance import moves_per_layer
 from eplb.decision.expectation import expected_part
-from eplb.decision.gate import Decision, Outlook, decide
-from eplb.dispatch_rules.plans import as_dispatched
+from eplb.decision.score import (
+    as_dispatched,
+    dead_zone,
+    noise_under,
+    part_in_time,
+    score_of,
+)
 from eplb.measure.balance import imbalance
-from eplb.measure.noise import noise_under
-from eplb.policies.legality import violations_of
-from eplb.policies.objectives import dead_zone, measured, part_in_time
+from eplb.search.legality import violations_of
 from eplb.shares.resplitting import best_shares, share_floor
 from eplb.shares.traffic import crossing, with_local_shares
 
@@ -43,6 +44,16 @@ class Option(NamedTuple):
     placement: Placement
     score: FloatArray  # [L] as ``score_of`` gives it
 
+    def with_layers(self, other: Option, chosen: BoolArray) -> Option:
+        """This option with the chosen layers [L] of another one."""
+        placement = self.placement.with_layers(other.placement, np.flatnonzero(chosen).tolist())
+        return Option(placement, np.where(chosen, other.score, self.score))
+
+
+def option_of(problem: Problem, placement: Placement) -> Option:
+    """A placement with its score."""
+    return Option(placement, score_of(problem, placement))
+
 
 class Choice(NamedTuple):
     """The decision, its reason, and the placement."""
@@ -53,15 +64,53 @@ class Choice(NamedTuple):
     expected: float = 0.0  # reduction of imbalance on future windows
 
 
-def score_of(problem: Problem, placement: Placement) -> FloatArray:
-    """[L] score of a plan: imbalance or time, plus the price of tokens that cross nodes.
+@dataclass(frozen=True)
+class Outlook:
+    """Figures of a plan that the gate decides on."""
 
-    See ``eplb.policies.objectives.measured`` and ``CostModel.node_traffic``.
+    before: float  # mean imbalance over layers, on the history
+    after: float  # the same under the planned placement
+    noise: float  # imbalance above 1 of one window by chance
+    num_moves: int
+    cost_s: float  # serving time that its moves take
+    sure: float = 1.0  # part of the gain that the decision uses, by ``expectation.py``
+    in_time: float = 1.0  # part of the gain that saves time at this batch size, by the curve
+    dead_zone: float = 1.0  # imbalance whose removal saves less than a rebalance costs
+    of: str = "imbalance"  # name of the figures
+
+
+def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
+    """MOVE, RESPLIT (for an outlook without moves) or KEEP, and the reason as text.
+
+    The gain counts down to the noise floor only, because noise below it does not repeat.
     """
-    score = measured(problem, placement)
-    if problem.cost.node_traffic:
-        score = score + problem.cost.node_traffic * crossing(problem, placement)
-    return score
+    floor = 1.0 + outlook.noise
+    change = f"{outlook.of} {outlook.before:.3f} -> {outlook.after:.3f}"
+    if outlook.before <= floor:
+        return Decision.KEEP, f"{change}, within the sampling noise of a window ({floor:.3f})"
+    if outlook.num_moves == 0 and outlook.before <= outlook.after:
+        return Decision.KEEP, f"the plan is the current placement, {change}"
+    if outlook.before <= outlook.dead_zone:
+        return (
+            Decision.KEEP,
+            f"{change}, within the dead zone of this batch ({outlook.dead_zone:.3f})",
+        )
+    reachable = max(outlook.after, floor)
+    gain = (outlook.before - reachable) * outlook.sure * outlook.in_time
+    lost = cost.seconds_per_rebalance + outlook.cost_s
+    saved = cost.saved_seconds(gain)
+    if outlook.after < floor:
+        change += f" (gain counted to the sampling noise, {floor:.3f})"
+    if outlook.sure != 1.0:
+        change += f", {outlook.sure:.0%} of the gain expected to last"
+    if outlook.in_time != 1.0:
+        change += f", {outlook.in_time:.0%} of it time at this batch"
+    figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"
+    if not gain > 0 or lost > saved:
+        return Decision.KEEP, f"{change}: {figures}"
+    if outlook.num_moves == 0:
+        return Decision.RESPLIT, f"{change}: {figures} by new shares alone"
+    return Decision.MOVE, f"{change}: {figures}, for {outlook.num_moves} moves"
 
 
 def with_shares(problem: Problem, option: Option) -> Option:
@@ -79,26 +128,16 @@ def with_shares(problem: Problem, option: Option) -> Option:
         floor = share_floor(problem, placement, layers)
         layers = layers[floor < balance[layers] * (1.0 - problem.cost.min_share_gain)]
     if len(layers):
-        option = _better(problem, option, best_shares(problem, placement, layers))
+        new = placement.with_shares(best_shares(problem, placement, layers))
+        if problem.cost.node_traffic:
+            new = with_local_shares(problem, new)
+        split = option_of(problem, new)
+        gains = split.score < option.score * (1.0 - problem.cost.min_share_gain)
+        if gains.any():
+            option = option.with_layers(split, gains)
     if problem.cost.node_traffic:
-        near = with_local_shares(problem, option.placement)
-        option = Option(near, score_of(problem, near))
+        option = option_of(problem, with_local_shares(problem, option.placement))
     return option
-
-
-def _better(problem: Problem, option: Option, share: FloatArray) -> Option:
-    """``option`` with these shares where they gain."""
-    old = option.placement
-    new = Placement(old.slot_to_expert, old.num_experts, old.generation, share)
-    if problem.cost.node_traffic:
-        new = with_local_shares(problem, new)
-    score = score_of(problem, new)
-    gains = np.flatnonzero(score < option.score * (1.0 - problem.cost.min_share_gain))
-    if not gains.size:
-        return option
-    taken = option.score.copy()
-    taken[gains] = score[gains]
-    return Option(old.with_layers(new, gains.tolist()), taken)
 
 
 def without_losses(
@@ -118,10 +157,7 @@ def without_losses(
     moves = moves_per_layer(old, new)
     gain = serving.score - proposed.score
     stays = uneven_layers(old) & ~forced & (gain <= np.where(moves > 0, problem.price, 0.0) * moves)
-    if not stays.any():
-        return proposed
-    kept = new.with_layers(old, np.flatnonzero(stays).tolist())
-    return Option(kept, np.where(stays, serving.score, proposed.score))
+    return proposed.with_layers(serving, stays) if stays.any() else proposed
 
 
 def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
@@ -134,8 +170,7 @@ def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
     if problem.groups_stay or not worse.any():
         return proposed
     worse[list(violations_of(problem, plain.placement))] = False
-    kept = proposed.placement.with_layers(plain.placement, np.flatnonzero(worse).tolist())
-    return Option(kept, np.where(worse, plain.score, proposed.score))
+    return proposed.with_layers(plain, worse)
 
 
 def uneven_layers(placement: Placement) -> BoolArray:
@@ -161,21 +196,20 @@ def choose(
         why_not: why the serving placement cannot serve; None if it can.
         splits: whether RESPLIT is allowed.
     """
-    received = _received(serving.placement, proposed.placement, problem.topology)
-    if problem.current is None and received.any():
+    moved = moves_per_layer(serving.placement, proposed.placement)
+    if problem.current is None and moved.any():
         change = f"{_score_name(problem)} {serving.score.mean():.3f} -> {proposed.score.mean():.3f}"
         reason = f"no current placement: {change}"
         return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     if why_not is not None:
         reason = f"the current placement cannot serve: {why_not}"
         return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
-    outlook, part = _outlook(problem, serving, proposed, received), 1.0
+    outlook, part = _outlook(problem, serving, proposed), 1.0
     # A gain that was judged on unseen windows needs no deduction for noise; others do.
     judged, moves = outlook, splits and outlook.num_moves > 0
     if moves and decide(replace(outlook, noise=0.0), problem.cost)[0] is Decision.MOVE:
         promised = (serving.score - proposed.score) * problem.layer_weight
-        changed = moves_per_layer(serving.placement, proposed.placement) > 0
-        found = expected_part(problem, promised, changed)
+        found = expected_part(problem, promised, moved > 0)
         part, outlook = found.part, replace(outlook, sure=found.sure)
         judged = replace(outlook, noise=0.0) if found.is_judged else outlook
     decision, reason = decide(judged, problem.cost)
@@ -204,7 +238,7 @@ def ordered(problem: Problem, serving: Option, wanted: Option, why: str) -> Choi
         old.slot_share, new.slot_share
     ):
         return Choice(Decision.KEEP, f"{why}: it is the current placement", serving)
-    outlook = _outlook(problem, serving, wanted, _received(old, new, problem.topology))
+    outlook = _outlook(problem, serving, wanted)
     judged, figures = decide(outlook, problem.cost)
     decision = Decision.MOVE if outlook.num_moves else Decision.RESPLIT
     note = "" if judged is decision else f", by itself a {judged.value}"
@@ -256,23 +290,22 @@ def _moving_pays_anyway(
     return pays(imbalance(problem.work[:, sample], alone, problem.topology).mean(axis=0))
 
 
-def _outlook(
-    problem: Problem, serving: Option, proposed: Option, received: NDArray[np.int64]
-) -> Outlook:
+def _outlook(problem: Problem, serving: Option, proposed: Option) -> Outlook:
     # By the base, which was not planned on these windows; the proposed placement fits their noise.
     noise = float(noise_under(problem, as_dispatched(problem, serving.placement)).mean())
     if problem.cost.node_traffic:  # added, because it is no part of the imbalance
         crosses = crossing(problem, proposed.placement).mean()
         noise += problem.cost.node_traffic * float(crosses)
-    expert_bytes = 0 if problem.model is None else problem.model.expert_bytes
-    old, new = serving.placement, proposed.placement
+    old, new, topology = serving.placement, proposed.placement, problem.topology
+    per_slot = changed_slots(old, new).sum(axis=0)
+    received = np.bincount(topology.rank_of_slot, per_slot, topology.num_ranks)  # by each rank
     has_zone = problem.cost.dead_zone and problem.objective == "tokens"
     return Outlook(
         _mean(problem, serving.score),
         _mean(problem, proposed.score),
         noise,
         int(received.sum()),
-        int(received.max()) * problem.cost.move_seconds(expert_bytes),
+        int(received.max()) * problem.cost.move_seconds(problem.expert_bytes),
         in_time=part_in_time(problem, old, new) if has_zone else 1.0,
         dead_zone=dead_zone(problem) if has_zone else 1.0,
         of=_score_name(problem),
@@ -287,12 +320,3 @@ def _mean(problem: Problem, score: FloatArray) -> float:
 def _score_name(problem: Problem) -> str:
     what = "imbalance" if problem.objective == "tokens" else "time"
     return f"{what} and traffic" if problem.cost.node_traffic else what
-
-
-def _received(base: Placement, target: Placement, topology: Topology) -> NDArray[np.int64]:
-    """[R] weights that each rank receives."""
-    per_slot = changed_slots(base, target).sum(axis=0)
-    received: NDArray[np.int64] = np.bincount(
-        topology.rank_of_slot, per_slot, topology.num_ranks
-    ).astype(np.int64)
-    return received

@@ -11,21 +11,20 @@ Shapes:  T windows, L MoE layers, U unseen windows.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eplb.core.kernels import BoolArray, FloatArray
-from eplb.core.load import LoadHistory
+from eplb.core.cost import Objective
+from eplb.core.dispatch import DispatchRule
+from eplb.core.jit import BoolArray, FloatArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.decision.promises import Promise
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.decision.score import measured
 from eplb.policies.incremental import incremental
-from eplb.policies.objectives import realised
 
+ENOUGH = 4  # windows on which a plan is judged
 FEWEST = 3  # windows for cross-fitting
 FOLDS = 4
 SAMPLED = 16  # layers, at most, that are planned again
@@ -33,6 +32,16 @@ PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, relative to it
 CAUTION = 0.5  # standard deviations that are subtracted at first
 LOOKS = 16  # windows after which one more is: repeated planning finds gains by chance
 MOST_CAUTION = 3.0
+
+
+@dataclass(frozen=True, eq=False)
+class Promise:
+    """A plan that was published, until there are enough windows to judge it."""
+
+    base: Placement
+    target: Placement
+    gain: float  # its score's, on the windows that it was fitted to
+    objective: Objective = "tokens"
 
 
 class Expected(NamedTuple):
@@ -83,26 +92,24 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     unseen = np.arange(len(kept))[-problem.num_unseen :]
     gains = []
     for run in np.array_split(unseen, min(FOLDS, len(unseen))):
-        others = _windows(problem.history, np.delete(kept, run))
+        others = problem.history.of_windows(np.delete(kept, run))
         part = replace(problem, history=others, scenarios=None).of_layers(layers)
-        held = incremental(part, serving).held.astype(np.int32)
+        held, _ = incremental(part)
         tested = replace(
             problem,
-            history=_windows(problem.history, kept[run]),
+            history=problem.history.of_windows(kept[run]),
             scenarios=None,
             dispatch=DispatchRule.WEIGHTED,
         ).of_layers(layers)
-        promise = Promise(serving, Placement(held, problem.num_experts), 0.0, problem.objective)
+        promise = Promise(
+            serving, Placement(held.astype(np.int32), problem.num_experts), 0.0, problem.objective
+        )
         gains.append(realised(tested, promise))
     return np.array(gains)
 
 
-def _windows(history: LoadHistory, kept: NDArray[np.intp]) -> LoadHistory:
-    return LoadHistory(
-        history.tokens[kept],
-        history.first_step[kept],
-        history.last_step[kept],
-        history.phase,
-        tuple(history.missing_ranks[place] for place in kept),
-        tuple(history.phases[place] for place in kept),
-    )
+def realised(problem: Problem, promise: Promise) -> float:
+    """Reduction of the promise's score on the problem's windows against the placement before."""
+    pair = (promise.base, promise.target)
+    before, after = (measured(problem, one, promise.objective).mean() for one in pair)
+    return float(before - after)

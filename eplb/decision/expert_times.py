@@ -14,13 +14,13 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from eplb.decision.gate import GROUPED_GEMM_H200, Curve
+from eplb.core.cost import GROUPED_GEMM_H200, Curve
 from eplb.errors import ConfigError
 
 # In the order in which they are measured: a deadline leaves the curve coarse, and not short.
 POINTS = (1, 16, 256, 4096, 64, 1024, 4, 32, 128, 512, 2048, 96, 192)
 LEAST_LAST = 256  # tokens: the planner extends the last segment, which must not be the flat part
-BUDGET_S = 2.0  # of a rank's start
+BUDGET_S = 2.0  # time of a rank's start that the measurement may take
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ExpertTimes:
     rows: list[int]
     us: list[float]
     of: str  # device, implementation and experts that were measured
-    seconds: float  # that it took
+    seconds: float  # duration of the measurement
 
     def __post_init__(self) -> None:
         rise = all(one < two for one, two in pairwise([0, *self.rows]))

@@ -1,33 +1,40 @@
-"""The plan: target placement, decision with its reason, and moves. Figures are computed on demand.
+"""The plan: target placement, decision with its reason, moves, and the explanation of each.
 
-Shapes:  L MoE layers.
+Figures are computed on demand.
+
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.cost import Decision
 from eplb.core.load import Phase
-from eplb.core.placement import Placement
+from eplb.core.placement import EMPTY, Placement, moves_per_layer
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.decision.allowance import moves_per_layer
-from eplb.decision.gate import Decision
-from eplb.dispatch_rules.plans import booked_and_effective
-from eplb.explanation.explainer import explain
-from eplb.explanation.figures import Explanation, finite
-from eplb.measure.balance import imbalance, live_shares
-from eplb.measure.lower_bound import bound_of
-from eplb.migration.build import Move, moves_between
-from eplb.migration.moves import LINKS, link_of
-from eplb.policies.frontier import Curve
+from eplb.decision.explanation import (
+    Explanation,
+    LayerExplanation,
+    RankLoad,
+    finite,
+    layer_sentences,
+    sentences,
+)
+from eplb.decision.score import as_dispatched, booked_and_effective
+from eplb.errors import ConfigError
+from eplb.measure.balance import imbalance, live_shares, rank_load
+from eplb.measure.bounds import bound_of
+from eplb.migration.transactions import LINKS, Move, link_of, moves_between
+from eplb.policies.incremental import BalanceCurve
 from eplb.shares.traffic import crossing
 
 
@@ -36,8 +43,8 @@ class PhaseBalance:
     """Imbalance of one phase's windows, mean over layers."""
 
     phase: Phase
-    before: float  # of the base
-    after: float  # of the target
+    before: float  # under the base
+    after: float  # under the target
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +53,18 @@ class Plan:
 
     ``before`` and ``after`` are means over layers of the mean imbalance over the history's windows:
     what the placement would have had then, not a forecast of the next window. With
-    ``objective="time"`` they are times, see ``eplb.policies.objectives.measured``; a price on
-    tokens that cross nodes is added, see ``eplb.decision.alternatives.score_of``.
+    ``objective="time"`` they are times, see ``eplb.decision.score.measured``; a price on
+    tokens that cross nodes is added, see ``eplb.decision.score.score_of``.
     """
 
     problem: Problem
     base: Placement  # the serving placement; contiguous when there was none
     target: Placement  # generation + 1 when it moves, else ``base`` itself
     before_per_layer: NDArray[np.float64]  # [L]
-    after_per_layer: NDArray[np.float64]  # [L] of the planned placement, even if it is not taken
+    after_per_layer: NDArray[np.float64]  # [L] scores of the planned placement, taken or not
     decision: Decision
     reason: str
-    curve: Curve  # (moves, mean score over layers at equal split): of one window its imbalance
+    curve: BalanceCurve  # (moves, mean score over layers) at equal split
     policy: str
     expected_gain: float = 0.0  # on windows to come; see ``eplb/decision/expectation.py``
 
@@ -136,7 +143,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> NDArray[np.float64]:
-        """[L] lower bound of the cost of any placement; see ``eplb.measure.lower_bound``."""
+        """[L] lower bound of the cost of any placement; see ``eplb.measure.bounds``."""
         return bound_of(self.problem)
 
     @cached_property
@@ -209,3 +216,153 @@ def lost_tokens(problem: Problem, placement: Placement) -> float:
     _, uncovered = live_shares(placement, problem.topology)
     total = float(problem.work.sum())
     return float((problem.work * uncovered).sum()) / total if total else 0.0
+
+
+def explain(plan: Plan, layer: int, expert: int) -> Explanation:
+    """Explain why an expert has its replicas, why on these ranks, and which moves it needs.
+
+    Args:
+        plan: any plan, also one that keeps the serving placement.
+        layer: as the placement counts, from 0.
+        expert: a logical expert.
+
+    Raises:
+        ConfigError: no such layer or expert.
+    """
+    view = _view(plan, layer)
+    if not 0 <= expert < len(view.work):
+        raise ConfigError(f"expert {expert} of layer {layer}, expected 0..{len(view.work) - 1}")
+    load, total = float(view.work[expert]), float(view.work.sum())
+    before = _ranks_with(plan.base, layer, expert, plan.topology)
+    after = _ranks_with(plan.target, layer, expert, plan.topology)
+    freed = set(np.flatnonzero(plan.base.slot_to_expert[layer] == expert).tolist())
+    moves = tuple(m for m in view.moves if m.expert == expert or m.dst_slot in freed)
+    without, with_more = marginal(plan, layer, expert)
+    held = plan.target.slot_to_expert[layer] == expert
+    found = Explanation(
+        layer=layer,
+        expert=expert,
+        num_experts=len(view.work),
+        decision=plan.decision.value,
+        reason=plan.reason,
+        part_of_load=load / total if total else 0.0,
+        place=1 + int((view.work > load).sum()),
+        load=load,
+        ranks_before=before,
+        ranks_after=after,
+        shares_after=tuple(
+            as_dispatched(plan.problem, plan.target).slot_share[layer, held].tolist()
+        ),
+        with_one_less=without,
+        with_one_more=with_more,
+        rank_loads=tuple(at for at in view.rank_loads if at.rank in {*before, *after}),
+        moves=moves,
+        bytes_by_link=_bytes_by_link_of(plan, moves),
+        imbalance_before=view.before,
+        imbalance_after=view.after,
+        bound=float(plan.lower_bound[layer]),
+    )
+    return replace(found, sentences=sentences(found, plan.topology, view.rank_loads))
+
+
+def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
+    """Explain the changes of a plan to one layer.
+
+    Raises:
+        ConfigError: no such layer.
+    """
+    view = _view(plan, layer)
+    was, will_be = plan.base.replica_count[layer], plan.target.replica_count[layer]
+    by_heat: list[int] = np.argsort(-view.work, kind="stable").tolist()
+    busiest = max(view.rank_loads, key=lambda at: at.before)
+    held = plan.base.slot_to_expert[layer, plan.topology.slots_on(busiest.rank)].tolist()
+    found = LayerExplanation(
+        layer=layer,
+        decision=plan.decision.value,
+        reason=plan.reason,
+        before=view.before,
+        after=view.after,
+        bound=float(plan.lower_bound[layer]),
+        rank_loads=view.rank_loads,
+        busiest_experts=tuple(e for e in by_heat if e in held),
+        more=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] > was[e]),
+        fewer=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] < was[e]),
+        moves=view.moves,
+        bytes_by_link=_bytes_by_link_of(plan, view.moves),
+    )
+    return replace(found, sentences=layer_sentences(found))
+
+
+def marginal(plan: Plan, layer: int, expert: int) -> tuple[float | None, float | None]:
+    """The layer's imbalance with one replica fewer, and with one more, at equal split.
+
+    One fewer empties the slot with the least loss. One more goes into an empty slot, or replaces a
+    redundant replica, with the most gain; nothing else moves. None where there is no such change:
+    it is the only replica, or every rank has one already.
+    """
+    topology, held = plan.topology, plan.target.slot_to_expert[layer]
+    work = np.ascontiguousarray(plan.problem.scaled[layer])  # [T, E]
+    count = plan.target.replica_count[layer]
+    mine = np.flatnonzero(held == expert)
+    fewer, more = [], []
+    if len(mine) > 1:
+        fewer = [_imbalance_of(work, _with(held, slot, EMPTY), topology) for slot in mine.tolist()]
+    taken = set(topology.rank_of_slot[mine].tolist())
+    spare = (held == EMPTY) | (count[np.maximum(held, 0)] > 1)
+    room = plan.problem.room[layer]
+    for slot in np.flatnonzero(spare & (held != expert)).tolist():
+        rank = int(topology.rank_of_slot[slot])
+        may_use = topology.alive[rank] and slot - topology.first_slot[rank] < room[rank]
+        if may_use and rank not in taken:
+            more.append(_imbalance_of(work, _with(held, slot, expert), topology))
+    return min(fewer, default=None), min(more, default=None)
+
+
+def _with(held: NDArray[np.int32], slot: int, expert: int) -> NDArray[np.int32]:
+    changed = held.copy()
+    changed[slot] = expert
+    return changed
+
+
+def _imbalance_of(work: NDArray[np.float64], held: NDArray[np.int32], topology: Topology) -> float:
+    """Imbalance of a layer at equal split, mean over windows of work [T, E]."""
+    placement = Placement(held[None], work.shape[1])
+    return float(imbalance(work[:, None], placement, topology).mean())
+
+
+class _View(NamedTuple):
+    """One layer of a plan under its load."""
+
+    work: NDArray[np.float64]  # [E] mean over windows, in units of the mean rank load
+    rank_loads: tuple[RankLoad, ...]  # live ranks
+    before: float  # imbalance
+    after: float
+    moves: tuple[Move, ...]
+
+
+def _view(plan: Plan, layer: int) -> _View:
+    if not 0 <= layer < plan.base.num_layers:
+        raise ConfigError(f"layer {layer}, expected 0..{plan.base.num_layers - 1}")
+    problem, topology = plan.problem, plan.topology
+    work = problem.scaled.mean(axis=1)  # [L, E]
+    pair = tuple(as_dispatched(problem, it) for it in (plan.base, plan.target))
+    was, will_be = (rank_load(work, it, topology)[layer] / topology.rank_speed for it in pair)
+    before, after = (float(imbalance(problem.work, it, topology)[:, layer].mean()) for it in pair)
+    loads = tuple(
+        RankLoad(rank, float(was[rank]), float(will_be[rank]))
+        for rank in np.flatnonzero(topology.alive).tolist()
+    )
+    moves = tuple(move for move in plan.moves if move.layer == layer)
+    return _View(work[layer], loads, before, after, moves)
+
+
+def _ranks_with(
+    placement: Placement, layer: int, expert: int, topology: Topology
+) -> tuple[int, ...]:
+    slots = np.flatnonzero(placement.slot_to_expert[layer] == expert)
+    return tuple(topology.rank_of_slot[slots].tolist())
+
+
+def _bytes_by_link_of(plan: Plan, moves: tuple[Move, ...]) -> dict[str, int]:
+    links = [link_of(move, plan.topology) for move in moves]
+    return {link: links.count(link) * plan.expert_bytes for link in LINKS}

@@ -21,7 +21,7 @@ from eplb.declared import Meaning
 from eplb.migration.transactions import Pace
 
 STEP = 1 / 8
-LEAST = 1 / 16  # of 6 GB/s a link keeps 375 MB/s, and an expert of 44 MB takes 0.12 s
+LEAST = 1 / 16  # a link of 6 GB/s keeps 375 MB/s, and an expert of 44 MB takes 0.12 s
 ENOUGH_BEFORE, ENOUGH_MOVING = 32, 8  # steps; the 95th percentile of fewer is their largest
 
 
@@ -33,7 +33,7 @@ class StepTimes:
     in ms: median and 95th percentile; 0 without a step.
     """
 
-    plan_id: int = 0  # of that migration; 0: there was none since the rank's start
+    plan_id: int = 0  # the migration's; 0: there was none since the rank's start
     steps_before: int = 0
     p50_before_ms: float = 0.0
     p95_before_ms: float = 0.0
@@ -53,8 +53,8 @@ class StepTimes:
 class PaceVerdict:
     """What follows from a migration for the next one."""
 
-    part: float  # of the deployment's own pace
-    slowdown: float | None  # of the migration that was judged; None: not measured
+    part: float  # part of the deployment's own pace
+    slowdown: float | None  # by the migration that was judged; None: not measured
     reason: str
 
 
@@ -77,7 +77,7 @@ class PaceChange:
 class PaceNow:
     """The pace of the next migration, and why."""
 
-    part: float  # of the deployment's own pace
+    part: float  # part of the deployment's own pace
     reason: str
 
 

@@ -133,9 +133,9 @@ class RedundancyLevel:
 
     slots_per_rank: int  # beyond those that hold every expert once, of each layer
     imbalance: float  # mean over layers and windows, of a fresh plan
-    bytes_per_rank: int  # that these slots take, over all layers
+    bytes_per_rank: int  # memory of these slots, over all layers
     kv_cache_left: float  # part of the KV cache that is left, of that without redundancy
-    speed: float  # of the experts' balance alone, over that without redundancy
+    speed: float  # throughput by the experts' balance alone, over that without redundancy
     net: float  # throughput over that without redundancy, KV cache counted
 
 

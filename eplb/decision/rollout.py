@@ -16,8 +16,8 @@ from typing import Literal
 
 import numpy as np
 
+from eplb.core.cost import Decision
 from eplb.core.placement import EMPTY
-from eplb.decision.gate import Decision
 from eplb.decision.outcome import Plan
 
 Stage = Literal["observe", "propose", "layers", "all"]

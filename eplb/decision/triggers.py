@@ -76,10 +76,10 @@ class Observed:
     """The latest window, as the triggers see it."""
 
     now: float  # seconds since the epoch
-    tokens: int  # of prefill, in the windows since the last call
+    tokens: int  # prefill tokens, in the windows since the last call
     imbalance: float  # mean over layers
-    generation: int  # that serves
-    committed_at: float  # seconds since the epoch; of the placement that serves
+    generation: int  # generation of the serving placement
+    committed_at: float  # seconds since the epoch: the commit of the serving placement
     is_rebalanced: bool  # whether a plan led to what serves; a first placement cools nothing down
     is_changed: bool  # whether the load changed suddenly since the last plan
     is_draining: bool = False  # whether a rank that is to hold nothing holds experts

@@ -1,1 +1,1 @@
-"""Imbalance, the part of it that is noise, and the lower bound of any placement."""
+"""Imbalance of a placement, and the lower bound of any placement."""

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.jit import jit
-from eplb.core.kernels import replicate
 from eplb.core.placement import EMPTY, Placement, by_expert
 from eplb.core.topology import Topology
 
@@ -39,7 +38,7 @@ def _load_by_share(
     tokens: Load, placement: Placement, share: NDArray[np.float64], topology: Topology
 ) -> NDArray[np.float64]:
     layers = np.ascontiguousarray(tokens, dtype=np.float64).reshape(-1, *tokens.shape[-2:])
-    layers.flags.writeable = False  # of the view: the kernel is compiled once, for read-only arrays
+    layers.flags.writeable = False  # a view: the kernel is compiled once, for read-only arrays
     share.flags.writeable = False
     load = _rank_load(layers, placement.slot_to_expert, share, topology.first_slot)
     by_rank: NDArray[np.float64] = load.reshape(*tokens.shape[:-1], topology.num_ranks)
@@ -137,38 +136,3 @@ def balancedness(tokens: Load, placement: Placement, topology: Topology) -> NDAr
     """
     inverse: NDArray[np.float64] = 1.0 / imbalance(tokens, placement, topology)
     return inverse
-
-
-def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
-    """[L] lower bound of the imbalance of any placement with equal split on ``tokens`` [L, E].
-
-    Giving the next replica to the expert with the largest load per replica minimises the largest
-    replica; some rank must hold that one, so largest / mean is a bound, and so is 1. An expert
-    gets at most as many replicas as there are live ranks: two on one rank do not improve balance.
-    """
-    speed = topology.rank_speed[topology.serving]
-    num_slots = int(topology.slots_of_rank[topology.serving].sum())
-    num_ranks = len(speed)
-    total = tokens.sum(axis=1)
-    if num_slots < tokens.shape[1]:
-        return np.ones(len(tokens))
-    largest = smallest_largest_replica(
-        np.ascontiguousarray(tokens, np.float64), num_slots, num_ranks
-    )
-    bound: NDArray[np.float64] = np.ones(len(tokens))
-    np.divide(largest / speed.max() * speed.sum(), total, out=bound, where=total > 0)
-    bounded: NDArray[np.float64] = np.maximum(bound, 1.0)
-    return bounded
-
-
-def smallest_largest_replica(
-    tokens: NDArray[np.float64], num_slots: int, most: int
-) -> NDArray[np.float64]:
-    """[L] the largest load per replica after the largest one has been split while slots last."""
-    one_zone = np.zeros(tokens.shape, dtype=np.int64)
-    shape = (len(tokens), 1)
-    count = replicate(
-        tokens, one_zone, np.full(shape, num_slots), np.full(shape, most), np.ones_like(one_zone)
-    )
-    largest: NDArray[np.float64] = (tokens / count).max(axis=1)
-    return largest

@@ -1,1 +1,1 @@
-"""From one placement to the next: moves, transactions, rounds, serialisation."""
+"""From one placement to the next: moves, transactions, spare slots, serialisation, recovery."""

@@ -16,18 +16,21 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from eplb.migration.moves import Move, Source, moves_between
 from eplb.migration.spares import compact, expand, intermediate_placement, steps_towards
 from eplb.migration.transactions import (
     Mode,
+    Move,
     Pace,
+    Source,
     Transaction,
     copy_transactions,
     flip_transactions,
+    moves_between,
 )
 
 __all__ = [
@@ -56,15 +59,10 @@ class Migration:
     target: Placement
     transactions: tuple[Transaction, ...]
     pace: Pace
-    weights_version: int = 0  # of the weights that it moves; ranks with another version reject it
+    weights_version: int = 0  # ranks with weights of another version reject it
 
     def __post_init__(self) -> None:
-        held = self.base.slot_to_expert.copy()
-        for transaction in self.transactions:
-            for layer, slot in transaction.frees:
-                held[layer, slot] = EMPTY
-            for move in transaction.moves:
-                held[move.layer, move.dst_slot] = move.expert
+        held = self._held_after(self.transactions)
         target = self.target.slot_to_expert
         if self.pace.mode == "copy":
             held[target == EMPTY] = EMPTY  # a swap applies a whole layer of the target
@@ -75,6 +73,16 @@ class Migration:
                 f"plan {self.plan_id}: its moves bring expert {held[layer, slot]} to layer {layer} "
                 f"slot {slot}, expected expert {target[layer, slot]} as in its target"
             )
+
+    def _held_after(self, transactions: tuple[Transaction, ...]) -> NDArray[np.int32]:
+        """[L, S] experts by slot after these transactions, from the base on."""
+        held = self.base.slot_to_expert.copy()
+        for transaction in transactions:
+            for layer, slot in transaction.frees:
+                held[layer, slot] = EMPTY
+            for move in transaction.moves:
+                held[move.layer, move.dst_slot] = move.expert
+        return held
 
     @cached_property
     def hash(self) -> str:
@@ -103,12 +111,7 @@ class Migration:
         touched = {layer for txn in applied for layer in txn.layers}
         if self.pace.mode == "copy":
             return self.base.with_layers(self.target, touched)
-        held = self.base.slot_to_expert.copy()
-        for txn in applied:
-            for layer, slot in txn.frees:
-                held[layer, slot] = EMPTY
-            for move in txn.moves:
-                held[move.layer, move.dst_slot] = move.expert
+        held = self._held_after(applied)
         is_done = (held == self.target.slot_to_expert).all(axis=1)
         done = {layer for layer in touched if is_done[layer]}
         placement = self.base.with_layers(self.target, done)

@@ -9,9 +9,7 @@ Shapes:  L MoE layers, E experts, H hosts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,20 +29,6 @@ class Candidates:
     def of(self, host: int) -> tuple[tuple[int, int], ...]:
         """Experts that one host may need."""
         return self.by_host[host] if host < len(self.by_host) else ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {"by_host": [[list(record) for record in records] for records in self.by_host]}
-
-    @staticmethod
-    def from_dict(found: Mapping[str, Any]) -> Candidates:
-        """Read the output of ``to_dict``."""
-        return Candidates(
-            tuple(
-                tuple((int(layer), int(expert)) for layer, expert in records)
-                for records in found["by_host"]
-            )
-        )
 
 
 def candidates_for(

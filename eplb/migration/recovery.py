@@ -26,13 +26,13 @@ class SurvivorReport:
 
     run: str
     rank: int
-    membership: int  # of the broken group
-    generation: int  # of the placement that it serves; the base of its open migration
+    membership: int  # the broken group's
+    generation: int  # the placement that it serves, the base of its open migration
     weights_version: int
     plan_id: int  # its open migration, NO_PLAN: none
     plan_hash: int
     swapped: int  # transactions of that migration in its live slots
-    prepared: int  # those whose bytes it holds, staged or live
+    prepared: int  # transactions whose bytes it holds, staged or live
     closed_plan_id: int  # the migration that led to ``generation``, NO_PLAN: not known
     closed_applied: int  # transactions of that one
     dead: tuple[int, ...]  # ranks that it knows to be dead
@@ -43,10 +43,10 @@ class SurvivorReport:
 class Recovery:
     """The state that all survivors and the store agree on after a death; one per membership."""
 
-    membership: int  # of the survivors' group; grows with each death and each start
+    membership: int  # the survivors' group's; grows with each death and each start
     run: str
     survivors: tuple[int, ...]
-    generation: int  # of the placement that every survivor serves afterwards
+    generation: int  # the placement that every survivor serves afterwards
     plan_id: int  # the migration that was ended, NO_PLAN: none was open
     applied: int  # its transactions that serve on every survivor
     reason: str
@@ -59,7 +59,7 @@ class WrittenEnd:
 
     plan_id: int
     applied: int  # transactions of it
-    generation: int  # of the committed placement
+    generation: int  # the committed placement's
 
 
 def decide(

@@ -14,17 +14,16 @@ Shapes:  L MoE layers, E experts, S slots with spares, R ranks.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import EMPTY, Placement, with_shares_of
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, TopologyError
-from eplb.migration.exchanges import Exchange, exchanges, in_turns
 
 Row = NDArray[np.int32]  # [S] one layer of slot_to_expert
 
@@ -103,17 +102,7 @@ def expand(
     for layer, steps_of_layer in enumerate(steps):
         for step in steps_of_layer:
             take(step, held[layer])
-    smaller = without_spares(topology, spare_slots)
-    place_of = _places(target.slot_to_expert, smaller)
-    layer_index, slots = np.nonzero(held != EMPTY)
-    places = place_of[layer_index, topology.rank_of_slot[slots], held[layer_index, slots]]
-    share = np.zeros(held.shape)
-    share[layer_index, slots] = target.slot_share[layer_index, places]
-    source_share = None
-    if target.source_share is not None:
-        source_share = np.zeros((len(target.source_share), *held.shape))
-        source_share[:, layer_index, slots] = target.source_share[:, layer_index, places]
-    return Placement(held, target.num_experts, target.generation, share, source_share)
+    return with_shares_of(target, without_spares(topology, spare_slots), held, topology)
 
 
 def take(step: LayerStep, row: Row) -> None:
@@ -179,15 +168,6 @@ def _scaled(wanted: NDArray[np.float64], even: Placement) -> NDArray[np.float64]
     return share
 
 
-def _places(held: NDArray[np.int32], topology: Topology) -> NDArray[np.int64]:
-    """[L, R, E] the slot of each expert on each rank; EMPTY where there is none."""
-    shape = (len(held), topology.num_ranks, int(held.max()) + 1)
-    places = np.full(shape, EMPTY, dtype=np.int64)
-    layer, slot = np.nonzero(held != EMPTY)
-    places[layer, topology.rank_of_slot[slot], held[layer, slot]] = slot
-    return places
-
-
 def _held_on(row: Row, topology: Topology) -> set[tuple[int, int]]:
     """(rank, expert) of every slot in use."""
     slots = np.flatnonzero(row != EMPTY)
@@ -245,3 +225,102 @@ class _Slots:
                 self._empty.setdefault(each.from_rank, deque()).append(slot)
                 frees.append(slot)
         return LayerStep(tuple(sorted(fills)), tuple(sorted(frees)))
+
+
+Held = tuple[int, int]  # (rank, expert)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An expert leaves one rank and one arrives at another, or the same, in one turn."""
+
+    from_rank: int
+    leaver: int | None  # None: the rank has a free slot
+    to_rank: int
+    newcomer: int | None  # None: no expert arrives
+
+
+def exchanges(
+    leaving: Sequence[Held], arriving: Sequence[Held], staying: Iterable[Held]
+) -> list[Exchange]:
+    """Pair departures with arrivals.
+
+    Where no replica of an expert stays, its departure is paired with its first arrival: that turn
+    moves the expert, and it is always served. All other pairs are arbitrary; pairs within one rank
+    come first, since they involve no other rank.
+    """
+    stays = {expert for _, expert in staying}
+    departures: dict[int, list[int]] = defaultdict(list)
+    arrivals: dict[int, list[int]] = defaultdict(list)
+    for rank, expert in leaving:
+        departures[rank].append(expert)
+    for rank, expert in arriving:
+        arrivals[rank].append(expert)
+    first_arrival = {expert: rank for rank, expert in reversed(arriving)}
+    paired = []
+    for rank, expert in leaving:
+        if expert not in stays:
+            stays.add(expert)
+            to_rank = first_arrival[expert]
+            departures[rank].remove(expert)
+            arrivals[to_rank].remove(expert)
+            paired.append(Exchange(rank, expert, to_rank, expert))
+    return paired + _free_pairs(departures, arrivals, paired)
+
+
+def _free_pairs(
+    departures: dict[int, list[int]], arrivals: dict[int, list[int]], paired: Sequence[Exchange]
+) -> list[Exchange]:
+    gone = Counter(each.from_rank for each in paired)
+    come = Counter(each.to_rank for each in paired)
+    pairs = []
+    going: list[tuple[int, int | None]] = []
+    coming: list[tuple[int, int | None]] = []
+    for rank in sorted(departures.keys() | arrivals.keys() | gone.keys() | come.keys()):
+        leavers: list[int | None] = list(departures.get(rank, ()))
+        newcomers: list[int | None] = list(arrivals.get(rank, ()))
+        # As many arrivals as departures on every rank; None fills the difference.
+        surplus = gone[rank] + len(leavers) - come[rank] - len(newcomers)
+        newcomers += [None] * surplus
+        leavers += [None] * -surplus
+        both = min(len(leavers), len(newcomers))
+        pairs += [
+            Exchange(rank, leaver, rank, newcomer)
+            for leaver, newcomer in zip(leavers[:both], newcomers[:both], strict=True)
+        ]
+        going += [(rank, leaver) for leaver in leavers[both:]]
+        coming += [(rank, newcomer) for newcomer in newcomers[both:]]
+    pairs += [Exchange(*out, *into) for out, into in zip(going, coming, strict=True)]
+    return pairs
+
+
+def in_turns(pairs: Sequence[Exchange]) -> list[list[Exchange]]:
+    """Divide exchanges into the fewest turns; in a turn a rank sends and receives at most once.
+
+    Empty exchanges of ranks with themselves make the graph regular; a regular bipartite graph has a
+    perfect matching, and the rest without it is regular again.
+    """
+    # Imported here: it takes a tenth of a second, and commands that plan nothing need it not.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
+    ranks = sorted({rank for each in pairs for rank in (each.from_rank, each.to_rank)})
+    index = {rank: number for number, rank in enumerate(ranks)}
+    waiting: dict[tuple[int, int], list[Exchange]] = defaultdict(list)
+    count = np.zeros((len(ranks), len(ranks)), dtype=np.int32)
+    for each in pairs:
+        ends = index[each.from_rank], index[each.to_rank]
+        waiting[ends].append(each)
+        count[ends] += 1
+    degree = count.sum(axis=1)
+    num_turns = int(degree.max())
+    count[np.diag_indices(len(ranks))] += num_turns - degree
+    turns = []
+    for _ in range(num_turns):
+        matched = maximum_bipartite_matching(csr_array(count > 0), perm_type="column")
+        assert (matched >= 0).all(), "a regular bipartite graph has a perfect matching"
+        count[np.arange(len(ranks)), matched] -= 1
+        ends_of_turn = enumerate(matched.tolist())
+        turn = [waiting[ends].pop() for ends in ends_of_turn if waiting[ends]]
+        turns.append([e for e in turn if e.leaver is not None or e.newcomer is not None])
+    return [turn for turn in turns if turn]

@@ -16,9 +16,9 @@ class Throttle:
         ConfigError: a figure out of range.
     """
 
-    experts_per_transaction: int | None = None  # that arrive on a rank; copy mode only
+    experts_per_transaction: int | None = None  # experts that arrive on a rank; copy mode only
     layers_per_transaction: int | None = None
-    link_part: float | None = None  # of the budget of each of a rank's links
+    link_part: float | None = None  # part of the budget of each of a rank's links
 
     def __post_init__(self) -> None:
         for name in ("experts_per_transaction", "layers_per_transaction"):

@@ -1,6 +1,6 @@
-"""Two baseline policies: round robin, and the hottest experts on every rank.
+"""Baseline policies: contiguous, round robin, and the hottest experts on every rank.
 
-Both are legal for any slot counts and dead ranks, and never put an expert on a rank twice. Neither
+All are legal for any slot counts and dead ranks, and never put an expert on a rank twice. None
 keeps expert groups on nodes.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
@@ -17,7 +17,40 @@ from eplb.core.load import as_history
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.policies.greedy import greedy, in_place
+from eplb.policies.greedy import greedy
+from eplb.search.relabel import in_place
+
+
+def contiguous_policy(problem: Problem) -> Placement:
+    """Consecutive experts on each rank, evenly spread, redundant slots empty: no balancing.
+
+    With as many slots as experts it is the identity.
+    """
+    return Placement(contiguous_slots(problem), problem.num_experts)
+
+
+def contiguous_slots(problem: Problem) -> NDArray[np.int32]:
+    """[L, S] of the contiguous policy."""
+    room = problem.room
+    if (room == room[0]).all():
+        return np.repeat(_contiguous_layer(problem, room[0])[None], len(room), axis=0)
+    return np.array([_contiguous_layer(problem, row) for row in room])
+
+
+def _contiguous_layer(problem: Problem, room: NDArray[np.int64]) -> NDArray[np.int32]:
+    """[S] for slots [R] that may be used."""
+    num_experts, topology = problem.num_experts, problem.topology
+    levels = np.arange(1, int(room.max()) + 1)
+    level = 1 + int(np.argmax(np.minimum(room, levels[:, None]).sum(axis=1) >= num_experts))
+    count = np.minimum(room, level)
+    surplus = int(count.sum()) - num_experts
+    count[np.flatnonzero(count == level)[::-1][:surplus]] -= 1
+    place = np.arange(topology.num_slots) - np.repeat(
+        topology.first_slot[:-1], topology.slots_of_rank
+    )
+    held = np.full(topology.num_slots, EMPTY, dtype=np.int32)
+    held[place < count[topology.rank_of_slot]] = np.arange(num_experts)
+    return held
 
 
 def round_robin(problem: Problem) -> Placement:

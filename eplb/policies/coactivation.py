@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import jit
-from eplb.core.kernels import FloatArray, IntArray
+from eplb.core.jit import FloatArray, IntArray, jit
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology

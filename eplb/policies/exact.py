@@ -4,28 +4,38 @@ Replica counts and positions are solved together by OR-tools' CP-SAT, layer by l
 is the mean over windows of the busiest rank's load with equal split. Where the effort is not
 sufficient for a proof, the layer keeps the best placement found, with its gap to the bound.
 
-Shapes:  L MoE layers, S slots.
+    has[e, c]    expert e has c replicas
+    on[e, c, r]  ... and one of them is on rank r, which then carries work / c of it
+
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, C replica counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.arrays import freeze, owned
-from eplb.core.kernels import IntArray
+from eplb.core.jit import IntArray
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
+from eplb.core.topology import Topology
+from eplb.core.zones import keeps_groups
 from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance
-from eplb.policies import exact_model
-from eplb.policies.exact_model import UNITS, Layer, layer_of
-from eplb.policies.greedy import in_place, refined
-from eplb.policies.relabel import with_most_kept
+from eplb.policies.greedy import refined
+from eplb.search.relabel import in_place, with_most_kept
 
 EFFORT = 10.0  # for each layer, in CP-SAT's deterministic seconds: of the order of a real one
+UNITS = 10**6  # for the mean rank load: the solver computes in integers
+# on[e, c, r] of one layer. A layer of 256 experts on 32 ranks would have some 250,000.
+MOST_CHOICES = 20_000
+Choice = tuple[int, int, int]  # expert, replicas, rank
+Chosen = dict[Choice, Any]  # the solver's variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +72,7 @@ def solve_exact(problem: Problem, *, effort: float = EFFORT) -> ExactResult:
     Expert groups stay on nodes as in the other policies.
 
     Args:
-        problem: small; see ``eplb.policies.exact_model.MOST_CHOICES``.
+        problem: small; see ``eplb.policies.exact.MOST_CHOICES``.
         effort: for each layer, in CP-SAT's deterministic seconds, which give the same placement on
             every machine.
 
@@ -102,13 +112,13 @@ def _solve(layer: Layer, effort: float, seed: int) -> tuple[IntArray | None, flo
 
     model = cp_model.CpModel()
     on = {choice: model.new_bool_var("") for choice in layer.choices}
-    exact_model.place_every_expert(model, on, layer)
+    place_every_expert(model, on, layer)
     speed = layer.topology.rank_speed[layer.ranks]
     everything_on_one = int(UNITS * speed.sum() / speed.min()) + 1
     busiest = [model.new_int_var(0, everything_on_one, "") for _ in layer.work]
-    exact_model.weigh(model, on, busiest, layer)
-    exact_model.break_symmetry(model, on, layer)
-    exact_model.hint(model, on, layer)
+    weigh(model, on, busiest, layer)
+    break_symmetry(model, on, layer)
+    hint(model, on, layer)
     model.minimize(sum(busiest))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # more would race, and the result with them
@@ -138,3 +148,159 @@ def _nearest_to_current(problem: Problem, held: IntArray) -> Placement:
     return Placement(
         in_place(nearest, base, problem.topology).astype(np.int32), problem.num_experts
     )
+
+
+class Layer(NamedTuple):
+    """One layer as input of the solver."""
+
+    work: NDArray[np.float64]  # [T, E] load of windows that are not idle
+    start: IntArray  # [S] a good placement
+    counts: list[range]  # replica counts of each expert that may be optimal
+    ranks: list[int]  # live, with slots
+    topology: Topology
+    num_groups: int  # 1 unless they stay on nodes
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All (expert, replicas, rank)."""
+        return [
+            (expert, count, rank)
+            for expert, counts in enumerate(self.counts)
+            for count in counts
+            for rank in self.ranks
+        ]
+
+
+def layer_of(problem: Problem, number: int, start: IntArray) -> Layer:
+    """One layer of a problem; ``start`` [S] is a placement that the optimum is at least as good as.
+
+    Raises:
+        ConfigError: more choices than can be searched.
+    """
+    topology = problem.topology
+    work = problem.scaled[number]
+    ranks: list[int] = np.flatnonzero(topology.serving).tolist()
+    grouped = keeps_groups(topology, problem.num_groups, problem.num_experts)
+    layer = Layer(
+        work[work.sum(axis=1) > 0],
+        start,
+        _counts(work, start, topology, ranks),
+        ranks,
+        topology,
+        problem.num_groups if grouped else 1,
+    )
+    if len(layer.choices) > MOST_CHOICES:
+        raise ConfigError(
+            f"layer {number} has {len(layer.choices)} choices of expert, replicas and rank, "
+            f"expected at most {MOST_CHOICES}: the exact policy is for small problems"
+        )
+    return layer
+
+
+def _counts(
+    work: NDArray[np.float64], start: IntArray, topology: Topology, ranks: list[int]
+) -> list[range]:
+    """For each expert the replica counts of placements that are no worse than ``start``.
+
+    A replica is never heavier than the busiest rank, which bounds counts from below; the least
+    counts of the other experts bound them from above.
+    """
+    replicas = np.bincount(start[start >= 0], minlength=work.shape[1])
+    each = np.where(start >= 0, (work / replicas)[:, start], 0.0)  # [T, S]
+    time = np.add.reduceat(each, topology.first_slot[ranks], axis=1) / topology.rank_speed[ranks]
+    heaviest = time.max(axis=1).sum() * topology.rank_speed[ranks].max() * (1 + 1e-9)
+    least = np.ones(work.shape[1], dtype=np.int64)
+    if heaviest > 0:
+        least = np.maximum(least, np.ceil(work.sum(axis=0) / heaviest).astype(np.int64))
+    spare = int(topology.slots_of_rank[ranks].sum()) - int(least.sum())
+    return [range(low, min(len(ranks), low + spare) + 1) for low in least.tolist()]
+
+
+def place_every_expert(model: Any, on: Chosen, layer: Layer) -> None:
+    """Constrain every expert to one count and as many ranks, and ranks to their slots."""
+    for expert, counts in enumerate(layer.counts):
+        has = {count: model.new_bool_var("") for count in counts}
+        model.add_exactly_one(has.values())
+        for count in counts:
+            model.add(sum(on[expert, count, rank] for rank in layer.ranks) == count * has[count])
+    for rank in layer.ranks:
+        here = [variable for (_, _, at), variable in on.items() if at == rank]
+        model.add(sum(here) <= int(layer.topology.slots_of_rank[rank]))
+    if layer.num_groups > 1:
+        _keep_groups(model, on, layer)
+
+
+def _keep_groups(model: Any, on: Chosen, layer: Layer) -> None:
+    """Constrain every group to one node, and nodes to equally many groups."""
+    num_nodes, node_of_rank = layer.topology.num_nodes, layer.topology.node_of_rank.tolist()
+    groups, nodes = range(layer.num_groups), range(num_nodes)
+    lives = {(group, node): model.new_bool_var("") for group in groups for node in nodes}
+    for group in groups:
+        model.add_exactly_one(lives[group, node] for node in nodes)
+    for node in nodes:
+        model.add(sum(lives[group, node] for group in groups) == layer.num_groups // num_nodes)
+    size = len(layer.counts) // layer.num_groups
+    for (expert, _, rank), variable in on.items():
+        model.add_implication(variable, lives[expert // size, node_of_rank[rank]])
+
+
+def weigh(model: Any, on: Chosen, busiest: list[Any], layer: Layer) -> None:
+    """Constrain ``busiest`` to at least every rank's time, rounded down so that bounds hold."""
+    speed = layer.topology.rank_speed
+    for work, most in zip(layer.work * UNITS, busiest, strict=True):
+        for rank in layer.ranks:
+            time = [
+                int(work[expert] / count / speed[rank]) * variable
+                for (expert, count, at), variable in on.items()
+                if at == rank
+            ]
+            model.add(sum(time) <= most)
+
+
+def break_symmetry(model: Any, on: Chosen, layer: Layer) -> None:
+    """Order equal ranks by their load, and equal experts by their replicas."""
+    weight = np.rint(layer.work.sum(axis=0) * UNITS).astype(np.int64).tolist()
+    load = {
+        rank: sum(weight[e] // count * v for (e, count, at), v in on.items() if at == rank)
+        for rank in layer.ranks
+    }
+    for alike in ranks_alike(layer.topology, layer.ranks, layer.num_groups > 1):
+        for first, second in pairwise(alike):
+            model.add(load[first] >= load[second])
+    if layer.num_groups > 1:
+        return  # experts of different groups are not equal, and those of one group seldom are
+    replicas = [
+        sum(on[e, c, r] for c in counts for r in layer.ranks)
+        for e, counts in enumerate(layer.counts)
+    ]
+    last: dict[bytes, int] = {}
+    for expert in range(len(layer.counts)):
+        key = layer.work[:, expert].tobytes()
+        if key in last:
+            model.add(replicas[last[key]] >= replicas[expert])
+        last[key] = expert
+
+
+def ranks_alike(topology: Topology, ranks: list[int], by_node: bool) -> list[list[int]]:
+    """Sets of ranks that may exchange all their experts without a change of the objective."""
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for rank in ranks:
+        node = int(topology.node_of_rank[rank]) if by_node else 0
+        key = (float(topology.rank_speed[rank]), int(topology.slots_of_rank[rank]), node)
+        alike.setdefault(key, []).append(rank)
+    return list(alike.values())
+
+
+def hint(model: Any, on: Chosen, layer: Layer) -> None:
+    """Hint ``layer.start`` to the solver, with equal ranks in the order of ``break_symmetry``."""
+    start, topology = layer.start, layer.topology
+    replicas = np.bincount(start[start >= 0], minlength=len(layer.counts))
+    weight = layer.work.sum(axis=0) / replicas
+    holds = {rank: set(start[topology.slots_on(rank)].tolist()) - {EMPTY} for rank in layer.ranks}
+    filled = dict(holds)
+    for alike in ranks_alike(topology, layer.ranks, layer.num_groups > 1):
+        heaviest_first = sorted(alike, key=lambda rank: -sum(weight[e] for e in holds[rank]))
+        for rank, other in zip(alike, heaviest_first, strict=True):
+            filled[rank] = holds[other]
+    for (expert, count, rank), variable in on.items():
+        model.add_hint(variable, count == replicas[expert] and expert in filled[rank])

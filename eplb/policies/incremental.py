@@ -2,67 +2,78 @@
 
 First it repairs: it clears dead ranks and duplicates, gives every expert a slot and meets the
 constraints. Then the local search of ``eplb/search/local_search.py`` runs from there, each layer on
-its own. Last it selects steps of all layers by gain per move, up to the budget.
+its own. Last it selects steps of all layers within the budget of moves: only those on the lower
+hull of a layer's moves against its score are useful stopping points. Taken over all layers in order
+of gain per move, these frontiers are the best use of any number of moves (exactly so at every
+point of the frontier).
 
-Shapes:  L MoE layers, E experts, S slots, R ranks.
+Shapes:  L MoE layers, E experts, S slots, R ranks, P points of the frontier.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.kernels import BoolArray, Demand, FloatArray, IntArray
-from eplb.core.placement import Placement
+from eplb.core.jit import BoolArray, FloatArray, IntArray, jit
 from eplb.core.problem import Problem
-from eplb.packing.zones import zones_for
-from eplb.policies.frontier import Curve, curve_of, frontier_of, select_steps, worth_price
-from eplb.policies.greedy import (
+from eplb.policies.greedy import refined
+from eplb.search.legality import repaired
+from eplb.search.local_search import (
+    COPIES_ALWAYS,
     WINDOWS_GAIN,
-    Frame,
-    enforced,
-    frame_of,
-    history_noise,
-    in_place,
-    refined,
+    Steps,
+    improve,
     rules_for,
-    with_groups_kept,
+    searched_score,
 )
-from eplb.policies.relabel import with_most_kept
-from eplb.search.demand import demand_of, demand_of_sum, summed
-from eplb.search.descent import COPIES_ALWAYS
-from eplb.search.enforce import clear_illegal_slots
-from eplb.search.local_search import Steps, Task, improve
-from eplb.search.perturbation import NO_PERTURBATION
+from eplb.search.relabel import in_place, with_most_kept
 
 FIRST_FRESH = 8  # layers that are planned freshly first; twice as many follow while some gain
 EXPLORED = 0.25  # part of its price that a step must gain for the search to continue from it
+MOST_POINTS = 100  # points of a plan's curve
+
+BalanceCurve = tuple[tuple[int, float], ...]  # (moves, mean score over layers), fewest moves first
 
 
-class Improved(NamedTuple):
-    """Result of the search from a placement, within the budget."""
+class Frontier(NamedTuple):
+    """Segments in the order in which they are bought."""
 
-    held: IntArray  # [L, S]
-    curve: Curve
+    layer: IntArray  # [P]
+    steps: IntArray  # [P] steps of the layer that are taken once this is bought
+    moves: IntArray  # [P] moves that this segment adds
+    score: FloatArray  # [P] score of the layer once this is bought
 
 
-def incremental(problem: Problem, current: Placement) -> Improved:
-    """``current`` improved within the budget.
+def best_improved(problem: Problem) -> tuple[IntArray, BalanceCurve]:
+    """[L, S] the current placement improved within the budget, by the problem's objective."""
+    improved = incremental(problem)
+    if problem.objective == "tokens":
+        return improved
+    by_tokens = incremental(replace(problem, objective="tokens"))
+    ours, theirs = (searched_score(problem, held).mean() for held, _ in (improved, by_tokens))
+    return by_tokens if theirs < ours else improved
+
+
+def incremental(problem: Problem) -> tuple[IntArray, BalanceCurve]:
+    """[L, S] the current placement improved within the budget.
 
     A layer gets a fresh plan where its expert groups are not on nodes yet, and where a fresh plan
     gains enough for each of its many moves.
-
-    Args:
-        problem: windows, topology, limits and prices.
-        current: the placement to start from.
     """
-    base = current.slot_to_expert.astype(np.int64)
-    frame, ungrouped = _frame_from(problem, current)
-    demand = demand_of(problem)
+    assert problem.current is not None, "there is a placement to improve"
+    base = problem.current.slot_to_expert.astype(np.int64)
+    frame, ungrouped = problem.serving_frame, problem.ungrouped
     start = repaired(problem, frame, base)
-    steps = _searched(problem, frame, demand, start, base)
+    # Up to the noise of the windows a layer is not searched.
+    target = np.maximum(problem.budget.target_imbalance, 1.0 + problem.noise)
+    # A step that gains too little may enable one that gains more: both are selected together.
+    least = max(float(problem.price.min()) * EXPLORED, WINDOWS_GAIN)
+    rules = rules_for(problem, problem.demand, target, least, COPIES_ALWAYS)
+    steps = improve(problem, frame, problem.demand, start.copy(), rules, base)
     kept = np.flatnonzero(~ungrouped)
     spent = int(steps.moves[kept, 0].sum())
     left = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
@@ -71,55 +82,28 @@ def incremental(problem: Problem, current: Placement) -> Improved:
     held = after_steps(start, steps, taken)
     curve = curve_of(selected, steps.start, spent)
     reached = np.take_along_axis(steps.score, taken[:, None], axis=1)[:, 0]
-    may_gain = _may_gain_by_fresh_plan(problem, reached) & ~ungrouped
+    # Perfect balance would be worth moving half of the slots.
+    may_gain = reached - 1.0 > problem.price * (problem.topology.num_slots / 2)
+    may_gain &= (reached > target) & ~ungrouped
     if not (ungrouped | may_gain).any():
-        return Improved(held, curve)
-    return _with_fresh(problem, Improved(held, curve), reached, ungrouped, may_gain)
-
-
-def _searched(
-    problem: Problem,
-    frame: Frame,
-    demand: Demand,
-    start: IntArray,
-    base: IntArray,
-) -> Steps:
-    target = _good_enough(problem)
-    # A step that gains too little may enable one that gains more: both are selected together.
-    least = max(float(problem.price.min()) * EXPLORED, WINDOWS_GAIN)
-    rules = rules_for(problem, demand, target, least, COPIES_ALWAYS)
-    ranks, node, constraints = frame.zones.ranks, frame.node, frame.constraints
-    task = Task(demand, start.copy(), base, ranks, node, constraints, rules, NO_PERTURBATION)
-    return improve(task, problem.budget.num_threads)
-
-
-def _may_gain_by_fresh_plan(problem: Problem, reached: FloatArray) -> BoolArray:
-    """[L] layers above target in which perfect balance would be worth moving half of the slots."""
-    is_worth = reached - 1.0 > problem.price * (problem.topology.num_slots / 2)
-    may_gain: BoolArray = is_worth & (reached > _good_enough(problem))
-    return may_gain
-
-
-def _good_enough(problem: Problem) -> FloatArray:
-    """[L] imbalance up to which a layer is not searched: at least the noise of the windows."""
-    enough: FloatArray = np.maximum(problem.budget.target_imbalance, 1.0 + history_noise(problem))
-    return enough
+        return held, curve
+    return _with_fresh(problem, held, curve, reached, may_gain)
 
 
 def _with_fresh(
     problem: Problem,
-    found: Improved,
+    improved: IntArray,
+    curve: BalanceCurve,
     reached: FloatArray,
-    ungrouped: BoolArray,
     may_gain: BoolArray,
-) -> Improved:
+) -> tuple[IntArray, BalanceCurve]:
     """Fresh plans for layers that need them, or where they pay for their moves within budget.
 
     Layers that may gain are tried worst first, and no further ones after a batch without gain.
     """
     assert problem.current is not None, "there is a placement that was improved"
-    base = problem.current.slot_to_expert
-    fresh, score, moves = found.held.copy(), reached.copy(), _moves(base, found.held)
+    base, ungrouped = problem.current.slot_to_expert, problem.ungrouped
+    fresh, score, moves = improved.copy(), reached.copy(), _moves(base, improved)
     extra, worth = np.zeros(len(base), dtype=np.int64), np.zeros(len(base), dtype=np.bool_)
     worst_first = np.flatnonzero(may_gain)[np.argsort(-reached[may_gain], kind="stable")]
     num_tried, size = 0, FIRST_FRESH
@@ -128,7 +112,7 @@ def _with_fresh(
         part = problem.of_layers(layers)
         plan = with_most_kept(part, refined(part), base[layers])
         fresh[layers] = in_place(plan, base[layers], problem.topology, part.room)
-        score[layers] = score_of(part, fresh[layers])
+        score[layers] = searched_score(part, fresh[layers])
         extra[layers] = np.maximum(_moves(base[layers], fresh[layers]) - moves[layers], 0)
         gain = reached - score
         pays = gain > np.where(extra > 0, problem.price, 0.0) * extra
@@ -141,52 +125,16 @@ def _with_fresh(
         best_first = best_first[worth[best_first]]
         worth[best_first] = extra[best_first].cumsum() <= left
     chosen = ungrouped | worth
-    held = np.where(chosen[:, None], fresh, found.held)
+    if not chosen.any():
+        return improved, curve
+    held = np.where(chosen[:, None], fresh, improved)
     last = int(_moves(base, in_place(held, base, problem.topology, problem.room)).sum())
-    balance = float(np.where(chosen, score, reached).mean())
-    return Improved(held, (*found.curve, (last, balance)) if chosen.any() else found.curve)
-
-
-def score_of(problem: Problem, held: IntArray) -> FloatArray:
-    """[L] the score that the search minimises, of any legal placement with equal split."""
-    demand = demand_of(problem)
-    frame = frame_of(problem)
-    rules = rules_for(problem, demand, np.ones(len(held)), 0.0, COPIES_ALWAYS)
-    free = np.zeros((0, held.shape[1]), dtype=np.int64)
-    task = Task(
-        demand,
-        held.astype(np.int64),
-        free,
-        frame.zones.ranks,
-        frame.node,
-        frame.constraints,
-        rules._replace(max_steps=0, all_steps=0),
-        NO_PERTURBATION,
-    )
-    return improve(task).start
+    return held, (*curve, (last, float(np.where(chosen, score, reached).mean())))
 
 
 def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:
     moves: IntArray = ((base != held) & (held >= 0)).sum(axis=1)
     return moves
-
-
-def _frame_from(problem: Problem, current: Placement) -> tuple[Frame, BoolArray]:
-    """Zones as in ``current``, and [L] the layers whose groups are not on single nodes."""
-    zones = zones_for(summed(problem), problem.topology, problem.num_groups, problem.room)
-    ungrouped = with_groups_kept(problem, current, zones)
-    return frame_of(problem, zones), ungrouped
-
-
-def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
-    """[L, S] ``base`` made legal: every expert has a slot, and constraints are met."""
-    held = base.copy()
-    clear_illegal_slots(held, frame.zones.of_expert, frame.zones.ranks)
-    present = np.zeros((len(held), problem.num_experts + 1), dtype=np.bool_)
-    np.put_along_axis(present, held + 1, True, axis=1)
-    if problem.constraints.binds_experts or not present[:, 1:].all():
-        enforced(problem, frame, held, demand_of_sum(problem))
-    return held
 
 
 def after_steps(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
@@ -197,3 +145,114 @@ def after_steps(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
     # In the order of layers and steps: the last of several changes of a slot counts.
     held[np.nonzero(changed)[0], slots[changed]] = experts[changed]
     return held
+
+
+def frontier_of(steps: Steps, layers: IntArray) -> Frontier:
+    """The frontier over some layers, without the moves that are in ``held`` at the start."""
+    layer, taken, moves, gain, score = _segments(
+        steps.score, steps.moves, steps.taken, np.ascontiguousarray(layers)
+    )
+    # Free gains first. A layer's own segments fall in gain per move, so they stay in order.
+    order = np.argsort(-gain / np.maximum(moves, 1e-3), kind="stable")
+    return Frontier(layer[order], taken[order], moves[order], score[order])
+
+
+@jit
+def _segments(
+    score: FloatArray, moves: IntArray, taken: IntArray, layers: IntArray
+) -> tuple[IntArray, IntArray, IntArray, FloatArray, FloatArray]:
+    """Segments of each layer's lower hull: layer, steps, moves and gain, and the score after."""
+    most = (taken + 1).sum()
+    of_layer, at_step = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    added, after = np.empty(most, dtype=np.int64), np.empty(most)
+    gained = np.empty(most)
+    size = 0
+    for layer in layers:
+        step = 0
+        while step < taken[layer]:
+            best, best_slope = -1, 0.0
+            for later in range(step + 1, taken[layer] + 1):
+                gain = score[layer, step] - score[layer, later]
+                more = max(moves[layer, later] - moves[layer, step], 0)
+                slope = gain / max(more, 1e-3)
+                if slope > best_slope:
+                    best, best_slope = later, slope
+            if best < 0:
+                break
+            of_layer[size], at_step[size] = layer, best
+            added[size] = max(moves[layer, best] - moves[layer, step], 0)
+            gained[size], after[size] = score[layer, step] - score[layer, best], score[layer, best]
+            size += 1
+            step = best
+    return of_layer[:size], at_step[:size], added[:size], gained[:size], after[:size]
+
+
+def worth_price(frontier: Frontier, steps: Steps, price: FloatArray) -> Frontier:
+    """Segments whose gain per move is at least the price [L]; later ones of a layer gain less.
+
+    Sorted by gain over price, which is gain per second of moving.
+    """
+    layer, at = frontier.layer, frontier.steps
+    from_step = np.zeros(len(layer), dtype=np.int64)
+    last = np.zeros(len(price), dtype=np.int64)
+    for place, (number, step) in enumerate(zip(layer.tolist(), at.tolist(), strict=True)):
+        from_step[place], last[number] = last[number], step
+    gain = steps.score[layer, from_step] - frontier.score
+    cost = np.where(frontier.moves > 0, price[layer], 0.0) * frontier.moves
+    value = np.divide(gain, cost, out=np.full(len(layer), np.inf), where=cost > 0)
+    order = np.argsort(-value, kind="stable")
+    order = order[value[order] >= 1.0]
+    return Frontier(*(part[order] for part in frontier))
+
+
+def select_steps(
+    frontier: Frontier, num_layers: int, most: int | None
+) -> tuple[IntArray, Frontier]:
+    """[L] steps of each layer within ``most`` moves, and the selected part of the frontier."""
+    taken = np.zeros(num_layers, dtype=np.int64)
+    selected = _within_budget(frontier, num_layers, most)
+    for layer, steps in zip(frontier.layer[selected], frontier.steps[selected], strict=True):
+        taken[layer] = steps
+    return taken, Frontier(
+        frontier.layer[selected],
+        frontier.steps[selected],
+        frontier.moves[selected],
+        frontier.score[selected],
+    )
+
+
+def _within_budget(frontier: Frontier, num_layers: int, most: int | None) -> IntArray:
+    """Selected positions: a layer ends at its first segment over budget, others continue."""
+    if most is None or frontier.moves.sum() <= most:
+        return np.arange(len(frontier.layer))
+    spent, stopped, selected = 0, np.zeros(num_layers, dtype=np.bool_), []
+    for place, (layer, moves) in enumerate(zip(frontier.layer, frontier.moves, strict=True)):
+        if stopped[layer] or spent + moves > most:
+            stopped[layer] = True
+            continue
+        spent += int(moves)
+        selected.append(place)
+    return np.array(selected, dtype=np.int64)
+
+
+def curve_of(selected: Frontier, first: FloatArray, moves: int) -> BalanceCurve:
+    """Points (moves, mean score), from the scores ``first`` [L] and the moves of the start."""
+    now = first.copy()
+    total = now.sum()
+    points = [(moves, float(total / len(now)))]
+    for layer, added, score in zip(selected.layer, selected.moves, selected.score, strict=True):
+        total += score - now[layer]
+        now[layer] = score
+        moves += int(added)
+        points.append((moves, float(total / len(now))))
+    return thinned(points)
+
+
+def thinned(points: list[tuple[int, float]]) -> BalanceCurve:
+    """At most MOST_POINTS of the points, with both ends; of several with equal moves the last."""
+    by_moves = dict(points)
+    kept = sorted(by_moves.items())
+    if len(kept) <= MOST_POINTS:
+        return tuple(kept)
+    places = np.linspace(0, len(kept) - 1, MOST_POINTS).round().astype(int)
+    return tuple(kept[place] for place in places)

@@ -13,20 +13,22 @@ from importlib.metadata import entry_points
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eplb.core.kernels import IntArray
+from eplb.core.jit import IntArray
 from eplb.core.load import LoadHistory
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError
-from eplb.policies.baselines import round_robin, topk_everywhere
-from eplb.policies.frontier import Curve
-from eplb.policies.greedy import frame_of, greedy, in_place
-from eplb.policies.incremental import repaired
-from eplb.policies.legality import first_violation
-from eplb.policies.objectives import best_fresh, best_improved
-from eplb.policies.relabel import with_most_kept, with_singles_kept
+from eplb.policies.baselines import (
+    contiguous_policy,
+    contiguous_slots,
+    round_robin,
+    topk_everywhere,
+)
+from eplb.policies.greedy import best_fresh, greedy
+from eplb.policies.incremental import BalanceCurve, best_improved
+from eplb.search.legality import first_violation, repaired
+from eplb.search.relabel import in_place, with_most_kept, with_singles_kept
 
 ENTRY_POINTS = "eplb.policies"
 
@@ -35,7 +37,7 @@ class Proposal(NamedTuple):
     """The placement of a policy, and the balance that fewer moves would give."""
 
     placement: Placement
-    curve: Curve | None = None  # None: not known
+    curve: BalanceCurve | None = None  # None: not known
 
 
 Policy = Callable[[Problem], Placement | Proposal]
@@ -67,39 +69,7 @@ class PolicyEntry:
         if self.keeps_constraints or first_violation(problem, proposal.placement) is None:
             return proposal
         held = proposal.placement.slot_to_expert.astype(np.int64)
-        return Proposal(_placed(problem, repaired(problem, frame_of(problem), held)))
-
-
-def contiguous_policy(problem: Problem) -> Placement:
-    """Consecutive experts on each rank, evenly spread, redundant slots empty: no balancing.
-
-    With as many slots as experts it is the identity.
-    """
-    return Placement(contiguous_slots(problem), problem.num_experts)
-
-
-def contiguous_slots(problem: Problem) -> NDArray[np.int32]:
-    """[L, S] of the contiguous policy."""
-    room = problem.room
-    if (room == room[0]).all():
-        return np.repeat(_contiguous_layer(problem, room[0])[None], len(room), axis=0)
-    return np.array([_contiguous_layer(problem, row) for row in room])
-
-
-def _contiguous_layer(problem: Problem, room: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[S] for slots [R] that may be used."""
-    num_experts, topology = problem.num_experts, problem.topology
-    levels = np.arange(1, int(room.max()) + 1)
-    level = 1 + int(np.argmax(np.minimum(room, levels[:, None]).sum(axis=1) >= num_experts))
-    count = np.minimum(room, level)
-    surplus = int(count.sum()) - num_experts
-    count[np.flatnonzero(count == level)[::-1][:surplus]] -= 1
-    place = np.arange(topology.num_slots) - np.repeat(
-        topology.first_slot[:-1], topology.slots_of_rank
-    )
-    held = np.full(topology.num_slots, EMPTY, dtype=np.int32)
-    held[place < count[topology.rank_of_slot]] = np.arange(num_experts)
-    return held
+        return Proposal(_placed(problem, repaired(problem, problem.frame, held)))
 
 
 def greedy_policy(problem: Problem) -> Placement:
@@ -111,9 +81,9 @@ def auto_policy(problem: Problem) -> Proposal:
     """Few moves from the current placement; without one, greedy and a search over the windows."""
     if problem.current is None:
         return Proposal(_placed(problem, best_fresh(problem)))
-    improved = best_improved(problem, problem.current)
+    held, curve = best_improved(problem)
     # A chain of changes may return an expert to its rank in another slot: that is not a move.
-    return Proposal(_placed(problem, improved.held), improved.curve)
+    return Proposal(_placed(problem, held), curve)
 
 
 def fresh_policy(problem: Problem) -> Placement:
@@ -134,7 +104,7 @@ def random_policy(problem: Problem) -> Placement:
 
 def exact_policy(problem: Problem) -> Placement:
     """Optimal, or with its gap; for small or offline problems (``solve_exact``)."""
-    from eplb.policies.exact import exact  # late: it imports OR-tools
+    from eplb.policies.exact import exact
 
     return exact(problem)
 

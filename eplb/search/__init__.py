@@ -1,1 +1,1 @@
-"""Local search on one placement: moves, replica changes, perturbation; compiled."""
+"""Compiled searches on one placement: packing, local search, repair, and under an engine's rule."""

@@ -1,16 +1,20 @@
-"""One layer under search, compiled: experts by slot, and the time of each rank that follows.
+"""One layer under search, compiled: experts by slot, and the times and the score that follow.
 
 A rank's time is its load in units of a fair rank's, so the busiest rank's time is the imbalance.
+The score is the mean of the busiest times over windows, in which the worst windows have extra
+weight, so that a plan neither ignores peaks nor is fitted to one of them.
 
-Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, P points of a curve.
+Shapes:  T windows, L MoE layers, E experts, S slots, R ranks, N nodes, P points of a curve.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from eplb.core.jit import by_reference, jit
-from eplb.core.kernels import BoolArray, Demand, FloatArray, IntArray, Ranks
+from eplb.core.constraints import ConstraintArrays
+from eplb.core.demand import Demand
+from eplb.core.jit import NONE, BoolArray, FloatArray, IntArray, by_reference, jit
+from eplb.core.zones import Ranks
 
 
 class Layer:
@@ -20,7 +24,7 @@ class Layer:
     rate: FloatArray  # [T]
     extra: FloatArray  # [T]
     weight: FloatArray  # [T]
-    counts: FloatArray  # [T] weight in the score, see ``eplb/search/score.py``
+    counts: FloatArray  # [T] weight in the score, see ``eplb/search/layer.py``
     tail: float
     tail_size: float
     curve_tokens: FloatArray  # [P]
@@ -263,3 +267,192 @@ def restore(layer: Layer, wanted: IntArray) -> None:
             if wanted[slot] >= 0:
                 _update_times(layer, wanted[slot])
             update_rank_time(layer, rank_of_slot[slot])
+
+
+@jit
+def measure(layer: Layer) -> float:
+    """Find the busiest ranks, weigh the windows, and return the score."""
+    times, top, counts, weight = layer.time, layer.top, layer.counts, layer.weight
+    for window in range(len(weight)):
+        first, second, third = -1.0, -1.0, -1.0
+        at_first, at_second, at_third = -1, -1, -1
+        for rank in range(len(times)):
+            time = times[rank, window]
+            if time > first:
+                third, second, first = second, first, time
+                at_third, at_second, at_first = at_second, at_first, rank
+            elif time > second:
+                third, second = second, time
+                at_third, at_second = at_second, rank
+            elif time > third:
+                third, at_third = time, rank
+        top[window, 0], top[window, 1], top[window, 2] = at_first, at_second, at_third
+        counts[window] = weight[window] * (1.0 - layer.tail)
+    if layer.tail > 0:
+        _count_worst(layer)
+    score = 0.0
+    for window in range(len(weight)):
+        score += counts[window] * times[top[window, 0], window]
+    return score
+
+
+@jit
+def _count_worst(layer: Layer) -> None:
+    """Add the tail's part of the score to the weights of the worst windows."""
+    times, top, weight = layer.time, layer.top, layer.weight
+    left, share = layer.tail_size, layer.tail / max(layer.tail_size, 1e-12)
+    counted = np.zeros(len(weight), dtype=np.bool_)
+    while left > 1e-12:
+        worst, most = -1, -1.0
+        for window in range(len(weight)):
+            time = times[top[window, 0], window]
+            if not counted[window] and time > most:
+                worst, most = window, time
+        if worst < 0:
+            return
+        counted[worst] = True
+        taken = min(left, weight[worst])
+        layer.counts[worst] += share * taken
+        left -= taken
+
+
+class ResidentExperts:
+    """Experts of each rank in the serving placement; arrays of 0 ranks when moves are free."""
+
+    on_rank: BoolArray  # [E, R] experts that a rank holds
+    on_node: BoolArray  # [E, N] experts that a live rank of the node holds
+    node: IntArray  # [R]
+    count: IntArray  # [R] experts that a rank holds
+    kept: IntArray  # [R] how many of these the layer under search still has there
+    far_move_cost: float  # moves that one move from another node counts as
+
+
+new_resident_experts = by_reference(ResidentExperts)
+
+
+class Search:
+    """A layer, its constraints and its move costs: what the evaluation of a change reads."""
+
+    layer: Layer
+    spread: IntArray  # [L or 0, E]: see ``ConstraintArrays``
+    pinned: BoolArray  # [L or 0, R, E]
+    domain: IntArray  # [R]
+    ready: BoolArray  # [R]
+    number: int  # the layer's
+    is_constrained: bool  # whether there are constraints beyond a slot for every expert
+    counts_moves: bool  # gain is divided by moves
+    resident: ResidentExperts
+
+
+new_search = by_reference(Search)
+
+
+@jit
+def empty_residents(
+    num_ranks: int, num_experts: int, num_nodes: int, far_move_cost: float
+) -> ResidentExperts:
+    """Arrays without any expert, which ``fill_residents`` fills layer by layer."""
+    return new_resident_experts(
+        np.zeros((num_experts, num_ranks), dtype=np.bool_),
+        np.zeros((num_experts, num_nodes), dtype=np.bool_),
+        np.zeros(num_ranks, dtype=np.int64),
+        np.zeros(num_ranks, dtype=np.int64),
+        np.zeros(num_ranks, dtype=np.int64),
+        far_move_cost,
+    )
+
+
+@jit
+def fill_residents(resident: ResidentExperts, held: IntArray, base: IntArray, ranks: Ranks) -> int:
+    """Fill in the experts of ``base`` [S] by rank; return the moves from ``base`` to ``held``."""
+    for rank in range(len(ranks.zone)):
+        resident.count[rank], resident.node[rank] = 0, ranks.node[rank]
+        for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
+            if expert < 0:
+                continue
+            resident.count[rank] += not resident.on_rank[expert, rank]
+            resident.on_rank[expert, rank] = True
+            # A dead rank's weights cannot be read.
+            if ranks.zone[rank] >= 0:
+                resident.on_node[expert, ranks.node[rank]] = True
+    moves = 0
+    for rank in range(len(ranks.zone)):
+        for expert in held[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
+            moves += expert >= 0 and not resident.on_rank[expert, rank]
+    return moves
+
+
+@jit
+def clear_residents(resident: ResidentExperts, base: IntArray, ranks: Ranks) -> None:
+    """Clear what ``fill_residents`` filled in."""
+    for rank in range(len(ranks.zone)):
+        for expert in base[ranks.first_slot[rank] : ranks.first_slot[rank + 1]]:
+            if expert >= 0:
+                resident.on_rank[expert, rank] = False
+                resident.on_node[expert, ranks.node[rank]] = False
+
+
+@jit
+def move_cost(resident: ResidentExperts, rank: int, expert: int) -> float:
+    """How many moves it counts as to bring an expert to a rank."""
+    if resident.on_rank[expert, rank]:
+        return 0.0
+    return 1.0 if resident.on_node[expert, resident.node[rank]] else resident.far_move_cost
+
+
+@jit
+def open_search(
+    layer: Layer, constraints: ConstraintArrays, number: int, resident: ResidentExperts
+) -> Search:
+    """A search in which new experts on a rank count as moves; none do with residents of 0 ranks."""
+    return new_search(
+        layer,
+        constraints.spread,
+        constraints.pinned,
+        constraints.domain,
+        constraints.ready,
+        number,
+        len(constraints.spread) > 0,
+        len(resident.node) > 0,
+        resident,
+    )
+
+
+@jit
+def may_move(search: Search, expert: int, rank: int, to: int) -> bool:
+    """Whether an expert may move from a rank to rank ``to`` (NONE: be removed) by its constraints.
+
+    Where a constraint is violated already, the change must not make it worse.
+    """
+    if not search.is_constrained:
+        return True
+    if search.pinned[search.number, rank, expert]:
+        return False
+    domains, is_safe = coverage(search, expert, NONE, NONE)
+    domains_then, is_safe_then = coverage(search, expert, rank, to)
+    needed = min(search.spread[search.number, expert], domains)
+    return domains_then >= needed and (is_safe_then or not is_safe)
+
+
+@jit
+def coverage(search: Search, expert: int, without: int, plus: int) -> tuple[int, bool]:
+    """Number of failure domains that hold an expert, and whether a ready rank holds it."""
+    layer, domain, ready = search.layer, search.domain, search.ready
+    domains, is_safe = 0, False
+    if plus >= 0:
+        domains, is_safe = 1, ready[plus]
+    slot = layer.head[expert]
+    while slot >= 0:
+        holder, later = layer.rank_of_slot[slot], layer.following[slot]
+        slot = later
+        if holder == without:
+            continue
+        is_safe = is_safe or ready[holder]
+        is_new = plus < 0 or domain[plus] != domain[holder]
+        while later >= 0:  # the last one of a domain counts
+            other = layer.rank_of_slot[later]
+            if other != without and domain[other] == domain[holder]:
+                is_new = False
+            later = layer.following[later]
+        domains += is_new
+    return domains, is_safe

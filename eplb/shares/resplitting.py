@@ -16,18 +16,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb.core.arrays import on_host
-from eplb.core.kernels import FloatArray, Ranks
+from eplb.core.demand import Scenarios, as_scenarios
+from eplb.core.jit import FloatArray
 from eplb.core.load import LoadHistory, as_history
+from eplb.core.noise import FEWEST_WINDOWS, fluctuation, sampling_noises
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem, scale
-from eplb.core.scenarios import Scenarios, as_scenarios
 from eplb.core.topology import Topology
+from eplb.core.zones import ranks_of
 from eplb.errors import ConfigError, PlacementError
 from eplb.measure.balance import rank_load
-from eplb.measure.noise import FEWEST_WINDOWS, fluctuation, sampling_noise
-from eplb.packing.zones import zones_for
-from eplb.shares.layout import floors
-from eplb.shares.solver import split_layers
+from eplb.shares.solver import floors, split_layers
 
 # Number of windows at which fitted shares are applied half of the way. Measured on recorded
 # routing: shares fitted to 2 to 8 windows and applied in full made the next window worse by up to
@@ -77,7 +76,7 @@ def resplit(
             f"the history has {expected[0]} x {expected[1]}"
         )
     share = best_shares(problem, placement, np.arange(placement.num_layers), trust)
-    return Placement(placement.slot_to_expert, placement.num_experts, placement.generation, share)
+    return placement.with_shares(share)
 
 
 def best_shares(
@@ -108,7 +107,10 @@ def best_shares(
     trusted = np.array(trust)
     if trust is None:
         gain = objective[:, 0] - objective[:, 1]
-        chance = _chance(problem, layers)
+        num_ranks = int(problem.topology.serving.sum())
+        chance = problem.over_parts(
+            lambda part: sampling_noises(problem.routed[part].mean(axis=0)[layers], num_ranks)
+        )
         noise = np.maximum(chance, _fluctuation(problem, placement, equal, layers))
         trusted = supported_part(gain, chance, noise, len(prior))
     # A sum of shares may exceed 1 by a rounding error.
@@ -119,8 +121,7 @@ def best_shares(
 def share_floor(problem: Problem, placement: Placement, layers: NDArray[np.intp]) -> FloatArray:
     """[n] lower bound of the mean imbalance over the windows for any shares of these replicas."""
     topology, held = problem.topology, placement.slot_to_expert[layers].astype(np.int64)
-    work = np.ascontiguousarray(problem.scaled[layers])
-    return floors(work, held, ranks_of(topology), topology.node_of_rank.astype(np.int64))
+    return floors(np.ascontiguousarray(problem.scaled[layers]), held, ranks_of(topology))
 
 
 def equal_shares(placement: Placement, topology: Topology) -> NDArray[np.float64]:
@@ -179,35 +180,16 @@ def supported_part(
     return np.minimum(signal, most)
 
 
-def ranks_of(topology: Topology) -> Ranks:
-    """A topology as kernels read it, with all live ranks in one zone."""
-    return zones_for(np.zeros((1, 1)), topology, 1).ranks
-
-
 def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, FloatArray]:
     """Windows and scenarios [n, T + C, E] in units of the mean rank load; and their weights."""
     work, scenarios = problem.scaled[layers], problem.scenarios
     prior = np.full(work.shape[1], 1.0 / work.shape[1])
     if scenarios is None:
         return np.ascontiguousarray(work), prior
-    loads = scenarios.windows[:, layers].transpose(1, 0, 2)
-    if problem.model is not None:
-        loads = loads * problem.model.expert_cost
+    loads = problem.scenario_work[:, layers].transpose(1, 0, 2)
     likely = scenarios.weight
     work = np.concatenate([work, scale(loads, problem.topology)], axis=1)
     return np.ascontiguousarray(work), np.concatenate([prior * (1 - likely.sum()), likely])
-
-
-def _chance(problem: Problem, layers: NDArray[np.intp]) -> FloatArray:
-    """[n] imbalance above 1 of one window by the sampling noise of its tokens."""
-    tokens = problem.history.tokens[problem.complete].sum(axis=2)
-    num_ranks = int(problem.topology.serving.sum())
-
-    def chance_of(part: NDArray[np.intp]) -> FloatArray:
-        routed = tokens[part].mean(axis=0)[layers]
-        return np.array([sampling_noise(float(each), num_ranks) for each in routed])
-
-    return problem.over_parts(chance_of)
 
 
 def _fluctuation(

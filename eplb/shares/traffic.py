@@ -13,35 +13,19 @@ Shapes:  L MoE layers, E experts, S slots, R ranks, N nodes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from eplb.core.kernels import BoolArray, FloatArray
+from eplb.core.jit import BoolArray, FloatArray, IntArray, jit
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
-from eplb.policies.greedy import frame_of, in_place
-from eplb.search.demand import full_constraint_arrays
-from eplb.shares.traffic_search import CrossingCosts, SlotMap, reduce_crossing
+from eplb.core.zones import Ranks
+from eplb.search.relabel import in_place
 
-
-def tokens_of_node(problem: Problem) -> FloatArray:
-    """[N] part of the tokens that starts on each node; 1 together.
-
-    Raises:
-        ConfigError: the cost model names another number of nodes, or no tokens at all.
-    """
-    topology, given = problem.topology, problem.cost.tokens_of_node
-    if not given:
-        live = np.bincount(topology.node_of_rank, topology.alive, topology.num_nodes)
-        return np.asarray(live / live.sum(), dtype=np.float64)
-    if len(given) != topology.num_nodes or not sum(given) > 0:
-        raise ConfigError(
-            f"cost: tokens_of_node is {given}, expected a part for each of "
-            f"{topology.num_nodes} nodes, and one above 0"
-        )
-    parts = np.array(given, dtype=np.float64)
-    return np.asarray(parts / parts.sum(), dtype=np.float64)
+ROUNDS = 4  # at most; nearly all swaps are in the first
+ROUNDING = 1e-9  # a gain below it is none
 
 
 def crossing(problem: Problem, placement: Placement) -> FloatArray:
@@ -49,7 +33,7 @@ def crossing(problem: Problem, placement: Placement) -> FloatArray:
 
     By the placement's shares for each source node; without those, by its shares for all nodes.
     """
-    starts, heat = tokens_of_node(problem), _heat(problem)
+    starts, heat = problem.tokens_of_node, problem.heat
     shares = placement.source_share
     if shares is None:
         shares = np.repeat(placement.slot_share[None], len(starts), axis=0)
@@ -68,16 +52,16 @@ def with_local_shares(problem: Problem, placement: Placement) -> Placement:
         A placement with ``source_share``: replicas on the source node take as much of its tokens as
         their share allows, and the rest goes to replicas with share left.
     """
-    topology, starts = problem.topology, tokens_of_node(problem)
+    topology, starts = problem.topology, problem.tokens_of_node
     share, held = placement.slot_share, np.maximum(placement.slot_to_expert, 0)
     on_node = _by_node(share, placement, topology)  # [L, E, N]
-    local = np.minimum(starts, on_node)  # of all tokens of an expert
+    local = np.minimum(starts, on_node)  # part of an expert's tokens
     node_of_slot = topology.node_of_slot
     layer = np.arange(len(held))[:, None]
-    served = on_node[layer, held, node_of_slot]  # [L, S] by all of the expert's slots on the node
+    served = on_node[layer, held, node_of_slot]  # [L, S] share of the expert on the node
     kept = local[layer, held, node_of_slot]
     part = np.divide(share, served, out=np.zeros(share.shape), where=served > 0)
-    left = share - part * kept  # [L, S] that other nodes may use
+    left = share - part * kept  # [L, S] share that other nodes may use
     left_of_expert = np.take_along_axis(1.0 - local.sum(axis=2), held, axis=1)
     far = np.divide(left, left_of_expert, out=np.zeros(share.shape), where=left_of_expert > 1e-12)
     per_source = np.empty((len(starts), *share.shape))
@@ -89,9 +73,7 @@ def with_local_shares(problem: Problem, placement: Placement) -> Placement:
         near = np.where(node_of_slot == node, part * kept, 0.0)
         per_source[node] = (near + far * surplus) / begins
     per_source = np.where(placement.slot_to_expert == EMPTY, 0.0, np.clip(per_source, 0.0, 1.0))
-    return Placement(
-        placement.slot_to_expert, placement.num_experts, placement.generation, share, per_source
-    )
+    return placement.with_shares(share, per_source)
 
 
 def with_less_crossing(problem: Problem, placement: Placement) -> Placement:
@@ -103,40 +85,27 @@ def with_less_crossing(problem: Problem, placement: Placement) -> Placement:
     most = problem.max_moves if problem.current is not None else None
     held = placement.slot_to_expert.astype(np.int64)
     costs = CrossingCosts(
-        tokens_of_node(problem),
-        _heat(problem),
+        problem.tokens_of_node,
+        problem.heat,
         problem.cost.node_traffic,
         float(problem.price.mean()) if problem.current is not None else 1e-6,
         -1 if most is None else most,
     )
     base = held if problem.current is None else problem.current.slot_to_expert.astype(np.int64)
-    reduce_crossing(np.ascontiguousarray(problem.scaled), held, base, slot_map_of(problem), costs)
+    slot_map = SlotMap(problem.frame.zones.ranks, *movable(problem))
+    reduce_crossing(np.ascontiguousarray(problem.scaled), held, base, slot_map, costs)
     if problem.current is not None:
         held = in_place(held, problem.current.slot_to_expert, problem.topology, problem.room)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
 
 
-def slot_map_of(problem: Problem) -> SlotMap:
-    """Ranks and nodes of slots, ready ranks, and experts that constraints keep in place."""
-    topology = problem.topology
-    frame = frame_of(problem)
-    stays: BoolArray = np.zeros((problem.history.num_layers, problem.num_experts), dtype=np.bool_)
-    ready = np.ones(topology.num_ranks, dtype=np.bool_)
+def movable(problem: Problem) -> tuple[BoolArray, BoolArray]:
+    """[R] ranks that experts may move to and from, and [L, E] experts that constraints keep."""
+    constraints = problem.frame.constraints
     if problem.constraints.binds_experts:
-        constraints = full_constraint_arrays(problem, frame.zones)
-        stays = (constraints.spread > 1) | constraints.pinned.any(axis=1)
-        ready = constraints.ready
-    return SlotMap(frame.zones.ranks, topology.node_of_rank.astype(np.int64), ready, stays)
-
-
-def _heat(problem: Problem) -> FloatArray:
-    """[L, E] part of a layer's tokens, mean over windows; zeros in an idle layer."""
-    tokens = problem.history.tokens[problem.complete].astype(np.float64)
-    total = tokens.sum(axis=2, keepdims=True)
-    part = np.divide(tokens, total, out=np.zeros(tokens.shape), where=total > 0)
-    busy = (total[:, :, 0] > 0).sum(axis=0)
-    heat: FloatArray = part.sum(axis=0) / np.maximum(busy, 1)[:, None]
-    return heat
+        return constraints.ready, (constraints.spread > 1) | constraints.pinned.any(axis=1)
+    stays = np.zeros(constraints.zone_of_expert.shape, dtype=np.bool_)
+    return np.ones(problem.topology.num_ranks, dtype=np.bool_), stays
 
 
 def _by_node(share: FloatArray, placement: Placement, topology: Topology) -> FloatArray:
@@ -145,7 +114,238 @@ def _by_node(share: FloatArray, placement: Placement, topology: Topology) -> Flo
     layer, slot = np.nonzero(placement.slot_to_expert != EMPTY)
     expert = placement.slot_to_expert[layer, slot]
     place = (layer * num_experts + expert) * num_nodes + topology.node_of_slot[slot]
-    weights = share[layer, slot].astype(np.float64)
-    summed: FloatArray = np.zeros(num_layers * num_experts * num_nodes)
-    np.add.at(summed, place, weights)
+    size = num_layers * num_experts * num_nodes
+    summed = np.asarray(np.bincount(place, share[layer, slot], size), dtype=np.float64)
     return summed.reshape(num_layers, num_experts, num_nodes)
+
+
+class SlotMap(NamedTuple):
+    """Ranks of slots, and experts that must stay."""
+
+    ranks: Ranks
+    ready: BoolArray  # [R] ranks that experts may move to and from
+    stays: BoolArray  # [L, E] experts that do not move
+
+
+class CrossingCosts(NamedTuple):
+    """The cost of tokens that cross nodes, and limits on moves."""
+
+    starts: FloatArray  # [N] part of the tokens that starts on each node
+    heat: FloatArray  # [L, E] part of the tokens of each expert
+    price: float  # imbalance that all tokens crossing count as
+    min_gain: float  # imbalance that a move must gain
+    most_moves: int  # -1: any number
+
+
+class LayerState(NamedTuple):
+    """One layer during the search."""
+
+    work: FloatArray  # [T, E]
+    held: IntArray  # [S]
+    rank: IntArray  # [S]
+    replicas: FloatArray  # [E]
+    on_rank: BoolArray  # [R, E]
+    on_node: FloatArray  # [N, E] replicas
+    time: FloatArray  # [T, R]
+    resident: BoolArray  # [R, E] where the base has each expert
+    saved: FloatArray  # [S, N] part of the layer's tokens that a slot's replica on a node saves
+
+
+@jit
+def reduce_crossing(
+    work: FloatArray, held: IntArray, base: IntArray, slot_map: SlotMap, costs: CrossingCosts
+) -> int:
+    """Improve ``held`` [L, S] in place; return its number of moves from ``base`` [L, S].
+
+    Args:
+        work: [L, T, E] as ``Problem.scaled``.
+        held: experts by slot, -1 for empty.
+        base: the serving placement; ``held`` itself when moves are free.
+        slot_map: ranks and nodes of slots.
+        costs: of crossing, and limits on moves.
+    """
+    states = [
+        _open_layer(work[layer], held[layer], base[layer], slot_map) for layer in range(len(held))
+    ]
+    moves = 0
+    for state in states:
+        moves += _num_moves(state)
+    for layer in range(len(held)):
+        for slot in range(held.shape[1]):
+            _update_saved(states[layer], slot, slot_map, costs, layer)
+        for _ in range(ROUNDS):
+            before = moves
+            moves, swapped = _round(states[layer], layer, slot_map, costs, before)
+            if not swapped:
+                break
+    return moves
+
+
+@jit
+def _round(
+    state: LayerState, layer: int, slot_map: SlotMap, costs: CrossingCosts, moves: int
+) -> tuple[int, bool]:
+    """Swap each pair that pays; return the number of moves, and whether any pair was swapped."""
+    swapped = False
+    saved, held, node_of = state.saved, state.held, slot_map.ranks.node[state.rank]
+    for one in range(len(held)):
+        for other in range(one + 1, len(held)):
+            stays = saved[one, node_of[other]] + saved[other, node_of[one]]
+            if costs.price * stays <= ROUNDING:
+                continue
+            pays, more = _gain_and_moves(state, layer, (one, other), slot_map, costs, moves, stays)
+            if pays:
+                _swap(state, (one, other), slot_map, costs, layer)
+                moves += more
+                swapped = True
+    return moves, swapped
+
+
+@jit
+def _open_layer(work: FloatArray, held: IntArray, base: IntArray, slot_map: SlotMap) -> LayerState:
+    num_windows, num_experts = work.shape
+    num_ranks = len(slot_map.ranks.node)
+    rank = np.empty(len(held), dtype=np.int64)
+    count = np.zeros(num_experts)
+    on_rank = np.zeros((num_ranks, num_experts), dtype=np.bool_)
+    resident = np.zeros((num_ranks, num_experts), dtype=np.bool_)
+    on_node = np.zeros((slot_map.ranks.node.max() + 1, num_experts))
+    for number in range(num_ranks):
+        for slot in range(slot_map.ranks.first_slot[number], slot_map.ranks.first_slot[number + 1]):
+            rank[slot] = number
+            if held[slot] >= 0:
+                count[held[slot]] += 1
+                on_rank[number, held[slot]] = True
+                on_node[slot_map.ranks.node[number], held[slot]] += 1
+            if base[slot] >= 0:
+                resident[number, base[slot]] = True
+    time = np.zeros((num_windows, num_ranks))
+    for slot in range(len(held)):
+        if held[slot] >= 0:
+            part = work[:, held[slot]] / count[held[slot]]
+            time[:, rank[slot]] += part * slot_map.ranks.slowness[rank[slot]]
+    saved = np.zeros((len(held), len(on_node)))
+    return LayerState(work, held, rank, count, on_rank, on_node, time, resident, saved)
+
+
+@jit
+def _num_moves(state: LayerState) -> int:
+    moves = 0
+    for slot in range(len(state.held)):
+        if state.held[slot] >= 0 and not state.resident[state.rank[slot], state.held[slot]]:
+            moves += 1
+    return moves
+
+
+@jit
+def _gain_and_moves(
+    state: LayerState,
+    layer: int,
+    slots: tuple[int, int],
+    slot_map: SlotMap,
+    costs: CrossingCosts,
+    moves: int,
+    stays: float,
+) -> tuple[bool, int]:
+    """Whether a swap that keeps so many tokens on their node pays, and the moves that it adds."""
+    if not _may_swap(state, layer, slots, slot_map):
+        return False, 0
+    here, there = state.rank[slots[0]], state.rank[slots[1]]
+    first, second = state.held[slots[0]], state.held[slots[1]]
+    more = 0
+    if first >= 0:
+        more += int(state.resident[here, first]) - int(state.resident[there, first])
+    if second >= 0:
+        more += int(state.resident[there, second]) - int(state.resident[here, second])
+    gain, needed = costs.price * stays, costs.min_gain * max(more, 0) + ROUNDING
+    is_over_budget = costs.most_moves >= 0 and more > 0 and moves + more > costs.most_moves
+    if gain <= needed or is_over_budget:
+        return False, 0
+    return gain - _slower(state, slots, slot_map.ranks) > needed, more
+
+
+@jit
+def _may_swap(state: LayerState, layer: int, slots: tuple[int, int], slot_map: SlotMap) -> bool:
+    one, other = slots
+    here, there = state.rank[one], state.rank[other]
+    first, second = state.held[one], state.held[other]
+    if first == second or not (slot_map.ready[here] and slot_map.ready[there]):
+        return False
+    zone, room = slot_map.ranks.zone, slot_map.ranks.room
+    # Zones differ only where groups stay on nodes: their experts are not swapped.
+    if zone[here] < 0 or zone[here] != zone[there]:
+        return False
+    for slot, rank in ((one, here), (other, there)):
+        row = room[layer if len(room) > 1 else 0]
+        if slot - slot_map.ranks.first_slot[rank] >= row[rank]:
+            return False
+    if first >= 0 and (slot_map.stays[layer, first] or state.on_rank[there, first]):
+        return False
+    return not (second >= 0 and (slot_map.stays[layer, second] or state.on_rank[here, second]))
+
+
+@jit
+def _update_saved(
+    state: LayerState, slot: int, slot_map: SlotMap, costs: CrossingCosts, layer: int
+) -> None:
+    """Fill in what moving the replica of a slot to each node would save."""
+    expert, away = state.held[slot], slot_map.ranks.node[state.rank[slot]]
+    state.saved[slot] = 0.0
+    if expert < 0:
+        return
+    count, starts, on_node = state.replicas[expert], costs.starts, state.on_node
+    less = min(starts[away], on_node[away, expert] / count)
+    less -= min(starts[away], (on_node[away, expert] - 1) / count)
+    for to in range(len(starts)):
+        if to != away:
+            more = min(starts[to], (on_node[to, expert] + 1) / count)
+            more -= min(starts[to], on_node[to, expert] / count)
+            state.saved[slot, to] = costs.heat[layer, expert] * (more - less)
+
+
+@jit
+def _slower(state: LayerState, slots: tuple[int, int], ranks: Ranks) -> float:
+    """Increase of the mean over windows of the busiest rank's time."""
+    one, other = slots
+    here, there = state.rank[one], state.rank[other]
+    first, second = state.held[one], state.held[other]
+    rise = 0.0
+    for window in range(len(state.work)):
+        load = 0.0  # load that goes from here to there
+        if first >= 0:
+            load += state.work[window, first] / state.replicas[first]
+        if second >= 0:
+            load -= state.work[window, second] / state.replicas[second]
+        before, after = 0.0, 0.0
+        for rank in range(state.time.shape[1]):
+            time = state.time[window, rank]
+            before = max(before, time)
+            if rank == here:
+                time -= load * ranks.slowness[rank]
+            elif rank == there:
+                time += load * ranks.slowness[rank]
+            after = max(after, time)
+        rise += after - before
+    return rise / len(state.work)
+
+
+@jit
+def _swap(
+    state: LayerState, slots: tuple[int, int], slot_map: SlotMap, costs: CrossingCosts, layer: int
+) -> None:
+    one, other = slots
+    for slot, to in ((one, state.rank[other]), (other, state.rank[one])):
+        expert, away = state.held[slot], state.rank[slot]
+        if expert < 0:
+            continue
+        state.on_rank[away, expert] = False
+        state.on_rank[to, expert] = True
+        state.on_node[slot_map.ranks.node[away], expert] -= 1
+        state.on_node[slot_map.ranks.node[to], expert] += 1
+        part = state.work[:, expert] / state.replicas[expert]
+        state.time[:, away] -= part * slot_map.ranks.slowness[away]
+        state.time[:, to] += part * slot_map.ranks.slowness[to]
+    state.held[one], state.held[other] = state.held[other], state.held[one]
+    for slot in range(len(state.held)):
+        if state.held[slot] == state.held[one] or state.held[slot] == state.held[other]:
+            _update_saved(state, slot, slot_map, costs, layer)

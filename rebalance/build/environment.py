@@ -47,8 +47,7 @@ from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank
-from runtime.group.agreement import gathered
-from runtime.group.listeners import gloo_listeners_closed
+from runtime.group import gathered, gloo_listeners_closed
 from runtime.routing import RoutingTable
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
 from telemetry.state.store import StateStore

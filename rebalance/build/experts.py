@@ -31,7 +31,7 @@ from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
 from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 
 FILL_RECORDS = 64  # leased at a time by the first fill
 DEATH_S = 1.0  # after a failure of torch, to learn which rank died

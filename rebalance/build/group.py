@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from eplb.errors import RankError
 from rebalance.build.config import NetworkConfig
 from rebalance.protocol.liveness import is_loopback
-from runtime.group.listeners import gloo_listeners_closed
+from runtime.group import gloo_listeners_closed
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 

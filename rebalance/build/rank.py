@@ -36,7 +36,7 @@ from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
 from rebalance.types import StepCounter
-from runtime.batch_parts import BatchParts, BatchRank, BatchRules, make_batch_parts
+from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import Experts
@@ -155,8 +155,9 @@ def build_rank(
             the rank's host. Or the engine's own memory, which it has filled by the placement of the
             store; see ``committed_placement``.
         store: of the deployment, open or by its URL.
-        passes: counts the forward passes of this process (``runtime.passes.PassCounter``). ``step``
-            may then be called without a number, and refuses a number that differs from the count.
+        passes: counts the forward passes of this process: a ``runtime.counters.PassCounter``.
+            ``step`` may then be called without a number, and refuses one that differs from the
+            count.
 
     Raises:
         ConfigError: configuration, model, placement and place do not fit together.

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 from eplb.clock import Clock
+from eplb.core.cost import Decision
 from eplb.core.placement import Placement
-from eplb.decision.gate import Decision
-from eplb.decision.promises import ENOUGH
+from eplb.decision.expectation import ENOUGH
 from eplb.decision.rollout import breach, for_few_layers, stage_before
 from eplb.errors import (
     ConfigError,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from eplb.core.cost import CostModel
 from eplb.core.load import Phase
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.decision.rollout import Stage
 from eplb.decision.triggers import TriggerRules
 from eplb.declared import Setting, check_fields

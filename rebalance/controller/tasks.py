@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from eplb.clock import Clock
+from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
-from eplb.decision.gate import Decision
 from eplb.errors import (
     ConfigError,
     EplbError,

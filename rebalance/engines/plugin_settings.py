@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
 from eplb.settings.deployment import DeploymentSettings, WindowSettings

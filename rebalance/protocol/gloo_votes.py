@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from eplb.errors import RankError
 from rebalance.protocol.liveness import LOOPBACK, Address, LivenessConnections, address_towards
 from rebalance.types import Outcome, PendingVote
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 
 
 class GlooVotes:

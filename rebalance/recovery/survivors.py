@@ -31,7 +31,7 @@ from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import Phase, RankPhase
 from rebalance.types import Outcome, PendingVote, VoteGroup
-from runtime.group.listeners import gloo_listeners_closed
+from runtime.group import gloo_listeners_closed
 from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next

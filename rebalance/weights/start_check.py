@@ -27,7 +27,7 @@ from rebalance.weights.sources import (
     WeightSources,
 )
 from runtime.experts import ExpertBank, PeerBank
-from runtime.group.agreement import first_refusal
+from runtime.group import first_refusal
 from runtime.memory.shared import digest
 from runtime.streams import Completion
 

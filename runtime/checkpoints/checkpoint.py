@@ -11,13 +11,13 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from runtime.checkpoints.description import DOWN, GATE, UP
-from runtime.checkpoints.expert_tensors import ExpertTensors, PartRange, Source
-from runtime.checkpoints.families.own import OWN_MODEL
+from runtime.checkpoints.description import DOWN, GATE, GATE_UP, UP
+from runtime.checkpoints.expert_tensors import ExpertTensors, Source
+from runtime.checkpoints.families import OWN_MODEL
 from runtime.checkpoints.identity import INDEX_FILE, Identity
 from runtime.checkpoints.model_config import read_config
 from runtime.checkpoints.own_model import SCALE_SUFFIX, dense_shapes, scale_blocks
-from runtime.checkpoints.shards import Shards
+from runtime.checkpoints.weight_files import StoredTensor, WeightFiles
 from runtime.experts import ExpertSchema, TensorSpec
 
 __all__ = ["INDEX_FILE", "Checkpoint"]
@@ -37,9 +37,9 @@ class Checkpoint:
 
     def __init__(self, path: Path, *, expected: Identity | None = None) -> None:
         self.path = path
-        self._shards = Shards(path)
+        self._files = WeightFiles(path)
         self.config = read_config(path)
-        self._experts = ExpertTensors(self._shards, self.config)
+        self._experts = ExpertTensors(self._files, self.config)
         if expected is not None and (change := expected.difference(self.identity(), path)):
             raise CheckpointError(f"{path}: the checkpoint changed since the last start: {change}")
 
@@ -49,7 +49,7 @@ class Checkpoint:
         Raises:
             CheckpointError: a file is missing.
         """
-        return self._shards.identity()
+        return self._files.identity()
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Checkpoint:
             )
         )
 
-    def range(self, layer: int, expert: int, part: str) -> PartRange:
+    def range(self, layer: int, expert: int, part: str) -> StoredTensor:
         """File and bytes of one stored tensor of an expert.
 
         Raises:
@@ -124,7 +124,7 @@ class Checkpoint:
         return {role: name for role, name in named.items() if name in self or role == "weight"}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._shards
+        return name in self._files
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor.
@@ -132,10 +132,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the index or its shard has no such tensor.
         """
-        stored = self._shards.stored(name)
-        size = stored.end - stored.start
-        where = PartRange(stored, stored.dtype, stored.shape, stored.start, size)
-        return self._experts.read(Source(where, where.shape))
+        return self._files.read(self._files.stored(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it.
@@ -143,7 +140,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the index or its shard has no such tensor.
         """
-        return self._shards.stored(name).shape
+        return self._files.stored(name).shape
 
     def repack(self, layer: int, expert: int, schema: ExpertSchema, record: torch.Tensor) -> None:
         """Fill a record [record_bytes] with one routed expert, in the layout of the schema.
@@ -161,7 +158,7 @@ class Checkpoint:
             ):
                 source = self._fitting(layer, expert, part, schema.part_shape(spec), spec.dtype)
                 if source.is_plain_run:
-                    self._shards.read(source.where.tensor, source.where.start, into)
+                    self._files.read_into(source.stored, into)
                 else:
                     tensor = self._experts.read(source).contiguous()
                     into.copy_(tensor.view(torch.uint8).flatten())
@@ -174,23 +171,23 @@ class Checkpoint:
     ) -> Source:
         """Find a part of the shape and type that a record needs."""
         source = self._experts.locate(layer, expert, part)
-        if (source.shape, source.where.dtype) != (shape, dtype):
-            stored = source.where.tensor
+        stored = source.stored
+        if (source.shape, stored.dtype) != (shape, dtype):
             raise CheckpointError(
                 f"{self.path / stored.file}: tensor {stored.name} has shape {source.shape} of "
-                f"{source.where.dtype} for {part}, expected {shape} of {dtype}"
+                f"{stored.dtype} for {part}, expected {shape} of {dtype}"
             )
         return source
 
     def dense_weights(self) -> dict[str, torch.Tensor]:
         """Read everything but the routed experts: what every rank holds."""
         routed = self._experts.routed
-        return {name: self.tensor(name) for name in self._shards if name not in routed}
+        return {name: self.tensor(name) for name in self._files if name not in routed}
 
     def reference_weights(self) -> dict[str, torch.Tensor]:
         """Read everything in float32, FP8 weights times their block scales: what they stand for."""
         weights = {}
-        for name in self._shards:
+        for name in self._files:
             if not name.endswith(SCALE_SUFFIX):
                 tensor = self.tensor(name)
                 has_scale = name + SCALE_SUFFIX in self
@@ -223,13 +220,14 @@ class Checkpoint:
                 for part in spec.parts:
                     shape = schema.part_shape(spec)
                     source = self._fitting(layer, expert, part, shape, spec.dtype)
-                    taken.add(source.where.tensor.name)
+                    taken.add(source.stored.name)
         for part in parts:
-            left = self._experts.range(layer, 0, part).tensor
+            left = self._experts.range(layer, 0, part)
             if left.name not in taken:
+                held = ", ".join(part for spec in schema.tensors for part in spec.parts)
                 raise CheckpointError(
                     f"{self.path / left.file}: tensor {left.name} belongs to an expert, expected "
-                    f"it among the parts of a record: {', '.join(_parts_of(schema))}"
+                    f"it among the parts of a record: {held}"
                 )
 
     def _check_sizes(self, layer: int, model: ModelShape) -> None:
@@ -238,12 +236,12 @@ class Checkpoint:
         for projection, shape in ((GATE, up), (UP, up), (DOWN, down)):
             part = f"{projection}.weight"
             if self._experts.holder(layer, part) in self._experts.parts(layer):
-                dtype = self._experts.locate(layer, 0, part).where.dtype
+                dtype = self._experts.locate(layer, 0, part).stored.dtype
                 if dtype.is_floating_point:
                     self._fitting(layer, 0, part, shape, dtype)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        stored = self._shards.stored(name)
+        stored = self._files.stored(name)
         if stored.shape != shape:
             raise CheckpointError(
                 f"{self.path / stored.file}: tensor {name} has shape {stored.shape}, "
@@ -251,5 +249,21 @@ class Checkpoint:
             )
 
 
-def _parts_of(schema: ExpertSchema) -> list[str]:
-    return [part for spec in schema.tensors for part in spec.parts]
+def transformers_schema(checkpoint: Checkpoint) -> ExpertSchema:
+    """Schema of records as the experts modules of the ``transformers`` library read them.
+
+    A checkpoint that has the library's parameters (gpt-oss, with biases) is taken as it is stored.
+    Of one with a tensor for each matrix, gate and up are stacked, as the library does at loading.
+
+    Raises:
+        CheckpointError: a matrix is missing: the weights are quantised in a way of their own.
+    """
+    stored = checkpoint.schema()
+    if GATE_UP in {spec.name for spec in stored.tensors}:
+        return stored
+    layer, specs = checkpoint.moe_layers[0], list[TensorSpec]()
+    for name, parts in ((GATE_UP, (f"{GATE}.weight", f"{UP}.weight")), (DOWN, (f"{DOWN}.weight",))):
+        first = checkpoint.part(layer, 0, parts[0])
+        shape = (len(parts) * first.shape[0], *first.shape[1:])
+        specs.append(TensorSpec(name, shape, first.dtype, parts))
+    return ExpertSchema(tuple(specs))

@@ -73,7 +73,7 @@ class ConfigKeys:
     """
 
     num_experts: tuple[str, ...]
-    intermediate: tuple[str, ...]  # of one routed expert
+    intermediate: tuple[str, ...]  # width of one routed expert
     top_k: tuple[str, ...] = ("num_experts_per_tok",)
     hidden: tuple[str, ...] = ("hidden_size",)
     num_layers: tuple[str, ...] = ("num_hidden_layers",)
@@ -120,7 +120,7 @@ class Family:
     """One model family: how it is recognised, and where its experts lie."""
 
     name: str
-    model_types: tuple[str, ...]  # of config.json
+    model_types: tuple[str, ...]  # as config.json names them
     architectures: tuple[str, ...]  # where the model type is not known
     keys: ConfigKeys
     layers: tuple[str, ...]  # prefixes of a layer; the first that the index has
@@ -128,7 +128,7 @@ class Family:
     router: tuple[tuple[str, str], ...]  # role -> name below the layer's prefix
     shared: tuple[str, ...] = ()  # names of the shared expert's tensors, below the layer's prefix
     mtp_layers: tuple[str, ...] = ()  # prefixes of MTP layers, if they have routed experts
-    sections: tuple[str, ...] = ()  # of config.json; the first that is there has the keys
+    sections: tuple[str, ...] = ()  # parts of config.json; the first that is there has the keys
     unproven: str = ""  # why no test compares it with the family's own code
 
 

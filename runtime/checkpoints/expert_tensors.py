@@ -6,39 +6,31 @@ A *part* is one stored tensor of an expert: projection and suffix, as ``gate_pro
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import torch
 
 from eplb.errors import CheckpointError
 from runtime.checkpoints.description import GATE, GATE_UP, UP, ExpertLayout
-from runtime.checkpoints.expert_names import EVERY_EXPERT, Key, find_names, listed
-from runtime.checkpoints.header import StoredTensor
-from runtime.checkpoints.model_config import ModelConfig
-from runtime.checkpoints.shards import Shards
+from runtime.checkpoints.model_config import CONFIG_FILE, ModelConfig
+from runtime.checkpoints.weight_files import StoredTensor, WeightFiles
 
+# One spelling for each number, so that no two names are one tensor.
+NUMBER = "(0|[1-9][0-9]{0,5})"
+EVERY_EXPERT = -1  # in place of an expert's number, where one tensor has all of them
 # Suffixes of plain matrices and biases, which can be read out of fused and transposed tensors.
 _PLAIN: dict[str, tuple[str, ...]] = {".weight": ("", ".weight"), ".bias": ("_bias", ".bias")}
-
-
-@dataclass(frozen=True)
-class PartRange:
-    """One part of one expert: a range of bytes of a weight file."""
-
-    tensor: StoredTensor
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # of this expert
-    start: int  # byte in the file
-    num_bytes: int
 
 
 @dataclass(frozen=True)
 class Source:
     """Bytes to read for a part, and the part within them: rows, of the transpose perhaps."""
 
-    where: PartRange
-    shape: tuple[int, ...]  # of the part
+    stored: StoredTensor
+    shape: tuple[int, ...]  # the part's
     is_transposed: bool = False
     rows: tuple[int | None, ...] = (None, None, None)  # first, end, step
 
@@ -48,33 +40,115 @@ class Source:
         return not self.is_transposed and self.rows == (None, None, None)
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """The routed experts of one layer: how they are stored, and under which names."""
+
+    layout: ExpertLayout
+    prefix: str  # the prefix of all tensors of the layer
+    names: dict[tuple[int, str], str]  # by expert, or EVERY_EXPERT, and part
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """Parts of which each expert consists, in the order of a record."""
+        found = {part for _, part in self.names}
+        order = (p + suffix for p in self.layout.names for suffix in self.layout.suffixes)
+        return tuple(part for part in order if part in found)
+
+
 class ExpertTensors:
-    """The routed experts of a checkpoint.
+    """The routed experts of a checkpoint, found by the family's description.
 
     Raises:
         CheckpointError: the index has no experts, or some in other layers than config.json says, or
             a tensor of theirs that no description names.
     """
 
-    def __init__(self, shards: Shards, config: ModelConfig) -> None:
-        self._shards, self._config = shards, config
-        self._names = find_names(shards, config)
-        self.mtp_layers = tuple(sorted(self._names.mtp_prefix))
-        self._parts: dict[int, tuple[str, ...]] = {}
+    def __init__(self, files: WeightFiles, config: ModelConfig) -> None:
+        self._files, self._config = files, config
+        # Experts without computation: some libraries save them, though nothing reads them.
+        self._without_computation: set[str] = set()
+        self._layers, prefix, layout = self._find_layers()
+        self.mtp_layers: tuple[int, ...] = ()
+        for template in config.family.mtp_layers:
+            found = self._layers
+            # Some checkpoints leave these layers in the layout that they had when quantised.
+            for other in (layout, *config.family.layouts) if template != prefix else ():
+                if found := self._collect(template, other, config.num_layers):
+                    break
+            last = {layer: one for layer, one in found.items() if layer >= config.num_layers}
+            self._layers |= last
+            self.mtp_layers = tuple(sorted({*self.mtp_layers, *last}))
+        in_files = tuple(sorted(layer for layer in self._layers if layer < config.num_layers))
+        if in_files != config.moe_layers:
+            raise CheckpointError(
+                f"{files.path / CONFIG_FILE}: routed experts in layers "
+                f"{_listed(config.moe_layers)}, expected {_listed(in_files)} as in the weight files"
+            )
+
+    def _find_layers(self) -> tuple[dict[int, _Layer], str, ExpertLayout]:
+        """Layers by the first prefix and layout of the family that the index has, and those."""
+        family = self._config.family
+        for prefix, layout in product(family.layers, family.layouts):
+            if found := self._collect(prefix, layout, 0):
+                return found, prefix, layout
+        looked_for = ", ".join(
+            f"{p}.{lay.down}" for p, lay in product(family.layers, family.layouts)
+        )
+        raise CheckpointError(
+            f"{self._files.path}: no routed experts of {family.name} in the weight files, "
+            f"expected tensors named {looked_for}"
+        )
+
+    def _collect(self, prefix: str, layout: ExpertLayout, first_layer: int) -> dict[int, _Layer]:
+        """All layers whose names have a prefix; they are counted from ``first_layer``."""
+        start = re.sub(r"\\{(layer|mtp)\\}", NUMBER, re.escape(prefix))
+        patterns = {
+            projection: re.compile(
+                start
+                + re.escape(f".{name}").replace(re.escape("{expert}"), NUMBER)
+                + r"((?:[._].*)?)"  # so that "gate_proj" is not found in "gate_projector"
+            )
+            for projection, name in layout.names.items()
+        }
+        layers: dict[int, _Layer] = {}
+        for name, (projection, pattern) in product(self._files, patterns.items()):
+            if (match := pattern.fullmatch(name)) is None:
+                continue
+            number, *given, suffix = match.groups()
+            expert = int(given[0]) if given else EVERY_EXPERT
+            self._check_name(name, suffix, expert, layout)
+            if expert >= self._config.num_experts:
+                self._without_computation.add(name)
+                continue
+            layer = first_layer + int(number)
+            own_prefix = prefix.format(layer=layer, mtp=layer - self._config.num_layers)
+            found = layers.setdefault(layer, _Layer(layout, own_prefix, {}))
+            found.names[expert, projection + suffix] = name
+        return layers
+
+    def _check_name(self, name: str, suffix: str, expert: int, layout: ExpertLayout) -> None:
+        if suffix not in layout.suffixes:
+            raise CheckpointError(
+                f"{self._files.path}: tensor {name} belongs to a routed expert and has the unknown "
+                f"suffix {suffix!r}, expected one of: {', '.join(layout.suffixes)}"
+            )
+        routes = self._config.num_experts + self._config.num_zero
+        if expert >= routes:
+            raise CheckpointError(
+                f"{self._files.path}: tensor {name} is of expert {expert}, "
+                f"expected 0..{routes - 1} as {CONFIG_FILE} says"
+            )
 
     @cached_property
     def routed(self) -> frozenset[str]:
         """Names of all tensors that belong to routed experts."""
-        names = {name for names in self._names.of_layer.values() for name in names.values()}
-        return frozenset(names | self._names.without_computation)
-
-    def _layout(self, layer: int) -> ExpertLayout:
-        return self._names.mtp_layout.get(layer, self._names.layout)
+        names = {name for layer in self._layers.values() for name in layer.names.values()}
+        return frozenset(names | self._without_computation)
 
     def prefix(self, layer: int) -> str:
         """Prefix of a layer's tensors."""
-        template = self._names.mtp_prefix.get(layer, self._names.prefix)
-        return template.format(layer=layer, mtp=layer - self._config.num_layers)
+        return self._layer(layer).prefix
 
     def parts(self, layer: int) -> tuple[str, ...]:
         """Parts of which each expert of a layer consists, in the order of a record.
@@ -82,61 +156,44 @@ class ExpertTensors:
         Raises:
             CheckpointError: the layer has no routed experts.
         """
-        names = self._of(layer)
-        if layer not in self._parts:
-            found = {part for _, part in names}
-            layout = self._layout(layer)
-            order = [p + s for p in layout.names for s in layout.suffixes]
-            self._parts[layer] = tuple(part for part in order if part in found)
-        return self._parts[layer]
+        return self._layer(layer).parts
 
-    def _of(self, layer: int) -> dict[Key, str]:
+    def _layer(self, layer: int) -> _Layer:
         known = (*self._config.moe_layers, *self.mtp_layers)
         if layer not in known:
             raise CheckpointError(
-                f"{self._shards.path}: layer {layer} has no routed experts, "
-                f"expected one of {listed(known)}"
+                f"{self._files.path}: layer {layer} has no routed experts, "
+                f"expected one of {_listed(known)}"
             )
-        return self._names.of_layer[layer]
+        return self._layers[layer]
 
-    def range(self, layer: int, expert: int, part: str) -> PartRange:
+    def range(self, layer: int, expert: int, part: str) -> StoredTensor:
         """Find one part of one expert, without reading it.
 
         Raises:
             CheckpointError: there is no such layer, expert or tensor.
         """
-        num_experts, names = self._config.num_experts, self._of(layer)
+        num_experts, found = self._config.num_experts, self._layer(layer)
         if not 0 <= expert < num_experts:
             raise CheckpointError(
-                f"{self._shards.path}: layer {layer} has no expert {expert}, "
+                f"{self._files.path}: layer {layer} has no expert {expert}, "
                 f"expected 0..{num_experts - 1}"
             )
-        is_stacked = self._layout(layer).is_stacked
-        name = names.get((EVERY_EXPERT if is_stacked else expert, part))
-        tensor = self._shards.stored(name or self._name_of(layer, expert, part))
-        size = tensor.end - tensor.start
-        if not is_stacked:
-            return PartRange(tensor, tensor.dtype, tensor.shape, tensor.start, size)
+        is_stacked = found.layout.is_stacked
+        name = found.names.get((EVERY_EXPERT if is_stacked else expert, part))
+        tensor = self._files.stored(name or _missing_name(found, expert, part))
+        # One scale for all experts: each has it.
         is_common = tensor.shape == () or (tensor.shape == (1,) and num_experts > 1)
-        if is_common:  # one scale for all experts: each has it
-            return PartRange(tensor, tensor.dtype, tensor.shape, tensor.start, size)
+        if not is_stacked or is_common:
+            return tensor
         if tensor.shape[0] != num_experts:
             raise CheckpointError(
-                f"{self._shards.path / tensor.file}: tensor {tensor.name} has shape "
+                f"{self._files.path / tensor.file}: tensor {tensor.name} has shape "
                 f"{tensor.shape}, expected {num_experts} experts as the first dimension"
             )
-        size //= num_experts
+        size = tensor.num_bytes // num_experts
         start = tensor.start + expert * size
-        return PartRange(tensor, tensor.dtype, tensor.shape[1:], start, size)
-
-    def _name_of(self, layer: int, expert: int, part: str) -> str:
-        """Name that a part would have."""
-        layout = self._layout(layer)
-        for projection, name in layout.names.items():
-            if part.startswith(projection) and part[len(projection) :] in layout.suffixes:
-                suffix = part[len(projection) :]
-                return f"{self.prefix(layer)}.{name.format(expert=expert)}{suffix}"
-        return f"{self.prefix(layer)} expert {expert} {part}"
+        return replace(tensor, shape=tensor.shape[1:], start=start, end=start + size)
 
     def locate(self, layer: int, expert: int, part: str) -> Source:
         """Find a part as it is stored; else a plain matrix [out, in] or bias inside of one.
@@ -146,23 +203,22 @@ class ExpertTensors:
         Raises:
             CheckpointError: there is no such layer, expert or tensor.
         """
-        holder = self.holder(layer, part)
-        where, layout = self.range(layer, expert, holder), self._layout(layer)
-        shape, is_transposed = where.shape, layout.is_transposed and len(where.shape) == 2
+        holder, layout = self.holder(layer, part), self._layer(layer).layout
+        stored = self.range(layer, expert, holder)
         if holder == part:
-            return Source(where, where.shape)
-        shape = shape[::-1] if is_transposed else shape
+            return Source(stored, stored.shape)
+        is_transposed = layout.is_transposed and len(stored.shape) == 2
+        shape = stored.shape[::-1] if is_transposed else stored.shape
         if not holder.startswith(GATE_UP):
-            return Source(where, shape, is_transposed)
+            return Source(stored, shape, is_transposed)
         second, half = int(part.startswith(UP)), (shape[0] // 2, *shape[1:])
         if layout.is_interleaved:
-            return Source(where, half, is_transposed, (second, None, 2))
+            return Source(stored, half, is_transposed, (second, None, 2))
         if is_transposed:
-            return Source(where, half, True, (second * half[0], (second + 1) * half[0], None))
-        size = where.num_bytes // 2  # the half is a range of bytes itself
-        return Source(
-            replace(where, shape=half, start=where.start + second * size, num_bytes=size), half
-        )
+            return Source(stored, half, True, (second * half[0], (second + 1) * half[0], None))
+        size = stored.num_bytes // 2  # the half is a range of bytes itself
+        start = stored.start + second * size
+        return Source(replace(stored, shape=half, start=start, end=start + size), half)
 
     def holder(self, layer: int, part: str) -> str:
         """Return the stored part that has ``part``, or ``part`` itself."""
@@ -171,15 +227,33 @@ class ExpertTensors:
         if part in stored:
             return part
         holders = [projection, GATE_UP] if projection in (GATE, UP) else [projection]
-        suffixes = _PLAIN.get(dot + kind, ())
-        within = [holder + suffix for holder in holders for suffix in suffixes]
+        within = [one + suffix for one in holders for suffix in _PLAIN.get(dot + kind, ())]
         return next((holder for holder in within if holder in stored), part)
 
     def read(self, source: Source) -> torch.Tensor:
         """Read a part."""
-        raw = torch.empty(source.where.num_bytes, dtype=torch.uint8)
-        self._shards.read(source.where.tensor, source.where.start, raw)
-        tensor = raw.view(source.where.dtype).view(source.where.shape)
+        tensor = self._files.read(source.stored)
         if source.is_plain_run:
             return tensor
         return (tensor.T if source.is_transposed else tensor)[slice(*source.rows)]
+
+
+def _missing_name(layer: _Layer, expert: int, part: str) -> str:
+    """Name that a part would have."""
+    for projection, name in layer.layout.names.items():
+        suffix = part.removeprefix(projection)
+        if part.startswith(projection) and suffix in layer.layout.suffixes:
+            return f"{layer.prefix}.{name.format(expert=expert)}{suffix}"
+    return f"{layer.prefix} expert {expert} {part}"
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    """Layer numbers as text, runs of more than two shortened."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1] = [runs[-1][0], layer]
+        else:
+            runs.append([layer])
+    ends = [(", " if run[-1] - run[0] == 1 else "..").join(map(str, run)) for run in runs]
+    return ", ".join(ends) or "none"

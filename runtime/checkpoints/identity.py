@@ -21,9 +21,9 @@ from eplb.errors import CheckpointError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # small checkpoints have one file, and no index
 MAX_INDEX_BYTES = 256 * 2**20  # 91,000 tensors of the largest published model take 9 MB
-LENGTH_BYTES = 8  # of a safetensors header's length
+LENGTH_BYTES = 8  # first bytes of a safetensors file: the length of its header
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
-NUM_SAMPLES, SAMPLE_BYTES = 8, 4096  # of each file, evenly spread
+NUM_SAMPLES, SAMPLE_BYTES = 8, 4096  # samples of each file, evenly spread
 SAMPLE_DIGITS = 8  # hexadecimal digits of a sample's digest
 
 
@@ -34,14 +34,14 @@ class Identity:
     index: str  # hex digest of the index
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change in ns
     digest: str  # hex digest of all of it
-    contents: tuple[tuple[str, str], ...]  # of each file: digest of the header, of each sample
+    contents: tuple[tuple[str, str], ...]  # by file: digests of the header and of each sample
 
     @staticmethod
     def parse(found: Any, where: str) -> Identity:
         """Read what ``dataclasses.asdict`` and JSON made of one.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: ``found`` is no identity.
         """
         try:
             files = tuple((str(name), int(size), int(time)) for name, size, time in found["files"])
@@ -91,7 +91,7 @@ def identity_of(folder: Path, files: Iterable[str] | None = None) -> Identity:
     """State of a checkpoint as it is on disk now.
 
     Args:
-        folder: of the checkpoint.
+        folder: where the checkpoint lies.
         files: its weight files, if they are known; else those of its index.
 
     Raises:

@@ -10,13 +10,13 @@ from typing import Any
 from eplb.core.bounded_json import decode_json
 from eplb.errors import CheckpointError
 from runtime.checkpoints.description import Family, Rule
-from runtime.checkpoints.families.table import family_of
+from runtime.checkpoints.families import family_of
 
 CONFIG_FILE = "config.json"
 # Far above any published model, so that a damaged number cannot fill memory.
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536
-MAX_SIZE = 2**20  # of a hidden state
+MAX_SIZE = 2**20  # width of a hidden state
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ModelConfig:
     num_experts: int  # routed experts with weights
     top_k: int
     hidden: int
-    intermediate: int  # of one routed expert
+    intermediate: int  # width of one routed expert
     num_groups: int
     num_shared: int
     num_zero: int  # experts without computation, with the ids from num_experts on
@@ -50,9 +50,29 @@ def read_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{where} cannot be read as a model's configuration: no JSON object")
     family = family_of(found, where)
     section = next((found[s] for s in family.sections if isinstance(found.get(s), dict)), found)
-    keys, numbers = family.keys, _Numbers(section, where)
-    num_layers = numbers.one(keys.num_layers, MAX_LAYERS)
-    num_experts = numbers.one(keys.num_experts, MAX_EXPERTS)
+    keys = family.keys
+
+    def number(
+        names: tuple[str, ...], most: int, default: int | None = None, least: int = 1
+    ) -> int:
+        """Value of the first key that is there. A list has a value for each layer, all equal."""
+        name = next((name for name in names if section.get(name) is not None), None)
+        if name is None:
+            if default is None:
+                raise CheckpointError(f"{where}: expected one of the keys {', '.join(names)}")
+            return default
+        value = section[name]
+        values = value if isinstance(value, list) and value else [value]
+        if any(type(v) is not int or not least <= v <= most for v in values):
+            expected = f"a whole number {least}..{most}"
+        elif len(set(values)) > 1:
+            expected = "the same for all layers"
+        else:
+            return int(values[0])
+        raise CheckpointError(f"{where}: {name} is {value!r}, expected {expected}")
+
+    num_layers = number(keys.num_layers, MAX_LAYERS)
+    num_experts = number(keys.num_experts, MAX_EXPERTS)
     has_experts = [
         _has_experts(section, rule, key, num_layers, where) for rule, key in keys.moe_layers
     ]
@@ -61,43 +81,13 @@ def read_config(folder: Path) -> ModelConfig:
         num_layers,
         tuple(n for n in range(num_layers) if all(claims[n] for claims in has_experts)),
         num_experts,
-        numbers.one(keys.top_k, MAX_EXPERTS),
-        numbers.one(keys.hidden, MAX_SIZE),
-        numbers.one(keys.intermediate, MAX_SIZE),
-        numbers.one(keys.num_groups, num_experts, default=1),
-        numbers.one(keys.num_shared, MAX_EXPERTS, default=int(bool(family.shared)), least=0),
-        numbers.one(keys.num_zero, MAX_EXPERTS, default=0, least=0),
+        number(keys.top_k, MAX_EXPERTS),
+        number(keys.hidden, MAX_SIZE),
+        number(keys.intermediate, MAX_SIZE),
+        number(keys.num_groups, num_experts, default=1),
+        number(keys.num_shared, MAX_EXPERTS, default=int(bool(family.shared)), least=0),
+        number(keys.num_zero, MAX_EXPERTS, default=0, least=0),
     )
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """Whole numbers of a section of config.json."""
-
-    section: Mapping[str, Any]
-    where: str
-
-    def one(
-        self, keys: tuple[str, ...], most: int, *, default: int | None = None, least: int = 1
-    ) -> int:
-        """Value of the first key that is there. A list has a value for each layer, all equal."""
-        for key in keys:
-            value = self.section.get(key)
-            if value is None:
-                continue
-            values = value if isinstance(value, list) and value else [value]
-            if any(type(v) is not int or not least <= v <= most for v in values):
-                raise CheckpointError(
-                    f"{self.where}: {key} is {value!r}, expected a whole number {least}..{most}"
-                )
-            if len(set(values)) > 1:
-                raise CheckpointError(
-                    f"{self.where}: {key} is {value!r}, expected the same for all layers"
-                )
-            return int(values[0])
-        if default is None:
-            raise CheckpointError(f"{self.where}: expected one of the keys {', '.join(keys)}")
-        return default
 
 
 def _has_experts(

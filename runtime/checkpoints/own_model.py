@@ -16,7 +16,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from runtime.checkpoints.families.own import OWN_MODEL
+from runtime.checkpoints.families import OWN_MODEL
 from runtime.checkpoints.identity import INDEX_FILE
 from runtime.experts import SCALE_BLOCK, ExpertSchema
 

@@ -35,7 +35,7 @@ class Received:
     rows: torch.Tensor
     counts: torch.Tensor  # [C] rows of each local slot
     ticket: Any  # what this dispatcher's own combine needs
-    scales: torch.Tensor | None = None  # [..., H / 128] of FP8 rows
+    scales: torch.Tensor | None = None  # [..., H / 128] scales of FP8 rows
 
 
 class Dispatcher(Protocol):

@@ -23,7 +23,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Pending, Received, first_sentence
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class DeepEPShape:
     topology: Topology
     hidden: int
     top_k: int
-    max_tokens: int  # of one rank in one low-latency step
+    max_tokens: int  # tokens that one rank may have in one low-latency step
 
     def check(self, group: dist.ProcessGroup) -> None:
         """Refuse, on every rank, a shape that DeepEP cannot serve or that ranks disagree on.

@@ -2,21 +2,54 @@
 
 A new dispatcher is a name in ``DISPATCHERS`` and a maker in ``_makers``. The order of the names is
 that in which ``auto`` tries them.
+
+The self-test runs routing that breaks incorrect dispatchers. Experts are replaced by a known factor
+for each slot, so every rank can compute by itself what must come back; the counters must show what
+was really sent. Every rank runs the same cases in the same order, and all receive the same result.
+
+Shapes:  T tokens of this rank, K top-k, H hidden, S slots, C slots of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
 
+import torch
 import torch.distributed as dist
 
+from eplb.core.load import Phase
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
-from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
-from runtime.dispatch.selftest import Trial, check_dispatcher
-from runtime.group.agreement import first_refusal
+from runtime.dispatch.all_to_all import (
+    AllToAllDispatcher,
+    Dispatcher,
+    OverlappedDispatcher,
+    PhasedDispatcher,
+    Received,
+    begin_combine,
+    begin_dispatch,
+)
+from runtime.group import first_refusal
 
 DISPATCHERS = ("deepep_low_latency", "deepep_normal", "deepep_by_phase", "all_to_all")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE_FP8 = 5e-2  # for rows that travel as FP8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings of the self-test; equal on every rank."""
+
+    topology: Topology
+    hidden: int
+    top_k: int
+    num_tokens: int
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
 
 
 def choose_dispatcher(
@@ -63,3 +96,108 @@ def _makers(
         "deepep_by_phase": lambda: DeepEPByPhase(shape, group, counter),
         "all_to_all": lambda: AllToAllDispatcher(trial.topology, group, group.rank(), counter),
     }
+
+
+def routing_cases(trial: Trial, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return (name, slots [T, K]) of each case; T may differ by rank."""
+    random = torch.Generator().manual_seed(trial.seed * 1009 + rank)
+    num_slots, shape = trial.topology.num_slots, (trial.num_tokens, trial.top_k)
+
+    def distinct(num_tokens: int, first: int = 0, last: int = num_slots) -> torch.Tensor:
+        scores = torch.rand((num_tokens, last - first), generator=random)
+        return first + scores.topk(min(trial.top_k, last - first), dim=1).indices
+
+    yield "random", distinct(trial.num_tokens)
+    to_one = torch.full(shape, -1, dtype=torch.int64)
+    to_one[:, 0] = num_slots - 1
+    yield "all tokens to one slot", to_one
+    padded = distinct(trial.num_tokens)
+    padded[::2] = -1
+    padded[1::4, trial.top_k // 2 :] = -1
+    yield "padding ids", padded
+    one = torch.full(shape, -1, dtype=torch.int64)
+    one[:1] = distinct(1)
+    yield "one token", one if rank == 0 else torch.full(shape, -1, dtype=torch.int64)
+    last_rank = trial.topology.slots_on(trial.topology.num_ranks - 1)
+    if last_rank.start >= trial.top_k:
+        yield "none for the last rank", distinct(trial.num_tokens, 0, last_rank.start)
+
+
+def check_dispatcher(
+    dispatcher: Dispatcher, counter: SlotCounter, trial: Trial, group: dist.ProcessGroup
+) -> str:
+    """Run every case; return what was wrong first on this rank, or "" if nothing was.
+
+    A rank that finds something wrong runs the other cases too: its peers wait for it in them.
+    Transfers that can be overlapped are run both ways, and modes that depend on the phase in both.
+    """
+    rank, first_wrong = group.rank(), ""
+    counter.drain()
+    phases: tuple[Phase, ...] = ("mixed",)
+    if isinstance(dispatcher, PhasedDispatcher):
+        phases = ("prefill", "decode")
+    overlaps = (False, True) if isinstance(dispatcher, OverlappedDispatcher) else (False,)
+    for (name, slots), is_overlapped, phase in product(
+        routing_cases(trial, rank), overlaps, phases
+    ):
+        if isinstance(dispatcher, PhasedDispatcher):
+            dispatcher.begin_pass(phase)
+        slots = slots.to(trial.device)
+        random = torch.Generator().manual_seed(trial.seed + 31 * rank)
+        tokens = torch.randn((len(slots), trial.hidden), generator=random)
+        weights = torch.rand(slots.shape, generator=random) + 0.1
+        tokens = tokens.to(trial.device, trial.dtype)
+        weights = weights.to(trial.device)
+        if is_overlapped:
+            received = begin_dispatch(dispatcher, 0, tokens, slots, weights).finish()
+            scaled = _scaled(received, trial, rank)
+            answer = begin_combine(dispatcher, 0, scaled, received).finish()
+        else:
+            received = dispatcher.dispatch(0, tokens, slots, weights)
+            answer = dispatcher.combine(0, _scaled(received, trial, rank), received)
+        miscounted = _compare_counts(counter, slots, trial, group)
+        limit = TOLERANCE[trial.dtype] if received.scales is None else TOLERANCE_FP8
+        wrong = _compare(answer, tokens, slots, weights, limit) or miscounted
+        if wrong and not first_wrong:
+            first_wrong = f"{name}: {wrong}"
+    return first_wrong
+
+
+def _factor(slots: torch.Tensor) -> torch.Tensor:
+    """A factor of each slot that bfloat16 holds exactly."""
+    return 0.5 + (slots % 16) / 16
+
+
+def _scaled(received: Received, trial: Trial, rank: int) -> torch.Tensor:
+    span = trial.topology.slots_on(rank)
+    factor = _factor(torch.arange(span.start, span.stop, device=trial.device)).to(trial.dtype)
+    rows = received.rows
+    if received.scales is not None:  # one for each 128 columns
+        rows = rows.to(trial.dtype) * received.scales.repeat_interleave(128, dim=-1).to(trial.dtype)
+    if rows.dim() == 3:
+        return rows * factor[:, None, None]
+    return rows * factor.repeat_interleave(received.counts)[:, None]
+
+
+def _compare(
+    answer: torch.Tensor,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float,
+) -> str:
+    factor = torch.where(slots >= 0, _factor(slots) * weights, 0.0).sum(dim=1)
+    expected = tokens.float() * factor[:, None]
+    distance = float((answer.float() - expected).norm())
+    error = distance / max(float(expected.norm()), 1e-20) if distance else 0.0
+    return "" if error <= limit else f"relative error {error:.2e}, expected at most {limit:.0e}"
+
+
+def _compare_counts(
+    counter: SlotCounter, slots: torch.Tensor, trial: Trial, group: dist.ProcessGroup
+) -> str:
+    sent = torch.bincount(slots[slots >= 0].flatten(), minlength=trial.topology.num_slots)
+    dist.all_reduce(sent, group=group)
+    expected = sent[trial.topology.slots_on(group.rank())].tolist()
+    found = counter.drain()[0].tolist()
+    return "" if found == expected else f"counted {found} received rows, expected {expected}"

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.launch import check, describe, kernel
+from runtime.kernels.launch import expect, kernel
 
 LANE_BYTES = 4
 LANES_PER_BLOCK = 2048
@@ -26,7 +26,14 @@ def digest_records(records: torch.Tensor, out: torch.Tensor) -> None:
         out: [n, 2] int64: the sum of a record's int32 lanes, and the sum of lanes times their
             positions from 1 on, both modulo 2**64.
     """
-    _check(records, out)
+    expect("records", records, torch.uint8, (None, None), (None, 1))
+    expect("out", out, torch.int64, (len(records), 2))
+    offsets = (records.shape[1], records.stride(0), records.storage_offset())
+    if any(offset % LANE_BYTES for offset in offsets):
+        raise ValueError(
+            f"found records of {offsets[0]} bytes, {offsets[1]} bytes apart, from byte "
+            f"{offsets[2]} on, expected multiples of {LANE_BYTES}"
+        )
     num_records, num_lanes = records.shape[0], records.shape[1] // LANE_BYTES
     if num_records == 0:
         return
@@ -42,26 +49,6 @@ def digest_records(records: torch.Tensor, out: torch.Tensor) -> None:
         BLOCKS=BLOCKS_PER_PROGRAM,
         num_warps=8,
     )
-
-
-def _check(records: torch.Tensor, out: torch.Tensor) -> None:
-    is_rows = records.dtype == torch.uint8 and records.dim() == 2 and records.stride(1) == 1
-    offsets = (records.shape[-1], records.stride(0), records.storage_offset())
-    is_lanes = all(offset % LANE_BYTES == 0 for offset in offsets)
-    is_out = out.dtype == torch.int64 and out.shape == (len(records), 2) and out.is_contiguous()
-    if is_rows and is_lanes and is_out:
-        return  # an error text is only made on failure: it takes as long as the launch
-    check(
-        is_rows,
-        f"records {describe(records)} with strides {records.stride()}",
-        "uint8 [n, record_bytes] with contiguous rows",
-    )
-    check(
-        is_lanes,
-        f"records of {offsets[0]} bytes, {offsets[1]} bytes apart, from byte {offsets[2]} on",
-        f"multiples of {LANE_BYTES}",
-    )
-    check(is_out, f"out {describe(out)}", f"contiguous int64 [{len(records)}, 2]")
 
 
 @kernel("out")

@@ -18,6 +18,7 @@ from runtime.kernels.launch import (
     check,
     check_slots,
     describe,
+    expect,
     largest_tile,
     num_multiprocessors,
 )
@@ -74,7 +75,7 @@ BF16_PREFILL = Tiling(
     num_warps=8,
     programs=1,
 )
-MOST_DECODE_ROWS = 192  # of a busy slot, about twice the mean; with more BF16_PREFILL is faster
+MOST_DECODE_ROWS = 192  # rows of a busy slot, twice the mean; BF16_PREFILL is faster with more
 
 
 def grouped_gemm(
@@ -135,7 +136,7 @@ def grouped_gemm_fp8(
         starts: [C] int32.
         counts: [C] int32.
         out: [n, N] of any floating type.
-        last: of the slots after those of ``weights``, which lie elsewhere; C counts both.
+        last: weights of the slots after those of ``weights``, which lie elsewhere; C counts both.
         tiling: bears on time alone.
     """
     check(
@@ -223,46 +224,19 @@ def _check(
 ) -> None:
     starts, counts = slots
     check_slots(starts, counts)
-    for one in weights:
-        _check_weights(one, rows, weights[0])
-    outputs, inputs = weights[0].shape[1:]
-    num_slots = sum(len(one) for one in weights)
-    check(len(counts) == num_slots, f"counts of {len(counts)} slots", f"{num_slots}, as weights")
-    check(
-        rows.dim() == 2 and rows.shape[1] == inputs and rows.stride(1) == 1,
-        f"rows {describe(rows)} with strides {rows.stride()}",
-        f"[n, {inputs}] with contiguous rows",
-    )
-    check(
-        out.shape == (len(rows), outputs) and out.stride(1) == 1,
-        f"out {describe(out)} with strides {out.stride()}",
-        f"[{len(rows)}, {outputs}] with contiguous rows",
-    )
-
-
-def _check_weights(weights: torch.Tensor, rows: torch.Tensor, first: torch.Tensor) -> None:
-    check(weights.dim() == 3, f"weights {describe(weights)}", "[C, N, K]")
-    check(
-        weights.dtype == rows.dtype,
-        f"rows {describe(rows)} and weights {describe(weights)}",
-        "both of one type",
-    )
-    _, outputs, inputs = weights.shape
-    check(
-        weights.shape[1:] == first.shape[1:],
-        f"last weights {describe(weights)}",
-        f"[..., {first.shape[1]}, {first.shape[2]}], as the others",
-    )
+    check(weights[0].dim() == 3, f"weights {describe(weights[0])}", "[C, N, K]")
+    _, outputs, inputs = weights[0].shape
     check(
         outputs % SMALLEST_TILE == 0 and inputs % SMALLEST_TILE == 0,
-        f"weights {describe(weights)}",
+        f"weights {describe(weights[0])}",
         f"N and K that are multiples of {SMALLEST_TILE}",
     )
-    check(
-        weights.stride()[1:] == (inputs, 1),
-        f"weights with strides {weights.stride()}",
-        f"(any, {inputs}, 1)",
-    )
+    for name, one in zip(("weights", "last weights"), weights, strict=False):
+        expect(name, one, rows.dtype, (None, outputs, inputs), (None, inputs, 1))
+    num_slots = sum(len(one) for one in weights)
+    check(len(counts) == num_slots, f"counts of {len(counts)} slots", f"{num_slots}, as weights")
+    expect("rows", rows, rows.dtype, (None, inputs), (None, 1))
+    expect("out", out, out.dtype, (len(rows), outputs), (None, 1))
 
 
 def _check_blocks(weights: Quantised) -> None:
@@ -273,13 +247,7 @@ def _check_blocks(weights: Quantised) -> None:
         f"N and K that are multiples of {GROUP}, as each block of them has a scale",
     )
     blocks = (num_slots, outputs // GROUP, inputs // GROUP)
-    check(
-        weights.scales.dtype == torch.float32
-        and weights.scales.shape == blocks
-        and weights.scales.stride()[1:] == (blocks[2], 1),
-        f"weight scales {describe(weights.scales)} with strides {weights.scales.stride()}",
-        f"float32 {list(blocks)} with strides (any, {blocks[2]}, 1)",
-    )
+    expect("weight scales", weights.scales, torch.float32, blocks, (None, blocks[2], 1))
 
 
 def _check_scales(rows: Quantised, num_slots: int) -> None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from runtime.kernels.launch import kernel
-from runtime.kernels.slots import ends_of_slots, locate
+from runtime.kernels.launch import ends_of_slots, kernel, locate
 
 
 @kernel("starts", "counts")

@@ -18,12 +18,13 @@ import triton.language as tl
 from runtime.kernels.launch import (
     check,
     check_slots,
-    describe,
+    ends_of_slots,
+    expect,
     kernel,
     largest_tile,
+    locate,
     num_multiprocessors,
 )
-from runtime.kernels.slots import ends_of_slots, locate
 
 GROUP = 128  # columns that share a scale
 LARGEST_E4M3 = 448.0
@@ -121,20 +122,14 @@ def _transform(
 def _check(rows: torch.Tensor, into: Quantised, *, is_gated: bool) -> None:
     values, scales = into
     num_rows, columns = values.shape
-    expected = (num_rows, 2 * columns if is_gated else columns)
-    check(rows.shape == expected, f"rows {describe(rows)}", f"{list(expected)}")
-    for name, tensor in (("rows", rows), ("out", values)):
-        check(tensor.stride(1) == 1, f"{name} with strides {tensor.stride()}", "contiguous columns")
+    given = (num_rows, 2 * columns if is_gated else columns)
+    expect("rows", rows, rows.dtype, given, (None, 1))
     if scales is values:
-        check(values.dtype == rows.dtype, f"out {describe(values)}", f"the type of {rows.dtype}")
+        expect("out", values, rows.dtype, None, (None, 1))
         return
-    check(values.dtype == torch.float8_e4m3fn, f"values {describe(values)}", "float8_e4m3fn")
     check(columns % GROUP == 0, f"{columns} columns", f"a multiple of {GROUP}")
-    check(
-        scales.dtype == torch.float32 and scales.shape == (num_rows, columns // GROUP),
-        f"scales {describe(scales)}",
-        f"float32 {[num_rows, columns // GROUP]}",
-    )
+    expect("values", values, torch.float8_e4m3fn, None, (None, 1))
+    expect("scales", scales, torch.float32, (num_rows, columns // GROUP), (None, None))
 
 
 @kernel("starts", "counts", "num_rows")

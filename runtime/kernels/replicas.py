@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from runtime.draws import EXPERT_KEY, PLACE_KEY, SEED_KEY
-from runtime.kernels.launch import check, describe, kernel
+from runtime.kernels.launch import expect, kernel
 
 # Small, because 4,096 tokens x top-8 are few for 132 multiprocessors, and their latency is all.
 PAIRS_PER_PROGRAM = 128
@@ -38,12 +38,12 @@ def choose_replicas(
         strays: [1] int32, to which the number of ids from E on is added: an error at the call would
             stop the stream.
     """
-    _check(slots, cumulative, experts, seed, out)
-    check(
-        strays.dtype == torch.int32 and strays.shape == (1,),
-        f"strays {describe(strays)}",
-        "one int32 [1]",
-    )
+    expect("slots", slots, torch.int32, (None, None))
+    expect("cumulative", cumulative, torch.int32, slots.shape)
+    expect("experts", experts, torch.int64, (None, None))
+    expect("seed", seed, torch.int64, (1,))
+    expect("out", out, torch.int64, experts.shape)
+    expect("strays", strays, torch.int32, (1,))
     num_pairs = experts.numel()
     if num_pairs == 0:
         return
@@ -64,35 +64,6 @@ def choose_replicas(
         SEED=SEED_KEY,
         EXPERT=EXPERT_KEY,
     )
-
-
-def _check(
-    slots: torch.Tensor,
-    cumulative: torch.Tensor,
-    experts: torch.Tensor,
-    seed: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    check(
-        slots.shape == cumulative.shape
-        and slots.dim() == 2
-        and slots.dtype == cumulative.dtype == torch.int32,
-        f"slots {describe(slots)} and cumulative shares {describe(cumulative)}",
-        "two int32 [E, Rmax]",
-    )
-    check(
-        experts.shape == out.shape
-        and experts.dim() == 2
-        and experts.dtype == out.dtype == torch.int64,
-        f"experts {describe(experts)} and out {describe(out)}",
-        "two int64 [T, K]",
-    )
-    check(
-        seed.dtype == torch.int64 and seed.shape == (1,), f"seed {describe(seed)}", "one int64 [1]"
-    )
-    for name, tensor in (("slots", slots), ("cumulative", cumulative), ("experts", experts)):
-        check(tensor.is_contiguous(), f"{name} with strides {tensor.stride()}", "contiguous")
-    check(out.is_contiguous(), f"out with strides {out.stride()}", "contiguous")
 
 
 @kernel("seed", "strays", "num_pairs", "num_experts")

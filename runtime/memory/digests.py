@@ -58,7 +58,7 @@ class RecordDigests:
 
         Args:
             records: [record_bytes] each, ``evenly_spaced`` in one arena.
-            after: of the records, one by one.
+            after: completions of the records' copies, one by one.
         """
         first = records[0]
         if first.is_cuda:

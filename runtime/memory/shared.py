@@ -22,7 +22,7 @@ from eplb.errors import MigrationError
 
 PAGE_BYTES = 4096
 LANE_BYTES = 4  # a digest is over 32-bit lanes
-LANES_AT_ONCE = 2**17  # of a digest: as 64-bit numbers they still fit a core's second-level cache
+LANES_AT_ONCE = 2**17  # summed together: as 64-bit numbers they fit a core's second-level cache
 _POSITIONS = np.arange(1, LANES_AT_ONCE + 1, dtype=np.int64)
 COMPILED_FROM_BYTES = 4 * 2**20  # loading a compiler takes as long as the plain sums of 1 GB
 
@@ -130,20 +130,30 @@ def plain_lane_sums(lanes: NDArray[np.int32]) -> tuple[int, int]:
     return plain_sum, weighted_sum
 
 
+def _loop_over_lanes(lanes: NDArray[np.int32]) -> tuple[int, int]:
+    """What ``plain_lane_sums`` gives, once compiled: one pass at memory's speed."""
+    plain = weighted = 0  # 64 bits wide once compiled, so sums wrap
+    for index in range(len(lanes)):
+        lane = int(lanes[index])
+        plain += lane
+        weighted += lane * (index + 1)
+    return plain, weighted
+
+
 @cache
-def _compiled_lane_sums() -> LaneSums:
+def compiled_lane_sums() -> LaneSums:
     """Four times as fast, and readers of a disk do not share the interpreter's lock over it."""
     try:
-        from runtime.memory.lane_sums import lane_sums
+        from eplb.core.jit import jit
     except ImportError:  # a GPU host's own Python may have no numba
         log.info("numba is not installed: digests on the CPU are worked out by numpy")
         return plain_lane_sums
-    return lane_sums
+    return jit(_loop_over_lanes)
 
 
 def compile_digest() -> None:
     """Compile the digest of long records, before a preload waits for it."""
-    _compiled_lane_sums()(np.zeros(1, dtype=np.int32))
+    compiled_lane_sums()(np.zeros(1, dtype=np.int32))
 
 
 class RunningDigest:
@@ -161,7 +171,7 @@ class RunningDigest:
         """Add the next bytes, a whole number of 32-bit lanes."""
         lanes = piece.view(np.int32)
         is_long = piece.nbytes >= COMPILED_FROM_BYTES
-        plain, weighted = (_compiled_lane_sums() if is_long else plain_lane_sums)(lanes)
+        plain, weighted = (compiled_lane_sums() if is_long else plain_lane_sums)(lanes)
         self._plain += plain
         self._weighted += weighted + plain * self._num_lanes
         self._num_lanes += len(lanes)

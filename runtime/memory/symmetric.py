@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
-from runtime.group.agreement import first_refusal
+from runtime.group import first_refusal
 
 
 class SymmetricArena:

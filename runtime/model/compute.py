@@ -1,7 +1,7 @@
 """Expert computation of a rank for received rows, on a CPU or a GPU.
 
 A rank's slots are those of its bank, and after them one for each shared expert that its layers
-spread (``runtime/shared_spread.py``). Weights of the latter are no part of the bank: they never
+spread (``runtime.batch.shared_expert``). Weights of the latter are no part of the bank: they never
 move, and may be of another intermediate size.
 
 Shapes:  C slots of this rank, n rows, M places of a slot, H hidden, I intermediate.
@@ -42,10 +42,10 @@ def swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> tor
 
 @dataclass(frozen=True)
 class _Slots:
-    """Slots that are computed at once: rows of slot c are ``counts[c]`` from ``starts[c]`` on."""
+    """Slots of one launch: rows of slot c are ``counts[c]`` from ``starts[c]`` on."""
 
-    weights: SlotWeights  # of all slots, or of the first of them
-    last: SlotWeights  # of the others, if any
+    weights: SlotWeights  # for all slots, or for the first ones
+    last: SlotWeights  # for the remaining slots, if any
     rows: torch.Tensor  # [n, H]
     scales: torch.Tensor | None  # [n, H / 128] or [C, M, H / 128] of FP8 rows
     starts: torch.Tensor  # [C] int32
@@ -75,9 +75,9 @@ class BankExperts(ABC):
         """Results shaped as ``received.rows``; rows of no slot may hold anything.
 
         Args:
-            layer: of the weights.
+            layer: the layer of the weights.
             received: grouped or padded rows of at least these slots.
-            first_slot: of those received: the first of these.
+            first_slot: the first received slot that these experts serve.
             results: to be filled, in place of a new tensor.
         """
         rows, scales, counts = received.rows, received.scales, received.counts.to(torch.int32)
@@ -146,7 +146,7 @@ class GroupedExperts(BankExperts):
     another intermediate size than the bank's is a launch of its own.
 
     Args:
-        bank: of a schema ``swiglu`` in BF16, or ``swiglu_fp8``.
+        bank: records of a schema ``swiglu`` in BF16, or ``swiglu_fp8``.
         usual_rows: rows that a busy slot usually has in a step: chooses between tiles for decode
             and for prefill in BF16, never a result. Tiles follow the rows of each slot within.
         shared: by layer, weights of the slots after the bank's, of the bank's types.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -20,12 +21,13 @@ from eplb.decision.expert_times import BUDGET_S, POINTS, ExpertTimes
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import SCALE_BLOCK, ExpertBank
 from runtime.model.compute import Experts
-from runtime.model.graph_times import Launch, replayed_us
 
 MOST_ROWS = 8192  # at once: with more rows of a slot fewer slots have any
 LAUNCHES = 8  # in turn, at least
-COLD_BYTES = 400_000_000  # of weights in turn, where the layers have them: a cache holds less
+COLD_BYTES = 400_000_000  # weights read in turn, where the layers have them: a cache holds less
 REPLAYS, MOST_REPEATS = 5, 10
+
+Launch = Callable[[int], object]  # its argument: how many launches came before
 
 
 def measure_experts(
@@ -99,7 +101,7 @@ class _Work:
         self._scales = torch.ones(blocks, device=self._device) if fp8_rows else None
 
     def seconds(self, rows: int) -> float:
-        """Of one slot with so many rows."""
+        """Time of one slot with so many rows."""
         num_slots = self._slots(rows)
         counts = torch.zeros(self._received_slots, dtype=torch.int32, device=self._device)
         counts[:num_slots] = rows
@@ -119,6 +121,40 @@ class _Work:
     def _slots(self, rows: int) -> int:
         """Slots that have rows."""
         return max(1, min(self._bank.num_slots, MOST_ROWS // rows))
+
+
+def captured(run: Callable[[], object], warm_up: int = 1) -> torch.cuda.CUDAGraph:
+    """Capture what is launched, after runs that compile; it may synchronise nothing."""
+    for _ in range(warm_up):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def times_us(run: Callable[[], object], count: int) -> list[float]:
+    """Microseconds of each of some runs in a row on the current stream, sorted."""
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
+    for begin, end in marks:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) * 1e3 for begin, end in marks)
+
+
+def replayed_us(run: Launch, launches: int, replays: int) -> list[float]:
+    """Microseconds of one of some launches in a graph, for each of its replays, sorted."""
+
+    def all_launches() -> None:
+        for number in range(launches):
+            run(number)
+
+    graph = captured(all_launches)
+    graph.replay()  # the first one also brings the graph to the device
+    return [us / launches for us in times_us(graph.replay, replays)]
 
 
 def repeated(run: Launch, launches: int) -> list[float]:

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from runtime.batch_split import BatchSplit
+from runtime.batch.pulls import DevicePulls, HostPulls
+from runtime.batch.shared_expert import SharedSpread
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
 from runtime.dispatch.all_to_all import Dispatcher, Received, begin_combine, begin_dispatch
 from runtime.model.compute import Experts, swiglu
-from runtime.pulls.layer import Pulls
 from runtime.routing import RoutingTable
-from runtime.shared_spread import SharedSpread
 
 NUM_HEADS = 4
 
@@ -65,7 +65,7 @@ class MoELayer:
     dispatcher: Dispatcher
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
     split: BatchSplit | None = None  # replicas by the batch's own counts, not by planned shares
-    pulls: Pulls | None = None  # after a split: hot experts in spare slots (``runtime.pulls``)
+    pulls: HostPulls | DevicePulls | None = None  # after a split: hot experts in spare slots
     spread: SharedSpread | None = None  # gives tokens of the shared expert to light ranks
 
     def __post_init__(self) -> None:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import EplbError
 from eplb.measure.balance import imbalance_of, live_shares
 from eplb.planner import plan

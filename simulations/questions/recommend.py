@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, product
 from typing import Any
 
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
 from eplb.core.placement import Placement
-from eplb.decision.gate import CostModel
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import ExpertTime
 from simulations.cost.memory import MemoryModel

@@ -18,10 +18,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.decision.gate import Decision
 from eplb.deepseek import rebalance_experts
 from eplb.errors import ConfigError, EplbError
 from simulations.course import Course, Terms, as_served

@@ -10,8 +10,8 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from eplb.decision.gate import NOMINAL_BYTES
-from eplb.measure.noise import sampling_noise
+from eplb.core.cost import NOMINAL_BYTES
+from eplb.core.noise import sampling_noise
 from simulations.shadow.accounts import Account
 from simulations.shadow.comparison import Comparison, Engine, Ours
 from simulations.shadow.confidence import Difference, difference_of

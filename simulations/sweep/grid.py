@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 import eplb
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
 
 # What a replay runs: the planner, the simulator and the cut at sudden changes of load.

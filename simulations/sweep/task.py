@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from eplb.core.dispatch import DispatchRule
 from eplb.core.model import preset
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from simulations.cost.migration import MigrationCost
 from simulations.inputs import even_topology, model_of, step_model_of

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from eplb.core.placement import EMPTY, Placement, duplicate_replicas
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, PlacementError
-from eplb.policies.greedy import in_place
+from eplb.search.relabel import in_place
 from telemetry.formats.types import PlacementFile
 
 Notes = tuple[str, ...]

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from eplb.core.arrays import freeze, owned
 from eplb.core.load import LoadHistory
+from eplb.core.noise import FEWEST_WINDOWS
 from eplb.errors import ConfigError, HistoryError
-from eplb.measure.noise import FEWEST_WINDOWS
 from telemetry.load.chance import (
     Counts,
     evidence_of,

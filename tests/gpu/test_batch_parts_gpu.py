@@ -11,20 +11,19 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import EVERY_BATCH
-from eplb.shares.pulls import PullRule
 from eplb.shares.switches import BatchSwitches
+from runtime.batch.pull_rule import PullRule
+from runtime.batch.split_rule import EVERY_BATCH
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_parts import BatchRank, BatchRules, make_batch_parts
+from runtime.batch.parts import BatchRank, BatchRules, make_batch_parts
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank, bank_bytes
-from runtime.group.launch import launch
 from runtime.memory.symmetric import SymmetricArena
 from runtime.model.compute import GroupedExperts
 from runtime.model.moe import MoELayer, MoEStack
@@ -40,6 +39,7 @@ from tests.gpu.parts import (
     tokens_of,
     weights_of,
 )
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = pytest.mark.gpu

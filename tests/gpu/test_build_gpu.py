@@ -21,8 +21,8 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
-from runtime.group.launch import launch
 from telemetry import open_store
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 from tests.support.models.engine_rank import EngineSetup, serve
 

@@ -19,7 +19,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from eplb.shares.batch import EVERY_BATCH, MOST_WAYS, split_batch, split_layout
+from runtime.batch.split_rule import EVERY_BATCH, MOST_WAYS, split_batch, split_layout
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -33,13 +33,13 @@ from rebalance.build.config import RankConfig
 from rebalance.build.rank import HeldExperts, WiredAgent
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import MappedSlots, WeightSources
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Dispatcher
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 from runtime.experts import ExpertBank, PlainArena, bank_bytes
-from runtime.group.launch import launch
 from runtime.model.compute import GroupedExperts
 from runtime.model.graphs import CapturedStack
 from runtime.model.moe import MoELayer, MoEStack
@@ -58,6 +58,7 @@ from tests.gpu.parts import (
     weights_of,
 )
 from tests.support.agent_group import QuickStore, Sink
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 from tests.support.local_group import LocalHost, LocalVotes
 

@@ -15,10 +15,9 @@ from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal, DeepEPShape
-from runtime.dispatch.selftest import Trial, check_dispatcher
-from runtime.dispatch.table import choose_dispatcher
-from runtime.group.launch import launch
+from runtime.dispatch.table import Trial, check_dispatcher, choose_dispatcher
 from tests.gpu.parts import needs_deep_ep, needs_two_gpus
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = [

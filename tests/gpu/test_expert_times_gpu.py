@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.decision.expert_times import BUDGET_S, POINTS, chosen_curve
-from eplb.decision.gate import GROUPED_GEMM_H200
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.model.compute import GroupedExperts
 from runtime.model.expert_times import measure_experts

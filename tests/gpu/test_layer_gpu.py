@@ -13,7 +13,6 @@ from eplb.core.load import Phase
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import PeerBank
-from runtime.group.launch import launch
 from runtime.memory.shared import digest
 from runtime.model.compute import GroupedExperts
 from runtime.model.graphs import CapturedStack
@@ -32,6 +31,7 @@ from tests.gpu.parts import (
     tokens_of,
     weights_of,
 )
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = [

@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import SplitRule
-from eplb.shares.pulls import PullRule, plan_pulls, slot_tokens
+from runtime.batch.pull_rule import PullRule, plan_pulls, slot_tokens
+from runtime.batch.split_rule import SplitRule
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_split import BatchSplit, Exchange
+from runtime.batch.counts import Exchange
+from runtime.batch.pulls import DevicePulls, PulledExperts
+from runtime.batch.split import BatchSplit
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.model.compute import GroupedExperts
-from runtime.pulls.device import DevicePulls
-from runtime.pulls.layer import PulledExperts
 from runtime.routing import RoutingTable
 
 pytestmark = pytest.mark.gpu
@@ -243,8 +243,7 @@ def test_spare_slots_are_served_by_the_record_that_was_pulled(is_padded: bool) -
 
 
 def _two_gpus(rank: int, port: int) -> None:
-    from runtime.kernels import pull_plan
-    from runtime.kernels import pulls as kernels
+    from runtime.batch.kernels import pulls as kernels
     from runtime.memory.symmetric import SymmetricArena
 
     torch.cuda.set_device(rank)
@@ -260,8 +259,8 @@ def _two_gpus(rank: int, port: int) -> None:
     bank.records(0).fill_(rank + 1)
     bases = [arena.peer(other).data_ptr() for other in range(2)]
     topology = Topology.uniform(1, 2, 3)
-    ranks = pull_plan.Ranks.on(device, topology, np.zeros(2, np.int64), 1, bases)
-    decided = pull_plan.Decided.on(device, 2)
+    ranks = kernels.Ranks.on(device, topology, np.zeros(2, np.int64), 1, bases)
+    decided = kernels.Decided.on(device, 2)
     decided.source.copy_(torch.tensor([3, 0]))  # each the other's slot 0
     records = torch.zeros((1, schema.record_bytes), dtype=torch.uint8, device=device)
     dist.barrier(group)

@@ -12,13 +12,15 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.shares.shared_expert import split_shared
+from runtime.batch.shared_rule import split_shared
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch_split import BatchSplit, all_gather_counts
+from runtime.batch.counts import all_gather_counts
+from runtime.batch.shared_expert import SharedSpread
+from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import (
     Weights,
@@ -31,15 +33,14 @@ from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Received
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
-from runtime.group.launch import launch
 from runtime.model.compute import GroupedExperts, SlotWeights, swiglu
 from runtime.model.graphs import CapturedStack
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
-from runtime.shared_spread import SharedSpread
 from tests.gpu.parts import MODEL, NUM_TOKENS, needs_deep_ep, schema_of
 from tests.gpu.test_batch_split_gpu import EXPERTS, TOKENS, TOP_K, popularity, random_placement
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 
 pytestmark = pytest.mark.gpu

@@ -40,11 +40,11 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.group.launch import launch
 from telemetry import open_store
 from telemetry.load.reporter import Tempo
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
+from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 from tests.support.models.engine_rank import EngineSetup, serve
 from tests.support.stores import MemoryStore

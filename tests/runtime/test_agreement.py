@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.errors import RankError
-from runtime.group.agreement import (
+from runtime.group import (
     MAX_MESSAGE_BYTES,
     MAX_REFUSAL_CHARACTERS,
+    Rendezvous,
     first_refusal,
     gathered,
     gathered_large,
+    reach,
 )
-from runtime.group.rendezvous import Rendezvous, reach
 from tests.support.limits import NEVER_S
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]

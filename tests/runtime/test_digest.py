@@ -7,8 +7,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from runtime.memory.lane_sums import lane_sums
-from runtime.memory.shared import COMPILED_FROM_BYTES, RunningDigest, digest, plain_lane_sums
+from runtime.memory.shared import (
+    COMPILED_FROM_BYTES,
+    RunningDigest,
+    compiled_lane_sums,
+    digest,
+    plain_lane_sums,
+)
 
 HALF = 2**63
 
@@ -34,7 +39,7 @@ def test_lanes_are_summed_and_weighed_by_their_places_whole_or_in_parts() -> Non
 def test_compiled_sums_equal_the_reference(num_lanes: int) -> None:
     random = np.random.default_rng(num_lanes)
     lanes = random.integers(-(2**31), 2**31, num_lanes, dtype=np.int64).astype(np.int32)
-    assert lane_sums(lanes) == plain_lane_sums(lanes)
+    assert compiled_lane_sums()(lanes) == plain_lane_sums(lanes)
 
 
 def test_weighted_sum_wraps_around_at_64_bits_in_both_ways() -> None:

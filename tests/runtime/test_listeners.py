@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.group import listeners
-from runtime.group.listeners import gloo_listeners_closed
+from runtime.group import gloo_listeners_closed, listeners
 from tests.support.limits import NEVER_S
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
@@ -43,13 +42,13 @@ def tried(address: tuple[str, int], num_times: int, patience_ms: int | None) -> 
 
 def strays_of(rank: int, *, is_closed: bool) -> tuple[list[str], int, float]:
     """Form a group; return the hosts that gloo listens on, stray connections taken, and a sum."""
-    before = {inode for inode, _ in listeners.listeners()}
+    before = {inode for inode, _ in listeners()}
     with ExitStack() as formed:
         if is_closed:
             formed.enter_context(gloo_listeners_closed())
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=NEVER_S))
     assert isinstance(group, dist.ProcessGroup)
-    new = [end.getsockname() for inode, end in listeners.listeners() if inode not in before]
+    new = [end.getsockname() for inode, end in listeners() if inode not in before]
     patience_ms = PATIENCE_MS if is_closed else None
     taken = sum(tried(address, STRAYS, patience_ms) for address in new)
     dist.barrier(group)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks.over_time.replay import Deployment
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from simulations.course import Course, Terms
 from simulations.shadow.accounts import Account, received_by_rank

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from eplb import CostModel, Topology, imbalance
 from eplb.core.load import LoadHistory
+from eplb.core.noise import fluctuation, sampling_noise
 from eplb.errors import ConfigError, HistoryError
-from eplb.measure.noise import fluctuation, sampling_noise
 from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
 from simulations.pages.comparison import comparison_page
 from simulations.report import conclusions, summary, write_json

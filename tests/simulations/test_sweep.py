@@ -22,7 +22,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
 from simulations.sweep import deadline
 from simulations.sweep.deadline import TaskTimeout, within

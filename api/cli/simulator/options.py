@@ -16,9 +16,9 @@ from rich.table import Table
 
 from api.cli.options import HiddenLayers
 from api.engine_plan import RULES
+from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape, preset
 from eplb.core.placement import Placement
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError
 from simulations.pages.document import Page
 from simulations.pages.pictures import write_pictures

@@ -19,8 +19,8 @@ from api.cli.simulator.options import (
     Trace,
     command_line,
 )
+from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from simulations.cost.migration import MigrationCost
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
 from simulations.limits import limit_of

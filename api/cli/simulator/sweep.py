@@ -25,7 +25,7 @@ from api.cli.simulator.options import (
     grid,
 )
 from api.terminal.printable import print_error
-from eplb.dispatch_rules.rules import DispatchRule
+from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
 from simulations.cost.hardware import hardware_named
 from simulations.inputs import model_of, windows_of

@@ -15,18 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.constraints import Constraints, Which, room_of
+from eplb.core.cost import GROUPED_GEMM_H200, CostModel, Curve
+from eplb.core.dispatch import DispatchRuleName
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.problem import AskedObjective
 from eplb.core.topology import Topology
-from eplb.decision.gate import GROUPED_GEMM_H200, CostModel, Curve
 from eplb.decision.redundancy import slots_per_layer
 from eplb.declared import Setting, check_fields
-from eplb.dispatch_rules.rules import DispatchRuleName
 from eplb.errors import ConfigError
-from eplb.fitting.cordons import Cordon, Cordons, FittingCordons, fitting_cordons
-from eplb.fitting.coverage import Coverage, coverage_of
-from eplb.fitting.pins import Pins, fitting_pins
+from eplb.fitting import (
+    Cordon,
+    Cordons,
+    Coverage,
+    FittingCordons,
+    Pins,
+    coverage_of,
+    fitting_cordons,
+    fitting_pins,
+)
 
 SHOWN = 32  # uncovered experts, and pins, that an event lists
 MOST_SLOTS = 2**31

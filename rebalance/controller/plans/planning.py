@@ -14,21 +14,20 @@ from typing import Any, NamedTuple
 
 from eplb.clock import Clock
 from eplb.core.constraints import Constraints
+from eplb.core.cost import CostModel, Decision
+from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory
-from eplb.core.placement import Placement, check_fits
+from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Problem
 from eplb.decision.expert_times import ExpertTimes, chosen_curve
-from eplb.decision.gate import CostModel, Decision
+from eplb.decision.explanation import finite
+from eplb.decision.score import objective_for
 from eplb.declared import declared_fields
-from eplb.dispatch_rules.rules import DispatchRule
 from eplb.errors import ConfigError, EplbError, PlacementError, StoreError
-from eplb.explanation.figures import finite
-from eplb.fitting.cordons import FittingCordons, arrivals, undrained
-from eplb.fitting.coverage import Coverage
+from eplb.fitting import Coverage, FittingCordons, arrivals
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
-from eplb.policies.legality import violations_of
-from eplb.policies.objectives import objective_for
+from eplb.search.legality import violations_of
 from rebalance.controller.load import Group
 from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, TrackRecord

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eplb.core.placement import Placement
+from eplb.decision.outcome import explain_layer
 from eplb.errors import StaleGeneration
-from eplb.explanation.explainer import explain_layer
 from eplb.planner import Plan
 from rebalance.controller.plans.planning import summary
 from telemetry.state.proposals import Content, Proposal, ProposalEnded, check_open

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from eplb.clock import Clock
+from eplb.core.cost import Decision
 from eplb.core.placement import Placement
-from eplb.decision.gate import Decision
 from eplb.decision.pace import PaceChange, PaceVerdict, StepTimes, next_part, pace_now, paced
 from eplb.errors import StaleGeneration
 from eplb.migration.build import Migration, Pace, build_migration

@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eplb.core.cost import Decision, Objective
 from eplb.core.placement import Placement
-from eplb.core.problem import Objective, Problem
-from eplb.decision.gate import Decision
+from eplb.core.problem import Problem, Record
+from eplb.decision.expectation import ENOUGH, Promise, realised
 from eplb.decision.outcome import Plan
-from eplb.decision.promises import ENOUGH, Promise, Record
-from eplb.policies.objectives import realised
 from telemetry.load.folder import Window
 from telemetry.state.events import Event, PlanOffer, plan_offer, read_event
 from telemetry.state.store import StateStore

@@ -10,7 +10,7 @@ import logging
 import os
 
 from eplb.errors import EplbError
-from eplb.package_check import check_packages
+from eplb.packages import check_packages
 from eplb.settings.loader import CONFIG_VARIABLE
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rebalance.engines.fsck.rank_check import RankCheck
 from rebalance.engines.fsck.sglang import SglangView
 from rebalance.engines.sglang.store_link import StoreLink
-from runtime.group.agreement import gathered_large
+from runtime.group import gathered_large
 
 
 def rank_check(group: dist.ProcessGroup, store: StoreLink | None, run: str) -> RankCheck:

@@ -35,7 +35,7 @@ from rebalance.engines.vllm.planning import Call, planned
 from rebalance.engines.vllm.recorder import MapChange, Noted, Recorder, RecorderIdentity
 from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
-from runtime.group.agreement import gathered_large
+from runtime.group import gathered_large
 from telemetry.load.spool import Spool
 from telemetry.state.runs import RunInfo
 

@@ -18,8 +18,8 @@ from api.config.tree import Settings
 from api.config.tree import load as load_tree
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
+from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
 from rebalance.build.config import RankConfig
 from rebalance.controller.loop import ControllerSettings

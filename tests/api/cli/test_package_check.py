@@ -10,12 +10,12 @@ import pytest
 
 import eplb
 from eplb.errors import ConfigError
-from eplb.package_check import PACKAGES, check_packages
+from eplb.packages import PACKAGES, check_packages
 
 HOME = Path(eplb.__file__).parents[1]
 CHECK = """
 from eplb.errors import ConfigError
-from eplb.package_check import check_packages
+from eplb.packages import check_packages
 try:
     check_packages()
 except ConfigError as exc:

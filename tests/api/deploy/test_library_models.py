@@ -21,7 +21,7 @@ from api.deploy.first_placement import ensure_first_placement
 from eplb.errors import CheckpointError, ConfigError
 from rebalance.build.environment import build_rank_from_env
 from rebalance.build.host_cache import build_host_cache
-from runtime.integrations.transformers import prove_experts
+from runtime.model.transformers import prove_experts
 from tests.support.deployments import OneHost
 from tests.support.documents import files_of
 from tests.support.folders import write_shards

@@ -244,7 +244,7 @@ def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: St
     clock = iter([0.0, 1.0, 3.0, 7.0, 8.0])
     sent: list[str] = []
     reports = StartReports(store, "another", sent.append, clock=lambda: next(clock))
-    for function in ("eplb.search.improve", "eplb.search.improve", "eplb.search.score"):
+    for function in ("eplb.search.improve", "eplb.search.improve", "eplb.search.layer"):
         reports.compiling(function)
 
     status, shown = run(tmp_path)

@@ -15,7 +15,7 @@ from api.monitor.state import Death, Grade, Leadership, RankView, Reading
 from api.monitor.verdict import unready
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import Topology
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from telemetry.load.folder import Window
 from tests.support.readings import changed, read
 from tests.support.stores import MemoryStore

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from eplb import Constraints, Decision, ModelShape, Placement, Topology, plan
 from eplb.errors import ConfigError, PlacementError
 from eplb.planner import Plan
-from eplb.policies.legality import first_violation
 from eplb.policies.table import POLICIES
+from eplb.search.legality import first_violation
 
 # Taken here: tests of peers register theirs, which know no constraints.
 OWN_POLICIES = sorted(set(POLICIES) - {"exact"})

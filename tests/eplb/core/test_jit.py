@@ -17,7 +17,7 @@ import eplb
 
 PROGRAM = """
 from eplb.core.jit import jit
-import eplb.core.kernels
+import eplb.core.jit
 print(eplb.__file__, jit(lambda number: 2 * number)(21))
 """
 
@@ -38,7 +38,7 @@ kernels = {
     f"{module.name}.{name}": member
     for package in (eplb, runtime, simulations)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    if not module.name.startswith("runtime.kernels")  # of triton, for GPUs
+    if not module.name.startswith(("runtime.kernels", "runtime.batch.kernels"))  # of triton
     for name, member in vars(import_module(module.name)).items()
     if isinstance(member, Dispatcher) and member.py_func.__module__ == module.name
 }

@@ -7,8 +7,8 @@ import pytest
 
 from eplb import LoadHistory, Placement, Problem, Topology, plan
 from eplb.core.load import Phase
+from eplb.decision.score import noise_under
 from eplb.errors import HistoryError
-from eplb.measure.noise import noise_under
 
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 SERVING = Placement(np.array([[0, 1, 2, 3]]), num_experts=4)
@@ -25,7 +25,7 @@ def in_turns(phases: tuple[Phase, ...] = TURNS) -> LoadHistory:
 def test_windows_of_a_history_have_its_phase_unless_they_differ() -> None:
     assert LoadHistory(np.ones((2, 1, 4)), phase="decode").phases == ("decode", "decode")
     assert in_turns().latest(3).phases == ("decode", "prefill", "decode")
-    assert in_turns().first(2).phases == ("prefill", "decode")
+    assert in_turns().of_windows(np.arange(2)).phases == ("prefill", "decode")
 
 
 def test_phases_of_another_number_of_windows_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from eplb import Constraints, LoadHistory, Placement, Topology, imbalance, plan
 from eplb.errors import ConfigError, HistoryError
-from eplb.policies.legality import first_violation
+from eplb.search.legality import first_violation
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 

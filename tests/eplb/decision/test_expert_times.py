@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.decision.expert_times import LEAST_LAST, POINTS, ExpertTimes, chosen_curve
-from eplb.decision.gate import GROUPED_GEMM_H200
+from eplb.decision.score import ridge
 from eplb.errors import ConfigError
-from eplb.policies.objectives import ridge
 
 
 def times(us: list[float], rows: tuple[int, ...] = (1, 64, 1024)) -> ExpertTimes:

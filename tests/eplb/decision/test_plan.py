@@ -22,8 +22,8 @@ from eplb import (
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.placement import EMPTY, check_fits
 from eplb.core.problem import Problem
+from eplb.core.zones import nodes_of_groups
 from eplb.errors import ConfigError, HistoryError, PlacementError
-from eplb.packing.zones import nodes_of_groups
 from eplb.planner import plan_to
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

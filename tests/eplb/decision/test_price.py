@@ -18,10 +18,10 @@ from eplb import (
     Topology,
     plan,
 )
+from eplb.decision.alternatives import Outlook, decide
 from eplb.decision.expectation import expected_part
-from eplb.decision.gate import Outlook, decide
+from eplb.decision.score import dead_zone
 from eplb.errors import ConfigError
-from eplb.policies.objectives import dead_zone
 from simulations.replay import Scenario, replay
 from simulations.workloads import generate, workload_named
 

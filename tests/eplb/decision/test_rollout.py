@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb.core.cost import CostModel, Decision
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel, Decision
 from eplb.decision.rollout import breach, for_few_layers, stage_before
 from eplb.planner import Plan, plan
 

@@ -9,18 +9,10 @@ import pytest
 
 from eplb import Constraints, LoadHistory, ModelShape, Placement, Topology, plan
 from eplb.core.constraints import room_of
-from eplb.core.placement import EMPTY
-from eplb.decision.gate import Decision
+from eplb.core.cost import Decision
+from eplb.core.placement import EMPTY, slots_in_use, sole_experts, uncovered_experts, undrained
 from eplb.errors import PlacementError
-from eplb.fitting.cordons import (
-    Cordon,
-    arrivals,
-    fitting_cordons,
-    slots_in_use,
-    sole_experts,
-    uncovered_experts,
-    undrained,
-)
+from eplb.fitting import Cordon, arrivals, fitting_cordons
 from eplb.planner import plan_to
 
 CORDON, DRAIN = Cordon.CORDON, Cordon.DRAIN

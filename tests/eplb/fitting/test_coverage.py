@@ -12,7 +12,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.fitting.coverage import coverage_of
+from eplb.fitting import coverage_of
 from eplb.planner import plan
 
 

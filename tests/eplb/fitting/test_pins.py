@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eplb import Topology
-from eplb.fitting.pins import Pins, fitting_pins
+from eplb.fitting import Pins, fitting_pins
 
 # Two ranks of three slots for four experts: two slots beyond one for each expert.
 TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb import Placement, Topology, balancedness, imbalance, lower_bound, rank_load
-from eplb.search import reference
+from tests.support import slow_planner as reference
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 PLACED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -45,9 +44,3 @@ def test_one_host_lacks_nothing_and_a_dead_rank_holds_nothing() -> None:
 
     assert candidates_for(tokens, HELD, one_host) == Candidates(((),))
     assert candidates_for(tokens, HELD, without_rank_1).of(1) == ((0, 0), (1, 0))
-
-
-def test_candidates_round_trip_through_json() -> None:
-    given = Candidates((((0, 3), (1, 2)), ()))
-
-    assert Candidates.from_dict(json.loads(json.dumps(given.to_dict()))) == given

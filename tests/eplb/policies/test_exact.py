@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from eplb import ModelShape, Placement, Problem, Topology, imbalance
 from eplb.core.load import as_history
 from eplb.core.placement import check_fits
+from eplb.core.zones import nodes_of_groups
 from eplb.errors import ConfigError
-from eplb.packing.zones import nodes_of_groups
 from eplb.policies.exact import exact, solve_exact
 
 

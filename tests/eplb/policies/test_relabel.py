@@ -9,8 +9,8 @@ import pytest
 
 from eplb import Constraints, CostModel, ModelShape, Problem, Topology, plan
 from eplb.core.load import as_history
-from eplb.policies.greedy import in_place, refined
-from eplb.policies.relabel import with_most_kept
+from eplb.policies.greedy import refined
+from eplb.search.relabel import in_place, with_most_kept
 
 
 def windows(seed: int, layers: int, experts: int) -> np.ndarray:

@@ -16,13 +16,13 @@ from eplb import (
     Topology,
     plan,
 )
+from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory, as_history
-from eplb.decision.gate import Decision
 from eplb.errors import ConfigError
 from eplb.policies import greedy
 from eplb.policies import incremental as incremental_policy
-from eplb.policies.incremental import score_of
 from eplb.search import local_search as search
+from eplb.search.local_search import searched_score
 
 ONE_EACH = Topology.uniform(num_nodes=8, ranks_per_node=8, slots_per_rank=1)
 TWO_EACH = Topology.uniform(num_nodes=4, ranks_per_node=8, slots_per_rank=2)
@@ -174,7 +174,7 @@ def test_perturbation_that_finds_nothing_leaves_the_best_state(
     found = []
 
     for patience in (1, 4, 16, 64):
-        monkeypatch.setattr(greedy, "PATIENT", patience)
+        monkeypatch.setattr(search, "PATIENT", patience)
         found.append(plan(load, ranks, seed=2).after)
 
     assert found == sorted(found, reverse=True)
@@ -192,8 +192,8 @@ def test_problem_of_some_layers_is_planned_as_these_layers_of_the_whole() -> Non
     assert np.array_equal(part.current.slot_to_expert, base.slot_to_expert[layers])
     assert np.array_equal(greedy.greedy(part), greedy.greedy(whole)[layers])
     # Each layer draws from its number, so a search from there finds another local minimum.
-    searched = score_of(part, greedy.refined(part))
-    assert np.allclose(searched, score_of(whole, greedy.refined(whole))[layers], rtol=0.03)
+    searched = searched_score(part, greedy.refined(part))
+    assert np.allclose(searched, searched_score(whole, greedy.refined(whole))[layers], rtol=0.03)
 
 
 def test_problem_of_some_layers_has_their_part_of_every_limit() -> None:
@@ -234,6 +234,6 @@ def test_fresh_plans_are_tried_worst_first_until_a_batch_gains_nothing(
 
     monkeypatch.setattr(incremental_policy, "refined", noted)
     monkeypatch.setattr(incremental_policy, "FIRST_FRESH", 3)
-    incremental_policy.incremental(problem, base)
+    incremental_policy.incremental(problem)
 
     assert [part.num_layers for part in tried] == ([3, 4] if num_changed else [3])

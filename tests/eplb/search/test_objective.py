@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb import Budget, CostModel, ModelShape, Scenarios, Topology, imbalance, plan
+from eplb.core.demand import without_noise
 from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
-from eplb.core.scenarios import without_noise
-from eplb.decision.promises import Promise
+from eplb.decision.expectation import Promise, realised
+from eplb.decision.score import measured
 from eplb.errors import ConfigError, HistoryError
-from eplb.policies.incremental import score_of
-from eplb.policies.objectives import measured, realised
+from eplb.search.local_search import searched_score
 
 FOUR = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=4)
 FLAT_THEN_LINEAR = ((1.0, 10.0), (100.0, 10.0), (200.0, 20.0))
@@ -174,8 +174,8 @@ def test_plan_for_time_is_never_slower_than_the_plan_for_tokens(seed: int, scale
 
     held = by_tokens.target.slot_to_expert.astype(np.int64)
     assert (
-        score_of(by_time.problem, by_time.target.slot_to_expert.astype(np.int64))
-        <= score_of(by_time.problem, held) + 1e-9
+        searched_score(by_time.problem, by_time.target.slot_to_expert.astype(np.int64))
+        <= searched_score(by_time.problem, held) + 1e-9
     ).all()
 
 
@@ -198,7 +198,7 @@ def test_no_plan_is_worse_than_current_by_its_own_objective(
     )
 
     scores = [
-        score_of(found.problem, placement.slot_to_expert.astype(np.int64)).mean()
+        searched_score(found.problem, placement.slot_to_expert.astype(np.int64)).mean()
         for placement in (found.target, current)
     ]
     assert scores[0] <= scores[1] + 1e-9

@@ -8,24 +8,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb import Placement, Problem, Topology
-from eplb.core.kernels import Ranks, keep_in_place, replicate
 from eplb.core.load import as_history
-from eplb.packing.heaviest_first import pack
-from eplb.packing.zones import keeps_groups, nodes_of_groups, zones_for
-from eplb.policies.greedy import frame_of
+from eplb.core.zones import Ranks, keeps_groups, nodes_of_groups, replicate, zones_for
 from eplb.policies.table import POLICIES
-from eplb.search import reference
 from eplb.search.changes import FREE
-from eplb.search.demand import demand_of
-from eplb.search.descent import COPIES_ALWAYS, COPIES_NEVER, Rules
-from eplb.search.local_search import Task, improve
-from eplb.search.perturbation import NO_PERTURBATION
+from eplb.search.local_search import COPIES_ALWAYS, COPIES_NEVER, improve, rules_for
+from eplb.search.packing import pack
+from eplb.search.relabel import in_place
+from tests.support import slow_planner as reference
 
 
 def one_zone(slots_of_rank: list[int], speed: list[float]) -> Ranks:
     first = np.concatenate([[0], np.cumsum(slots_of_rank)]).astype(np.int64)
     room = np.array([slots_of_rank], dtype=np.int64)
-    return Ranks(np.zeros(len(speed), dtype=np.int64), first, 1.0 / np.array(speed), room)
+    zeros = np.zeros(len(speed), dtype=np.int64)
+    return Ranks(zeros, zeros, first, 1.0 / np.array(speed), room)
 
 
 def by_rank(held: np.ndarray, slots_of_rank: list[int]) -> list[list[int]]:
@@ -62,7 +59,7 @@ def test_random_differs_by_seed_and_repeats_for_one() -> None:
 def test_expert_that_stays_on_a_rank_stays_in_its_slot() -> None:
     base, held = np.array([[4, 7, 5]]), np.array([[5, 4, 6]])
 
-    assert keep_in_place(held, base, one_zone([3], [1.0])).tolist() == [[4, 6, 5]]
+    assert in_place(held, base, Topology.uniform(1, 1, 3)).tolist() == [[4, 6, 5]]
 
 
 def test_replica_without_a_rank_of_its_own_trades_places() -> None:
@@ -123,11 +120,11 @@ def check_each_step(seed: int, copies: int) -> None:
     start[0, rng.permutation(9)[: rng.integers(0, 2)]] = -1
     if (np.bincount(start[start >= 0], minlength=num_experts) == 0).any():
         return
-    held, frame, demand = start.copy(), frame_of(problem), demand_of(problem)
-    rules = Rules(np.ones(1), 1e-9, copies, 40, 40, 1.0)
+    rules = rules_for(problem, problem.demand, np.ones(1), 1e-9, copies)
+    rules = rules._replace(max_steps=40, all_steps=40, far_move_cost=1.0)
 
-    ranks, node, constraints = frame.zones.ranks, frame.node, frame.constraints
-    steps = improve(Task(demand, held, start, ranks, node, constraints, rules, NO_PERTURBATION))
+    held = start.copy()
+    steps = improve(problem, problem.frame, problem.demand, held, rules, start)
 
     base = by_rank(start[0], slots)
     now, loads = base, problem.scaled[0, 0].tolist()

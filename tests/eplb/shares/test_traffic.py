@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from eplb import Budget, Constraints, CostModel, Placement, Problem, Topology, plan, rank_load
 from eplb.core.load import as_history
 from eplb.core.placement import check_fits
-from eplb.decision.alternatives import score_of
+from eplb.decision.score import score_of
 from eplb.errors import ConfigError
-from eplb.search.reference import crossing as crossing_said_plainly
 from eplb.shares.traffic import crossing, with_less_crossing, with_local_shares
+from tests.support.slow_planner import crossing as crossing_said_plainly
 
 # Two nodes of one rank; experts 0 and 1 on the first, 0 and 2 on the second.
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb.core.cost import CostModel
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel
 from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance
 from eplb.migration.build import Pace

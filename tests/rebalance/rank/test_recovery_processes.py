@@ -52,7 +52,7 @@ from rebalance.recovery.survivors import (
 )
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.group.rendezvous import Rendezvous, reach
+from runtime.group import Rendezvous, reach
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.agent_group import digests_of, held_in, records_of

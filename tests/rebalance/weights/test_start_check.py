@@ -25,7 +25,7 @@ from rebalance.weights.sources import HOST, Place, map_peers
 from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from tests.support.limits import NEVER_S
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]

@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from eplb.errors import CheckpointError
 from runtime import Checkpoint, ExpertSchema
-from runtime.checkpoints.families.table import FAMILIES
-from runtime.checkpoints.layouts import transformers_schema
+from runtime.checkpoints.checkpoint import transformers_schema
+from runtime.checkpoints.families import FAMILIES
 from tests.support.models import library_models
 from tests.support.models.library_models import CASES, HIDDEN, INTERMEDIATE, NUM_EXPERTS, Case
 
@@ -121,8 +121,8 @@ def test_record_as_stored_holds_the_bytes_of_the_files(saved: Saved) -> None:
                 assert not record[end:start].any()
                 end = start + spec.num_bytes
                 where = checkpoint.range(layer, expert, spec.name)
-                with safe_open(checkpoint.path / where.tensor.file, framework="pt") as file:
-                    tensor = file.get_tensor(where.tensor.name)
+                with safe_open(checkpoint.path / where.file, framework="pt") as file:
+                    tensor = file.get_tensor(where.name)
                 if tensor.shape != spec.shape:
                     tensor = tensor[expert]
                 raw = tensor.contiguous().view(torch.uint8).flatten()

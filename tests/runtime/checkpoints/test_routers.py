@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from runtime import Checkpoint
-from runtime.model.routers import Router, Scoring
 from tests.support.models import library_models
 from tests.support.models.library_models import CASES, HIDDEN, NUM_EXPERTS
+from tests.support.models.routers import Router, Scoring
 
 NUM_TOKENS = 1000
 ROUNDING = 1e-6

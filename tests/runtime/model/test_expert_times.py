@@ -9,6 +9,7 @@ from runtime.dispatch.all_to_all import Received
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import Experts, LoopExperts
 from runtime.model.expert_times import MOST_ROWS, measure_experts
+from tests.support.limits import NEVER_S
 
 HIDDEN, LAYERS, SLOTS = 16, 3, 4
 
@@ -38,7 +39,7 @@ def test_all_slots_have_the_rows_of_a_point_as_far_as_memory_goes() -> None:
     held = bank()
     noted = NotedExperts(LoopExperts(held))
 
-    found = measure_experts(noted, held, HIDDEN)
+    found = measure_experts(noted, held, HIDDEN, budget_s=NEVER_S)
 
     assert found.rows == sorted(POINTS) == sorted(noted.counts)
     assert found.of.endswith(f"NotedExperts, gate_up [16, {HIDDEN}] float32")
@@ -52,7 +53,7 @@ def test_slots_after_the_banks_get_no_rows() -> None:
     shared = {name: tensor[:1].clone() for name, tensor in held.weights(0).items()}
     noted = NotedExperts(LoopExperts(held, shared=[shared] * LAYERS))
 
-    found = measure_experts(noted, held, HIDDEN, extra_slots=1)
+    found = measure_experts(noted, held, HIDDEN, extra_slots=1, budget_s=NEVER_S)
 
     assert found.rows == sorted(POINTS)
     assert {(len(counts), counts[-1]) for counts in noted.counts.values()} == {(SLOTS + 1, 0)}
@@ -62,7 +63,7 @@ def test_layers_take_turns() -> None:
     held = bank()
     noted = NotedExperts(LoopExperts(held))
 
-    measure_experts(noted, held, HIDDEN)
+    measure_experts(noted, held, HIDDEN, budget_s=NEVER_S)
 
     assert {noted.layers.count(layer) > len(POINTS) for layer in range(LAYERS)} == {True}
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.decision.gate import CostModel
 from eplb.settings.deployment import WindowSettings
 from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
 

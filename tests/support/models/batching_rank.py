@@ -12,14 +12,14 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.shares.batch import EVERY_BATCH
-from eplb.shares.pulls import PullRule
 from rebalance.build.config import RankConfig
 from rebalance.build.experts import RankPlace
 from rebalance.build.group import RankGroups, join_votes
 from rebalance.build.rank import BuiltRank, build_rank
 from rebalance.weights.cache.address import HostCacheAddress
-from runtime.batch_parts import BatchParts, BatchRules
+from runtime.batch.parts import BatchParts, BatchRules
+from runtime.batch.pull_rule import PullRule
+from runtime.batch.split_rule import EVERY_BATCH
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.dispatch.all_to_all import AllToAllDispatcher

@@ -1,6 +1,6 @@
 """A serving engine's process, as small as it can be, with one rank embedded in it.
 
-Spawned by ``runtime.group.launch``, which forms the default group as an engine would.
+Spawned by ``tests.support.launch``, which forms the default group as an engine would.
 """
 
 from __future__ import annotations

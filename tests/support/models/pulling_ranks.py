@@ -13,20 +13,19 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.shares.batch import SplitRule
-from eplb.shares.pulls import PullRule
-from runtime.batch_split import BatchSplit, Exchange, all_gather_counts
+from runtime.batch.counts import Exchange, all_gather_counts
+from runtime.batch.pull_rule import PullRule
+from runtime.batch.pulls import HostPulls, PulledExperts
+from runtime.batch.split import BatchSplit
+from runtime.batch.split_rule import SplitRule
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
-from runtime.group.agreement import gathered
+from runtime.group import gathered
 from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
-from runtime.pulls.host import HostPulls
-from runtime.pulls.layer import PulledExperts
-from runtime.pulls.readers import HostReader, Peer
 from runtime.routing import RoutingTable
 from tests.support.limits import NEVER_S
 
@@ -91,7 +90,7 @@ def build(
     rule: PullRule = EAGER,
     *,
     exchange: Exchange | None = None,
-    peers: Callable[[Mapping[int, Peer]], Mapping[int, Peer]] = lambda found: found,
+    peers: Callable[[Mapping[int, PeerBank]], Mapping[int, PeerBank]] = lambda found: found,
     deadline_s: float = NEVER_S,
 ) -> PullingRank:
     group = dist.group.WORLD
@@ -115,9 +114,17 @@ def build(
         max_pairs=400,
         rule=ALWAYS,
     )
-    reader = HostReader(peers(found), spares, deadline_s=deadline_s)
     pulls = HostPulls(
-        split, TOPOLOGY, rank, ONE_DOMAIN, rule, reader, all_gather_counts(group), counter
+        split,
+        TOPOLOGY,
+        rank,
+        ONE_DOMAIN,
+        rule,
+        peers(found),
+        spares,
+        all_gather_counts(group),
+        counter,
+        deadline_s=deadline_s,
     )
     dispatcher = AllToAllDispatcher(TOPOLOGY.widened(spare_slots), group, rank, counter)
     experts = PulledExperts(LoopExperts(bank), LoopExperts(spares), bank.num_slots, pulls)

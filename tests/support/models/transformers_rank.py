@@ -18,7 +18,7 @@ from rebalance.build.group import join_votes
 from rebalance.build.rank import BuiltRank, build_rank
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime import AllToAllDispatcher, Checkpoint
-from runtime.integrations.transformers import library_schema, prove_experts, serve_experts
+from runtime.model.transformers import library_schema, prove_experts, serve_experts
 
 NUM_TOKENS = (2, 12)  # sequences of a rank, and their length
 STEPS_AFTER = 4  # steps that are compared once all has moved

@@ -60,7 +60,7 @@ def test_idle_layer_has_even_shares_and_no_weight() -> None:
 
 def test_drift_is_near_0_for_draws_of_one_profile_and_large_after_a_switch() -> None:
     same, other = steady(8), steady(8, seed=1)
-    none = drift(same.first(4), same.latest(4))
+    none = drift(same.of_windows(np.arange(4)), same.latest(4))
     moved = drift(same, other)
 
     assert none.overall < none.noise
@@ -73,7 +73,7 @@ def test_noise_is_taken_off() -> None:
     few = [steady(2, seed, tokens=50) for seed in range(40)]
     raw = [js_divergence(one.tokens[0], one.tokens[1]).mean() for one in few]
     # Squared, because the root of what chance makes now positive, now negative is never negative.
-    left = [drift(one.first(1), one.latest(1)).overall ** 2 for one in few]
+    left = [drift(one.of_windows(np.arange(1)), one.latest(1)).overall ** 2 for one in few]
 
     assert np.mean(left) < 0.35 * np.mean(raw)
 
@@ -94,7 +94,7 @@ def test_windows_of_few_requests_are_known_to_fluctuate_more() -> None:
 
     assert dispersion(many) == pytest.approx(1.0, abs=0.3)
     assert dispersion(few) > 10
-    assert dispersion(few.first(3)) == 1.0, "three windows do not tell"
+    assert dispersion(few.of_windows(np.arange(3))) == 1.0, "three windows do not tell"
 
 
 def test_loads_of_different_models_are_not_compared() -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.cost import CostModel, Decision
+from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
-from eplb.decision.gate import CostModel, Decision
-from eplb.dispatch_rules.rules import DispatchRule, effective_shares
 from eplb.measure.balance import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan, plan

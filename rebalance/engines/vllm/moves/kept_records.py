@@ -33,7 +33,7 @@ from rebalance.engines.vllm.moves.record import (
 from rebalance.types import Digest
 from rebalance.weights.disk.record_file import RecordFile
 from rebalance.weights.disk.record_origin import RecordOrigin
-from runtime.group.agreement import first_refusal, gathered
+from runtime.group import first_refusal, gathered
 from runtime.memory.shared import SharedArena, attach, whole_pages
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.decision.triggers import TriggerRules
 from eplb.errors import ConfigError
-from eplb.fitting.cordons import Cordon
+from eplb.fitting import Cordon
 from eplb.migration.build import Pace
 from rebalance.controller.plans.planner_request import (
     PlannerRequest,

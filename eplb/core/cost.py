@@ -1,0 +1,140 @@
+"""The gate: decides from the figures of a plan whether it is worth its moves, and why.
+
+Costs and gains are in seconds of serving time. The cost of a move is the time of its bytes on the
+link. A gain saves the experts' part of a step times the removed imbalance, over the pay-back time.
+``Problem.price`` is the same price for one step of the search. Part of the imbalance is chance,
+which ``eplb/core/noise.py`` estimates: a gain below that noise does not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from math import inf
+from numbers import Real  # numpy's numbers too
+from typing import Annotated, Literal
+
+from eplb.declared import Setting
+from eplb.errors import ConfigError
+
+Curve = tuple[tuple[float, float], ...]
+Objective = Literal["tokens", "time"]
+
+
+# Microseconds of one expert of DeepSeek-V3 in FP8, of nine in the project's grouped product on an
+# H200, by its tokens: nearly constant while reading weights dominates, then proportional to tokens
+# (benchmarks/expert_curve.py on 2026-11-23; benchmarks/reports/2026-11-23-serve-gpu.md).
+GROUPED_GEMM_H200: Curve = (
+    *((1.0, 13.1), (32.0, 13.8), (64.0, 14.7), (96.0, 18.0), (128.0, 19.0)),
+    *((192.0, 27.2), (256.0, 37.1), (512.0, 66.3), (1024.0, 124.5)),
+)
+NOMINAL_BYTES = 17_301_504  # size of an expert without a model: DeepSeek-V2-Lite's, in BF16
+
+
+class Decision(Enum):
+    """The decision on a plan."""
+
+    MOVE = "MOVE"  # weights move
+    RESPLIT = "RESPLIT"  # only shares change
+    KEEP = "KEEP"  # the serving placement does not change
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The cost of a rebalance, and the time within which it must pay back.
+
+    ``pay_back_s`` is the operator's setting. Zero: no move ever pays; infinite: every gain does.
+
+    Raises:
+        ConfigError: a figure that is negative or not a number.
+    """
+
+    pay_back_s: Annotated[
+        float, Setting("serving time within which a move must save what it costs", live=True)
+    ] = 60.0
+    expert_part: Annotated[
+        float,
+        Setting(
+            "part of a step that routed experts take at perfect balance",
+            above=0,
+            at_most=1,
+            live=True,
+        ),
+    ] = 0.3
+    seconds_per_expert: float | None = None  # serving time lost per expert received; None: by bytes
+    bytes_per_s: Annotated[
+        float,
+        Setting(
+            "rate at which a rank receives experts, for the price of a move",
+            unit="bytes/s",
+            at_least=1,
+            at_most=10**15,
+            live=True,
+        ),
+    ] = 6e9  # the default budget of staging
+    seconds_per_rebalance: Annotated[
+        float,
+        Setting(
+            "serving time that votes and swaps of one rebalance take",
+            unit="s",
+            at_most=3600,
+            live=True,
+        ),
+    ] = 0.1
+    far_moves: Annotated[
+        float, Setting("near moves that one from another node counts as", unit="moves", live=True)
+    ] = 1.1
+    # Part of a layer's imbalance that new shares must remove to replace an equal split.
+    min_share_gain: float = 0.01
+    node_traffic: Annotated[
+        float,
+        Setting("imbalance that all tokens crossing nodes count as; 0: not counted", live=True),
+    ] = 0.0
+    tokens_of_node: tuple[float, ...] = ()  # part of tokens that starts on each; (): by live ranks
+    curve: Curve = GROUPED_GEMM_H200  # (tokens of a replica in a step, time): objective "time"
+    dead_zone: Annotated[
+        bool, Setting("count a gain only by the time that it saves by the curve", live=True)
+    ] = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Real) and not float(value) >= 0:
+                raise ConfigError(f"cost: {name} is {value}, expected 0 or more")
+        if not 0 < self.expert_part <= 1:
+            raise ConfigError(
+                f"cost: expert_part is {self.expert_part}, expected above 0 and at most 1"
+            )
+        if not self.bytes_per_s > 0:
+            raise ConfigError(f"cost: bytes_per_s is {self.bytes_per_s}, expected more than 0")
+        if any(not 0 <= part < inf for part in self.tokens_of_node):
+            raise ConfigError(
+                f"cost: tokens_of_node is {self.tokens_of_node}, expected finite parts, 0 or more"
+            )
+        self._check_curve()
+
+    def _check_curve(self) -> None:
+        tokens, times = zip(*self.curve, strict=True) if len(self.curve) > 1 else ((), ())
+        rises = all(one < two < inf for one, two in pairwise(tokens))
+        if not tokens or not rises or tokens[0] <= 0 or not all(0 < one < inf for one in times):
+            raise ConfigError(
+                f"cost: curve is {self.curve}, expected two points or more, tokens above 0 and "
+                "rising, times above 0"
+            )
+        if any(two < one for one, two in pairwise(times)):
+            raise ConfigError(f"cost: curve is {self.curve}, expected times that never fall")
+
+    def move_seconds(self, expert_bytes: int) -> float:
+        """Serving time that a rank loses by receiving one expert; 0 bytes: not known."""
+        if self.seconds_per_expert is not None:
+            return self.seconds_per_expert
+        return (expert_bytes or NOMINAL_BYTES) / self.bytes_per_s
+
+    def saved_seconds(self, gain: float) -> float:
+        """Serving time that a reduction of imbalance, mean over layers, saves until pay-back."""
+        return self.pay_back_s * self.expert_part * gain if gain else 0.0
+
+    def gain_worth(self, seconds: float) -> float:
+        """Imbalance, mean over layers, whose removal saves so many seconds until pay-back."""
+        worth = self.pay_back_s * self.expert_part
+        return seconds / worth if worth > 0 else inf

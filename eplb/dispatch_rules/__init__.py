@@ -1,1 +1,0 @@
-"""The dispatch rules of engines, by which they choose among replicas, and plans for them."""

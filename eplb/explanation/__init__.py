@@ -1,1 +1,0 @@
-"""Explanation of a plan for one expert or one layer, as figures and as text."""

@@ -1,0 +1,1 @@
+"""Triton kernels of what acts on single batches; the rules of ``runtime.kernels`` hold here too."""

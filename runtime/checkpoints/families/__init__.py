@@ -1,1 +1,0 @@
-"""Descriptions of the model families, one constant each."""

@@ -1,0 +1,175 @@
+"""Process groups of ranks: a rendezvous on one host, closed listeners, agreement at the start.
+
+Three dangers of torch's own means, and what is done in their place:
+
+- A ``TCPStore`` requires no secret, lists its keys, which shows any prefix, and keeps what it
+  receives: a process that reaches its port can join as a rank, and fill its memory. ``Rendezvous``
+  is a store in a memory file, which has no port. For ranks of several machines an engine provides
+  the rendezvous; see ``GlooVotes``.
+- gloo listens as long as its group lives, requires no secret and never closes unexpected
+  connections: each one costs a descriptor, until none is left and the rank aborts. After a group is
+  formed no process has a reason to connect. The listeners cannot be closed from here, so
+  ``gloo_listeners_closed`` makes a filter drop each packet that would open a connection; open
+  connections have other sockets.
+- The object collectives of torch unpickle what a peer sends, so an attacker in the place of a peer
+  could run code in every rank. ``gathered`` exchanges JSON in tensors of a fixed size, and executes
+  nothing that it reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import stat
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store
+
+from eplb.core.bounded_json import MAX_JSON_BYTES, decode_json
+from eplb.errors import RankError
+
+MAX_MESSAGE_BYTES = 8192
+MAX_REFUSAL_CHARACTERS = 600  # each takes 12 bytes of JSON at most
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h; Python does not name it
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a classic BPF program: return 0 bytes
+
+
+class Rendezvous:
+    """A store in a file without a name, for processes of one host and user.
+
+    It is open as long as this object lives, in a process that outlives every rank that uses it.
+    """
+
+    def __init__(self) -> None:
+        descriptor = os.memfd_create("eplb-rendezvous")
+        os.fchmod(descriptor, 0o600)
+        weakref.finalize(self, os.close, descriptor)
+        self.handle = f"/proc/{os.getpid()}/fd/{descriptor}"  # for ranks of this host and user
+
+
+def reach(handle: str, deadline_s: float) -> Store:
+    """Open the rendezvous of another process.
+
+    Args:
+        handle: the handle of an open ``Rendezvous``.
+        deadline_s: for each wait for another rank.
+
+    Raises:
+        RuntimeError: the process that opened it has exited, or belongs to another user.
+    """
+    store = FileStore(handle)
+    store.set_timeout(timedelta(seconds=deadline_s))
+    return store
+
+
+@contextmanager
+def gloo_listeners_closed() -> Iterator[None]:
+    """Form gloo groups inside; afterwards what they listen on takes no further connection.
+
+    Nothing else in this process may begin to listen meanwhile. NCCL opens connections later, too:
+    a group of both backends must not be formed inside.
+    """
+    before = {inode for inode, _ in listeners()}
+    yield
+    for inode, listening in listeners():
+        if inode not in before:
+            program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+            pointed = struct.pack("HL", 1, ctypes.addressof(program))
+            listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointed)
+
+
+def listeners() -> Iterator[tuple[int, socket.socket]]:
+    """Inode and a duplicate, closed after its turn, of each TCP socket that listens here."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        try:
+            descriptor = os.dup(int(entry.name))
+        except OSError:  # closed meanwhile; the folder itself
+            continue
+        found = os.fstat(descriptor)
+        if not stat.S_ISSOCK(found.st_mode):
+            os.close(descriptor)
+            continue
+        with closing(socket.socket(fileno=descriptor)) as end:
+            is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield found.st_ino, end
+
+
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's message, by rank: a collective of ``group``.
+
+    Args:
+        mine: ready for JSON, at most ``MAX_MESSAGE_BYTES`` as such. Tuples arrive as lists.
+        group: all of its ranks call this.
+
+    Raises:
+        RankError: the message is too large, or a rank sent no JSON.
+        RuntimeError: a rank died or was late.
+    """
+    text = json.dumps(mine).encode()
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise RankError(
+            f"rank {group.rank()}: a message of {len(text)} bytes, "
+            f"expected at most {MAX_MESSAGE_BYTES}"
+        )
+    return _exchanged(text, MAX_MESSAGE_BYTES, group)
+
+
+def gathered_large(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """As ``gathered``, for messages of up to ``MAX_JSON_BYTES``: two collectives.
+
+    Raises:
+        RankError: some rank's message is too large, on all ranks alike; or a rank sent no JSON.
+        RuntimeError: a rank died or was late.
+    """
+    text = json.dumps(mine).encode()
+    longest = torch.tensor([len(text)], dtype=torch.int64, device=_device_of(group))
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    if (size := int(longest)) > MAX_JSON_BYTES:
+        raise RankError(
+            f"rank {group.rank()}: the largest message of all ranks has {size} bytes, "
+            f"expected at most {MAX_JSON_BYTES}"
+        )
+    return _exchanged(text, size, group)
+
+
+def _exchanged(text: bytes, size: int, group: dist.ProcessGroup) -> list[Any]:
+    # Padded with blanks, which JSON allows at the end: no length to be believed.
+    padded = np.frombuffer(text.ljust(size), dtype=np.uint8).copy()
+    sent = torch.from_numpy(padded).to(_device_of(group))
+    rows = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(rows, sent, group=group)
+    return [_decoded(rank, row) for rank, row in enumerate(rows)]
+
+
+def _decoded(rank: int, row: torch.Tensor) -> Any:
+    try:
+        return decode_json(row.cpu().numpy().tobytes())
+    except ValueError as exc:
+        raise RankError(f"rank {rank} sent no message: {exc}") from exc
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return a device that the group's backends exchange tensors of; the CPU if they do."""
+    devices = group._device_types
+    if torch.device("cpu") in devices:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def first_refusal(mine: str, group: dist.ProcessGroup) -> str:
+    """The refusal of the lowest rank that refuses; "" if none does. The same on every rank."""
+    texts = gathered(mine[:MAX_REFUSAL_CHARACTERS], group)
+    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    return refusals[0] if refusals else ""

@@ -1,1 +1,0 @@
-"""Process groups: rendezvous, agreement at start-up, listeners, launch."""

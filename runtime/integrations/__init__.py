@@ -1,1 +1,0 @@
-"""Models of other libraries, served from a rank's expert bank."""

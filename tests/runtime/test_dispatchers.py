@@ -1,0 +1,96 @@
+"""The start-up proof of a dispatcher: the plain one passes it, careless ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb.core.topology import Topology
+from eplb.errors import ConfigError
+from runtime.counters import SlotCounter
+from runtime.dispatch.all_to_all import AllToAllDispatcher, Received
+from runtime.dispatch.table import Trial, check_dispatcher, choose_dispatcher
+
+RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
+UNEVEN = Topology(node_of_rank=np.array([0, 0, 0]), slots_of_rank=np.array([3, 2, 4]))
+TRIAL = Trial(UNEVEN, hidden=8, top_k=2, num_tokens=12, device=torch.device("cpu"))
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+class Careless(AllToAllDispatcher):
+    """Drops the last row it received."""
+
+    def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
+        results[-1:] = 0
+        return super().combine(layer, results, received)
+
+
+class Miscounting(AllToAllDispatcher):
+    """Counts padding as load: every token is sent somewhere."""
+
+    def dispatch(
+        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> Received:
+        kept = torch.where(slots >= 0, weights, 0.0)
+        return super().dispatch(layer, tokens, slots.clamp(min=0), kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        (AllToAllDispatcher, ""),
+        (Careless, "random: relative error"),
+        (Miscounting, "all tokens to one slot: counted"),
+    ],
+)
+def test_self_test_detects_wrong_dispatchers(
+    run_ranks: RunRanks, kind: type[AllToAllDispatcher], verdict: str
+) -> None:
+    def prove(rank: int) -> str:
+        counter = SlotCounter(1, int(UNEVEN.slots_of_rank[rank]))
+        return check_dispatcher(kind(UNEVEN, group(), rank, counter), counter, TRIAL, group())
+
+    # The first rank's own tokens tell it, unless every rank is right.
+    found = run_ranks(3, prove)
+
+    assert any(text.startswith(verdict) for text in found)
+    assert verdict != "" or found == ["", "", ""]
+
+
+def test_all_to_all_is_chosen_with_a_reason_without_deep_ep(
+    run_ranks: RunRanks,
+) -> None:
+    def pick(rank: int) -> tuple[str, str]:
+        counter = SlotCounter(1, int(UNEVEN.slots_of_rank[rank]))
+        made, why = choose_dispatcher("auto", TRIAL, counter, group(), max_tokens=12)
+        return type(made).__name__, why
+
+    for name, why in run_ranks(3, pick):
+        assert name == "AllToAllDispatcher"
+        assert why.startswith("all_to_all gives right results on 3 ranks")
+        assert "deepep_low_latency refused: rank 0: deep_ep cannot be imported" in why
+
+
+def test_dispatcher_that_was_asked_for_by_name_is_not_replaced(run_ranks: RunRanks) -> None:
+    def ask(rank: int) -> str:
+        counter = SlotCounter(1, int(UNEVEN.slots_of_rank[rank]))
+        said = []
+        for name in ("deepep_normal", "fastest"):
+            try:
+                choose_dispatcher(name, TRIAL, counter, group(), max_tokens=12)
+            except ConfigError as exc:
+                said.append(str(exc))
+        return "\n".join(said)
+
+    for said in run_ranks(3, ask):
+        assert "deepep_normal refused: rank 0: deep_ep cannot be imported" in said
+        assert "unknown dispatcher 'fastest', expected auto or one of" in said
