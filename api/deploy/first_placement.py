@@ -16,7 +16,6 @@ from api.config.live import overriding
 from api.deploy.checkpoint import record_checkpoint
 from api.deploy.deployment import Deployment
 from api.deploy.hosts import CLOCK_EXPECTED, clock_offset, offset_text
-from api.deploy.secret import Secret
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.core.model import ModelShape
@@ -25,6 +24,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
+from rebalance.weights.link.secret import Secret
 from telemetry.state.events import Event
 from telemetry.state.store import StateStore
 

@@ -34,7 +34,7 @@ NOT_SETTINGS = frozenset(
     {
         CONFIG_VARIABLE,
         PROFILE_VARIABLE,
-        "EPLB_SECRET",  # read by api/deploy/secret.py, never shown beside settings
+        "EPLB_SECRET",  # read by rebalance/weights/link/secret.py, never shown beside settings
         "EPLB_KEY",  # read by api/cli/admin/client.py
         "EPLB_HALT_FILE",  # set by `eplb launch`, read by rebalance/build/places.py
         "EPLB_RANK_FILE",  # set by `eplb launch`, read by rebalance/build/description.py

@@ -57,4 +57,4 @@ def build_host_cache(
             checkpoint,
             ", ".join(map(str, sorted(left))),
         )
-    return HostCacheServer(address, weights, model, schema, settings)
+    return HostCacheServer.of_checkpoint(address, weights, model, schema, settings)

@@ -7,43 +7,42 @@ from functools import partial
 
 import torch
 
-from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.other_hosts import OtherHosts
+from rebalance.weights.disk.offered_records import OfferedRecords
 from rebalance.weights.disk.record_loader import Loaded, RecordLoader
 from rebalance.weights.disk.record_origin import RecordOrigin
-from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.experts import ExpertSchema
 
 
 class RecordSources:
-    """Loads records for a host cache. Thread-safe. Without a checkpoint other hosts must have them.
+    """Loads records for a host cache. Thread-safe. Without a disk other hosts must have them.
+
+    Args:
+        disk: a checkpoint with its record file, or the records that an engine has offered.
+        origin: of the records.
+        settings: of the host cache.
+        weights_version: returns the current version of the host cache.
 
     Raises:
-        CheckpointError: a weight file is missing.
-        ConfigError: there is neither a checkpoint nor another host.
+        ConfigError: there is neither a disk nor another host.
     """
 
     def __init__(
         self,
-        checkpoint: Checkpoint | None,
-        model: ModelShape,
-        schema: ExpertSchema,
+        disk: RecordLoader | OfferedRecords | None,
+        origin: RecordOrigin,
         settings: HostCacheSettings,
         weights_version: Callable[[], int],
     ) -> None:
         links = settings.links
-        if checkpoint is None and (links is None or not links.others or settings.record_file):
+        if disk is None and (links is None or not links.others or settings.record_file):
             raise ConfigError(
                 "a host cache without a checkpoint has no disk to read, expected other hosts, "
                 "and no record file"
             )
-        self.disk: RecordLoader | None = None
-        if checkpoint is not None:
-            self.disk = RecordLoader(checkpoint, model, schema, settings.record_file)
-        self._own_origin = self.disk.origin if self.disk else RecordOrigin.of(None, model, schema)
+        self.disk, self._own_origin = disk, origin
         self.hosts: OtherHosts | None = None
         if links is not None and links.others:
             self.hosts = OtherHosts(links, self._own_origin, weights_version)
