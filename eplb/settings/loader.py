@@ -71,6 +71,12 @@ _REMOVED = {
         "http.request_deadline_s http.unread_deadline_s"
     ),
 }
+_REMOVED |= {
+    "engine.records keeps them, in the memory of host_cache.mode and host_cache.records": (
+        "engine.records_gb"
+    ),
+    "it is host_cache.record_folder": "engine.records_dir",
+}
 REMOVED = {path: reason for reason, paths in _REMOVED.items() for path in paths.split()}
 REMOVED |= {f"demo.{name}": f"it is topology.{name}" for name in ("device", "nodes", "spare_slots")}
 REMOVED |= {

@@ -35,15 +35,9 @@ from rebalance.weights.disk.offered_records import short_name
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
 from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
-from rebalance.weights.link.secret import Secret
 from rebalance.weights.link.wire import Wire
 
 log = logging.getLogger(__name__)
-
-
-def place_of_records(deployment: str, secret: Secret) -> HostCacheAddress:
-    """Where ranks of an engine find the ``eplb host-cache`` of their host."""
-    return HostCacheAddress(f"{deployment}-engine", secret.derived("records of an engine", 16))
 
 
 def address_of(place: HostCacheAddress, origin: RecordOrigin) -> HostCacheAddress:
@@ -57,18 +51,33 @@ class EngineRecords:
     Args:
         place: where ranks ask for it.
         settings: of the host cache.
+        server: one that is served until an engine comes, if no rank uses it then.
 
     Raises:
-        MigrationError: another process listens at the place.
+        MigrationError: another process listens at the place, and there is no server.
     """
 
-    def __init__(self, place: HostCacheAddress, settings: HostCacheSettings) -> None:
+    def __init__(
+        self,
+        place: HostCacheAddress,
+        settings: HostCacheSettings,
+        server: HostCacheServer | None = None,
+    ) -> None:
         self._place, self._settings = place, settings
         self._lock = threading.Lock()
         self._origin: RecordOrigin | None = None
-        self.server: HostCacheServer | None = None
+        self.server = server
+        self._listener: ConnectionListener | None = None
+        try:
+            listening = listen(place)
+        except MigrationError as exc:
+            if server is None:
+                raise
+            # Several hosts of a deployment may be one machine, which has one place.
+            log.info("no records of an engine are kept: %s", exc)
+            return
         self._listener = ConnectionListener(
-            listen(place),
+            listening,
             ListenerSettings(
                 "local rank", PROTOCOL, place.key, MESSAGE_DEADLINE_S, HANDSHAKE_DEADLINE_S
             ),
@@ -98,8 +107,8 @@ class EngineRecords:
             if self.server is not None:
                 if self.server.num_clients:
                     raise MigrationError(
-                        f"{self.server.num_clients} ranks use records of another origin: "
-                        f"{origin.difference(asdict(self._origin or origin))}"
+                        f"{self.server.num_clients} ranks use records of another origin, "
+                        "expected none"
                     )
                 self.server.close()
                 self.server = self._origin = None
@@ -114,9 +123,16 @@ class EngineRecords:
                 self._settings.mode,
             )
 
+    def check(self) -> None:
+        """Take the locks of the host cache: where that does not end, it is in a deadlock."""
+        with self._lock:
+            if self.server is not None:
+                self.server.stats()
+
     def close(self) -> None:
         """Stop answering."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         if self.server is not None:
             self.server.close()
 

@@ -14,12 +14,12 @@ import torch
 from eplb.errors import MigrationError
 from rebalance.stage.kept_records import KeptRecords
 from rebalance.types import Digest, Record
+from rebalance.weights.cache.address import place_of_records
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.engine_records import (
     EngineRecords,
     EngineRecordsClient,
     address_of,
-    place_of_records,
 )
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_origin import RecordOrigin
