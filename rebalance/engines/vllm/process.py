@@ -12,7 +12,6 @@ import logging
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from rebalance.engines.gauge import set_part
 from rebalance.engines.plugin_settings import PluginSettings
 from rebalance.engines.vllm.agreement import Joined, join
 from rebalance.engines.vllm.decisions import Decisions
-from rebalance.engines.vllm.moves.kept_records import Places, capture
+from rebalance.engines.vllm.moves.kept_records import Kept, Library, capture
 from rebalance.engines.vllm.moves.record import Tensors, num_bytes_of, rows_of
 from rebalance.engines.vllm.planning import Call, planned
 from rebalance.engines.vllm.recorder import MapChange, Noted, Recorder, RecorderIdentity
@@ -72,6 +71,7 @@ class PluginProcess:
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
         self.recorder: Recorder | None = None
         self.checks: RankCheck | None = None  # of the slots of the target model
+        self.kept: Kept | None = None  # records of the target model
         self._joined: Joined | None = None
         self.refused = ""  # why the plug-in stays off in this process
         self.is_paused = False  # rank 0 keeps the map that serves
@@ -191,26 +191,25 @@ class PluginProcess:
 
     def _keep_records(self, model_config: Any) -> None:
         """Capture the experts of the target; collective, whatever has failed on this rank."""
-        engine = self.settings.engine
-        if not engine.records_gb and not engine.records_dir:
+        settings, group = self.settings, self.group
+        if settings.engine.records == "off":
             return
-        group, deployment = self.group, self.settings.deployment
 
         def find() -> tuple[list[Tensors], Ints]:
             if self._target is None:
                 raise RankError("the model was not taken over")
             return list(self._target.model_state.model.expert_weights), self._target.held
 
-        places = Places(
-            int(engine.records_gb * 1e9),
-            Path(engine.records_dir) if engine.records_dir else None,
-            f"{deployment}-{group.ranks[0]}-{group.ranks[-1]}-{group.world_size}",
+        library = Library(
+            settings.place_of_records(),
+            settings.engine.records == "on",
+            settings.host_cache,
             f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}",
         )
-        records = capture(find, group, places)
-        if records is not None and self._target is not None:
-            self._target.model_state.communicator.use_records(records)
-        set_part("vllm", "records", is_on=records is not None)
+        self.kept = capture(find, group, library)
+        if self.kept is not None and self._target is not None:
+            self._target.model_state.communicator.use_records(self.kept.records)
+        set_part("vllm", "records", is_on=self.kept is not None)
 
     def records_ended(self, why: str) -> None:
         """Note that the kept records are not used any more."""

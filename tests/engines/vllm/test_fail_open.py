@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
@@ -122,15 +121,15 @@ def wrong_bytes(rank: int, meet: Path, store: str) -> tuple[int, int, int]:
     made = make_rank(rank, meet, settings_for(store), is_async=False, interval=INTERVAL)
     mover = made.model_state.communicator
     steps(made, 0, 3 * INTERVAL)
-    right = mover._operation
+    right = mover._peers.add_send
 
-    def wrong(what: Any, record: Any, peer: int) -> Any:
-        if what is dist.isend:
-            record[5] ^= 1
-        return right(what, record, peer)
+    def wrong(tensors: Any, dst_rank: int, expert_id: int) -> None:
+        damaged = [tensor.clone() for tensor in tensors]
+        damaged[0].view(-1)[0] += 1
+        right(damaged, dst_rank, expert_id)
 
     if rank == 1:
-        mover._operation = wrong
+        mover._peers.add_send = wrong
     steps(made, 3 * INTERVAL, 6 * INTERVAL)
     return mover.num_checked, mover.num_wrong, mover.num_repeated
 
