@@ -144,7 +144,7 @@ def main() -> None:
     for name in conditions * BLOCKS:
         with tempfile.TemporaryDirectory() as folder:
             rounds = -(-outages // BLOCKS)
-            for rows in on_ranks(condition, Path(folder), name, rounds, deadline_s=1500.0):
+            for rows in on_ranks(condition, Path(folder), name, rounds):
                 found[name] += rows
     print(
         "| condition | steps | elapsed ms: p50 | p99 | largest | processor ms: p50 | p99 | largest "

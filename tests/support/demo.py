@@ -13,15 +13,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 
 from telemetry import open_store
 from telemetry.state.events import Event
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+
+if TYPE_CHECKING:
+    import httpx
 
 C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one here
@@ -224,10 +226,14 @@ class DemoProcess:
 
     def get(self, path: str) -> httpx.Response:
         """Ask its HTTP service."""
+        import httpx  # late: the environments of engines load this module, and lack it
+
         return httpx.get(f"{self.url}{path}", timeout=None, trust_env=False)
 
     def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         """Ask its HTTP service for a change."""
+        import httpx
+
         return httpx.post(f"{self.url}{path}", json=body, timeout=None, trust_env=False)
 
     @property
