@@ -36,7 +36,7 @@ from api.deploy.hosts import host_here
 from api.deploy.secret import Secret
 from api.terminal.printable import printable
 from eplb.errors import EplbError
-from rebalance.engines.fsck.report import report_of
+from rebalance.engines.common.fsck.report import report_of
 from rebalance.engines.profiles import PROFILE_VARIABLE
 
 FAULTY = 1

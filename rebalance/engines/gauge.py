@@ -1,41 +1,4 @@
-"""The gauge that says, in each process of an engine, which parts of the plug-in are on."""
+"""The gauge's old place, for the mover of vLLM; it moves to ``common`` with the records."""
 
-from __future__ import annotations
-
-import logging
-from functools import cache
-from typing import Any
-
-log = logging.getLogger(__name__)
-
-NAME = "eplb_engine_plugin_loaded"
-
-
-@cache
-def _gauge() -> Any:
-    # Late: an engine brings prometheus_client; a process without it has the log line alone.
-    try:
-        from prometheus_client import Gauge
-
-        return Gauge(
-            NAME,
-            "1 while a part of the EPLB plug-in works in this process, else 0",
-            ["engine", "part"],
-            multiprocess_mode="liveall",  # each process of the engine has its own value
-        )
-    except Exception as exc:
-        log.warning("the gauge %s cannot be made: %s", NAME, exc)
-        return None
-
-
-def set_part(engine: str, part: str, *, is_on: bool) -> None:
-    """Set the gauge of one part."""
-    gauge = _gauge()
-    if gauge is not None:
-        gauge.labels(engine, part).set(int(is_on))
-
-
-def value_of(engine: str, part: str) -> float | None:
-    """Return the gauge of one part; None where there is no gauge."""
-    gauge = _gauge()
-    return None if gauge is None else float(gauge.labels(engine, part)._value.get())
+from rebalance.engines.common.gauge import set_part as set_part
+from rebalance.engines.common.gauge import value_of as value_of

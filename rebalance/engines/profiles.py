@@ -6,7 +6,7 @@ plans and live settings. Model, checkpoint and store are the file's, so profiles
 them.
 
 ``api/config/loader.py`` reads all of a profile, and an engine's plug-in the few settings that it
-needs (``rebalance/engines/plugin_settings.py``).
+needs (``rebalance/engines/common/plugin_settings.py``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from api.deploy.checks.finding import Finding
-from rebalance.engines.plugin_settings import CONFIG_VARIABLE, settings_of
+from rebalance.engines.common.plugin_settings import CONFIG_VARIABLE, settings_of
 from rebalance.engines.vllm.tools.options import model_config_of, options_of, remarks
 
 

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 def register() -> None:
     """Register the hooks; a failure is logged, and the engine starts without the plug-in."""
-    from rebalance.engines.gauge import set_part
-    from rebalance.engines.plugin_settings import settings_of
+    from rebalance.engines.common.gauge import set_part
+    from rebalance.engines.common.plugin_settings import settings_of
 
     try:
         settings = settings_of(os.environ)

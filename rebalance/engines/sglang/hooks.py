@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rebalance.engines.gauge import set_part
-from rebalance.engines.plugin_settings import PluginSettings
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.sglang import engine, membership
 from rebalance.engines.sglang.planner.link import PlannerLink
 from rebalance.engines.sglang.rounds import Rounds

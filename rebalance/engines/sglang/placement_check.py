@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rebalance.engines.fsck.rank_check import RankCheck
-from rebalance.engines.fsck.sglang import SglangView
+from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.sglang.fsck_view import SglangView
 from rebalance.engines.sglang.store_link import StoreLink
 from runtime.group.agreement import gathered_large
 

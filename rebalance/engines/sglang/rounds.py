@@ -25,10 +25,10 @@ import torch.distributed as dist
 from eplb.core.load import Phase
 from eplb.core.placement import Placement
 from eplb.errors import EplbError
-from rebalance.engines.fsck.rank_check import RankCheck
-from rebalance.engines.fsck.sglang import SglangView
-from rebalance.engines.gauge import set_part
+from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.sglang import engine
+from rebalance.engines.sglang.fsck_view import SglangView
 from rebalance.engines.sglang.placement_check import rank_check
 from rebalance.engines.sglang.planner.checks import check_target
 from rebalance.engines.sglang.planner.link import PlannerLink, Question

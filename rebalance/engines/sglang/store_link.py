@@ -20,8 +20,8 @@ from eplb.core.topology import Topology
 from eplb.errors import EplbError, StaleGeneration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import CONTROLLER, Announcement
-from rebalance.engines.gauge import set_part
-from rebalance.engines.plugin_settings import PluginSettings
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.sglang.planner.link import MOST_WAITING, Outcome, PlannerLink, Question
 from rebalance.engines.sglang.windows import Shape, Window
 from rebalance.engines.switches import why_kept, why_refused

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import eplb
 from eplb.core.problem import Budget
-from rebalance.engines.plugin_settings import PluginSettings
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm.replica_lists import Ints
 
 # vLLM reports a stall of 0.91 s for a rebalance of 58 layers on 32 GPUs (pull request 43219), in

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rebalance.engines.plugin_settings import CONFIG_VARIABLE, settings_of
+from rebalance.engines.common.plugin_settings import CONFIG_VARIABLE, settings_of
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
@@ -46,7 +46,7 @@ def load(environ: Mapping[str, str]) -> bool:
         return True
     if not environ.get(CONFIG_VARIABLE):
         return False
-    from rebalance.engines.gauge import set_part
+    from rebalance.engines.common.gauge import set_part
 
     try:
         settings = settings_of(environ)

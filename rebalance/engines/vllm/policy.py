@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.gauge import set_part
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.vllm.decisions import Decision
 from rebalance.engines.vllm.planning import Call, planned, why_not_planned
 from rebalance.engines.vllm.replica_lists import Ints, repetitions

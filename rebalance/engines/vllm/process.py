@@ -23,12 +23,12 @@ import eplb
 from eplb.core.load import Phase
 from eplb.errors import RankError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.engines.fsck.rank_check import RankCheck
-from rebalance.engines.fsck.vllm import VllmView
-from rebalance.engines.gauge import set_part
-from rebalance.engines.plugin_settings import PluginSettings
+from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm.agreement import Joined, join
 from rebalance.engines.vllm.decisions import Decisions
+from rebalance.engines.vllm.fsck_view import VllmView
 from rebalance.engines.vllm.moves.kept_records import Places, capture
 from rebalance.engines.vllm.moves.record import Tensors, num_bytes_of, rows_of
 from rebalance.engines.vllm.planning import Call, planned

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.errors import EplbError
-from rebalance.engines.gauge import set_part
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.switches import why_kept
 from rebalance.engines.vllm.replica_lists import Ints
 from rebalance.engines.vllm.tap import Counted

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from rebalance.engines.sglang import engine, store_link
 from rebalance.engines.sglang.planner import link
 from tests.support.engines.sglang_ranks import (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from eplb import DispatchRule, Placement, Topology, effective_shares
 from eplb.errors import ConfigError
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from rebalance.engines.sglang import engine, guards
 from rebalance.engines.sglang.planner.replica_weights import (
     list_weights,

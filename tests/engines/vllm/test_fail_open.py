@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from tests.support.engines.vllm_ranks import (
     make_rank,
     on_ranks,

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 import vllm
 from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
 
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from rebalance.engines.vllm import guards, plugin
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
 
 NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 3, 16, 24
 ROWS, TOP_K = 256, 2  # of one pass on one rank

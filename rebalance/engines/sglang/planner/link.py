@@ -14,7 +14,7 @@ from threading import Event, Thread
 import numpy as np
 
 from eplb.errors import EplbError
-from rebalance.engines.gauge import set_part
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.sglang.planner.planning import (
     Observed,
     Planned,
