@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
 
+import eplb
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.sglang import engine, membership
+from rebalance.engines.common.start import join
+from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.planner.link import PlannerLink
 from rebalance.engines.sglang.rounds import Rounds
 from rebalance.engines.sglang.store_link import StoreLink
@@ -57,21 +60,28 @@ class Hooks:
         except Exception as exc:
             refusal = f"{type(exc).__name__}: {exc}"
         try:
-            deadline_s = self._settings.engine.load_deadline_s
-            decision = membership.decide(
-                refusal, config=repr(self._settings), deadline_s=deadline_s
+            joined = join(
+                "sglang",
+                dist.distributed_c10d._get_default_store(),
+                "world",
+                dist.get_rank(),
+                dist.get_world_size(),
+                facts=f"sglang {version('sglang')}, eplb {eplb.__version__}, {self._settings}",
+                deadline_s=self._settings.engine.load_deadline_s,
+                refusal=refusal,
             )
-            if not decision.is_on:
-                log.error("the EPLB plug-in is off on all ranks: %s", decision.reason)
-                set_part("sglang", "plugin", is_on=False)
-                return
-            self._is_on = True
+        except Exception as exc:
+            set_part("sglang", "plugin", is_on=False)
+            log.error("the EPLB plug-in stays off, SGLang's own balancer runs: %s", exc)
+            return
+        self._is_on = True
+        try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ROUND_DEADLINE_S))
             self.rounds = Rounds(
                 manager,
                 self._tap,
                 group,
-                number=decision.number,
+                joined=joined,
                 deployment=self._settings.deployment,
                 every=self._settings.window_steps,
                 links=self._links,

@@ -27,6 +27,7 @@ from eplb.core.placement import Placement
 from eplb.errors import EplbError
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.start import Joined
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.fsck_view import SglangView
 from rebalance.engines.sglang.placement_check import rank_check
@@ -49,7 +50,7 @@ class Rounds:
         manager: the engine's EPLBManager.
         tap: counts the passes.
         group: a CPU group of all ranks that nothing else uses.
-        number: of this start; generations count on from it.
+        joined: the run of this start, and the generation from which its maps count on.
         every: passes from one round to the next.
         links: makes the background threads once the model is known.
         is_checked: whether live slots are compared with the experts of the map.
@@ -61,14 +62,14 @@ class Rounds:
         tap: LoadTap,
         group: dist.ProcessGroup,
         *,
-        number: int,
+        joined: Joined,
         deployment: str,
         every: int,
         links: Links,
         is_checked: bool,
     ) -> None:
         self._manager, self._tap, self._group, self._every = manager, tap, group, every
-        self._deployment, self._number, self._links = deployment, number, links
+        self._deployment, self._joined, self._links = deployment, joined, links
         self._rank = dist.get_rank()
         self._pass = self._window_begin = 0
         self._chunks: list[list[int]] = []  # rows still to be moved
@@ -80,7 +81,7 @@ class Rounds:
         self._weights: IntArray | None = None  # of the map that serves; None before the first plan
         self._is_checked, self._checked = is_checked, -1  # and the generation whose choices were
         self.checks: RankCheck | None = None
-        self.generation = number
+        self.generation = joined.base_generation
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
 
@@ -168,9 +169,7 @@ class Rounds:
             self._planner.questions.append(Question("interval"))
 
     def _begin_links(self) -> None:
-        self._shape = engine.shape_of(
-            self._manager, self._deployment, f"sglang-{self._number}", self._rank
-        )
+        self._shape = engine.shape_of(self._manager, self._deployment, self._joined.run, self._rank)
         self._store, self._planner = self._links(self._shape)
         self._note_placement("the engine's map at the start", None, None)
 

@@ -26,7 +26,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.vllm.agreement import Joined, join
+from rebalance.engines.common.start import Joined, join
 from rebalance.engines.vllm.decisions import Decisions
 from rebalance.engines.vllm.fsck_view import VllmView
 from rebalance.engines.vllm.moves.kept_records import Places, capture
@@ -144,7 +144,7 @@ class PluginProcess:
         store = dist.distributed_c10d._get_default_store()
         rank, size = group.rank_in_group, group.world_size
         deadline_s = self.settings.engine.load_deadline_s
-        self._joined = join(store, name, rank, size, facts, deadline_s)
+        self._joined = join("vllm", store, name, rank, size, facts=facts, deadline_s=deadline_s)
         self._generation = self._joined.base_generation
 
     def _switch(self, part: str, *, is_on: bool) -> None:
