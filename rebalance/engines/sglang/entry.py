@@ -25,10 +25,11 @@ def register() -> None:
         if settings is None:
             return
         check_packages(("runtime", "telemetry", "rebalance"))
-        from rebalance.engines.sglang.guards import check_engine
+        from rebalance.engines.common.guards import check_engine, refusals
+        from rebalance.engines.sglang.guards import ASSUMED
         from rebalance.engines.sglang.hooks import Hooks
 
-        check_engine()
+        check_engine(refusals(ASSUMED))
         Hooks(settings).register()
     except Exception as exc:  # whatever it is, the engine starts
         set_part("sglang", "plugin", is_on=False)

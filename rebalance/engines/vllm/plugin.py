@@ -52,15 +52,16 @@ def load(environ: Mapping[str, str]) -> bool:
         settings = settings_of(environ)
         assert settings is not None, "the variable is set"
         # Late: these need torch, numba and vLLM, which a process without a deployment does without.
-        from rebalance.engines.vllm.guards import check_engine
+        from rebalance.engines.common.guards import check_engine
+        from rebalance.engines.vllm.guards import refusals
         from rebalance.engines.vllm.hooks import install
         from rebalance.engines.vllm.process import PluginProcess
 
-        check_engine()
+        check_engine(refusals())
         process = PluginProcess(settings)
         install(process)
     except Exception as exc:
-        log.error("%s", exc)
+        log.error("the EPLB plug-in is not loaded: %s", exc)
         set_part("vllm", "plugin", is_on=False)
         return False
     _loaded.append(process)
