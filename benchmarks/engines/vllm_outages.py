@@ -78,7 +78,7 @@ def until(what: str, holds: Any) -> None:
 
 def is_reporting() -> bool:
     """Whether samples of this rank reach the store."""
-    return value_of("vllm", "reporting") == 1.0
+    return value_of("vllm", "store") == 1.0
 
 
 def timed_step(made: Any) -> Row:

@@ -1,5 +1,6 @@
-r"""What the plug-ins of all engines do alike; nothing here knows an engine's objects.
+"""What the plug-ins of all engines do alike; nothing here knows an engine's objects.
 
-start.join -> guards.refusals -> tap -> store_link -> store
-                                  \-> planning -> replica_weights -> the engine's map
+guards.refusals -> start.join -> tap -> store_process -> store_link (a process) -> store
+                                  |
+                                  +---> planning -> replica_weights -> the engine's map
 """

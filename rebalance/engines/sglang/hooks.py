@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
@@ -11,14 +12,19 @@ from typing import Any
 import torch.distributed as dist
 
 import eplb
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import Identity
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.start import join
+from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.planner.link import PlannerLink
 from rebalance.engines.sglang.rounds import Rounds
-from rebalance.engines.sglang.store_link import StoreLink
-from rebalance.engines.sglang.windows import LoadTap, Shape
+from rebalance.engines.sglang.tap import LoadTap, Shape
+from telemetry.state.runs import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -139,14 +145,18 @@ class Hooks:
             return f"the engine did not apply the hook on {missing[0]}"
         return engine.refusal()
 
-    def _links(self, shape: Shape) -> tuple[StoreLink | None, PlannerLink | None]:
+    def _links(self, shape: Shape) -> tuple[StoreProcess, PlannerLink | None]:
         settings = self._settings
-        planner = None
-        if shape.rank == 0:
-            planner = PlannerLink(
-                shape,
-                pay_back_s=settings.pay_back_s,
-                target=settings.target_imbalance,
-                max_moved=settings.engine.max_moved,
-            )
-        return (StoreLink(settings, shape, planner), planner)
+        layers = tuple(int(row) for row in shape.movable.nonzero()[0])
+        model = ModelShape(
+            layers, shape.num_experts, 1, 1, 1, 0, shape.num_groups, shape.expert_bytes
+        )
+        ranks, nodes = shape.num_ranks, shape.num_nodes
+        topology = Topology.uniform(nodes, ranks // nodes, shape.num_slots // ranks)
+        described = model_to_dict(model), topology_to_dict(topology)
+        info = RunInfo(shape.run, time.time(), *described, settings.window_steps)
+        folder = settings.spool_dir
+        spool = "" if folder is None else str(folder / f"rank-{shape.rank:04d}")
+        identity = Identity(settings.deployment, settings.store, shape.rank, info, spool)
+        store = StoreProcess("sglang", identity)
+        return store, PlannerLink(shape, settings, store) if shape.rank == 0 else None

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import Outcome
 from rebalance.engines.vllm.decisions import Decision
 from rebalance.engines.vllm.planning import Call, planned, why_not_planned
 from rebalance.engines.vllm.replica_lists import Ints, repetitions
@@ -92,9 +93,11 @@ def _proposed(process: PluginProcess, call: Call) -> Ints:
     """[2, L, P] map and repetitions of rank 0. Never raises: the serving map is always legal."""
     standing = process.decisions.of_map(call.held, call.num_experts)
     kept = np.zeros_like(call.held) if standing is None else standing.repeats
+    question, standing_map = process.asked(call.held), np.stack([call.held, kept])
     if why := process.why_kept:
         log.info("decision=KEEP reason=%r", why)
-        return np.stack([call.held, kept])
+        process.answered(Outcome(question, kept=why))
+        return standing_map
     began = time.monotonic()
     try:
         held, share, reason = planned(
@@ -105,13 +108,20 @@ def _proposed(process: PluginProcess, call: Call) -> Ints:
             repeats = repetitions(held, share)
         if "decision=KEEP" in reason:
             held, repeats = call.held, kept
-    except Exception:
+    except Exception as exc:
         # The engine's pass or its worker would fail with it.
         log.exception("no plan: the map that serves is kept")
         set_part("vllm", "policy", is_on=False)
-        return np.stack([call.held, kept])
+        process.answered(Outcome(question, error=f"{type(exc).__name__}: {exc}"))
+        return standing_map
     set_part("vllm", "policy", is_on=True)
+    found = np.stack([held, repeats])
+    moves = not np.array_equal(found, standing_map)
     log.info(
         "%s moved=%d seconds=%.3f", reason, (held != call.held).sum(), time.monotonic() - began
     )
-    return np.stack([held, repeats])
+    if moves and not question.is_dry:
+        process.will_move(question)
+        return found
+    process.answered(Outcome(question, {"moves": moves, "reason": reason}))
+    return standing_map

@@ -6,8 +6,9 @@ import numpy as np
 
 from eplb.core.placement import Placement
 from eplb.errors import PlacementError
+from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planner.planning import Planned
-from rebalance.engines.sglang.windows import IntArray, Shape
+from rebalance.engines.sglang.tap import Shape
 
 
 def check_target(planned: Planned, held: IntArray, shape: Shape) -> None:
