@@ -32,9 +32,8 @@ from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.common.tap import Counted, on_host
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.fsck_view import SglangView
-from rebalance.engines.sglang.planner.checks import check_target
 from rebalance.engines.sglang.planner.link import PlannerLink
-from rebalance.engines.sglang.planner.planning import Planned, answer_of
+from rebalance.engines.sglang.planner.planning import Planned, answer_of, check_plan
 from rebalance.engines.sglang.planner.replica_weights import IntArray, replica_lists, shares_of
 from rebalance.engines.sglang.tap import LoadTap, Shape
 from runtime.group.agreement import gathered_large
@@ -240,7 +239,7 @@ class Rounds:
         assert self._shape is not None, "the plan is for this model"
         planned = answer_of(record)
         held = engine.metadata().physical_to_logical_map_cpu.numpy()
-        check_target(planned, held, self._shape)
+        check_plan(planned, held, self._shape)
         # Under ``static`` the engine's table has the weights, and its lists only say where an
         # expert is.
         times = np.minimum(planned.weights, 1) if planned.sources.size else planned.weights

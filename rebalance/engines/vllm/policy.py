@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import eplb
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Outcome
 from rebalance.engines.vllm.decisions import Decision
@@ -100,14 +101,12 @@ def _proposed(process: PluginProcess, call: Call) -> Ints:
         return standing_map
     began = time.monotonic()
     try:
-        held, share, reason = planned(
+        held, plan = planned(
             call, process.settings, process.expert_bytes, is_first=standing is None
         )
         repeats = np.zeros_like(held)
         if process.is_on("shares"):
-            repeats = repetitions(held, share)
-        if "decision=KEEP" in reason:
-            held, repeats = call.held, kept
+            repeats = repetitions(held, plan.target.slot_share)
     except Exception as exc:
         # The engine's pass or its worker would fail with it.
         log.exception("no plan: the map that serves is kept")
@@ -115,13 +114,20 @@ def _proposed(process: PluginProcess, call: Call) -> Ints:
         process.answered(Outcome(question, error=f"{type(exc).__name__}: {exc}"))
         return standing_map
     set_part("vllm", "policy", is_on=True)
-    found = np.stack([held, repeats])
-    moves = not np.array_equal(found, standing_map)
+    is_kept = plan.decision is eplb.Decision.KEEP
+    wanted = standing_map if is_kept else np.stack([held, repeats])
+    moves = not np.array_equal(wanted, standing_map)
     log.info(
-        "%s moved=%d seconds=%.3f", reason, (held != call.held).sum(), time.monotonic() - began
+        "decision=%s reason=%r moved=%d seconds=%.3f",
+        plan.decision.value,
+        plan.reason,
+        (wanted[0] != call.held).sum(),
+        time.monotonic() - began,
     )
     if moves and not question.is_dry:
         process.will_move(question)
-        return found
-    process.answered(Outcome(question, {"moves": moves, "reason": reason}))
+        return wanted
+    figures = {"moves": moves, "reason": plan.reason}
+    figures |= {"before": float(plan.before), "after": float(plan.after)}
+    process.answered(Outcome(question, figures))
     return standing_map

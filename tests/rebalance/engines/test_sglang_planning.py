@@ -10,6 +10,7 @@ import pytest
 from eplb import DispatchRule
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, StoreError
+from rebalance.engines.common.planning import System
 from rebalance.engines.sglang.planner.planning import (
     RULES,
     Observed,
@@ -34,9 +35,7 @@ MOVABLE = np.array([False, True, True])
 
 def terms(algorithm: str, **changes: float) -> Terms:
     given = {"list_length": 12, "pay_back_s": 1e9, "target_imbalance": 1.0, "max_moved": 1.0}
-    return Terms(
-        algorithm, num_ranks=RANKS, num_nodes=1, num_groups=1, expert_bytes=8, **given | changes
-    )  # type: ignore[arg-type]
+    return Terms(algorithm, System(RANKS, 1, 1, 8), **given | changes)  # type: ignore[arg-type]
 
 
 def load(seed: int) -> np.ndarray:

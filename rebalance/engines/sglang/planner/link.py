@@ -17,6 +17,7 @@ import numpy as np
 from eplb.errors import EplbError
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Outcome, Question
+from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.common.tap import Counted, IntArray
@@ -127,10 +128,7 @@ class PlannerLink:
         shape, settings = self._shape, self._settings
         terms = Terms(
             algorithm=shape.algorithm,
-            num_ranks=shape.num_ranks,
-            num_nodes=shape.num_nodes,
-            num_groups=shape.num_groups,
-            expert_bytes=shape.expert_bytes,
+            system=System(shape.num_ranks, shape.num_nodes, shape.num_groups, shape.expert_bytes),
             list_length=min(LIST_LENGTH, held.shape[1]),
             pay_back_s=settings.pay_back_s,
             target_imbalance=settings.target_imbalance,
