@@ -27,14 +27,15 @@ from eplb.errors import EplbError
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, Noted, Question
+from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.common.start import Joined
 from rebalance.engines.common.store_process import StoreProcess
-from rebalance.engines.common.tap import Counted, on_host
+from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.fsck_view import SglangView
 from rebalance.engines.sglang.planner.link import PlannerLink
 from rebalance.engines.sglang.planner.planning import Planned, answer_of, check_plan
-from rebalance.engines.sglang.planner.replica_weights import IntArray, replica_lists, shares_of
+from rebalance.engines.sglang.planner.replica_weights import replica_lists
 from rebalance.engines.sglang.tap import LoadTap, Shape
 from runtime.group.agreement import gathered_large
 

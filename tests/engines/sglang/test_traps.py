@@ -88,7 +88,7 @@ def installed(rank: int) -> dict[str, Any]:
 def random_weights() -> np.ndarray:
     held = random_map(3)
     share = np.random.default_rng(4).uniform(0.1, 1.0, held.shape)
-    return list_weights(held, share, NUM_EXPERTS, NUM_RANKS, is_full=True)
+    return list_weights(held, share, NUM_RANKS, is_full=True)
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,11 @@ from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan
 from rebalance.engines.common import planning as common
 from rebalance.engines.common.planning import Limits, System
+from rebalance.engines.common.replica_weights import shares_of
+from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planner.replica_weights import (
-    IntArray,
     evened,
     list_weights,
-    shares_of,
     source_table,
 )
 from rebalance.engines.sglang.tap import Shape
@@ -145,7 +145,7 @@ def make_plan(observed: Observed, terms: Terms) -> Planned:
     if RULES[terms.algorithm] is DispatchRule.WEIGHTED:
         is_table = terms.algorithm == "static"
         length = topology.num_ranks if is_table else terms.list_length
-        weights = list_weights(wanted, share, num_experts, length, is_full=is_table)
+        weights = list_weights(wanted, share, length, is_full=is_table)
         kept, weights = evened(
             wanted,
             weights,
