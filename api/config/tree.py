@@ -28,7 +28,7 @@ from eplb.shares.switches import BatchSwitches
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.plans.planner_request import PlannerRequest
 from rebalance.controller.settings import ControllerSettings
-from rebalance.engines.plugin_settings import EngineSettings
+from rebalance.engines.common.plugin_settings import EngineSettings
 from rebalance.stage.stage_settings import StageBudgets
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings

@@ -462,7 +462,7 @@ def check_engine(
 
 def _plugin(environ: Mapping[str, str]) -> Finding:
     from eplb.settings.loader import CONFIG_VARIABLE
-    from rebalance.engines.plugin_settings import settings_of
+    from rebalance.engines.common.plugin_settings import settings_of
 
     settings = settings_of(environ)
     if settings is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rebalance.engines.plugin_settings import settings_of
+from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.weights.cache.engine_records import EngineRecordsClient
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.memory.shared import PAGE_BYTES, SharedArena, digest

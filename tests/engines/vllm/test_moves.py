@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from rebalance.engines.vllm.moves import mover as mover_module
 from rebalance.weights.cache.address import place_of_records
 from rebalance.weights.cache.cache_settings import HostCacheSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eplb.errors import ConfigError
-from rebalance.engines.plugin_settings import settings_of
+from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.engines.vllm.plugin import load
 from tests.support.documents import files_of
 

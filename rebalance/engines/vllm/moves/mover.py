@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.engines.gauge import set_part
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.vllm.moves.record import (
     NOBODY,
     Tensors,
