@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 from numba.core import event, types
+from numba.core.caching import FunctionCache
 from numba.experimental import structref
 from numpy.typing import NDArray
 
@@ -24,19 +25,34 @@ NONE = cast(int, np.int64(-1))
 ZERO = cast(int, np.int64(0))
 
 
+function_cache: Any = FunctionCache  # untyped
+
+
+class _Cache(function_cache):  # type: ignore[misc]
+    """numba's cache on disk, which an earlier version of this package may have written."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled function for a signature; None where it must be compiled."""
+        try:
+            return super().load_overload(sig, target_context)
+        except (ImportError, AttributeError):  # it names a module or a type that is gone
+            self.flush()
+            return None
+
+
 def jit(function: Compiled) -> Compiled:
     """Compile on first use, cached on disk if it can be; no interpreter lock while it runs.
 
     No fast math: results equal those of ``tests/support/slow_planner.py`` to the last bit. Division
     by zero gives infinity as in numpy, since a check at every division costs time.
     """
+    compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
     try:
-        compiled = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+        compiled._cache = _Cache(function)
     except RuntimeError as exc:
         if "no locator available" not in str(exc):
             raise
         # No writable cache directory (read-only install and home): each process compiles.
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
     # numba's dispatcher is called like the function; its own type does not express that.
     return cast(Compiled, compiled)
 

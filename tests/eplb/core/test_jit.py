@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import pkgutil
 import shutil
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 from numba.core.dispatcher import Dispatcher
@@ -57,6 +59,30 @@ def test_compiled_functions_of_the_planner_leave_the_interpreter_to_other_thread
 
     assert len(kernels) > 20
     assert all(kernel.targetoptions["nogil"] for kernel in kernels)
+
+
+TWICE = """
+from eplb.core.jit import jit
+
+@jit
+def twice(number):
+    return 2 * number
+"""
+
+
+def test_cache_that_names_a_module_that_is_gone_is_written_again(tmp_path: Path) -> None:
+    module = tmp_path / "kernel_of_a_test.py"
+    module.write_text(TWICE)
+    assert run_path(str(module))["twice"](21) == 42
+    (index,) = tmp_path.rglob("*.nbi")
+    with index.open("rb") as file:
+        version = pickle.load(file)
+    gone = b"cgone.in_this_version\nRecord\n."
+    index.write_bytes(pickle.dumps(version) + gone)
+
+    assert run_path(str(module))["twice"](21) == 42
+
+    assert gone not in index.read_bytes()
 
 
 @pytest.mark.system
