@@ -186,7 +186,7 @@ def test_two_hosts_share_a_folder_and_write_files_of_their_own(tmp_path: Path) -
 def test_host_reads_what_another_host_was_offered(tmp_path: Path) -> None:
     pid = os.getpid()
     hosts = [(f"127.{1 + pid % 250}.{1 + pid // 250 % 250}.{n}", 23716) for n in (240, 241)]
-    links = HostLinkSettings(hosts, SECRET.key, silence_s=NEVER_S, deadline_s=NEVER_S)
+    links = HostLinkSettings(hosts, secret=SECRET.key, silence_s=NEVER_S, deadline_s=NEVER_S)
     places = [replace(PLACE, name=f"{PLACE.name}-host{host}") for host in range(2)]
     servers = [
         EngineRecords(place, HostCacheSettings(links=replace(links, listen=address)))
