@@ -99,7 +99,7 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or (scope["path"] in OPEN and scope["method"] in SAFE_METHODS):
             await self._app(scope, receive, send)
             return
         try:

@@ -56,3 +56,11 @@ def test_change_by_a_page_of_another_site_is_refused_with_the_token(client: http
 def test_probes_need_no_token(client: httpx.Client) -> None:
     assert client.get("/livez").status_code == 200
     assert client.get("/readyz").status_code == 503  # nothing serves yet
+
+
+@pytest.mark.parametrize("method", ["POST", "PATCH", "DELETE", "TRACE"])
+def test_probe_with_another_method_needs_a_token_and_is_not_allowed(
+    client: httpx.Client, method: str
+) -> None:
+    assert client.request(method, "/livez").status_code == 401
+    assert client.request(method, "/livez", auth=("", TOKEN)).status_code == 405
