@@ -68,8 +68,8 @@ RULES = {
         f"{SERVING} telemetry.formats",
         "numpy torch vllm prometheus_client starlette",
     ),
-    "rebalance/engines/fsck": rule(
-        "eplb runtime rebalance.types rebalance.engines.gauge telemetry.state", "numpy torch sglang"
+    "rebalance/engines/common/fsck": rule(
+        "eplb runtime rebalance.types rebalance.engines.common.gauge telemetry.state", "numpy torch"
     ),
     "rebalance/engines/sglang": rule(
         "eplb telemetry runtime rebalance.engines", "numpy torch sglang"

@@ -25,10 +25,10 @@ from api.cli.store_place import (
 )
 from api.config.tree import profile_names
 from api.deploy.deployment import Deployment, host_here, resolve
-from api.deploy.secret import Secret
 from api.terminal.printable import printable
 from eplb.settings.loader import PROFILE_VARIABLE
-from rebalance.engines.fsck.report import report_of
+from rebalance.engines.common.fsck.report import report_of
+from rebalance.weights.link.secret import Secret
 
 if TYPE_CHECKING:
     from api.deploy.check import Finding

@@ -108,12 +108,6 @@ class NetworkSettings:
     rank_port: Annotated[
         int, Setting("port of the first rank link of a host", at_least=1, at_most=65_535)
     ] = 23719
-    secret_file: Annotated[
-        Path | None,
-        Setting(
-            "file with the secret of the deployment (or EPLB_SECRET); none: only loopback addresses"
-        ),
-    ] = None
     tls_certificate_file: Annotated[
         Path | None,
         Setting("certificate of this host, for links with TLS; none: links are not encrypted"),

@@ -28,10 +28,11 @@ from eplb.shares.switches import BatchSwitches
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.plans.planner_request import PlannerRequest
 from rebalance.controller.settings import ControllerSettings
-from rebalance.engines.plugin_settings import EngineSettings
+from rebalance.engines.common.plugin_settings import EngineSettings
 from rebalance.stage.stage_settings import StageBudgets
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
+from rebalance.weights.link.secret import SecretSettings
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
 from telemetry.state.live import Control
@@ -57,6 +58,7 @@ class Settings(SettingsTree):
         "of a host has its own rank link: `rank_port` is that of the first. Both kinds of links "
         "listen only with `host_cache.other_hosts`.",
         NetworkSettings,
+        SecretSettings,
         NetworkConfig,
     )
     batch = Section(

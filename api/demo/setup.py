@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from api.config.addresses import numeric_address
 from api.config.live import overriding
 from api.config.reference import toml_value
 from api.config.tree import Settings, load
@@ -37,19 +36,20 @@ from api.deploy.deployment import Deployment, resolve, topology_of
 from api.deploy.first_placement import contiguous_placement, record_start
 from api.deploy.launch import check_gpus
 from api.deploy.model import accept_checkpoint, model_shape
-from api.deploy.secret import VARIABLE as SECRET_VARIABLE
 from eplb.core.model import ModelShape
 from eplb.core.placement import check_fits
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict
 from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
+from eplb.settings.addresses import numeric_address
 from eplb.settings.loader import COMMAND_DEFAULTS
 from eplb.shares.switches import BatchSwitches
 from rebalance.build.config import NetworkConfig
 from rebalance.build.description import schema_of
 from rebalance.build.rank import new_run_name
 from rebalance.build.rank import record_start as begin_run
+from rebalance.weights.link.secret import VARIABLE as SECRET_VARIABLE
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS

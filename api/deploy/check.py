@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from api.config.addresses import numeric_address
 from api.deploy.deployment import Deployment, is_own
 from api.deploy.first_placement import CLOCK_EXPECTED, check_belongs, clock_offset, offset_text
 from api.deploy.model import check_checkpoint, check_same_checkpoint
-from api.deploy.secret import Secret
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, EplbError
 from eplb.migration.serialisation import model_from_dict
+from eplb.settings.addresses import numeric_address
 from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.build.places import holder_of
+from rebalance.weights.link.secret import Secret
 from telemetry.state.joining import check_versions, serving
 from telemetry.state.store import StateStore
 
@@ -462,7 +462,7 @@ def check_engine(
 
 def _plugin(environ: Mapping[str, str]) -> Finding:
     from eplb.settings.loader import CONFIG_VARIABLE
-    from rebalance.engines.plugin_settings import settings_of
+    from rebalance.engines.common.plugin_settings import settings_of
 
     settings = settings_of(environ)
     if settings is None:

@@ -10,20 +10,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from api.config.addresses import is_loopback
 from api.config.deployment import RecordSources
 from api.config.live import static_layer
 from api.config.tree import Settings
 from api.deploy.model import model_shape, record_schema
-from api.deploy.secret import Secret, deployment_secret
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
+from eplb.settings.addresses import is_loopback
 from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
+from rebalance.weights.link.secret import Secret, SecretSettings, deployment_secret
 from telemetry import file_of, open_store
 from telemetry.state.live import Value
 from telemetry.state.store import StateStore, without_password
@@ -246,7 +246,7 @@ def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = T
     if http.metrics_host:
         addresses["http.metrics_host"] = http.metrics_host
     return deployment_secret(
-        settings.network.secret_file,
+        settings[SecretSettings].secret_file,
         environ,
         addresses=addresses,
         state_dir=settings.deployment.state_dir,

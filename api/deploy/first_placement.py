@@ -15,7 +15,6 @@ import numpy as np
 from api.config.live import overriding
 from api.deploy.deployment import Deployment
 from api.deploy.model import check_same_checkpoint
-from api.deploy.secret import Secret
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.core.model import ModelShape
@@ -24,6 +23,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, StaleGeneration
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
+from rebalance.weights.link.secret import Secret
 from telemetry.state.events import Event
 from telemetry.state.runs import Details
 from telemetry.state.store import StateStore

@@ -21,7 +21,7 @@ from api.interrupts import StopSignals
 from api.processes.commands import Notifier, set_title
 from api.processes.supervision import REPORT_PERIOD_S
 from eplb.clock import Clock
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import StoreError
 from eplb.versions import HOST_CACHE, Announcement
 from rebalance.build.controller import build_controller
 from rebalance.controller.lease import new_holder
@@ -119,40 +119,40 @@ def run_controller(deployment: Deployment, say: Say) -> None:
 def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     """Give records to the ranks of a host until a signal.
 
+    They are those of a checkpoint, until a serving engine with a plug-in offers its own.
+
     Raises:
-        ConfigError: there is no source of records, or a certificate cannot be used.
+        ConfigError: a certificate cannot be used.
         CheckpointError: a weight file is missing, or is of another model, or the checkpoint is
             another one than the deployment serves.
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
     # Imported here: it loads torch.
-    from rebalance.build.host_cache import build_host_cache
+    from rebalance.build.host_cache import build_engine_records, build_host_cache
+    from rebalance.weights.cache.address import place_of_records
 
     check_link_certificate(deployment, host)
     stop, notifier, given = StopSignals(), Notifier(), deployment.settings
     set_title(f"host cache {host}")
     _join_store(deployment, host)
     model, weights = deployment.model, given.model.checkpoint
-    if weights is None and not deployment.has_links:
-        raise ConfigError(
-            "model.checkpoint is none and host_cache.other_hosts is off, expected a source of "
-            "expert records"
-        )
-    check_checkpoint(given.model, model)
-    schema = deployment.schema
-    settings, address = deployment.host_cache, deployment.host_cache_address
-    with closing(
-        build_host_cache(settings, address(host), model, schema, weights, host=host)
-    ) as cache:
-        records = model.num_layers * model.num_experts
+    settings, server = deployment.host_cache, None
+    ready = "records that an engine offers"
+    if weights is not None or deployment.has_links:
+        check_checkpoint(given.model, model)
+        schema, address = deployment.schema, deployment.host_cache_address(host)
+        server = build_host_cache(settings, address, model, schema, weights, host=host)
+        ready = f"{model.num_layers * model.num_experts} records of {schema.record_bytes:,} bytes"
+    place = place_of_records(deployment.name, deployment.secret)
+    with closing(build_engine_records(settings, place, host=host, server=server)) as records:
         say(
-            f"eplb host-cache: host {host} of {deployment.name}: ready: {records} records of "
-            f"{schema.record_bytes:,} bytes, mode {settings.mode}"
+            f"eplb host-cache: host {host} of {deployment.name}: ready: {ready}, "
+            f"mode {settings.mode}"
         )
         notifier.ready()
         while not stop.received:
             Event().wait(POLL_S)
-            cache.stats()  # takes the cache's lock: in a deadlock no progress is reported
+            records.check()  # takes the cache's lock: in a deadlock no progress is reported
             notifier.alive()
 
 

@@ -13,11 +13,9 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from socket import socket
 
-from api.config.addresses import numeric_address
 from api.config.deployment import EVERY, HttpSettings
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs, ensure_first_placement
-from api.deploy.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
 from api.http.app import create_app, create_metrics_app
 from api.http.deployments import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
@@ -26,6 +24,8 @@ from api.processes.commands import Commands, Notifier, set_title
 from api.processes.supervision import Kill, Supervisor, note_in
 from eplb import versions
 from eplb.errors import StoreError
+from eplb.settings.addresses import numeric_address
+from rebalance.weights.link.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
 from telemetry import deployments_of, open_store
 from telemetry.state.joining import check_versions
 from telemetry.state.store import StateStore

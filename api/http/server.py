@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from api.config.addresses import loopback_address, numeric_address
 from api.http.connections import BoundedConnection
 from api.http.deployments import Deployments
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
+from eplb.settings.addresses import loopback_address, numeric_address
 from rebalance.weights.link.tls import Certificate
 
 if TYPE_CHECKING:

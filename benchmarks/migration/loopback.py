@@ -149,7 +149,9 @@ class OtherHost:
             [(0, e) for e in range(num_experts // 2, 2 * (num_experts // 2))],
         ]
         with (
-            closing(HostCacheServer(address, None, self.model, self.schema, settings)),
+            closing(
+                HostCacheServer.of_checkpoint(address, None, self.model, self.schema, settings)
+            ),
             closing(HostCacheClient(address, num_experts, size, deadline_s=DEADLINE_S)) as reader,
         ):
             reader.load(halves[0], deadline_s=DEADLINE_S)
@@ -166,7 +168,7 @@ def hold_everything(pipe: Connection, host: OtherHost) -> None:
     size, num_experts = host.schema.record_bytes, host.model.num_experts
     # From the record file: pages of weights that this process had mapped could not be dropped.
     settings = HostCacheSettings(record_file=host.record_file, links=links)
-    host_cache = HostCacheServer(
+    host_cache = HostCacheServer.of_checkpoint(
         address, Checkpoint(host.weights), host.model, host.schema, settings
     )
     torch.set_num_threads(1)

@@ -126,7 +126,11 @@ class Cache:
         checkpoint = Checkpoint(self.weights)  # anew: mapped pages cannot be dropped
         taken_s, num_timed = 0.0, 0
         with (
-            closing(HostCacheServer(address, checkpoint, self.model, self.schema, settings)),
+            closing(
+                HostCacheServer.of_checkpoint(
+                    address, checkpoint, self.model, self.schema, settings
+                )
+            ),
             closing(HostCacheClient(address, num_experts, size, deadline_s=DEADLINE_S)) as reader,
         ):
             for first in range(0, num_experts, self.num_entries):

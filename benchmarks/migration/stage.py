@@ -211,7 +211,9 @@ def stage_from_host_cache(ranks: int, shapes: Shapes, folder: Path) -> list[Row]
     address = HostCacheAddress(f"bench-{os.getpid()}", os.urandom(16))
     settings = HostCacheSettings("full")
     with closing(
-        HostCacheServer(address, Checkpoint(weights), shapes.model, shapes.schema, settings)
+        HostCacheServer.of_checkpoint(
+            address, Checkpoint(weights), shapes.model, shapes.schema, settings
+        )
     ):
         rows: list[Row] = launch(
             measure_stage, ranks, shapes, Source.HOST, address, deadline_s=LAUNCH_DEADLINE_S

@@ -34,7 +34,7 @@ NOT_SETTINGS = frozenset(
     {
         CONFIG_VARIABLE,
         PROFILE_VARIABLE,
-        "EPLB_SECRET",  # read by api/deploy/secret.py, never shown beside settings
+        "EPLB_SECRET",  # read by rebalance/weights/link/secret.py, never shown beside settings
         "EPLB_KEY",  # read by api/cli/admin/client.py
         "EPLB_HALT_FILE",  # set by `eplb launch`, read by rebalance/build/places.py
         "EPLB_RANK_FILE",  # set by `eplb launch`, read by rebalance/build/description.py
@@ -70,6 +70,12 @@ _REMOVED = {
         "http.max_connections http.max_requests http.max_streams http.max_body_bytes "
         "http.request_deadline_s http.unread_deadline_s"
     ),
+}
+_REMOVED |= {
+    "engine.records keeps them, in the memory of host_cache.mode and host_cache.records": (
+        "engine.records_gb"
+    ),
+    "it is host_cache.record_folder": "engine.records_dir",
 }
 REMOVED = {path: reason for reason, paths in _REMOVED.items() for path in paths.split()}
 REMOVED |= {f"demo.{name}": f"it is topology.{name}" for name in ("device", "nodes", "spare_slots")}

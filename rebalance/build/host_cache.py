@@ -10,6 +10,7 @@ from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.engine_records import EngineRecords
 from rebalance.weights.cache.server import HostCacheServer
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
@@ -43,12 +44,7 @@ def build_host_cache(
         CheckpointError: a weight file is missing.
         MigrationError: the address is in use, or there is no memory.
     """
-    if (links := settings.links) is not None:
-        if not 0 <= host < len(links.hosts):
-            raise ConfigError(
-                f"host {host} has no address in links.hosts, expected 0..{len(links.hosts) - 1}"
-            )
-        settings = replace(settings, links=replace(links, listen=links.hosts[host]))
+    settings = _at(host, settings)
     weights = Checkpoint(checkpoint) if checkpoint is not None else None
     if weights is not None and (left := set(weights.mtp_layers) - set(model.layer_ids)):
         log.warning(
@@ -57,4 +53,38 @@ def build_host_cache(
             checkpoint,
             ", ".join(map(str, sorted(left))),
         )
-    return HostCacheServer(address, weights, model, schema, settings)
+    return HostCacheServer.of_checkpoint(address, weights, model, schema, settings)
+
+
+def build_engine_records(
+    settings: HostCacheSettings,
+    place: HostCacheAddress,
+    *,
+    host: int = 0,
+    server: HostCacheServer | None = None,
+) -> EngineRecords:
+    """Build what waits for an engine's ranks, and keeps what they offer; until ``close``.
+
+    Args:
+        settings: as for ``build_host_cache``.
+        place: ``place_of_records``.
+        host: number of this host in ``links.hosts``.
+        server: a host cache that ends when an engine comes, unless ranks use it.
+
+    Raises:
+        ConfigError: this host is not among ``links.hosts``.
+        MigrationError: the place is in use.
+    """
+    return EngineRecords(place, _at(host, settings), server)
+
+
+def _at(host: int, settings: HostCacheSettings) -> HostCacheSettings:
+    """Settings of one host, which listens for the others at its own address of them."""
+    links = settings.links
+    if links is None:
+        return settings
+    if not 0 <= host < len(links.hosts):
+        raise ConfigError(
+            f"host {host} has no address in links.hosts, expected 0..{len(links.hosts) - 1}"
+        )
+    return replace(settings, links=replace(links, listen=links.hosts[host]))

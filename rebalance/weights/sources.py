@@ -239,18 +239,18 @@ class WeightSources:
     """All sources of one rank. Called from the mover's thread only, except for ``close``.
 
     Args:
-        slots: slots that are mapped here.
+        slots: slots that are mapped here; None: those of an engine, which moves them itself.
         host: the memory of this host.
         others: ranks that are asked over the network, last of all; None: there are none.
     """
 
     def __init__(
-        self, slots: WeightSource, host: HostMemory, others: WeightSource | None = None
+        self, slots: WeightSource | None, host: HostMemory, others: WeightSource | None = None
     ) -> None:
         self.slots, self.host, self._others = slots, host, others
-        self.readable = slots.ranks
-        self.reachable = others.ranks - slots.ranks if others else frozenset[int]()
-        self._all = [slots, host, *([others] if others else [])]
+        self.readable = slots.ranks if slots else frozenset[int]()
+        self.reachable = others.ranks - self.readable if others else frozenset[int]()
+        self._all = [source for source in (slots, host, others) if source is not None]
 
     def begin(self, device: torch.device) -> None:
         """Bind the mover's thread to the rank's device and to a stream of its own, for digests.

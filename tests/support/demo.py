@@ -26,6 +26,9 @@ from tests.support.sessions import pids_of, processes_of
 if TYPE_CHECKING:
     import httpx
 
+if TYPE_CHECKING:
+    import httpx
+
 C_LIBRARY = ctypes.CDLL(None)  # found before any fork: a child loads nothing
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h; the thread that forks is the main one here
 

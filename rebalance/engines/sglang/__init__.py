@@ -1,7 +1,7 @@
 """Plug-in for SGLang: its loads into our store, our plans into its live placement.
 
-    forward pass -> recorder -> LoadTap -> (round) -> StoreLink -> store
-                                              ^           |
+    forward pass -> recorder -> LoadTap -> (round) -> StoreProcess -> store
+                                              ^            |
                        map of every rank <- Rounds <- planner process
 
 The forward thread counts, takes part in one small reduction every ``telemetry.window_steps``

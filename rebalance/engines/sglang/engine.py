@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
+from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planner.planning import RULES
-from rebalance.engines.sglang.windows import IntArray, Shape
+from rebalance.engines.sglang.tap import Shape
 
 
 def metadata() -> Any:

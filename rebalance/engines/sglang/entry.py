@@ -20,19 +20,20 @@ def register() -> None:
     """Register the hooks; a failure is logged, and the engine starts without the plug-in."""
     if not os.environ.get(CONFIG_VARIABLE):
         return
-    from rebalance.engines.gauge import set_part
+    from rebalance.engines.common.gauge import set_part
 
     try:
         # Late: it needs the planner, which a process without a deployment does without.
-        from rebalance.engines.plugin_settings import settings_of
+        from rebalance.engines.common.plugin_settings import settings_of
 
         settings = settings_of(os.environ)
         assert settings is not None, "the variable is set"
         check_packages(("runtime", "telemetry", "rebalance"))
-        from rebalance.engines.sglang.guards import check_engine
+        from rebalance.engines.common.guards import check_engine, refusals
+        from rebalance.engines.sglang.guards import ASSUMED
         from rebalance.engines.sglang.hooks import Hooks
 
-        check_engine()
+        check_engine(refusals(ASSUMED))
         Hooks(settings).register()
     except Exception as exc:  # whatever it is, the engine starts
         set_part("sglang", "plugin", is_on=False)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
 
-from rebalance.engines.gauge import set_part
-from rebalance.engines.plugin_settings import PluginSettings
-from rebalance.engines.sglang import engine, membership
+import eplb
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import Identity
+from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.start import join
+from rebalance.engines.common.store_process import StoreProcess
+from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.planner.link import PlannerLink
 from rebalance.engines.sglang.rounds import Rounds
-from rebalance.engines.sglang.store_link import StoreLink
-from rebalance.engines.sglang.windows import LoadTap, Shape
+from rebalance.engines.sglang.tap import LoadTap, Shape
+from telemetry.state.runs import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +66,28 @@ class Hooks:
         except Exception as exc:
             refusal = f"{type(exc).__name__}: {exc}"
         try:
-            deadline_s = self._settings.engine.load_deadline_s
-            decision = membership.decide(
-                refusal, config=repr(self._settings), deadline_s=deadline_s
+            joined = join(
+                "sglang",
+                dist.distributed_c10d._get_default_store(),
+                "world",
+                dist.get_rank(),
+                dist.get_world_size(),
+                facts=f"sglang {version('sglang')}, eplb {eplb.__version__}, {self._settings}",
+                deadline_s=self._settings.engine.load_deadline_s,
+                refusal=refusal,
             )
-            if not decision.is_on:
-                log.error("the EPLB plug-in is off on all ranks: %s", decision.reason)
-                set_part("sglang", "plugin", is_on=False)
-                return
-            self._is_on = True
+        except Exception as exc:
+            set_part("sglang", "plugin", is_on=False)
+            log.error("the EPLB plug-in stays off, SGLang's own balancer runs: %s", exc)
+            return
+        self._is_on = True
+        try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ROUND_DEADLINE_S))
             self.rounds = Rounds(
                 manager,
                 self._tap,
                 group,
-                number=decision.number,
+                joined=joined,
                 deployment=self._settings.deployment,
                 every=self._settings.windows.window_steps,
                 links=self._links,
@@ -129,14 +145,18 @@ class Hooks:
             return f"the engine did not apply the hook on {missing[0]}"
         return engine.refusal()
 
-    def _links(self, shape: Shape) -> tuple[StoreLink | None, PlannerLink | None]:
+    def _links(self, shape: Shape) -> tuple[StoreProcess, PlannerLink | None]:
         settings = self._settings
-        planner = None
-        if shape.rank == 0:
-            planner = PlannerLink(
-                shape,
-                pay_back_s=settings.cost.pay_back_s,
-                target=settings.budget.target_imbalance,
-                max_moved=settings.engine.max_moved,
-            )
-        return (StoreLink(settings, shape, planner), planner)
+        layers = tuple(int(row) for row in shape.movable.nonzero()[0])
+        model = ModelShape(
+            layers, shape.num_experts, 1, 1, 1, 0, shape.num_groups, shape.expert_bytes
+        )
+        ranks, nodes = shape.num_ranks, shape.num_nodes
+        topology = Topology.uniform(nodes, ranks // nodes, shape.num_slots // ranks)
+        described = model_to_dict(model), topology_to_dict(topology)
+        info = RunInfo(shape.run, time.time(), *described, settings.windows.window_steps)
+        folder = settings.spool_dir
+        spool = "" if folder is None else str(folder / f"rank-{shape.rank:04d}")
+        identity = Identity(settings.deployment, settings.store, shape.rank, info, spool)
+        store = StoreProcess("sglang", identity)
+        return store, PlannerLink(shape, settings, store) if shape.rank == 0 else None

@@ -23,23 +23,27 @@ import torch
 import torch.distributed as dist
 
 from eplb.core.load import Phase
-from eplb.core.placement import Placement
 from eplb.errors import EplbError
-from rebalance.engines.fsck.rank_check import RankCheck
-from rebalance.engines.fsck.sglang import SglangView
-from rebalance.engines.gauge import set_part
+from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import MapChange, Noted, Question
+from rebalance.engines.common.replica_weights import shares_of
+from rebalance.engines.common.start import Joined
+from rebalance.engines.common.store_process import StoreProcess
+from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.placement_check import rank_check
-from rebalance.engines.sglang.planner.checks import check_target
-from rebalance.engines.sglang.planner.link import PlannerLink, Question
-from rebalance.engines.sglang.planner.planning import Planned, answer_of
-from rebalance.engines.sglang.planner.replica_weights import IntArray, replica_lists, shares_of
-from rebalance.engines.sglang.store_link import StoreLink
-from rebalance.engines.sglang.windows import LoadTap, Shape, Window, on_host
+from rebalance.engines.sglang.fsck_view import SglangView
+from rebalance.engines.sglang.planner.link import PlannerLink
+from rebalance.engines.sglang.planner.planning import Planned, answer_of, check_plan
+from rebalance.engines.sglang.planner.replica_weights import replica_lists
+from rebalance.engines.sglang.tap import LoadTap, Shape
+from runtime.group import gathered_large
 
 log = logging.getLogger(__name__)
 
-Links = Callable[[Shape], tuple[StoreLink | None, PlannerLink | None]]
+CLOSE_S = 15.0  # for what waits to be written
+
+Links = Callable[[Shape], tuple[StoreProcess, PlannerLink | None]]
 
 
 class Rounds:
@@ -49,7 +53,7 @@ class Rounds:
         manager: the engine's EPLBManager.
         tap: counts the passes.
         group: a CPU group of all ranks that nothing else uses.
-        number: of this start; generations count on from it.
+        joined: the run of this start, and the generation from which its maps count on.
         every: passes from one round to the next.
         links: makes the background threads once the model is known.
         is_checked: whether live slots are compared with the experts of the map.
@@ -61,26 +65,26 @@ class Rounds:
         tap: LoadTap,
         group: dist.ProcessGroup,
         *,
-        number: int,
+        joined: Joined,
         deployment: str,
         every: int,
         links: Links,
         is_checked: bool,
     ) -> None:
         self._manager, self._tap, self._group, self._every = manager, tap, group, every
-        self._deployment, self._number, self._links = deployment, number, links
+        self._deployment, self._joined, self._links = deployment, joined, links
         self._rank = dist.get_rank()
         self._pass = self._window_begin = 0
         self._chunks: list[list[int]] = []  # rows still to be moved
         self._target: Any = None  # the engine's metadata that they are moved to
         self._planned: tuple[Planned, Question | None] | None = None
         self._shape: Shape | None = None
-        self._store: StoreLink | None = None
+        self._store: StoreProcess | None = None
         self._planner: PlannerLink | None = None
         self._weights: IntArray | None = None  # of the map that serves; None before the first plan
         self._is_checked, self._checked = is_checked, -1  # and the generation whose choices were
         self.checks: RankCheck | None = None
-        self.generation = number
+        self.generation = joined.base_generation
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
 
@@ -89,6 +93,8 @@ class Rounds:
         if self.stopped:
             return
         self._pass += 1
+        if self._store is not None:
+            self._store.flush()  # what the device had not copied before
         if self._pass % self._every == 0:
             try:
                 self._round()
@@ -103,10 +109,11 @@ class Rounds:
             self.checks.visit(is_idle=self._tap.mode == "IDLE")
 
     def close(self) -> None:
-        """End the background threads."""
-        for link in (self._store, self._planner):
-            if link is not None:
-                link.close()
+        """End the background threads and processes."""
+        if self._planner is not None:
+            self._planner.close()
+        if self._store is not None:
+            self._store.close(CLOSE_S)
 
     def _round(self) -> None:
         """Collectives are the same on all ranks: a rank reports a failure in the next one."""
@@ -149,11 +156,21 @@ class Rounds:
             return
         if self.checks is None:
             num_ranks = self._shape.num_ranks
-            self.checks = rank_check(self._group, self._store, self._shape.run)
+            self.checks = RankCheck(
+                "sglang",
+                lambda own: gathered_large(own, self._group),
+                self._note_event,
+                SglangView.check_choices,
+            )
             self.checks.begin(lambda: SglangView(self._manager._get_model(), self._rank, num_ranks))
         else:
             self.checks.after_map()
         self._checked = self.generation
+
+    def _note_event(self, kind: str, detail: dict[str, Any]) -> None:
+        if self._store is not None:
+            about = {"run": self._joined.run, "rank": self._rank}
+            self._store.tell(Noted(kind, about | detail))
 
     def _ready(self) -> tuple[bytes, Question] | None:
         is_off = self._manager._rebalance_disabled_reason is not None
@@ -168,9 +185,7 @@ class Rounds:
             self._planner.questions.append(Question("interval"))
 
     def _begin_links(self) -> None:
-        self._shape = engine.shape_of(
-            self._manager, self._deployment, f"sglang-{self._number}", self._rank
-        )
+        self._shape = engine.shape_of(self._manager, self._deployment, self._joined.run, self._rank)
         self._store, self._planner = self._links(self._shape)
         self._note_placement("the engine's map at the start", None, None)
 
@@ -189,10 +204,11 @@ class Rounds:
         held = engine.metadata().physical_to_logical_map_cpu.numpy().copy()
         weights = np.zeros_like(held) if self._weights is None else self._weights
         last, now = self._pass - 1, time.time()
-        window = Window(host, copied, held, weights, first, last, phase, self.generation, now)
-        for link in (self._store, self._planner):
-            if link is not None:
-                link.add(window)
+        counted = Counted(host, copied, held, first, last, phase, self.generation, now)
+        if self._store is not None:
+            self._store.add(counted, self._shape.movable, self._shape.own)
+        if self._planner is not None:
+            self._planner.add(counted, weights)
 
     def _distributed(self, ready: tuple[bytes, Question] | None, size: int) -> bytes:
         """The bytes of rank 0's plan."""
@@ -224,7 +240,7 @@ class Rounds:
         assert self._shape is not None, "the plan is for this model"
         planned = answer_of(record)
         held = engine.metadata().physical_to_logical_map_cpu.numpy()
-        check_target(planned, held, self._shape)
+        check_plan(planned, held, self._shape)
         # Under ``static`` the engine's table has the weights, and its lists only say where an
         # expert is.
         times = np.minimum(planned.weights, 1) if planned.sources.size else planned.weights
@@ -275,11 +291,10 @@ class Rounds:
             return
         held = engine.metadata().physical_to_logical_map_cpu.numpy()[self._shape.movable]
         share = None if weights is None else shares_of(held, weights[self._shape.movable])
-        args = () if share is None else (share,)
-        placement = Placement(
-            held.astype(np.int32), self._shape.num_experts, self.generation, *args
+        experts = self._shape.num_experts
+        self._store.tell(
+            MapChange(held.astype(np.int32), share, experts, self.generation, reason, question)
         )
-        self._store.placements.append((placement, reason, question))
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason
@@ -291,7 +306,7 @@ class Rounds:
         """Ask the background threads to end, without waiting for them."""
         for link in (self._store, self._planner):
             if link is not None:
-                link._end.set()
+                link.close_soon()
 
 
 def _reason(exc: Exception) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.vllm.replica_lists import Ints, RepeatedLists, repeated_lists
 
 
@@ -35,13 +36,7 @@ class Decision:
 
     def shares(self) -> NDArray[np.float64]:
         """[L, S] the part of its expert's rows that each slot gets."""
-        share = np.zeros(self.held.shape)
-        for layer, (held, repeats) in enumerate(zip(self.held, self.repeats, strict=True)):
-            valid = held >= 0
-            weight = np.maximum(repeats, 1)
-            total = np.bincount(held[valid], weight[valid], self.num_experts)
-            share[layer, valid] = weight[valid] / total[held[valid]]
-        return share
+        return shares_of(self.held, np.maximum(self.repeats, 1))
 
 
 class Decisions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,13 @@ def _communicators(process: PluginProcess) -> Callable[[Any], Any]:
             made = own(group_coordinator, backend, expert_weights, expert_buffer)
             if backend != "torch_gloo" or not process.is_on("mover"):
                 return made
+
+            def own_on(links: Any) -> Any:
+                group = SimpleNamespace(cpu_group=links, device_group=links)
+                return own(group, backend, expert_weights, expert_buffer)
+
             checked = communicator_class(process, EplbCommunicator, device_stream)
-            return checked(group_coordinator, expert_weights, made)
+            return checked(group_coordinator, expert_weights, made, own_on)
 
         return create_eplb_communicator
 

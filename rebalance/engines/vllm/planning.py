@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 import eplb
-from eplb.core.problem import Budget
-from rebalance.engines.plugin_settings import PluginSettings
+from rebalance.engines.common import planning as common
+from rebalance.engines.common.planning import Limits, System
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm.replica_lists import Ints
 
 # vLLM reports a stall of 0.91 s for a rebalance of 58 layers on 32 GPUs (pull request 43219), in
 # which each rank receives about 22 GB.
 BYTES_PER_S = 24e9
-ANY_GAIN_S = 1e9  # pay-back time of the first plan: vLLM's first map knows no load at all
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def why_not_planned(call: Call, num_replicas: int) -> str:
 
 def planned(
     call: Call, settings: PluginSettings, expert_bytes: int, *, is_first: bool
-) -> tuple[Ints, NDArray[np.float64], str]:
-    """[L, S] the map to serve, [L, S] its shares, and the reason.
+) -> tuple[Ints, eplb.Plan]:
+    """[L, S] the map to serve, and the plan that it is from.
 
     Args:
         call: which ``why_not_planned`` has nothing against.
@@ -65,40 +64,24 @@ def planned(
     Raises:
         EplbError: no plan can be made.
     """
-    num_layers, num_slots = call.held.shape
-    topology = eplb.Topology.uniform(
-        call.num_nodes, call.num_ranks // call.num_nodes, num_slots // call.num_ranks
-    )
-    groups = call.num_groups if call.num_groups % call.num_nodes == 0 else 1
-    model = eplb.ModelShape(
-        tuple(range(num_layers)),
-        call.num_experts,
-        1,
-        1,
-        1,
-        num_expert_groups=groups if call.num_experts % groups == 0 else 1,
-        expert_bytes=expert_bytes or 17_000_000,
-    )
     engine = settings.engine
-    budget = Budget(
-        max_moves=None if is_first else int(engine.max_moved * num_layers * num_slots),
-        target_imbalance=settings.budget.target_imbalance,
+    limits = Limits(
+        settings.cost.pay_back_s,
+        settings.budget.target_imbalance,
+        engine.max_moved,
+        is_free=is_first,
         time_ms=engine.plan_time_ms,
-    )
-    current = eplb.Placement(call.held.astype(np.int32), call.num_experts, 1)
-    found = eplb.plan(
-        call.load,
-        topology,
-        model=model,
-        current=current,
-        budget=budget,
-        cost=eplb.CostModel(
-            pay_back_s=ANY_GAIN_S if is_first else settings.cost.pay_back_s, bytes_per_s=BYTES_PER_S
-        ),
-        dispatch=eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
+        bytes_per_s=BYTES_PER_S,
         # Any number may move at first: a search for few moves would take three times as long.
         policy="fresh" if is_first else "auto",
     )
-    reason = f"decision={found.decision.value} reason={found.reason!r}"
-    target = found.target
-    return target.slot_to_expert.astype(np.int64), target.slot_share, reason
+    found = common.planned(
+        call.load,
+        eplb.Placement(call.held.astype(np.int32), call.num_experts, 1),
+        System(call.num_ranks, call.num_nodes, call.num_groups, expert_bytes),
+        limits,
+        eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
+    )
+    held = found.target.slot_to_expert.astype(np.int64)
+    common.check_target(held, call.held, call.num_experts)
+    return held, found

@@ -46,23 +46,24 @@ def load(environ: Mapping[str, str]) -> bool:
         return True
     if not environ.get(CONFIG_VARIABLE):
         return False
-    from rebalance.engines.gauge import set_part
+    from rebalance.engines.common.gauge import set_part
 
     try:
         # Late: these need torch, numba and vLLM, which a process without a deployment does without.
-        from rebalance.engines.plugin_settings import settings_of
+        from rebalance.engines.common.plugin_settings import settings_of
 
         settings = settings_of(environ)
         assert settings is not None, "the variable is set"
-        from rebalance.engines.vllm.guards import check_engine
+        from rebalance.engines.common.guards import check_engine
+        from rebalance.engines.vllm.guards import refusals
         from rebalance.engines.vllm.hooks import install
         from rebalance.engines.vllm.process import PluginProcess
 
-        check_engine()
+        check_engine(refusals())
         process = PluginProcess(settings)
         install(process)
     except Exception as exc:
-        log.error("%s", exc)
+        log.error("the EPLB plug-in is not loaded: %s", exc)
         set_part("vllm", "plugin", is_on=False)
         return False
     _loaded.append(process)

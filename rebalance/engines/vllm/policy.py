@@ -18,7 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.gauge import set_part
+import eplb
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import Outcome
 from rebalance.engines.vllm.decisions import Decision
 from rebalance.engines.vllm.planning import Call, planned, why_not_planned
 from rebalance.engines.vllm.replica_lists import Ints, repetitions
@@ -92,26 +94,40 @@ def _proposed(process: PluginProcess, call: Call) -> Ints:
     """[2, L, P] map and repetitions of rank 0. Never raises: the serving map is always legal."""
     standing = process.decisions.of_map(call.held, call.num_experts)
     kept = np.zeros_like(call.held) if standing is None else standing.repeats
+    question, standing_map = process.asked(call.held), np.stack([call.held, kept])
     if why := process.why_kept:
         log.info("decision=KEEP reason=%r", why)
-        return np.stack([call.held, kept])
+        process.answered(Outcome(question, kept=why))
+        return standing_map
     began = time.monotonic()
     try:
-        held, share, reason = planned(
+        held, plan = planned(
             call, process.settings, process.expert_bytes, is_first=standing is None
         )
         repeats = np.zeros_like(held)
         if process.is_on("shares"):
-            repeats = repetitions(held, share)
-        if "decision=KEEP" in reason:
-            held, repeats = call.held, kept
-    except Exception:
+            repeats = repetitions(held, plan.target.slot_share)
+    except Exception as exc:
         # The engine's pass or its worker would fail with it.
         log.exception("no plan: the map that serves is kept")
         set_part("vllm", "policy", is_on=False)
-        return np.stack([call.held, kept])
+        process.answered(Outcome(question, error=f"{type(exc).__name__}: {exc}"))
+        return standing_map
     set_part("vllm", "policy", is_on=True)
+    is_kept = plan.decision is eplb.Decision.KEEP
+    wanted = standing_map if is_kept else np.stack([held, repeats])
+    moves = not np.array_equal(wanted, standing_map)
     log.info(
-        "%s moved=%d seconds=%.3f", reason, (held != call.held).sum(), time.monotonic() - began
+        "decision=%s reason=%r moved=%d seconds=%.3f",
+        plan.decision.value,
+        plan.reason,
+        (wanted[0] != call.held).sum(),
+        time.monotonic() - began,
     )
-    return np.stack([held, repeats])
+    if moves and not question.is_dry:
+        process.will_move(question)
+        return wanted
+    figures = {"moves": moves, "reason": plan.reason}
+    figures |= {"before": float(plan.before), "after": float(plan.after)}
+    process.answered(Outcome(question, figures))
+    return standing_map

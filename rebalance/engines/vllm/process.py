@@ -12,7 +12,6 @@ import logging
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,20 +22,20 @@ import eplb
 from eplb.core.load import Phase
 from eplb.errors import RankError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.engines.fsck.rank_check import RankCheck
-from rebalance.engines.fsck.vllm import VllmView
-from rebalance.engines.gauge import set_part
-from rebalance.engines.plugin_settings import PluginSettings
-from rebalance.engines.vllm.agreement import Joined, join
+from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome, Question
+from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.start import Joined, join
+from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.vllm.decisions import Decisions
-from rebalance.engines.vllm.moves.kept_records import Places, capture
+from rebalance.engines.vllm.fsck_view import VllmView
+from rebalance.engines.vllm.moves.kept_records import Kept, Library, capture
 from rebalance.engines.vllm.moves.record import Tensors, num_bytes_of, rows_of
 from rebalance.engines.vllm.planning import Call, planned
-from rebalance.engines.vllm.recorder import MapChange, Noted, Recorder, RecorderIdentity
 from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from runtime.group import gathered_large
-from telemetry.load.spool import Spool
 from telemetry.state.runs import RunInfo
 
 PARTS = ("policy", "shares", "mover", "tap")
@@ -70,8 +69,9 @@ class PluginProcess:
         self.expert_bytes = 0  # of the target model
         self.num_experts = 0  # of the model that was added last
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
-        self.recorder: Recorder | None = None
+        self.recorder: StoreProcess | None = None
         self.checks: RankCheck | None = None  # of the slots of the target model
+        self.kept: Kept | None = None  # records of the target model
         self._joined: Joined | None = None
         self.refused = ""  # why the plug-in stays off in this process
         self.is_paused = False  # rank 0 keeps the map that serves
@@ -80,6 +80,7 @@ class PluginProcess:
         self._target: Served | None = None  # among them: not the draft model
         self._generation = 0
         self._has_changed = False
+        self._moving: Question | None = None  # of the plan whose map does not serve yet
         self._on = dict.fromkeys(PARTS, False)
         for part in (*PARTS, "placement", "records"):
             set_part("vllm", part, is_on=False)
@@ -144,7 +145,7 @@ class PluginProcess:
         store = dist.distributed_c10d._get_default_store()
         rank, size = group.rank_in_group, group.world_size
         deadline_s = self.settings.engine.load_deadline_s
-        self._joined = join(store, name, rank, size, facts, deadline_s)
+        self._joined = join("vllm", store, name, rank, size, facts=facts, deadline_s=deadline_s)
         self._generation = self._joined.base_generation
 
     def _switch(self, part: str, *, is_on: bool) -> None:
@@ -191,26 +192,25 @@ class PluginProcess:
 
     def _keep_records(self, model_config: Any) -> None:
         """Capture the experts of the target; collective, whatever has failed on this rank."""
-        engine = self.settings.engine
-        if not engine.records_gb and not engine.records_dir:
+        settings, group = self.settings, self.group
+        if settings.engine.records == "off":
             return
-        group, deployment = self.group, self.settings.deployment
 
         def find() -> tuple[list[Tensors], Ints]:
             if self._target is None:
                 raise RankError("the model was not taken over")
             return list(self._target.model_state.model.expert_weights), self._target.held
 
-        places = Places(
-            int(engine.records_gb * 1e9),
-            Path(engine.records_dir) if engine.records_dir else None,
-            f"{deployment}-{group.ranks[0]}-{group.ranks[-1]}-{group.world_size}",
+        library = Library(
+            settings.place_of_records(),
+            settings.engine.records == "on",
+            settings.host_cache,
             f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}",
         )
-        records = capture(find, group, places)
-        if records is not None and self._target is not None:
-            self._target.model_state.communicator.use_records(records)
-        set_part("vllm", "records", is_on=records is not None)
+        self.kept = capture(find, group, library)
+        if self.kept is not None and self._target is not None:
+            self._target.model_state.communicator.use_records(self.kept.records)
+        set_part("vllm", "records", is_on=self.kept is not None)
 
     def records_ended(self, why: str) -> None:
         """Note that the kept records are not used any more."""
@@ -231,7 +231,7 @@ class PluginProcess:
         def write(event: str, detail: dict[str, Any]) -> None:
             if self.recorder is not None:
                 about = {"run": self.recorder.run, "rank": rank}
-                self.recorder.offer(Noted(event, about | detail))
+                self.recorder.tell(Noted(event, about | detail))
 
         self.checks = RankCheck("vllm", lambda own: gathered_large(own, group.cpu_group), write)
         try:
@@ -268,9 +268,9 @@ class PluginProcess:
         described = model_to_dict(shape), topology_to_dict(topology)
         info = RunInfo(self._joined.run, time.time(), *described, settings.windows.window_steps)
         folder = settings.spool_dir
-        make_spool = None if folder is None else lambda: Spool(folder / f"rank-{rank:04d}")
-        identity = RecorderIdentity(settings.deployment, settings.store, rank, info, rank == 0)
-        self.recorder = Recorder(identity, make_spool)
+        spool = "" if folder is None else str(folder / f"rank-{rank:04d}")
+        identity = Identity(settings.deployment, settings.store, rank, info, spool)
+        self.recorder = StoreProcess("vllm", identity)
         device = model_state.expert_load_pass.device
         self._tap = LoadTap(
             len(held), model.num_logical_experts, device, settings.windows.sample_steps
@@ -291,9 +291,10 @@ class PluginProcess:
             load = model_state.expert_load_pass
             phase = None if is_dummy else self.phase
             held = model_state.physical_to_logical_map
+            assert self.recorder is not None, "a tap has a recorder"
             for counted in self._tap.add(load, held, phase, self._generation):
-                assert self.recorder is not None, "a tap has a recorder"
-                self.recorder.offer(counted)
+                self.recorder.add(counted)
+            self.recorder.flush()  # what the device had not copied before
             if not state._should_record_current_step(log_stats=log_stats):
                 for each in state.model_states.values():
                     each.expert_load_pass.zero_()  # vLLM did not ask for this pass
@@ -369,7 +370,30 @@ class PluginProcess:
             share = decision.shares()
         else:
             share = np.array(eplb.Placement(held.astype(np.int32), num_experts).slot_share)
-        self.recorder.offer(MapChange(held, share, num_experts, self._generation))
+        question, self._moving = self._moving, None
+        reason = "vLLM committed this map"
+        self.recorder.tell(
+            MapChange(held.astype(np.int32), share, num_experts, self._generation, reason, question)
+        )
+
+    def asked(self, held: Ints) -> Question:
+        """Why rank 0 plans for a map [L, P] now: a task that waits, or vLLM's interval."""
+        recorder, target = self.recorder, self._target
+        if recorder is None or target is None or not np.array_equal(held, target.held):
+            return Question("interval")  # a draft model's plans answer no task
+        if self._moving is not None:  # its map was replaced before it served on all layers
+            self.answered(Outcome(self._moving))
+            self._moving = None
+        return recorder.questions.popleft() if recorder.questions else Question("interval")
+
+    def answered(self, outcome: Outcome) -> None:
+        """Report what came of a question on rank 0."""
+        if self.recorder is not None and (outcome.question.task_id or outcome.error):
+            self.recorder.tell(outcome)
+
+    def will_move(self, question: Question) -> None:
+        """Note a plan of rank 0 that moves experts: its task ends once the map serves."""
+        self._moving = question if question.task_id else None
 
 
 def _phase(settings: PluginSettings) -> Phase:

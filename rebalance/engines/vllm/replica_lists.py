@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rebalance.engines.common.replica_weights import apportioned, by_expert
+from rebalance.engines.common.tap import IntArray
+
 MULTIPLIER = 2654435769  # of the router's hash; ``guards`` compares it with the engine's source
 WORD = 2**32
 EQUAL = 2e-3  # shares that differ by less, relative to their mean, are equal
@@ -24,7 +27,7 @@ ENTRIES = 256  # of a list: an error of 0.2 % at most over 4,096 rows
 # differ by 2**-17 at least, or not at all.
 PLACE_BITS, REPLICA_BITS = 20, 8
 
-Ints = NDArray[np.int64]
+Ints = IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,55 +56,15 @@ def repetitions(held: Ints, share: NDArray[np.float64], num_entries: int = ENTRI
         num_entries: a power of two, 256 at most.
     """
     repeats = np.zeros(held.shape, dtype=np.int64)
-    layers, slots, groups = _by_expert(held, held >= 0)
+    layers, slots, groups = by_expert(held, held >= 0)
     count = np.bincount(groups)
     parts = share[layers, slots]
     is_uneven = np.bincount(groups, np.abs(parts * count[groups] - 1.0) >= EQUAL) > 0
     needs_list = (is_uneven | (count & (count - 1) > 0)) & (count > 1) & (count <= num_entries)
     chosen = needs_list[groups]
     layers, slots, parts = layers[chosen], slots[chosen], parts[chosen]
-    _, groups, sizes = np.unique(groups[chosen], return_inverse=True, return_counts=True)
-    if len(groups):
-        repeats[layers, slots] = _apportioned(parts, groups, sizes, num_entries)
+    repeats[layers, slots] = apportioned(parts, groups[chosen], num_entries)
     return repeats
-
-
-def _by_expert(held: Ints, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
-    """Layers and slots of the chosen ones, and one number for each expert of each layer.
-
-    Sorted by layer, expert and slot.
-    """
-    layers, slots = np.nonzero(chosen)
-    groups = layers * (int(held.max(initial=0)) + 1) + held[layers, slots]
-    order = np.argsort(groups, kind="stable")
-    return layers[order], slots[order], groups[order]
-
-
-def _apportioned(parts: NDArray[np.float64], groups: Ints, sizes: Ints, total: int) -> Ints:
-    """Integers that sum to ``total`` in each group, by largest remainder, and 1 at least.
-
-    Every part gets at least 1: a replica that no row chooses would hold memory for nothing.
-
-    Args:
-        parts: [n] in proportion to these.
-        groups: [n] ascending: 0, 0, 1, 1, 1, 2, ...
-        sizes: parts of each group, ``total`` at most.
-        total: of each group.
-    """
-    exact = parts / np.bincount(groups, parts)[groups] * total
-    whole = np.maximum(np.floor(exact), 1).astype(np.int64)
-    left = total - np.bincount(groups, whole).astype(np.int64)
-    firsts = np.cumsum(sizes) - sizes
-    by_remainder = np.lexsort((whole - exact, groups))
-    place = np.empty_like(groups)
-    place[by_remainder] = np.arange(len(groups)) - firsts[groups]
-    whole += place < left[groups]
-    for group in np.flatnonzero(left < 0):  # tiny parts were raised to 1: the largest gives
-        own = slice(firsts[group], firsts[group] + sizes[group])
-        for _ in range(-left[group]):
-            over = np.where(whole[own] > 1, whole[own] - exact[own], -np.inf)
-            whole[own.start + int(np.argmax(over))] -= 1
-    return whole
 
 
 def repeated_lists(held: Ints, repeats: Ints) -> RepeatedLists:
@@ -111,7 +74,7 @@ def repeated_lists(held: Ints, repeats: Ints) -> RepeatedLists:
         held: [L, S] expert of each slot.
         repeats: [L, S] as ``repetitions`` gives them; sums alike for every expert that has any.
     """
-    layers, slots, groups = _by_expert(held, repeats > 0)
+    layers, slots, groups = by_expert(held, repeats > 0)
     firsts = np.flatnonzero(np.diff(groups, prepend=-1))
     if not len(firsts):
         none = np.zeros(0, dtype=np.int64)

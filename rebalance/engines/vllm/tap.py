@@ -13,34 +13,18 @@ import functools
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from eplb.core.load import Phase
+from rebalance.engines.common.tap import Counted, on_host
 
 RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Counted:
-    """Tokens of some passes, possibly still on their way to the host."""
-
-    tokens: torch.Tensor  # [L, E] int64 on the host
-    is_there: Any  # an event of the device; None: they are
-    first_step: int
-    last_step: int
-    phase: Phase
-    generation: int
-
-    def wait(self) -> None:
-        """Wait for the copy; for a thread that may."""
-        if self.is_there is not None:
-            self.is_there.synchronize()
 
 
 class LoadTap:
@@ -84,17 +68,10 @@ class LoadTap:
         return done
 
     def _take(self, last: int, generation: int) -> Counted:
-        tokens, event = self._sum[:, :-1], None
-        if self._sum.is_cuda:
-            host = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
-            host.copy_(tokens, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        else:
-            host = tokens.clone()
+        tokens, copied = on_host(self._sum[:, :-1])
         self._sum.zero_()
         phase: Any = self._phase or "mixed"
-        taken = Counted(host, event, self._first, last, phase, generation)
+        taken = Counted(tokens, copied, None, self._first, last, phase, generation, time.time())
         self._first, self._has_passes = last + 1, False
         return taken
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from eplb.errors import MigrationError
 from rebalance.weights.link.admission import peer_of
+from rebalance.weights.link.secret import Secret
 from rebalance.weights.link.wire import Message, Wire, client_handshake
 
 PROTOCOL = "eplb-host-cache-2"  # in the address too: version 1 knew another handshake
@@ -28,6 +29,11 @@ class HostCacheAddress:
     def socket(self) -> str:
         """Address in Linux's abstract namespace."""
         return f"\0{PROTOCOL}-{self.name}"
+
+
+def place_of_records(deployment: str, secret: Secret) -> HostCacheAddress:
+    """Where ranks of an engine find the ``eplb host-cache`` of their host."""
+    return HostCacheAddress(f"{deployment}-engine", secret.derived("records of an engine", 16))
 
 
 def listen(address: HostCacheAddress) -> socket.socket:

@@ -19,7 +19,9 @@ from rebalance.types import Digest, Record
 from rebalance.weights.cache.entries import Entry, EntryTable, State
 
 WAIT_S = 1.0  # a lost wake-up costs this long, not for ever
-WRITER = 0  # the holder that keeps records until they are written behind; ranks count from 1
+# The holder that keeps records until they are written behind, and offered ones that are on no
+# disk; ranks count from 1.
+WRITER = 0
 
 
 @dataclass(eq=False)
@@ -212,6 +214,21 @@ class HostCache:
             for entry in list(self.table.entries.values()):
                 self._void(entry, f"weights version 0 was invalidated by version {version}")
 
+    # -- offers
+
+    def begin_offer(self, record: Record) -> Entry | None:
+        """Return an entry to copy an offered record into; ``loaded`` or ``failed`` must follow.
+
+        None where the record is here or on its way, or where there is no free entry: an offer
+        evicts nothing.
+        """
+        with self._changed:
+            if record in self.table.entries or not self.table.free_indices:
+                return None
+            entry = self.table.assign(record)
+            entry.state = State.LOADING
+            return entry
+
     # -- readers of the disk
 
     def take(self) -> Entry | None:
@@ -257,11 +274,13 @@ class HostCache:
         *,
         is_repacked: bool,
         is_from_host: bool = False,
+        is_offered: bool = False,
         for_writer: bool = False,
     ) -> None:
         """Mark an entry as loaded and answer its requests; the writer may lease it."""
         with self._changed:
             from_disk = "repacked" if is_repacked else "from_record_file"
+            from_disk = "offered" if is_offered else from_disk
             self.counts["from_hosts" if is_from_host else from_disk] += 1
             self.table.mark_allocated(entry)
             entry.state, entry.digest = State.READY, digest

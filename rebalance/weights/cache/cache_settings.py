@@ -40,6 +40,13 @@ class HostCacheSettings:
             "capacity with hot or ring; 0 with full", unit="records", short="host_cache_records"
         ),
     ] = 0
+    record_folder: Annotated[
+        Path | None,
+        Setting(
+            "folder of the records that an engine's ranks offer, which hosts may share; none: in "
+            "memory alone"
+        ),
+    ] = None
     record_file: Path | None = None  # None: every record is repacked from the checkpoint
     memory_folder: Path | None = None  # of a tmpfs with a size limit; None: only memory limits
     num_readers: int = NUM_READERS

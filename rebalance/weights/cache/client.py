@@ -24,7 +24,7 @@ from rebalance.types import CalledOff, Digest, IsWanted, Record, always
 from rebalance.weights.cache.address import HostCacheAddress, connect
 from rebalance.weights.link.wire import Message, malformed_responses_fail
 from rebalance.weights.sources import Place
-from runtime.memory.shared import attach
+from runtime.memory.shared import SharedArena, attach
 from runtime.streams import Completion, OnStream, new_stream
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class HostCacheStats:
     bytes_from_checkpoint: int
     bytes_from_record_file: int
     bytes_from_other_hosts: int
+    bytes_offered: int  # by ranks of an engine, and kept in memory
     bytes_to_other_hosts: int
     host_failures: int  # other hosts that were late, dead or wrong
     damaged: int  # read with another digest than before
@@ -263,6 +264,44 @@ class HostCacheClient:
             self.release()
         what = f"the acknowledgement of weights version {version}"
         self._ask("invalidate", what, deadline_s, {"weights_version": version})
+
+    # -- offers of an engine's rank
+
+    def lacks(self, records: Sequence[Record], *, deadline_s: float) -> list[Record]:
+        """Return those records that the host has neither in memory nor on a disk.
+
+        Raises:
+            MigrationError: the host cache has a checkpoint, disconnected or timed out.
+        """
+        message = {"records": list(records)}
+        answer = self._ask("lacks", "the records that it lacks", deadline_s, message)
+        return [(layer, expert) for layer, expert in answer["records"]]
+
+    def offer(
+        self, offered: Sequence[tuple[Record, Digest]], arena: SharedArena, *, deadline_s: float
+    ) -> list[str]:
+        """Have the host keep records with their digests: copied into its memory, and on its disk.
+
+        Args:
+            offered: [n] records and their digests.
+            arena: the bytes of the records, one after the other.
+            deadline_s: for all of them.
+
+        Returns:
+            [n] where each is kept: "memory", "disk" where its memory is full, "" nowhere.
+
+        Raises:
+            MigrationError: bytes have another digest; the host cache has a checkpoint, disconnected
+                or timed out.
+        """
+        message = {
+            "handle": arena.handle,
+            "num_bytes": len(arena.bytes),
+            "records": [record for record, _ in offered],
+            "digests": [digest for _, digest in offered],
+        }
+        answer = self._ask("offer", f"the places of {len(offered)} offers", deadline_s, message)
+        return [str(place) for place in answer["places"]]
 
     def stats(self, *, deadline_s: float) -> HostCacheStats:
         """Return the host's counters.

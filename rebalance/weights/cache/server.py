@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -40,6 +40,7 @@ from rebalance.weights.cache.entries import Entry
 from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
 from rebalance.weights.cache.other_hosts import OtherHosts
 from rebalance.weights.cache.session import HostCacheParts, HostCacheSession, RecordsForHosts
+from rebalance.weights.disk.offered_records import OfferedRecords
 from rebalance.weights.disk.record_loader import Loaded, RecordLoader, WriteBehind, Written
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
@@ -48,7 +49,7 @@ from rebalance.weights.link.server import LinkServer
 from rebalance.weights.link.wire import Message, Wire
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import PAGE_BYTES, SharedArena
+from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
 
 CLOSE_DEADLINE_S = 10.0
 
@@ -56,48 +57,56 @@ log = logging.getLogger(__name__)
 
 
 class HostCacheServer:
-    """The process's host cache: loads records on demand and serves ranks until ``close``.
+    """A host cache: loads records on demand and serves ranks until ``close``.
+
+    ``of_checkpoint`` makes one that reads a checkpoint, ``of_offers`` one that is given the records
+    of an engine by its ranks.
+
+    Args:
+        address: where ranks find it.
+        origin: of the records.
+        settings: its size, and other hosts.
+        open_disk: opens what it reads, once the address is this host cache's.
 
     Raises:
         MigrationError: another process listens under this name, or at the address for other hosts;
             or there is no memory.
-        CheckpointError: a weight file is missing.
+        CheckpointError: a weight file is missing, or a record file cannot be made.
         ConfigError: the settings leave no room for a record, or no source of records.
     """
 
     def __init__(
         self,
         address: HostCacheAddress,
-        checkpoint: Checkpoint | None,
-        model: ModelShape,
-        schema: ExpertSchema,
-        settings: HostCacheSettings | None = None,
+        origin: RecordOrigin,
+        settings: HostCacheSettings,
+        open_disk: Callable[[], RecordLoader | OfferedRecords | None],
     ) -> None:
-        settings = settings or HostCacheSettings()
-        self._record_bytes = schema.record_bytes
-        num_records = model.num_layers * model.num_experts
-        self._num_entries = settings.num_entries(num_records)
+        self._record_bytes = origin.record_bytes
+        self._num_entries = settings.num_entries(origin.num_records)
         self._link_server: LinkServer | None = None
         self._is_closed = threading.Event()
         self._readers: list[threading.Thread] = []
         with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
             # First: a second host cache of this name must not touch the record file.
             listening = undo.enter_context(listen(address))
-            num_bytes = self._num_entries * schema.record_bytes
+            num_bytes = self._num_entries * origin.record_bytes
             self.arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
             undo.callback(self.arena.close)
             self._cache = cache = HostCache(self._num_entries)
+            disk = open_disk()
             self._sources = sources = RecordSources(
-                checkpoint, model, schema, settings, lambda: cache.weights_version
+                disk, origin, settings, lambda: cache.weights_version
             )
             undo.callback(sources.close)
-            origin, links = sources.origin, settings.links
+            links = settings.links
             self._parts = HostCacheParts(
                 cache,
                 self.arena,
-                origin(),
+                sources.origin(),
                 lambda: asdict(self.stats()),
                 itertools.count(WRITER + 1),
+                self if isinstance(disk, OfferedRecords) else None,
             )
             self._for_hosts = RecordsForHosts(self._parts)
             self.writer = self._new_writer(settings)
@@ -111,7 +120,7 @@ class HostCacheServer:
                     HOSTS_PROTOCOL,
                     links,
                     lambda: {
-                        "origin": asdict(origin()),
+                        "origin": asdict(sources.origin()),
                         "weights_version": cache.weights_version,
                     },
                     self._for_hosts.lend,
@@ -130,9 +139,37 @@ class HostCacheServer:
             )
             undo.pop_all()  # from here on ``close`` ends it all
 
+    @staticmethod
+    def of_checkpoint(
+        address: HostCacheAddress,
+        checkpoint: Checkpoint | None,
+        model: ModelShape,
+        schema: ExpertSchema,
+        settings: HostCacheSettings | None = None,
+    ) -> HostCacheServer:
+        """A host cache that reads a checkpoint; without one other hosts must have the records."""
+        settings = settings or HostCacheSettings()
+
+        def open_disk() -> RecordLoader | None:
+            if checkpoint is None:
+                return None
+            return RecordLoader(checkpoint, model, schema, settings.record_file)
+
+        origin = RecordOrigin.of(checkpoint, model, schema)
+        return HostCacheServer(address, origin, settings, open_disk)
+
+    @staticmethod
+    def of_offers(
+        address: HostCacheAddress, origin: RecordOrigin, settings: HostCacheSettings
+    ) -> HostCacheServer:
+        """A host cache that keeps what ranks of an engine offer, in memory and in a folder."""
+        return HostCacheServer(
+            address, origin, settings, lambda: OfferedRecords(origin, settings.record_folder)
+        )
+
     def _new_writer(self, settings: HostCacheSettings) -> WriteBehind | None:
         disk = self._sources.disk
-        if disk is None or disk.file is None or not disk.file.may_write:
+        if not isinstance(disk, RecordLoader) or disk.file is None or not disk.file.may_write:
             return None
         # What waits to be written keeps its entry: most of a small host cache must stay for ranks.
         is_full = settings.mode == "full"
@@ -184,7 +221,8 @@ class HostCacheServer:
                 log.exception("loading a record failed")
                 self._cache.failed(entry, f"{type(exc).__name__}: {exc}")
 
-    def _load(self, entry: Entry) -> None:
+    def _is_allocated(self, entry: Entry) -> bool:
+        """Allocate the memory of an entry; False where there is none, which ends its requests."""
         size = self._record_bytes
         if not self._cache.is_allocated(entry):
             try:
@@ -192,7 +230,12 @@ class HostCacheServer:
             except MigrationError as exc:
                 log.error("%s", exc)
                 self._cache.out_of_memory(entry, str(exc))
-                return
+                return False
+        return True
+
+    def _load(self, entry: Entry) -> None:
+        if not self._is_allocated(entry):
+            return
         target = self._parts.record_at(entry.index)
         loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
         is_to_write = loaded.is_repacked and self.writer is not None
@@ -212,7 +255,50 @@ class HostCacheServer:
         if not self.writer.offer(Written(entry.record, data, digest, done)):
             done()
 
+    # -- offers: the ``Shelf`` of sessions
+
+    def lacks(self, records: Sequence[Record]) -> list[Record]:
+        """Return those records that are neither in memory nor on a disk."""
+        disk, here = self._sources.disk, frozenset(self._cache.ready())
+        assert disk is not None, "offers have a disk, or a place of it"
+        return [r for r in records if r not in here and disk.digest_of(r) is None]
+
+    def keep(self, offered: Sequence[tuple[Record, Digest]], data: torch.Tensor) -> list[str]:
+        """Keep offered records. See ``Shelf``."""
+        disk = self._sources.disk
+        assert isinstance(disk, OfferedRecords), "only its sessions pass offers on"
+        places = [
+            self._keep(record, found, row, disk)
+            for (record, found), row in zip(offered, data, strict=True)
+        ]
+        disk.flush()
+        return places
+
+    def _keep(
+        self, record: Record, expected: Digest, data: torch.Tensor, disk: OfferedRecords
+    ) -> str:
+        if (found := digest(data)) != expected:
+            raise CheckpointError(
+                f"layer {record[0]} expert {record[1]} was offered with digest {expected}, "
+                f"found {found}"
+            )
+        is_on_disk = disk.keep(record, data, expected)
+        entry = self._cache.begin_offer(record)
+        if entry is not None and self._is_allocated(entry):
+            self._parts.record_at(entry.index).copy_(data)
+            # What is on no disk keeps its entry: evicted, it would be lost.
+            self._cache.loaded(
+                entry, expected, is_repacked=False, is_offered=True, for_writer=not is_on_disk
+            )
+            return "memory"
+        return "disk" if is_on_disk else ""
+
     # -- figures and end
+
+    @property
+    def num_clients(self) -> int:
+        """Ranks that are connected."""
+        return self._listener.num_clients
 
     def stats(self) -> HostCacheStats:
         """Count what was done so far, and what is held now."""
@@ -227,6 +313,7 @@ class HostCacheServer:
             bytes_from_checkpoint=found.get("repacked", 0) * size,
             bytes_from_record_file=found.get("from_record_file", 0) * size,
             bytes_from_other_hosts=found.get("from_hosts", 0) * size,
+            bytes_offered=found.get("offered", 0) * size,
             bytes_to_other_hosts=self._for_hosts.num_sent * size,
             host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
             damaged=self._sources.num_damaged,
@@ -265,31 +352,32 @@ class HostCacheServer:
 class RecordSources:
     """What fills a host cache: other hosts' memory, its own disk, other hosts' disks. Thread-safe.
 
-    Without a checkpoint other hosts must have the records.
+    Without a disk other hosts must have the records.
+
+    Args:
+        disk: a checkpoint with its record file, or the records that an engine has offered.
+        origin: of the records.
+        settings: of the host cache.
+        weights_version: returns the current version of the host cache.
 
     Raises:
-        CheckpointError: a weight file is missing.
-        ConfigError: there is neither a checkpoint nor another host.
+        ConfigError: there is neither a disk nor another host.
     """
 
     def __init__(
         self,
-        checkpoint: Checkpoint | None,
-        model: ModelShape,
-        schema: ExpertSchema,
+        disk: RecordLoader | OfferedRecords | None,
+        origin: RecordOrigin,
         settings: HostCacheSettings,
         weights_version: Callable[[], int],
     ) -> None:
         links = settings.links
-        if checkpoint is None and (links is None or not links.others or settings.record_file):
+        if disk is None and (links is None or not links.others or settings.record_file):
             raise ConfigError(
                 "a host cache without a checkpoint has no disk to read, expected other hosts, "
                 "and no record file"
             )
-        self.disk: RecordLoader | None = None
-        if checkpoint is not None:
-            self.disk = RecordLoader(checkpoint, model, schema, settings.record_file)
-        self._own_origin = self.disk.origin if self.disk else RecordOrigin.of(None, model, schema)
+        self.disk, self._own_origin = disk, origin
         self.hosts: OtherHosts | None = None
         if links is not None and links.others:
             self.hosts = OtherHosts(links, self._own_origin, weights_version)

@@ -19,19 +19,38 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import Protocol
 
 import torch
 
 from eplb.core.bounded_json import MAX_JSON_BYTES
-from eplb.errors import CheckpointError
+from eplb.errors import CheckpointError, MigrationError
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.server import Lent
 from rebalance.weights.link.wire import DisconnectedError, Message, RefusedError, Wire, field
-from runtime.memory.shared import SharedArena, digest
+from runtime.memory.shared import SharedArena, attach, digest
 
 log = logging.getLogger(__name__)
+
+
+class Shelf(Protocol):
+    """Keeps what ranks offer."""
+
+    def lacks(self, records: Sequence[Record]) -> list[Record]:
+        """Return those records that are neither in memory nor on a disk."""
+
+    def keep(self, offered: Sequence[tuple[Record, Digest]], data: torch.Tensor) -> list[str]:
+        """Keep records, each a row of ``data`` [n, record_bytes].
+
+        Returns:
+            [n] where each is now: "memory" (and on the disk, where there is one), "disk" where
+            memory is full, "" where it is nowhere.
+
+        Raises:
+            CheckpointError: a row has not the digest that it was offered with.
+        """
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,7 @@ class HostCacheParts:
     origin: RecordOrigin
     figures: Callable[[], dict[str, int]]
     holders: Iterator[int]  # a new number for each client
+    shelf: Shelf | None = None  # None: no records are offered, a checkpoint has them
 
     def record_at(self, place: int) -> torch.Tensor:
         """Bytes [record_bytes] of an entry, by its index."""
@@ -105,6 +125,8 @@ class HostCacheSession:
         elif what == "invalidate":
             cache.invalidate(message["weights_version"])
             self._wire.send({"number": message["number"]})
+        elif what in ("lacks", "offer"):
+            self._wire.send({"number": message["number"]} | self._offered(message))
         elif what == "stats":
             self._wire.send({"number": message["number"], "figures": self._parts.figures()})
         else:
@@ -134,6 +156,24 @@ class HostCacheSession:
             self._note_end(request)
         else:
             self._parts.cache.reload(request)
+
+    def _offered(self, message: Message) -> Message:
+        """Answer an offer, or which records are worth one."""
+        shelf, records = self._parts.shelf, _records(message)
+        try:
+            if shelf is None:
+                raise CheckpointError("this host cache has a checkpoint, expected no offers")
+            for record in records:
+                self._parts.origin.number_of(record)
+            if message["ask"] == "lacks":
+                return {"records": shelf.lacks(records)}
+            # Writable, although nothing writes: torch maps no other memory.
+            data = torch.from_numpy(attach(message["handle"], message["num_bytes"], for_gpu=True))
+            digests = [(int(plain), int(weighted)) for plain, weighted in message["digests"]]
+            rows = data.view(-1, self._parts.origin.record_bytes)
+            return {"places": shelf.keep(list(zip(records, digests, strict=True)), rows)}
+        except (CheckpointError, MigrationError) as exc:
+            return {"error": str(exc)}
 
     def _intact(self, request: Request) -> tuple[Digest, int] | None:
         """Return a leased record's digest and place if its bytes still digest to it."""

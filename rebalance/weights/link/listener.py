@@ -69,6 +69,12 @@ class ConnectionListener:
         self._accepting = threading.Thread(target=self._accept, name=name, daemon=True)
         self._accepting.start()
 
+    @property
+    def num_clients(self) -> int:
+        """Connections that are open."""
+        with self._lock:
+            return len(self._clients)
+
     def _accept(self) -> None:
         while not self._is_closing.is_set():
             try:

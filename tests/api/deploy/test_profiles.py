@@ -19,7 +19,7 @@ from api.deploy.deployment import resolve
 from api.deploy.first_placement import ensure_first_placement
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.engines.plugin_settings import PluginSettings, settings_of
+from rebalance.engines.common.plugin_settings import PluginSettings, settings_of
 from telemetry import open_store
 from telemetry.state.runs import RunInfo
 from tests.support.deployments import EPLB, TOY_MODEL, CommandProcess, clean_environ, free_ports

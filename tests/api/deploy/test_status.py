@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from api.deploy.first_placement import START_EVENT
 from api.deploy.roles import StartReports
-from api.deploy.secret import deployment_secret
 from api.http.app import create_app
 from api.http.routes import read_answer
 from api.monitor.state import PaceView
@@ -26,6 +25,7 @@ from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import RANKS, Announcement
+from rebalance.weights.link.secret import deployment_secret
 from telemetry import open_store
 from telemetry.state.live import Control
 from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.gauge import value_of
-from rebalance.engines.sglang import engine, store_link
+from rebalance.engines.common.gauge import value_of
+from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.planner import link
 from tests.support.engines.sglang_ranks import (
     INTERVAL,
@@ -75,7 +75,7 @@ def steps(made: Any, count: int) -> list[float]:
 
 def outages(rank: int, config: Path, folder: Path, times: int) -> dict[str, Any]:
     """Stop and kill the planner, kill Redis, remove the spool's folder, again and again."""
-    link.BACK_OFF_S = store_link.BACK_OFF_S = 0.1
+    link.BACK_OFF_S = 0.1
     socket = folder / "redis.sock"
     server = start_redis(socket) if rank == 0 else None
     made = make_rank(rank, config=config)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from sglang.srt.eplb import expert_location_dispatch
 
-from rebalance.engines.fsck import check
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.fsck import check
+from rebalance.engines.common.gauge import value_of
 from telemetry import open_store
 from tests.support.engines.sglang_ranks import (
     DENSE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from eplb import DispatchRule, Placement, Topology, effective_shares
-from eplb.errors import ConfigError
-from rebalance.engines.gauge import value_of
-from rebalance.engines.sglang import engine, guards
+from rebalance.engines.common.gauge import value_of
+from rebalance.engines.common.guards import refusals
+from rebalance.engines.sglang import engine
+from rebalance.engines.sglang.guards import ASSUMED
 from rebalance.engines.sglang.planner.replica_weights import (
     list_weights,
     replica_lists,
@@ -86,7 +88,7 @@ def installed(rank: int) -> dict[str, Any]:
 def random_weights() -> np.ndarray:
     held = random_map(3)
     share = np.random.default_rng(4).uniform(0.1, 1.0, held.shape)
-    return list_weights(held, share, NUM_EXPERTS, NUM_RANKS, is_full=True)
+    return list_weights(held, share, NUM_RANKS, is_full=True)
 
 
 @pytest.fixture(scope="module")
@@ -231,24 +233,23 @@ def test_without_a_deployment_the_plugin_is_inert(monkeypatch: pytest.MonkeyPatc
 
 
 def test_engine_as_read_passes_the_guards() -> None:
-    guards.check_engine()
+    assert list(refusals(ASSUMED)) == []
 
 
-@pytest.mark.parametrize("path", sorted(guards.SOURCES))
-def test_engine_function_that_changed_is_refused(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(guards.SOURCES, path, "0" * 16)
+@pytest.mark.parametrize("path", sorted(ASSUMED.digests))
+def test_engine_function_that_changed_is_refused(path: str) -> None:
+    digests = {**ASSUMED.digests, path: "0" * 16}
 
-    with pytest.raises(ConfigError, match=r"expected 0{16} as in sglang"):
-        guards.check_engine()
+    (refusal,) = refusals(replace(ASSUMED, digests=digests))
+
+    assert f"{path} has another source, expected {'0' * 16} as in sglang" in refusal
 
 
-@pytest.mark.parametrize("path", sorted(guards.SIGNATURES))
-def test_engine_signature_that_changed_is_refused(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(guards.SIGNATURES, path, (*guards.SIGNATURES[path], "further"))
+@pytest.mark.parametrize("path", sorted(ASSUMED.signatures))
+def test_engine_signature_that_changed_is_refused(path: str) -> None:
+    signatures = {**ASSUMED.signatures, path: f"{ASSUMED.signatures[path]} further"}
 
-    with pytest.raises(ConfigError, match="further"):
-        guards.check_engine()
+    (refusal,) = refusals(replace(ASSUMED, signatures=signatures))
+
+    assert f"{path} takes (" in refusal
+    assert "further) as in sglang" in refusal

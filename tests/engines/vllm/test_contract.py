@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from rebalance.engines.fsck import check
+from rebalance.engines.common.fsck import check
 from telemetry import open_store
 from telemetry.load.reader import RunReader
 from tests.support.engines.vllm_ranks import (

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from rebalance.engines.fsck import check
+from rebalance.engines.common.fsck import check
 from telemetry import open_store
 from tests.support.engines.vllm_ranks import (
     NUM_EXPERTS,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 def with_draft(rank: int, meet: Path, store: str, is_async: bool) -> dict[str, Any]:
     """Steps with both models; after each, the weights of both match their maps."""
     check.PART = 1e6  # a slot in every step
-    settings = settings_for(store, records_gb=0.001)
+    settings = settings_for(store, records="on")
     made = make_rank(rank, meet, settings, is_async=is_async, interval=INTERVAL, has_draft=True)
     first = made.process.generation
     draft = next(iter(made.state.model_states.values()))

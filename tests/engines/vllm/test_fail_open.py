@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
 from eplb.core.cost import CostModel
 from eplb.settings.deployment import WindowSettings
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.gauge import value_of
 from tests.support.engines.vllm_ranks import (
     make_rank,
     on_ranks,
@@ -44,7 +43,7 @@ def steps(made: Any, first: int, count: int) -> None:
 
 
 def is_reporting() -> bool:
-    return value_of("vllm", "reporting") == 1.0
+    return value_of("vllm", "store") == 1.0
 
 
 def outages(rank: int, meet: Path, folder: Path, num_outages: int) -> dict[str, Any]:
@@ -112,9 +111,9 @@ def test_no_step_fails_while_redis_and_the_disk_are_killed_50_times(tmp_path: Pa
             f"median {ms[calls // 2]:.3f}, p99 {ms[calls * 99 // 100]:.3f}, largest {ms[-1]:.3f}; "
             f"of {len(calm)} that ran undisturbed: largest {max(calm):.3f}"
         )
-    # Every step offers a sample. A call that waits for the store or the disk gives the processor up
-    # each time; one that meets the recorder's thread at the interpreter's lock does so rarely.
-    assert all(one["waits"] <= 0.1 * one["calls"] for one in found)
+    # Every step hands over a sample. A call that waits for the store, the disk or the process at
+    # the store gives the processor up each time.
+    assert all(one["waits"] <= 0.01 * one["calls"] for one in found)
 
 
 def wrong_bytes(rank: int, meet: Path, store: str) -> tuple[int, int, int]:
@@ -122,15 +121,15 @@ def wrong_bytes(rank: int, meet: Path, store: str) -> tuple[int, int, int]:
     made = make_rank(rank, meet, settings_for(store), is_async=False, interval=INTERVAL)
     mover = made.model_state.communicator
     steps(made, 0, 3 * INTERVAL)
-    right = mover._operation
+    right = mover._peers.add_send
 
-    def wrong(what: Any, record: Any, peer: int) -> Any:
-        if what is dist.isend:
-            record[5] ^= 1
-        return right(what, record, peer)
+    def wrong(tensors: Any, dst_rank: int, expert_id: int) -> None:
+        damaged = [tensor.clone() for tensor in tensors]
+        damaged[0].view(-1)[0] += 1
+        right(damaged, dst_rank, expert_id)
 
     if rank == 1:
-        mover._operation = wrong
+        mover._peers.add_send = wrong
     steps(made, 3 * INTERVAL, 6 * INTERVAL)
     return mover.num_checked, mover.num_wrong, mover.num_repeated
 

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from rebalance.engines.fsck import check
-from rebalance.engines.fsck.report import Report, report_of
-from rebalance.engines.gauge import value_of
+from rebalance.engines.common.fsck import check
+from rebalance.engines.common.fsck.report import Report, report_of
+from rebalance.engines.common.gauge import value_of
 from telemetry import open_store
 from tests.support.engines.vllm_ranks import (
     NUM_EXPERTS,

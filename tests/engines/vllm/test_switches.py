@@ -1,4 +1,4 @@
-"""The deployment's switches and cordons, as rank 0 of the real balancer obeys them."""
+"""Switches, cordons and tasks of the deployment, as rank 0 of the real balancer obeys them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
+
+import torch
+import torch.distributed as dist
 
 from telemetry import open_store
 from tests.support.engines.vllm_ranks import make_rank, on_ranks, popularity_of, settings_for
@@ -63,3 +66,53 @@ def test_switches_and_cordons_of_the_deployment_keep_the_map(tmp_path: Path) -> 
     assert found[0]["movement off"] == found[0]["cordoned"] == 0
     assert found[0]["free"] > 0
     assert found[0]["free again"] > 0
+
+
+def asked(rank: int, meet: Path, url: str) -> dict[str, tuple[int, str, Any]]:
+    """Maps of each task, its end and what it says; between tasks the map is kept."""
+    made = make_rank(rank, meet, settings_for(url), is_async=False, interval=INTERVAL)
+    found: dict[str, tuple[int, str, Any]] = {}
+    steps, store = count(), open_store(url, "contract") if rank == 0 else None
+
+    def on_all(word: bool) -> bool:
+        tensor = torch.tensor([int(word)])
+        dist.broadcast(tensor, src=0)
+        return bool(tensor.item())
+
+    def interval() -> None:
+        for step in islice(steps, INTERVAL):
+            made.forward(step, popularity_of(step // INTERVAL))
+            made.state.step()
+            made.check_weights()
+
+    def task(name: str, **request: Any) -> None:
+        one = None if store is None else store.submit("rebalance", request)
+        before = made.process.generation
+
+        def has_ended() -> bool:
+            assert store is not None, "rank 0 asks"
+            now = store.task(one.id)
+            return now is not None and now.state in ("done", "failed")
+
+        while not on_all(rank == 0 and has_ended()):
+            interval()
+        now = None if store is None else store.task(one.id)
+        words = ("", "") if now is None else (now.state, now.result.error or now.result.detail)
+        found[name] = (made.process.generation - before, *words)
+
+    task("dry", dry_run=True)
+    task("moves", dry_run=False)
+    task("with a policy", dry_run=False, policy="greedy")
+    if store is not None:
+        store.close()
+    return found
+
+
+def test_tasks_are_answered_at_the_next_rebalance(tmp_path: Path) -> None:
+    first, *_ = on_ranks(asked, f"sqlite:{tmp_path / 'store.sqlite'}")
+
+    assert first["dry"][1] == first["moves"][1] == "done"
+    assert first["dry"][2]["dry_run"]
+    assert first["moves"][0] > 0, "its map serves before the task ends"
+    assert first["with a policy"][1] == "failed"
+    assert "'greedy', expected 'auto'" in first["with a policy"][2]

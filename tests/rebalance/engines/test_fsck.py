@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from rebalance.engines.fsck.check import PART, PlacementCheck, begin_check
-from rebalance.engines.fsck.choices import check_choices
-from rebalance.engines.fsck.faults import Fault
-from rebalance.engines.fsck.references import agreed, digests_of, from_message, to_message
-from rebalance.engines.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.check import (
+    PART,
+    PlacementCheck,
+    agreed,
+    begin_check,
+    digests_of,
+    from_message,
+    to_message,
+)
+from rebalance.engines.common.fsck.rank_check import check_choices
+from rebalance.engines.common.fsck.report import Fault
+from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
 
 ROWS, RANKS, EACH, EXPERTS = 6, 2, 9, 12
 SLOTS = RANKS * EACH

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eplb.errors import ConfigError
-from rebalance.engines.plugin_settings import settings_of
+from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.engines.vllm.plugin import load
 from tests.support.documents import files_of
 
@@ -54,6 +54,14 @@ def test_settings_come_from_the_file_of_the_deployment(tmp_path: Path) -> None:
     [
         ("", "no deployment.name, expected the name of a deployment"),
         ("[deployment", "is not TOML"),
+        (
+            "[deployment]\nname='d'\n[engine]\nrecords_gb=24.0",
+            "engine.records_gb in .* was removed: engine.records keeps them",
+        ),
+        (
+            "[deployment]\nname='d'\n[engine]\nrecords_dir='x'",
+            "engine.records_dir in .* was removed: it is host_cache.record_folder",
+        ),
         (
             "[deployment]\nname='d'\n[engine]\nphases='x'",
             "'engine.phases' in .*: engine.phase",

@@ -10,6 +10,8 @@ import pytest
 from eplb import DispatchRule
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, StoreError
+from rebalance.engines.common.planning import System
+from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.sglang.planner.planning import (
     RULES,
     Observed,
@@ -23,7 +25,6 @@ from rebalance.engines.sglang.planner.replica_weights import (
     evened,
     list_weights,
     replica_lists,
-    shares_of,
     source_table,
 )
 
@@ -34,9 +35,7 @@ MOVABLE = np.array([False, True, True])
 
 def terms(algorithm: str, **changes: float) -> Terms:
     given = {"list_length": 12, "pay_back_s": 1e9, "target_imbalance": 1.0, "max_moved": 1.0}
-    return Terms(
-        algorithm, num_ranks=RANKS, num_nodes=1, num_groups=1, expert_bytes=8, **given | changes
-    )  # type: ignore[arg-type]
+    return Terms(algorithm, System(RANKS, 1, 1, 8), **given | changes)  # type: ignore[arg-type]
 
 
 def load(seed: int) -> np.ndarray:
@@ -91,16 +90,16 @@ def test_expert_without_a_slot_is_refused() -> None:
 def test_weights_follow_shares_by_largest_remainder() -> None:
     held = np.array([[0, 0, 0, 1]])
 
-    weights = list_weights(held, np.array([[0.55, 0.30, 0.15, 1.0]]), 2, 20)
+    weights = list_weights(held, np.array([[0.55, 0.30, 0.15, 1.0]]), 20)
 
-    assert weights.tolist() == [[10, 6, 4, 1]]
-    assert shares_of(held, weights).tolist() == [[0.5, 0.3, 0.2, 1.0]]
+    assert weights.tolist() == [[11, 6, 3, 1]]
+    assert shares_of(held, weights).tolist() == [[0.55, 0.3, 0.15, 1.0]]
 
 
 def test_even_shares_have_the_shortest_list() -> None:
     held = np.array([[0, 0, 1]])
 
-    assert list_weights(held, np.array([[0.5, 0.5, 1.0]]), 2, 64).tolist() == [[1, 1, 1]]
+    assert list_weights(held, np.array([[0.5, 0.5, 1.0]]), 64).tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize("algorithm", sorted(RULES))
@@ -159,7 +158,7 @@ def test_evened_weights_keep_sums_and_lower_the_busiest_rank(seed: int) -> None:
     random = np.random.default_rng(seed)
     held = np.stack([random.permutation(np.arange(SLOTS) % EXPERTS) for _ in range(3)])
     work = random.lognormal(0, 1.0, (3, EXPERTS))
-    weights = list_weights(held, np.ones(held.shape), EXPERTS, RANKS, is_full=True)
+    weights = list_weights(held, np.ones(held.shape), RANKS, is_full=True)
 
     busiest = []
     for most in (0, 100):

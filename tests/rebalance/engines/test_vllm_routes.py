@@ -10,7 +10,7 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
 from rebalance.engines.vllm import plugin
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess

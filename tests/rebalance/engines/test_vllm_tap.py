@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from eplb.errors import RankError
-from rebalance.engines.vllm.agreement import PREFIX, join
 from rebalance.engines.vllm.process import layer_numbers
 from rebalance.engines.vllm.tap import LoadTap, note_phases, phase_of
-from tests.support.limits import NEVER_S
 
 HELD = torch.tensor([[0, 1, 0, -1], [1, 1, 0, 0]])
 LOAD = torch.tensor([[5, 7, 2, 9], [1, 2, 3, 4]], dtype=torch.int32)
@@ -80,39 +74,3 @@ def test_layers_are_numbered_by_their_names() -> None:
     assert layer_numbers(named, 3) == (3, 4, 7)
     assert layer_numbers(named[:1] * 3, 3) == (0, 1, 2)
     assert layer_numbers([object()] * 2, 2) == (0, 1)
-
-
-def joined(facts: list[str]) -> list[object]:
-    """What each rank gets."""
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=NEVER_S))
-
-    def run(rank: int) -> object:
-        try:
-            return join(store, "ep", rank, len(facts), facts[rank], NEVER_S)
-        except RankError as exc:
-            return str(exc)
-
-    with ThreadPoolExecutor(len(facts)) as pool:
-        return list(pool.map(run, range(len(facts))))
-
-
-def test_ranks_with_the_same_facts_share_one_run() -> None:
-    first, *others = joined(["v1", "v1", "v1"])
-
-    assert others == [first, first]
-
-
-def test_missing_rank_is_named_on_all_others() -> None:
-    store = dist.HashStore()
-    store.set(f"{PREFIX}/ep/2", "v1")  # rank 2 is there already
-
-    for rank in (0, 2):
-        with pytest.raises(RankError, match=rf"^rank {rank}: ranks \[1\] of 3"):
-            join(store, "ep", rank, 3, "v1", 0.001)
-
-
-def test_rank_with_other_facts_is_named_on_all() -> None:
-    found = joined(["v1", "v1", "v2"])
-
-    assert all("rank 2 has v2, rank 0 has v1" in str(one) for one in found)

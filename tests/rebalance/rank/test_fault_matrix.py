@@ -163,7 +163,7 @@ def make_group(
         ) -> Group:
             weights = Checkpoint(shutil.copytree(small_checkpoint.path, tmp_path / "weights"))
             address = HostCacheAddress(f"matrix-{os.getpid()}-{next(names)}", os.urandom(16))
-            host_cache = HostCacheServer(
+            host_cache = HostCacheServer.of_checkpoint(
                 address, weights, small_model, small_schema, host_cache_settings
             )
             stack.callback(host_cache.close)

@@ -61,7 +61,7 @@ def start_host_cache(
             address: HostCacheAddress | None = None,
         ) -> tuple[HostCacheServer, Callable[..., HostCacheClient]]:
             address = address or HostCacheAddress(f"{os.getpid()}-{next(names)}", os.urandom(16))
-            host_cache = HostCacheServer(
+            host_cache = HostCacheServer.of_checkpoint(
                 address, weights or checkpoint, small_model, small_schema, settings
             )
             stack.callback(host_cache.close)
@@ -415,7 +415,9 @@ def test_full_disk_disables_the_record_file_and_is_logged(
         logging.basicConfig(handlers=[noted], level=logging.ERROR, force=True)
         address = HostCacheAddress(f"full-{os.getpid()}", b"key")
         settings = HostCacheSettings(record_file=path)
-        host_cache = HostCacheServer(address, checkpoint, small_model, small_schema, settings)
+        host_cache = HostCacheServer.of_checkpoint(
+            address, checkpoint, small_model, small_schema, settings
+        )
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, 4 * 4096))
         reader = HostCacheClient(address, 8, 4096, deadline_s=NEVER_S)

@@ -147,7 +147,9 @@ def address(
     small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> Iterator[HostCacheAddress]:
     address = HostCacheAddress(f"test-{os.getpid()}-admission", os.urandom(16))
-    with closing(HostCacheServer(address, small_checkpoint, small_model, small_schema)):
+    with closing(
+        HostCacheServer.of_checkpoint(address, small_checkpoint, small_model, small_schema)
+    ):
         yield address
 
 

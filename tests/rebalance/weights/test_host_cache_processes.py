@@ -92,7 +92,9 @@ def start(
 
         def run(pipe: Any) -> None:
             threading.excepthook = threading.__excepthook__  # pytest's own keeps what it hears
-            HostCacheServer(address, small_checkpoint, small_model, small_schema, settings)
+            HostCacheServer.of_checkpoint(
+                address, small_checkpoint, small_model, small_schema, settings
+            )
             pipe.send(os.getpid())
             signal.pause()
 
@@ -283,7 +285,7 @@ address = HostCacheAddress(f"small-{os.getpid()}", b"key")
 model = ModelShape((0, 1), 8, 2, hidden=16, intermediate=8, num_shared_experts=1)
 schema = ExpertSchema.swiglu(16, 8)
 settings = HostCacheSettings(memory_folder=memory)
-host_cache = HostCacheServer(address, Checkpoint(weights), model, schema, settings)
+host_cache = HostCacheServer.of_checkpoint(address, Checkpoint(weights), model, schema, settings)
 reader = HostCacheClient(address, 8, schema.record_bytes, deadline_s=3600)
 held = 0
 try:

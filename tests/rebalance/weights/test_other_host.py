@@ -32,6 +32,7 @@ from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer, RecordSources
+from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.limits import CHUNK_BYTES, BackOff
 from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.sources import MappedSlots, WeightSources
@@ -110,7 +111,7 @@ def start_host(small_model: ModelShape, small_schema: ExpertSchema) -> Iterator[
         ) -> Host:
             address = HostCacheAddress(f"hosts-{os.getpid()}-{next(numbers)}", os.urandom(16))
             given = HostCacheSettings(links=settings, num_readers=num_readers)
-            cache = HostCacheServer(address, checkpoint, model, schema, given)
+            cache = HostCacheServer.of_checkpoint(address, checkpoint, model, schema, given)
             stack.callback(cache.close)
             size = schema.record_bytes
             reader = HostCacheClient(address, model.num_experts, size, deadline_s=NEVER_S)
@@ -403,13 +404,13 @@ def test_host_cache_that_cannot_listen_for_hosts_leaves_nothing_open(
             MigrationError, match=r"cannot listen for other hosts on .*Address already in use"
         ),
     ):
-        HostCacheServer(address, weights, small_model, small_schema, settings)
+        HostCacheServer.of_checkpoint(address, weights, small_model, small_schema, settings)
 
     assert not open_files() - before
     assert not set(threading.enumerate()) - threads
     # The name, the record file's lock and the door can be had again.
     with closing(
-        HostCacheServer(address, weights, small_model, small_schema, settings)
+        HostCacheServer.of_checkpoint(address, weights, small_model, small_schema, settings)
     ) as host_cache:
         assert host_cache.writer is not None
 
@@ -438,11 +439,11 @@ def test_host_cache_that_gets_no_thread_leaves_nothing_open(
     before = open_files()
 
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
-        HostCacheServer(address, weights, small_model, small_schema, settings)
+        HostCacheServer.of_checkpoint(address, weights, small_model, small_schema, settings)
 
     assert not open_files() - before
     with closing(
-        HostCacheServer(address, weights, small_model, small_schema, settings)
+        HostCacheServer.of_checkpoint(address, weights, small_model, small_schema, settings)
     ) as host_cache:
         # The record file's lock is free again.
         assert (host_cache.writer is None) == (path is None)
@@ -468,7 +469,7 @@ def test_host_killed_during_a_transfer_is_detected_at_once(
     def serve(pipe: Any) -> None:
         address = HostCacheAddress(f"killed-{os.getpid()}", b"key")
         given = HostCacheSettings(links=links(listen=listener))
-        HostCacheServer(address, big, BIG, BIG_SCHEMA, given)
+        HostCacheServer.of_checkpoint(address, big, BIG, BIG_SCHEMA, given)
         HostCacheClient(address, 2, BIG_SCHEMA.record_bytes, deadline_s=NEVER_S).load(
             [(0, 0)], deadline_s=NEVER_S
         )
@@ -666,7 +667,9 @@ def test_host_cache_without_checkpoint_and_hosts_is_refused(
     small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     with pytest.raises(ConfigError, match="without a checkpoint"):
-        RecordSources(None, small_model, small_schema, HostCacheSettings(), lambda: 0)
+        RecordSources(
+            None, RecordOrigin.of(None, small_model, small_schema), HostCacheSettings(), lambda: 0
+        )
     with pytest.raises(ConfigError, match="'never'"):
         links(order="never")
 

@@ -630,7 +630,7 @@ def live_rank(
     assert group is not None
     votes = GlooVotes(group, deadline_s=NEVER_S)
     with (
-        closing(HostCacheServer(address, checkpoint, model, SCHEMA)),
+        closing(HostCacheServer.of_checkpoint(address, checkpoint, model, SCHEMA)),
         closing(HostCacheClient(address, 8, SIZE, deadline_s=NEVER_S)) as host_cache,
     ):
         held = START.slot_to_expert[:, TWO_RANKS.slots_on(rank)].tolist()

@@ -302,7 +302,7 @@ def pulling(
         yield Pulling(sources, mine, lambda *where: peers[0].live(*where[:2]).fill_(where[2]))
         return
     address = HostCacheAddress(f"test-{os.getpid()}-pull", os.urandom(16))
-    host_cache = HostCacheServer(address, small_checkpoint, small_model, small_schema)
+    host_cache = HostCacheServer.of_checkpoint(address, small_checkpoint, small_model, small_schema)
     reader = HostCacheClient(address, 8, small_schema.record_bytes, deadline_s=NEVER_S)
     addresses = tuple((f"127.{1 + os.getpid() % 250}.77.{rank + 1}", 23721) for rank in range(2))
     links = RankLinkSettings(addresses, secret=b"of ranks that are tested")

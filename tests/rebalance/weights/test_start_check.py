@@ -40,7 +40,7 @@ def host_cache(
     small_checkpoint: Checkpoint, small_model: ModelShape, small_schema: ExpertSchema
 ) -> Iterator[HostCacheAddress]:
     address = HostCacheAddress(f"test-{os.getpid()}-choice", os.urandom(16))
-    made = HostCacheServer(address, small_checkpoint, small_model, small_schema)
+    made = HostCacheServer.of_checkpoint(address, small_checkpoint, small_model, small_schema)
     yield address
     made.close()
 

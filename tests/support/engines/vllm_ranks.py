@@ -27,7 +27,7 @@ import torch.distributed as dist
 from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
 from eplb.settings.deployment import WindowSettings
-from rebalance.engines.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
 
 NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 3, 16, 24
 ROWS, TOP_K = 256, 2  # of one pass on one rank

@@ -1,20 +1,26 @@
 """The thread of rank 0 that has windows planned on, away from the forward thread.
 
 It asks the planner process every interval and for each task; an answer waits in ``ready`` until
-the next round distributes it. Nothing here touches a store.
+the next round distributes it. Tasks and switches come from the process at the store, and what came
+of a question goes there.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 
 from eplb.errors import EplbError
-from rebalance.engines.gauge import set_part
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import Outcome, Question
+from rebalance.engines.common.planning import System
+from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.store_process import StoreProcess
+from rebalance.engines.common.tap import Counted, IntArray
 from rebalance.engines.sglang.planner.planning import (
     Observed,
     Planned,
@@ -23,7 +29,7 @@ from rebalance.engines.sglang.planner.planning import (
     request_record,
 )
 from rebalance.engines.sglang.planner.process import PlannerProcess
-from rebalance.engines.sglang.windows import IntArray, Shape, Window
+from rebalance.engines.sglang.tap import Shape
 
 log = logging.getLogger(__name__)
 
@@ -34,54 +40,41 @@ LIST_LENGTH = 64  # of a replica list with uneven shares: shares are within 1 % 
 BACK_OFF_S = 5.0  # from one failure of the planner to the next question
 
 
-@dataclass(frozen=True)
-class Question:
-    """Why a plan is asked for."""
-
-    trigger: str  # interval, or task
-    task_id: int = 0
-    is_dry: bool = False  # plan, and move nothing
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a question."""
-
-    question: Question
-    planned: Planned | None
-    error: str = ""
-    kept: str = ""  # why the plan, which would move experts, does not
-
-
 class PlannerLink:
     """Windows in, plans out; other threads only append to its queues or read its fields."""
 
-    def __init__(self, shape: Shape, *, pay_back_s: float, target: float, max_moved: float) -> None:
-        self._shape, self._pay_back_s, self._target = shape, pay_back_s, target
-        self._max_moved = max_moved
-        self._inbox: deque[Window] = deque(maxlen=MOST_WAITING)
+    def __init__(self, shape: Shape, settings: PluginSettings, store: StoreProcess) -> None:
+        self._shape, self._settings, self._store = shape, settings, store
+        self._inbox: deque[tuple[Counted, IntArray]] = deque(maxlen=MOST_WAITING)
         self._windows: deque[IntArray] = deque(maxlen=PLAN_WINDOWS)
-        self._latest: Window | None = None
+        self._latest: tuple[IntArray, IntArray] | None = None  # map and weights of its slots
         self._asked: Question | None = None
         self._pause_ticks = 0
         self.planner = PlannerProcess()
-        self.questions: deque[Question] = deque()
-        self.outcomes: deque[Outcome] = deque(maxlen=MOST_WAITING)
+        self.questions: deque[Question] = deque()  # of the interval
         self.ready: tuple[bytes, Question] | None = None  # the forward thread takes it
-        self.why_kept = ""  # why nothing may move now, by the deployment's switches
         self._is_first = True
         self._end = Event()
         self._thread = Thread(target=self._run, name="eplb-planner-link", daemon=True)
         self._thread.start()
 
-    def add(self, window: Window) -> None:
-        """Hand over a window. Never blocks."""
-        self._inbox.append(window)
+    @property
+    def why_kept(self) -> str:
+        """Why nothing may move now, by the deployment's switches."""
+        return self._store.why_kept
+
+    def add(self, counted: Counted, weights: IntArray) -> None:
+        """Hand over a window, and the weights [L, S] of its map's slots. Never blocks."""
+        self._inbox.append((counted, weights))
 
     def close(self) -> None:
         """End the thread and the planner."""
-        self._end.set()
+        self.close_soon()
         self._thread.join(10.0)
+
+    def close_soon(self) -> None:
+        """Have the thread and the planner end; no wait for them."""
+        self._end.set()
 
     def _run(self) -> None:
         try:
@@ -98,7 +91,8 @@ class PlannerLink:
                 set_part("sglang", "planner", is_on=False)
                 log.warning("no plan: %s: %s; the map that serves stays", type(exc).__name__, exc)
                 if self._asked is not None:
-                    self.outcomes.append(Outcome(self._asked, None, f"{type(exc).__name__}: {exc}"))
+                    error = f"{type(exc).__name__}: {exc}"
+                    self._store.tell(Outcome(self._asked, error=error))
                 self._asked = None
                 self.planner.close()
                 self._pause_ticks = int(BACK_OFF_S / TICK_S)
@@ -109,7 +103,7 @@ class PlannerLink:
 
     def _turn(self) -> None:
         while self._inbox:
-            self._take(self._inbox.popleft())
+            self._take(*self._inbox.popleft())
         if self._asked is not None:
             record = self.planner.answer()
             if record is not None:
@@ -119,29 +113,28 @@ class PlannerLink:
             return
         if self._pause_ticks > 0:
             self._pause_ticks -= 1
-        elif self.questions and self._windows and self.ready is None and self._latest is not None:
-            self._asked = self.questions.popleft()
-            self.planner.ask(self._request())
+        elif self._latest is not None and self.ready is None:
+            asking = self._store.questions or self.questions
+            if asking:
+                self._asked = asking.popleft()
+                self.planner.ask(self._request(*self._latest))
 
-    def _take(self, window: Window) -> None:
-        self._windows.append(window.by_expert(self._shape.num_experts))
-        self._latest = window
+    def _take(self, counted: Counted, weights: IntArray) -> None:
+        self._windows.append(counted.by_expert(self._shape.num_experts))
+        assert counted.held is not None, "counts are of slots"
+        self._latest = counted.held, weights
 
-    def _request(self) -> bytes:
-        assert self._latest is not None, "there is a window"
-        shape, latest = self._shape, self._latest
+    def _request(self, held: IntArray, weights: IntArray) -> bytes:
+        shape, settings = self._shape, self._settings
         terms = Terms(
             algorithm=shape.algorithm,
-            num_ranks=shape.num_ranks,
-            num_nodes=shape.num_nodes,
-            num_groups=shape.num_groups,
-            expert_bytes=shape.expert_bytes,
-            list_length=min(LIST_LENGTH, latest.held.shape[1]),
-            pay_back_s=self._pay_back_s,
-            target_imbalance=self._target,
-            max_moved=1.0 if self._is_first else self._max_moved,
+            system=System(shape.num_ranks, shape.num_nodes, shape.num_groups, shape.expert_bytes),
+            list_length=min(LIST_LENGTH, held.shape[1]),
+            pay_back_s=settings.cost.pay_back_s,
+            target_imbalance=settings.budget.target_imbalance,
+            max_moved=1.0 if self._is_first else settings.engine.max_moved,
         )
-        observed = Observed(np.stack(self._windows), latest.held, latest.weights, shape.movable)
+        observed = Observed(np.stack(self._windows), held, weights, shape.movable)
         return request_record(observed, terms)
 
     def _answered(self, record: bytes, question: Question) -> None:
@@ -155,7 +148,12 @@ class PlannerLink:
             planned.reason,
         )
         if not planned.moves or question.is_dry or self.why_kept:
-            self.outcomes.append(Outcome(question, planned, kept=self.why_kept))
+            self._store.tell(Outcome(question, _figures(planned), kept=self.why_kept))
             return
         self._is_first = False
         self.ready = (record, question)
+
+
+def _figures(planned: Planned) -> dict[str, Any]:
+    names = ("moves", "reason", "before", "after", "booked", "effective")
+    return {name: getattr(planned, name) for name in names}

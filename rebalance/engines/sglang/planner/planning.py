@@ -9,29 +9,30 @@ Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.cost import CostModel, Decision
+from eplb.core.cost import Decision
 from eplb.core.dispatch import DispatchRule, effective_shares
-from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.core.problem import Budget
 from eplb.core.topology import Topology
+from eplb.errors import PlacementError
 from eplb.measure.balance import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
-from eplb.planner import Plan, plan
+from eplb.planner import Plan
+from rebalance.engines.common import planning as common
+from rebalance.engines.common.planning import Limits, System
+from rebalance.engines.common.replica_weights import shares_of
+from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planner.replica_weights import (
-    IntArray,
     evened,
     list_weights,
-    shares_of,
     source_table,
 )
+from rebalance.engines.sglang.tap import Shape
 
 # ``lp`` solves for its own split in each batch, over the slots that a plan gives it.
 RULES = {
@@ -50,10 +51,7 @@ class Terms:
     """What a plan depends on beside load and map."""
 
     algorithm: str  # the engine's --ep-dispatch-algorithm
-    num_ranks: int
-    num_nodes: int
-    num_groups: int  # the model's expert groups; 1: none
-    expert_bytes: int
+    system: System
     list_length: int  # of the lists of ``dynamic`` that weigh; 1: no uneven shares
     pay_back_s: float
     target_imbalance: float
@@ -86,7 +84,7 @@ class Observed:
 
 
 def request_record(observed: Observed, terms: Terms) -> bytes:
-    """Pack a observed."""
+    """Pack a request for a plan."""
     return pack_record(REQUEST, asdict(terms), vars(observed))
 
 
@@ -109,10 +107,12 @@ def answer_of(record: bytes) -> Planned:
 
 
 def answer(record: bytes) -> bytes:
-    """Plan for a packed observed."""
+    """Plan for a packed request."""
     meta, arrays = unpack_record(REQUEST, record)
     arrays["movable"] = arrays["movable"].astype(np.bool_)
-    return answer_record(make_plan(Observed(**arrays), Terms(**_fields(meta))))
+    fields = _fields(meta)
+    fields["system"] = System(**fields["system"])
+    return answer_record(make_plan(Observed(**arrays), Terms(**fields)))
 
 
 def _fields(meta: dict[str, Any]) -> dict[str, Any]:
@@ -127,26 +127,16 @@ def make_plan(observed: Observed, terms: Terms) -> Planned:
         EplbError: load, map and ranks do not describe one system.
     """
     held, windows = observed.held, observed.windows
-    num_rows, num_slots = held.shape
-    num_experts = windows.shape[2]
-    each = num_slots // terms.num_ranks
-    topology = Topology.uniform(terms.num_nodes, terms.num_ranks // terms.num_nodes, each)
-    used = windows[windows.any(axis=(1, 2))]  # a window without a pass has nothing to say
-    # An engine that moves weights blocks one pass for it: the gate weighs that against the gain.
-    model = ModelShape(
-        tuple(range(num_rows)), num_experts, 1, 1, 1, 0, terms.num_groups, terms.expert_bytes
-    )
-    made = plan(
-        used,
-        topology,
-        model=model,
-        current=_serving(observed, topology, terms),
-        budget=Budget(
-            max_moves=int(terms.max_moved * held.size) if terms.max_moved < 1 else None,
-            target_imbalance=1.0 if terms.max_moved >= 1 else terms.target_imbalance,
-        ),
-        cost=CostModel(pay_back_s=math.inf if terms.max_moved >= 1 else terms.pay_back_s),
-        dispatch=RULES[terms.algorithm],
+    num_rows, num_experts = len(held), windows.shape[2]
+    is_free = terms.max_moved >= 1
+    target = 1.0 if is_free else terms.target_imbalance
+    topology = terms.system.topology(held.shape[1])
+    made = common.planned(
+        windows[windows.any(axis=(1, 2))],  # a window without a pass has nothing to say
+        _serving(observed, topology, terms),
+        terms.system,
+        Limits(terms.pay_back_s, target, terms.max_moved, is_free),
+        RULES[terms.algorithm],
     )
     wanted = np.where(observed.movable[:, None], made.target.slot_to_expert, held).astype(np.int64)
     share = np.where(observed.movable[:, None], made.target.slot_share, 1.0)
@@ -154,15 +144,15 @@ def make_plan(observed: Observed, terms: Terms) -> Planned:
     sources = np.zeros((num_rows, num_experts, 0), dtype=np.int64)
     if RULES[terms.algorithm] is DispatchRule.WEIGHTED:
         is_table = terms.algorithm == "static"
-        length = terms.num_ranks if is_table else terms.list_length
-        weights = list_weights(wanted, share, num_experts, length, is_full=is_table)
+        length = topology.num_ranks if is_table else terms.list_length
+        weights = list_weights(wanted, share, length, is_full=is_table)
         kept, weights = evened(
             wanted,
             weights,
             made.problem.scaled.mean(axis=1),
-            topology.node_of_slot.astype(np.int64) * (terms.num_groups > 1),
-            each=each,
-            goal=GOAL if terms.max_moved >= 1 else terms.target_imbalance,
+            topology.node_of_slot.astype(np.int64) * (terms.system.num_groups > 1),
+            each=held.shape[1] // topology.num_ranks,
+            goal=GOAL if is_free else terms.target_imbalance,
             most_swaps=_moves_left(made) // 2,
         )
         if is_table:
@@ -214,3 +204,32 @@ def _whole(held: IntArray, share: NDArray[np.float64]) -> NDArray[np.float64]:
     np.add.at(total, (rows, held), share)
     normal: NDArray[np.float64] = share / total[rows, held]
     return normal
+
+
+def check_plan(planned: Planned, held: IntArray, shape: Shape) -> None:
+    """Refuse a plan that the engine's map cannot take; each rank checks the same bytes.
+
+    Raises:
+        PlacementError: as ``common.planning.check_target``; or weights or choices of source ranks
+            that do not fit the map.
+    """
+    found = planned.slot_to_expert
+    common.check_target(found, held, shape.num_experts, shape.movable)
+    if planned.weights.shape != held.shape:
+        raise PlacementError(f"weights have shape {planned.weights.shape}, expected {held.shape}")
+    if planned.weights.min() < 1:
+        raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
+    sources, num_ranks = planned.sources, shape.num_ranks if shape.algorithm == "static" else 0
+    if sources.shape != (len(held), shape.num_experts, num_ranks):
+        raise PlacementError(
+            f"the plan has choices of source ranks of shape {sources.shape}, "
+            f"expected {(len(held), shape.num_experts, num_ranks)}"
+        )
+    is_slot = (sources >= 0) & (sources < held.shape[1])
+    rows, experts = np.arange(len(held))[:, None, None], np.arange(shape.num_experts)[:, None]
+    wrong = ~is_slot | (found[rows, np.where(is_slot, sources, 0)] != experts)
+    for row, expert, rank in np.argwhere(wrong)[:1]:
+        raise PlacementError(
+            f"row {row}: rank {rank} would use slot {sources[row, expert, rank]} for expert "
+            f"{expert}, expected a slot that holds it"
+        )

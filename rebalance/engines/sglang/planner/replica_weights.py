@@ -14,26 +14,17 @@ from numpy.typing import NDArray
 
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
+from rebalance.engines.common.replica_weights import apportioned, by_expert
+from rebalance.engines.common.tap import IntArray
 
-IntArray = NDArray[np.int64]
 MOST_STEPS = 1000  # of evening a row
 SWAP_GAIN = 0.002  # of the busiest rank, in mean rank loads, that two moves must bring
 ROUNDING = 1e-9
 
 
-def shares_of(held: IntArray, weights: IntArray) -> NDArray[np.float64]:
-    """[L, S] share of its expert's tokens that each slot gets from a list of these weights."""
-    total = np.zeros((len(held), int(held.max()) + 1))
-    rows = np.arange(len(held))[:, None]
-    np.add.at(total, (rows, held), weights)
-    share: NDArray[np.float64] = weights / total[rows, held]
-    return share
-
-
 def list_weights(
     held: IntArray,
     share: NDArray[np.float64],
-    num_experts: int,
     length: int,
     *,
     is_full: bool = False,
@@ -44,21 +35,19 @@ def list_weights(
     split is even and need not be full: then each has 1, the shortest list.
     """
     weights = np.ones(held.shape, dtype=np.int64)
-    for row in range(len(held)):
-        count = np.bincount(held[row], minlength=num_experts)
-        if is_full:
-            weights[row, count[held[row]] == 1] = length
-        for expert in np.flatnonzero((count > 1) & (count < length)):
-            slots = np.flatnonzero(held[row] == expert)
-            part = share[row, slots]
-            if not is_full and np.ptp(part) * length < 0.5:
-                continue
-            exact = part / part.sum() * (length - len(slots))
-            found = 1 + np.floor(exact).astype(np.int64)
-            rest = length - int(found.sum())
-            # Stable, so that equal remainders go to the first slots on every machine.
-            found[np.argsort(-(exact - np.floor(exact)), kind="stable")[:rest]] += 1
-            weights[row, slots] = found
+    layers, slots, groups = by_expert(held, held >= 0)
+    count, parts = np.bincount(groups), share[layers, slots]
+    if is_full:
+        is_single = count[groups] == 1
+        weights[layers[is_single], slots[is_single]] = length
+    most, least = np.zeros(len(count)), np.full(len(count), np.inf)
+    np.maximum.at(most, groups, parts)
+    np.minimum.at(least, groups, parts)
+    needs_list = (count > 1) & (count < length)
+    if not is_full:
+        needs_list &= (most - least) * length >= 0.5
+    chosen = needs_list[groups]
+    weights[layers[chosen], slots[chosen]] = apportioned(parts[chosen], groups[chosen], length)
     return weights
 
 

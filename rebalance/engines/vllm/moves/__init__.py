@@ -1,1 +1,1 @@
-"""How experts move in vLLM: checked records of peers, of this host's memory, and of the disk."""
+"""How experts move in vLLM: by its communicator, checked, else from the host cache's records."""

@@ -1,8 +1,8 @@
-"""Records of all experts, kept from the load on: in memory of this host, and on a disk.
+"""Offers vLLM's experts to the host cache, once, after the load and before anything has moved.
 
-Each expert is captured once, by the first rank that holds it, before anything has moved. Ranks of
-one host read each other's memory through a mapping, which outlives its owner. On a disk each rank
-has a file of its own, which a later start of the same model finds again and compares.
+Each expert is offered by the first rank that holds it. The host cache is that of ``eplb
+host-cache``, else one in the first rank of each host. The library keeps the records and gives them
+back (``rebalance/weights/cache/engine_records.py``, ``rebalance/stage/kept_records.py``).
 
 Shapes:  L MoE layers, E experts, P physical experts, C of them on this rank.
 """
@@ -13,9 +13,10 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,209 +26,85 @@ from numpy.typing import NDArray
 from eplb.errors import EplbError, MigrationError
 from rebalance.engines.vllm.moves.record import (
     Tensors,
+    agreed,
     bytes_of,
     digest_of,
     num_bytes_of,
     rows_of,
 )
-from rebalance.types import Digest
-from rebalance.weights.disk.record_file import RecordFile
+from rebalance.stage.kept_records import KeptRecords
+from rebalance.types import Digest, Record
+from rebalance.weights.cache.address import HostCacheAddress, connect
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.engine_records import EngineRecordsClient, address_of
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.group import first_refusal, gathered
-from runtime.memory.shared import SharedArena, attach, whole_pages
+from runtime.memory.shared import SharedArena, whole_pages
+
+CONNECT_S = 5.0
+OFFER_S = 120.0  # for one batch, a slow disk included
+BATCH_BYTES = 2**26
+NUM_READERS = 2  # threads in a rank that read the disk; most of the time they wait
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Places:
+class Library:
     """Where records are kept.
 
     Args:
-        memory_bytes: of each rank, at most; 0: none.
-        folder: of the files; None: no disk. It may be one that all hosts share.
-        name: of the deployment and its group of ranks, in the names of the files.
-        model: what the engine calls the model, with all that decides its weights.
+        place: of ``eplb host-cache`` on this host; None: the deployment has no secret here.
+        embeds: whether ranks keep the records where no ``eplb host-cache`` runs.
+        settings: of the host cache in a rank.
+        model: what the engine calls the model, with all that decides the layout of its weights.
     """
 
-    memory_bytes: int
-    folder: Path | None
-    name: str
+    place: HostCacheAddress | None
+    embeds: bool
+    settings: HostCacheSettings
     model: str
 
-    def file_of(self, rank: int) -> Path:
-        """The file of a rank's records."""
-        assert self.folder is not None, "there is a disk"
-        return self.folder / f"{self.name}-rank-{rank:04d}.records"
+
+@dataclass(frozen=True)
+class Kept:
+    """The records, and the host cache if it is in this rank."""
+
+    records: KeptRecords
+    server: HostCacheServer | None
 
 
-class KeptRecords:
-    """Records of one model, read by one rank. ``capture`` makes it.
+@dataclass(frozen=True)
+class _Loaded:
+    """What a rank has loaded."""
 
-    Args:
-        weights: [L] of the tensors [C, ...] of each layer.
-        held: [L, P] the map of the load.
-        rank: of this process.
-        places: where records are kept.
-    """
+    weights: list[Tensors]  # [L] of tensors [C, ...]
+    held: NDArray[np.int64]  # [L, P]
+    digests: torch.Tensor  # [L, C, 2]
 
-    def __init__(
-        self, weights: list[Tensors], held: NDArray[np.int64], rank: int, places: Places
-    ) -> None:
-        self._rank, self._places = rank, places
-        self._each, self.held = weights[0][0].shape[0], held.copy()
-        num_experts, layers = int(held.max()) + 1, np.arange(len(held))
-        # The first slot that holds each expert, and its place among those of the rank.
-        self._slot = np.zeros((len(held), num_experts), dtype=np.int64)
-        for slot in reversed(range(held.shape[1])):
-            self._slot[layers, held[:, slot]] = slot
-        is_first = self._slot[layers[:, None], held] == np.arange(held.shape[1])
-        by_rank = is_first.reshape(len(held), -1, self._each).swapaxes(0, 1)
-        counted = by_rank.reshape(len(by_rank), -1).cumsum(axis=1).reshape(by_rank.shape) - 1
-        self._entry = counted.swapaxes(0, 1).reshape(held.shape)
-        self._num_own = int(by_rank[rank].sum())
-        sizes = {num_bytes_of(rows_of(layer, 0)) for layer in weights}
-        if len(sizes) != 1:
-            raise MigrationError(f"layers have records of {sorted(sizes)} bytes, expected one size")
-        self._record_bytes = whole_pages(sizes.pop())
-        self._most = places.memory_bytes // self._record_bytes
-        kinds = [(tuple(one.shape[1:]), str(one.dtype)) for one in weights[0]]
-        self._origin = RecordOrigin(
-            hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest(),
-            places.model,
-            len(held),
-            num_experts,
-            self._record_bytes,
-        )
-        self._arena: SharedArena | None = None
-        self._arena_name = f"eplb-records-{secrets.token_hex(8)}"
-        self._memory: dict[int, NDArray[np.uint8]] = {}  # by rank
-        self._files: dict[int, RecordFile | None] = {}  # by rank; None: not on this host
-        self.num_written = 0  # records that the file lacked
-        self._scratch = SharedArena("eplb-record", self._record_bytes).bytes
-        self.digests = np.zeros((len(held), held.shape[1], 2), dtype=np.int64)  # of all slots
-
-    def keep(self, weights: list[Tensors]) -> torch.Tensor:
-        """Capture the experts of which this rank is the first holder.
-
-        Returns:
-            [L, C, 2] digests of this rank's slots.
-
-        Raises:
-            MigrationError: there is no such memory.
-            CheckpointError: the file is of another model, or another process writes it.
-            OSError: the disk is full or fails.
-        """
-        mine = torch.zeros((len(weights), self._each, 2), dtype=torch.int64)
-        num_kept = min(self._num_own, self._most)
-        if num_kept:
-            self._arena = SharedArena(self._arena_name, num_kept * self._record_bytes)
-            self._arena.reserve(0, num_kept * self._record_bytes)
-        file = self._own_file()
-        for layer, tensors in enumerate(weights):
-            for row in range(self._each):
-                record = bytes_of(rows_of(tensors, row))
-                found = digest_of(record)
-                mine[layer, row] = torch.tensor(found)
-                slot = self._rank * self._each + row
-                expert = int(self.held[layer, slot])
-                if self._slot[layer, expert] != slot:
-                    continue
-                entry = int(self._entry[layer, slot])
-                if self._arena is not None and entry < num_kept:
-                    self._arena.bytes[entry * self._record_bytes :][: len(record)] = record
-                if file is not None and file.digest_of((layer, expert)) != found:
-                    self._scratch.zero_()
-                    self._scratch[: len(record)] = record
-                    file.write((layer, expert), self._scratch, found)
-                    self.num_written += 1
-        if file is not None:
-            file.flush()
-        log.info(
-            "records of %d experts kept: %d in memory (%d bytes), %d written to the disk",
-            self._num_own,
-            num_kept,
-            num_kept * self._record_bytes,
-            self.num_written,
-        )
-        return mine
-
-    def _own_file(self) -> RecordFile | None:
-        if self._places.folder is None:
-            return None
-        path = self._places.file_of(self._rank)
-        file = RecordFile.open_or_make(path, self._origin)
-        if not file.may_write:
-            raise MigrationError(f"record file {path} is written by another process, expected none")
-        self._files[self._rank] = file
-        return file
-
-    @property
-    def handle(self) -> tuple[str, str, int]:
-        """How other ranks of this host attach: path, name of the memory, and its bytes."""
-        if self._arena is None:
-            return "", "", 0
-        return self._arena.handle, self._arena_name, self._arena.bytes.numel()
-
-    def attach_to(self, rank: int, handle: tuple[str, str, int]) -> None:
-        """Map the memory of another rank, if it is on this host."""
-        path, name, num_bytes = handle
-        if not num_bytes:
-            return
-        try:
-            if not str(Path(path).readlink()).startswith(f"/memfd:{name}"):  # of another host
-                return
-            found = attach(path, num_bytes)
-        except (OSError, MigrationError) as exc:
-            log.debug("memory of rank %d: %s", rank, exc)
-            return
-        self._memory[rank] = found.reshape(-1, self._record_bytes)
-
-    def read(self, layer: int, expert: int, expected: Digest) -> tuple[torch.Tensor, str] | None:
-        """Return a record and where it was; None where no place has one of this digest.
-
-        The record is valid until the next one is read.
-        """
-        slot = int(self._slot[layer, expert])
-        owner, entry = slot // self._each, int(self._entry[layer, slot])
-        memory = self._memory.get(owner)
-        if memory is not None and entry < len(memory):
-            self._scratch.numpy()[:] = memory[entry]
-            if digest_of(self._scratch) == expected:
-                return self._scratch, "memory"
-            log.error("layer %d expert %d: wrong bytes in the memory of records", layer, expert)
-        file = self._file_of(owner)
-        if file is None or file.digest_of((layer, expert)) != expected:
-            return None
-        try:
-            if file.read((layer, expert), self._scratch) == expected:
-                return self._scratch, "disk"
-            log.error("%s: layer %d expert %d: wrong bytes", file.path, layer, expert)
-        except OSError as exc:
-            log.error("%s: layer %d expert %d: %s", file.path, layer, expert, exc)
-        return None
-
-    def _file_of(self, rank: int) -> RecordFile | None:
-        if rank not in self._files:
-            self._files[rank] = None
-            if self._places.folder is not None and self._places.file_of(rank).exists():
-                try:
-                    self._files[rank] = RecordFile(self._places.file_of(rank), self._origin)
-                except EplbError as exc:
-                    log.warning("%s", exc)
-        return self._files[rank]
+    def records_of(self, rank: int) -> dict[Record, int]:
+        """The experts of which a rank is the first holder, and its slot of each, 0 .. C - 1."""
+        num_own, found = self.digests.shape[1], {}
+        for layer, row in enumerate(self.held.tolist()):
+            for slot in range(rank * num_own, (rank + 1) * num_own):
+                if row.index(row[slot]) == slot:
+                    found[layer, row[slot]] = slot - rank * num_own
+        return found
 
 
 def capture(
-    find: Callable[[], tuple[list[Tensors], NDArray[np.int64]]], group: Any, places: Places
-) -> KeptRecords | None:
-    """Capture each expert once; a collective of all ranks, before anything has moved.
+    find: Callable[[], tuple[list[Tensors], NDArray[np.int64]]], group: Any, library: Library
+) -> Kept | None:
+    """Offer each expert once; a collective of all ranks, before anything has moved.
 
     Args:
         find: returns [L] of the tensors [C, ...] of each layer, and [L, P] the map of the load,
             without empty slots. It may raise.
         group: vLLM's coordinator of the ranks that balance.
-        places: where records are kept.
+        library: where records are kept.
 
     Returns:
         The records; None on all ranks where one of them cannot keep its own.
@@ -235,21 +112,149 @@ def capture(
     Raises:
         RuntimeError: a rank died or was late.
     """
-    refusal, kept, mine = "", None, torch.empty(0)
+    with ExitStack() as undo:
+        try:
+            if not library.embeds:
+                _together(lambda: _probe(library), group)
+            loaded = _together(lambda: _digested(*find()), group)
+            digests = _digests_of_all(loaded, group)
+            origin = _together(lambda: _origin_of(loaded, digests, library.model), group)
+            client, server = _attached(library, origin, group, undo)
+            size, rank = origin.record_bytes, group.rank_in_group
+            _together(lambda: _offer(client, loaded, rank, size), group)
+        except MigrationError as exc:
+            level = logging.ERROR if library.embeds else logging.INFO
+            log.log(level, "no records of experts are kept: %s", exc)
+            return None
+        undo.pop_all()
+    return Kept(KeptRecords(client, digests, size), server)
+
+
+def _together(act: Callable[[], T], group: Any) -> T:
+    """Act on every rank, and go on where all have succeeded.
+
+    Raises:
+        MigrationError: on all ranks alike, with the reason of the first that failed.
+    """
+    refusal = ""
     try:
-        weights, held = find()
-        kept = KeptRecords(weights, held, group.rank_in_group, places)
-        mine = kept.keep(weights)
+        done = act()
     except Exception as exc:  # told to the other ranks, which wait in the next collective
         log.debug("records", exc_info=True)
-        refusal = f"{type(exc).__name__}: {exc}" if not isinstance(exc, EplbError) else str(exc)
-    why_not = first_refusal(refusal, group.cpu_group)
-    if why_not or kept is None:
-        log.error("no records of experts are kept: %s", why_not)
-        return None
-    everyone = [torch.empty_like(mine) for _ in range(group.world_size)]
-    dist.all_gather(everyone, mine, group=group.cpu_group)
-    kept.digests = torch.cat(everyone, dim=1).numpy()
-    for rank, (path, name, size) in enumerate(gathered(kept.handle, group.cpu_group)):
-        kept.attach_to(rank, (path, name, size))
-    return kept
+        refusal = f"{exc}" if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
+    if why_not := first_refusal(refusal, group.cpu_group):
+        raise MigrationError(why_not)
+    return done
+
+
+def _probe(library: Library) -> None:
+    """Refuse where no ``eplb host-cache`` answers, before weights are read for it."""
+    if library.place is None:
+        raise MigrationError("the deployment has no secret on this host, expected eplb host-cache")
+    wire, _ = connect(library.place, CONNECT_S)
+    wire.close()
+
+
+def _digested(weights: list[Tensors], held: NDArray[np.int64]) -> _Loaded:
+    num_own = weights[0][0].shape[0]
+    found = [
+        [digest_of(bytes_of(rows_of(layer, row))) for row in range(num_own)] for layer in weights
+    ]
+    return _Loaded(weights, held, torch.tensor(found, dtype=torch.int64))
+
+
+def _digests_of_all(loaded: _Loaded, group: Any) -> torch.Tensor:
+    """[L, E, 2] of all experts; collective."""
+    everyone = [torch.empty_like(loaded.digests) for _ in range(group.world_size)]
+    dist.all_gather(everyone, loaded.digests, group=group.cpu_group)
+    by_slot = torch.cat(everyone, dim=1).numpy()
+    table = torch.zeros((len(by_slot), int(loaded.held.max()) + 1, 2), dtype=torch.int64)
+    for layer, held in enumerate(loaded.held):
+        for expert, found in agreed(held, by_slot[layer], layer).items():
+            table[layer, expert] = torch.tensor(found)
+    return table
+
+
+def _origin_of(loaded: _Loaded, digests: torch.Tensor, model: str) -> RecordOrigin:
+    """Name the records by their bytes: what is kept of other weights is never taken for these."""
+    sizes = {num_bytes_of(rows_of(layer, 0)) for layer in loaded.weights}
+    if len(sizes) != 1:
+        raise MigrationError(f"layers have records of {sorted(sizes)} bytes, expected one size")
+    kinds = repr([(tuple(one.shape[1:]), str(one.dtype)) for one in loaded.weights[0]])
+    contents = hashlib.blake2b(model.encode(), digest_size=16)
+    contents.update(digests.numpy().tobytes())
+    return RecordOrigin(
+        hashlib.blake2b(kinds.encode(), digest_size=16).hexdigest(),
+        contents.hexdigest(),
+        num_layers=digests.shape[0],
+        num_experts=digests.shape[1],
+        record_bytes=whole_pages(sizes.pop()),
+    )
+
+
+def _attached(
+    library: Library, origin: RecordOrigin, group: Any, undo: ExitStack
+) -> tuple[EngineRecordsClient, HostCacheServer | None]:
+    """Attach to the host cache of this host, which its first rank has where no process does."""
+    of_process, why_not = None, "the deployment has no secret on this host"
+    if library.place is not None:
+        try:
+            client = EngineRecordsClient(library.place, origin, deadline_s=CONNECT_S)
+            of_process = undo.enter_context(closing(client))
+        except MigrationError as exc:
+            why_not = str(exc)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    # Sockets of a host cache are seen within one network namespace.
+    machine = [boot, Path("/proc/self/ns/net").stat().st_ino]
+    ranks = gathered([machine, secrets.token_hex(16)], group.cpu_group)
+    first = next(rank for rank, (other, _) in enumerate(ranks) if other == machine)
+    place = HostCacheAddress(f"rank-{ranks[first][1]}", bytes.fromhex(ranks[first][1]))
+
+    def make_server() -> HostCacheServer | None:
+        if of_process is not None or first != group.rank_in_group:
+            return None
+        if not library.embeds:
+            raise MigrationError(why_not)
+        log.info("records of experts are kept in this process: %s", why_not)
+        settings = replace(library.settings, num_readers=NUM_READERS)
+        server = HostCacheServer.of_offers(address_of(place, origin), origin, settings)
+        return undo.enter_context(closing(server))
+
+    def attach() -> EngineRecordsClient:
+        if of_process is not None:
+            return of_process
+        client = EngineRecordsClient(place, origin, deadline_s=CONNECT_S, is_embedded=True)
+        return undo.enter_context(closing(client))
+
+    server = _together(make_server, group)
+    return _together(attach, group), server
+
+
+def _offer(client: EngineRecordsClient, loaded: _Loaded, rank: int, record_bytes: int) -> None:
+    """Offer what this rank is the first holder of, as far as the host cache lacks it."""
+    own = loaded.records_of(rank)
+    lacking = client.lacks(list(own), deadline_s=OFFER_S)
+    at_once = max(1, min(len(lacking), BATCH_BYTES // record_bytes))
+    num_kept: dict[str, int] = {"memory": 0, "disk": 0, "": 0}
+    with closing(SharedArena("eplb-offer", at_once * record_bytes)) as arena:
+        entries = arena.bytes.view(-1, record_bytes)
+        for start in range(0, len(lacking), len(entries)):
+            offered: list[tuple[Record, Digest]] = []
+            for entry, (layer, expert) in zip(entries, lacking[start:], strict=False):
+                row = own[layer, expert]
+                record = bytes_of(rows_of(loaded.weights[layer], row))
+                entry[: len(record)] = record
+                plain, weighted = loaded.digests[layer, row].tolist()
+                offered.append(((layer, expert), (plain, weighted)))
+            for place in client.offer(offered, arena, deadline_s=OFFER_S):
+                num_kept[place] += 1
+    client.hint([record for record in own if record not in set(lacking)])
+    log.info(
+        "records of %d experts: %d were kept already, %d are in memory now, %d on disk alone, "
+        "%d nowhere",
+        len(own),
+        len(own) - len(lacking),
+        num_kept["memory"],
+        num_kept["disk"],
+        num_kept[""],
+    )

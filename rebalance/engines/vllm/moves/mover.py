@@ -1,11 +1,10 @@
-"""The mover behind vLLM's ``EplbCommunicator``: receivers ask, and check what they get.
+"""The mover behind vLLM's ``EplbCommunicator``: what vLLM moves is checked, and replaced if wrong.
 
-Each receiver asks a rank that holds the expert, all ranks answer, and a digest of the record
-decides whether it is used. A wrong record is asked for once more, of another holder where there is
-one. What is still missing, because its holders are late or have lost it, comes from the records
-that were kept at the load, of this host's memory or of a disk. If any rank is left without a right
-record, all ranks repeat the batch by vLLM's own communicator, so a fault of this one moves nothing
-wrong and stops nothing.
+vLLM's own communicator moves the experts, on a group of its own whose deadline ends a silent peer.
+A digest of each record that arrives decides whether it is used. A wrong record is asked for once
+more, of another holder where there is one. What is still missing is staged from the records that
+were kept at the load (``rebalance/stage/kept_records.py``): host memory, another host, disk. If any
+rank is left without a right record, all ranks repeat the batch by vLLM's communicator, unchecked.
 
 Digests are those of the kept records, else taken from a layer before its first move and exchanged;
 replicas must have the same.
@@ -14,7 +13,7 @@ replicas must have the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +22,27 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from rebalance.engines.gauge import set_part
+from eplb.errors import MigrationError
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.vllm.moves.record import (
+    NOBODY,
     Tensors,
+    agreed,
     bytes_of,
     digest_of,
-    num_bytes_of,
     rows_of,
     write,
 )
 from rebalance.types import Digest
 
 if TYPE_CHECKING:
-    from rebalance.engines.vllm.moves.kept_records import KeptRecords
     from rebalance.engines.vllm.process import PluginProcess
+    from rebalance.stage.kept_records import KeptRecords
 
 ATTEMPTS = 2
-NOBODY = -1
 PEER_DEADLINE_S = 30.0  # for all records of a batch to arrive
+
+Transfer = tuple[Tensors, int, int]  # tensors of one expert, the other rank, the expert
 
 log = logging.getLogger(__name__)
 
@@ -57,29 +59,31 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
     class CheckedCommunicator(base):  # type: ignore[misc]
         """Moves checked records; ``own`` is vLLM's communicator, used if one stays wrong."""
 
-        def __init__(self, group: Any, weights: Sequence[Tensors], own: Any) -> None:
+        def __init__(
+            self, group: Any, weights: Sequence[Tensors], own: Any, own_on: Callable[[Any], Any]
+        ) -> None:
             self._group, self._weights, self._own = group, weights, own
             self._num_experts = process.num_experts  # of the model that is being added
-            self._sends: list[tuple[Tensors, int, int]] = []
-            self._recvs: list[tuple[Tensors, int, int]] = []
+            self._sends: list[Transfer] = []
+            self._recvs: list[Transfer] = []
             self._layer, self._old = -1, np.empty(0, dtype=np.int64)
             self._known: dict[int, dict[int, Digest]] = {}  # by layer and expert
             self._stream: Any = None
             # A group of its own: one that a late peer has broken is of no use afterwards.
-            self._links: Any = dist.new_group(
+            links = dist.new_group(
                 group.ranks,
                 timeout=timedelta(seconds=PEER_DEADLINE_S),
                 backend="gloo",
                 use_local_synchronization=True,
             )
+            self._peers: Any = own_on(links)
             self._abandoned: object = None  # what operations of broken links may still write to
-            self._records: KeptRecords | None = None
+            self.records: KeptRecords | None = None
             self.num_checked = self.num_wrong = self.num_repeated = self.num_skipped = 0
-            self.num_from = {"memory": 0, "disk": 0}  # kept records that were used
 
         def use_records(self, records: KeptRecords) -> None:
             """Use the records of this model's experts from now on; alike on all ranks."""
-            self._records = records
+            self.records = records
 
         @property
         def needs_profile_buffer_reservation(self) -> bool:
@@ -88,6 +92,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
         def set_stream(self, stream: Any) -> None:
             self._stream = stream
             self._own.set_stream(stream)
+            self._peers.set_stream(stream)
 
         def set_transfer_context(self, old_indices: Any, layer_idx: int) -> None:
             self._old, self._layer = np.array(old_indices, dtype=np.int64), layer_idx
@@ -106,32 +111,33 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             if process.decisions.keeps_layer(self._old, self._layer, *shape):
                 self.num_skipped += 1  # on all ranks: nobody sends or receives
                 return
-            if not process.is_on("mover") or not self._pulled(recvs):
-                self._by_engine(sends, recvs)
+            if not process.is_on("mover") or not self._is_moved(sends, recvs):
+                self._move(self._own, sends, recvs)
 
-        def _by_engine(self, sends: Any, recvs: Any) -> None:
+        def _move(self, by: Any, sends: list[Transfer], recvs: list[Transfer]) -> None:
             for tensors, rank, expert in sends:
-                self._own.add_send(tensors, rank, expert_id=expert)
+                by.add_send(tensors, rank, expert_id=expert)
             for tensors, rank, expert in recvs:
-                self._own.add_recv(tensors, rank, expert_id=expert)
-            self._own.execute()
+                by.add_recv(tensors, rank, expert_id=expert)
+            by.execute()
 
-        def _pulled(self, recvs: Any) -> bool:
-            """Whether every rank has all that it asked for; alike on all ranks."""
+        def _is_moved(self, sends: list[Transfer], recvs: list[Transfer]) -> bool:
+            """Whether every rank has right records of all that it receives; alike on all ranks."""
             with on_stream(self._stream):
                 expected = self._digests()
-                wanted = {expert: tensors for tensors, _, expert in recvs}
-                sources = {expert: source for _, source, expert in recvs}
-                for _ in range(ATTEMPTS):
-                    if self._links is not None:
-                        self._take_from_peers(wanted, sources, expected)
-                    if not self._anywhere(len(sources)):
-                        set_part("vllm", "mover", is_on=self._links is not None)
+                for attempt in range(ATTEMPTS):
+                    if self._peers is None:
+                        break
+                    if attempt:
+                        sends, recvs = self._asked_again(recvs)
+                    recvs = self._missing_of_peers(sends, recvs, expected)
+                    if not self._anywhere(len(recvs)):
+                        set_part("vllm", "mover", is_on=self._peers is not None)
                         return True
                 set_part("vllm", "mover", is_on=False)
                 if self._has_records(expected):
-                    self._take_records(wanted, sources, expected)
-                    if not self._anywhere(len(sources)):
+                    recvs = [recv for recv in recvs if not self._is_staged(recv)]
+                    if not self._anywhere(len(recvs)):
                         return True
             # The weights may have been replaced since: taken again before the next move.
             self._known.pop(self._layer, None)
@@ -139,45 +145,55 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             log.error("layer %d: moved by vLLM's own communicator, unchecked", self._layer)
             return False
 
-        def _take_from_peers(
-            self, wanted: dict[int, Tensors], sources: dict[int, int], expected: dict[int, Digest]
-        ) -> None:
-            """Write what arrives and is right; ``sources`` keeps the rest, with whom to ask."""
-            for expert, record in self._exchanged(sources).items():
-                if digest_of(record) == expected.get(expert):
-                    write(record, wanted[expert])
-                    del sources[expert]
+        def _missing_of_peers(
+            self, sends: list[Transfer], recvs: list[Transfer], expected: dict[int, Digest]
+        ) -> list[Transfer]:
+            """Exchange with peers; return what did not arrive, or with a wrong digest."""
+            try:
+                self._move(self._peers, sends, recvs)
+            except RuntimeError as exc:
+                log.error("layer %d: a peer is gone or late: %s", self._layer, exc)
+                self._peers, self._abandoned = None, (self._peers, exc)
+                return recvs
+            missing = []
+            for tensors, rank, expert in recvs:
+                if digest_of(bytes_of(tensors)) == expected.get(expert):
                     self.num_checked += 1
-                else:
-                    self.num_wrong += 1
-                    log.error(
-                        "layer %d expert %d from rank %d: digest mismatch",
-                        self._layer,
-                        expert,
-                        sources[expert],
-                    )
-                    sources[expert] = self._other_holder(expert, sources[expert])
-
-        def _take_records(
-            self, wanted: dict[int, Tensors], sources: dict[int, int], expected: dict[int, Digest]
-        ) -> None:
-            """Write the kept records of experts that no peer had."""
-            assert self._records is not None, "records are kept"
-            for expert in list(sources):
-                found = self._records.read(self._layer, expert, expected[expert])
-                if found is None:
-                    log.error("layer %d expert %d: no record is kept", self._layer, expert)
                     continue
-                record, place = found
-                write(record, wanted[expert])
-                del sources[expert]
-                self.num_from[place] += 1
-                log.warning(
-                    "layer %d expert %d: taken from the %s, no peer had it",
-                    self._layer,
-                    expert,
-                    place,
-                )
+                self.num_wrong += 1
+                name = f"layer {self._layer} expert {expert}"
+                log.error("%s from rank %d: digest mismatch", name, rank)
+                missing.append((tensors, rank, expert))
+            return missing
+
+        def _asked_again(self, missing: list[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
+            """What to send and receive so that others give what is missing; collective."""
+            rank, size = self._group.rank_in_group, self._group.world_size
+            recvs = [(tensors, self._other_holder(e, was), e) for tensors, was, e in missing]
+            asked = torch.full((self._weights[0][0].shape[0], 2), NOBODY)
+            for place, (_, source, expert) in enumerate(recvs):
+                asked[place] = torch.tensor([source, expert])
+            everyone = self._gathered(asked)
+            held = {int(expert): row for row, expert in reversed(list(enumerate(self._rows(rank))))}
+            sends = [
+                (rows_of(self._weights[self._layer], held[expert]), reader, expert)
+                for reader in range(size)
+                for source, expert in everyone[reader].tolist()
+                if source == rank
+            ]
+            return sends, recvs
+
+        def _is_staged(self, recv: Transfer) -> bool:
+            """Whether the kept record of an expert that no peer had could be staged."""
+            tensors, _, expert = recv
+            assert self.records is not None, "records are kept"
+            try:
+                write(self.records.bring((self._layer, expert)), tensors)
+            except MigrationError as exc:
+                log.error("layer %d expert %d: %s", self._layer, expert, exc)
+                return False
+            log.warning("layer %d expert %d: from kept records", self._layer, expert)
+            return True
 
         def _has_records(self, expected: dict[int, Digest]) -> bool:
             """Whether records are kept, and of the weights that serve; alike on all ranks.
@@ -185,7 +201,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             Where most slots of a layer have other bytes than at the load, the weights were
             replaced, and records would bring back the old ones.
             """
-            if self._records is None:
+            if self.records is None:
                 return False
             differ = [
                 digest_of(self._record(row)) != expected.get(int(expert))
@@ -194,7 +210,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             ]
             if 2 * self._summed(sum(differ)) <= len(self._old):
                 return True
-            self._records = None
+            self.records = None
             self._known.clear()
             process.records_ended("the weights were replaced since the load")
             return False
@@ -210,11 +226,11 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             """Digest of each expert of the layer; collective at the first move of a layer."""
             layer = self._layer
             if layer not in self._known:
-                if self._records is not None:
-                    held, table = self._records.held[layer], self._records.digests[layer]
+                if self.records is not None:
+                    kept = self.records.digests[layer].tolist()
+                    self._known[layer] = {e: (one, two) for e, (one, two) in enumerate(kept)}
                 else:
-                    held, table = self._old, self._live_digests()
-                self._known[layer] = _agreed(held, table, layer)
+                    self._known[layer] = agreed(self._old, self._live_digests(), layer)
             return self._known[layer]
 
         def _live_digests(self) -> NDArray[np.int64]:
@@ -226,40 +242,6 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
                     mine[row] = torch.tensor(digest_of(self._record(row)))
             table: NDArray[np.int64] = self._gathered(mine).reshape(-1, 2).numpy()
             return table
-
-        def _exchanged(self, sources: dict[int, int]) -> dict[int, torch.Tensor]:
-            """Ask for experts by the rank to ask, and answer the others; collective."""
-            rank, size = self._group.rank_in_group, self._group.world_size
-            asked = torch.full((self._weights[0][0].shape[0], 2), NOBODY)
-            for place, (expert, source) in enumerate(sources.items()):
-                asked[place] = torch.tensor([source, expert])
-            everyone = self._gathered(asked)
-            num_bytes = num_bytes_of(rows_of(self._weights[self._layer], 0))
-            held = {int(expert): row for row, expert in reversed(list(enumerate(self._rows(rank))))}
-            got = {e: torch.empty(num_bytes, dtype=torch.uint8) for e in sources}
-            operations, kept, works = [], [], []
-            for reader in range(size):
-                for source, expert in everyone[reader].tolist():
-                    if reader == rank and source != NOBODY:
-                        operations.append(self._operation(dist.irecv, got[expert], source))
-                    elif source == rank:
-                        # One that is not here is answered with zeros, which no digest matches.
-                        row = held.get(expert, NOBODY)
-                        record = torch.zeros(num_bytes, dtype=torch.uint8)
-                        kept.append(self._record(row) if row != NOBODY else record)
-                        operations.append(self._operation(dist.isend, kept[-1], reader))
-            try:
-                works = dist.batch_isend_irecv(operations) if operations else []
-                for work in works:
-                    work.wait()
-            except RuntimeError as exc:
-                log.error("layer %d: a peer is gone or late: %s", self._layer, exc)
-                self._links, self._abandoned = None, (works, got, kept)
-                return {}
-            return got
-
-        def _operation(self, what: Any, record: torch.Tensor, peer: int) -> Any:
-            return dist.P2POp(what, record, group=self._links, group_peer=peer)
 
         def _other_holder(self, expert: int, source: int) -> int:
             num_local = self._weights[0][0].shape[0]
@@ -273,11 +255,11 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
 
         def _anywhere(self, num_missing: int) -> bool:
             """Whether any rank misses records; one whose peer is late ends the links of all."""
-            word = torch.tensor([num_missing, int(self._links is None)])
+            word = torch.tensor([num_missing, int(self._peers is None)])
             dist.all_reduce(word, group=self._group.cpu_group)
             num_missing, num_broken = word.tolist()
             if num_broken:
-                self._links = None
+                self._peers = None
             return num_missing > 0
 
         def _summed(self, number: int) -> int:
@@ -286,24 +268,3 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             return int(word)
 
     return CheckedCommunicator
-
-
-def _agreed(held: NDArray[np.int64], table: NDArray[np.int64], layer: int) -> dict[int, Digest]:
-    """The digest of each expert: that of its first slot.
-
-    Args:
-        held: [P] experts by slot.
-        table: [P, 2] digests by slot.
-        layer: for the log.
-    """
-    found: dict[int, Digest] = {}
-    for slot, expert in enumerate(held.tolist()):
-        given = (int(table[slot, 0]), int(table[slot, 1]))
-        if expert != NOBODY and found.setdefault(expert, given) != given:
-            log.error(
-                "layer %d expert %d: the replica in slot %d differs from another",
-                layer,
-                expert,
-                slot,
-            )
-    return found

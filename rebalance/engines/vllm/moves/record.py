@@ -6,16 +6,22 @@ the bytes of a checkpoint.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rebalance.types import Digest
 from runtime.memory.shared import digest
 
+NOBODY = -1  # in place of an expert, or of a rank
 WORD_BYTES = 8  # a record is a whole number of them for its digest
 
 Tensors = Sequence[torch.Tensor]  # of one expert, one from each of the layer's weights
+
+log = logging.getLogger(__name__)
 
 
 def rows_of(weights: Tensors, row: int) -> Tensors:
@@ -50,3 +56,24 @@ def digest_of(record: torch.Tensor) -> Digest:
         record = torch.cat([record, record.new_zeros(padding)])
     plain, weighted = digest(record)
     return plain, weighted
+
+
+def agreed(held: NDArray[np.int64], table: NDArray[np.int64], layer: int) -> dict[int, Digest]:
+    """The digest of each expert: that of its first slot.
+
+    Args:
+        held: [P] experts by slot.
+        table: [P, 2] digests by slot.
+        layer: for the log.
+    """
+    found: dict[int, Digest] = {}
+    for slot, expert in enumerate(held.tolist()):
+        given = (int(table[slot, 0]), int(table[slot, 1]))
+        if expert != NOBODY and found.setdefault(expert, given) != given:
+            log.error(
+                "layer %d expert %d: the replica in slot %d differs from another",
+                layer,
+                expert,
+                slot,
+            )
+    return found

@@ -18,15 +18,29 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from api.config.addresses import is_loopback
+from eplb.declared import Setting
 from eplb.errors import ConfigError
+from eplb.settings.addresses import is_loopback
 
 VARIABLE = "EPLB_SECRET"
 FILE_SETTING = "network.secret_file"
 # in the state folder
 OWN_FILE, TOKEN_FILE, METRICS_TOKEN_FILE = "secret", "http-token", "metrics-token"
 LEAST_BYTES, MOST_BYTES = 16, 4096
+
+
+@dataclass(frozen=True)
+class SecretSettings:
+    """Where the secret is found."""
+
+    secret_file: Annotated[
+        Path | None,
+        Setting(
+            "file with the secret of the deployment (or EPLB_SECRET); none: only loopback addresses"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

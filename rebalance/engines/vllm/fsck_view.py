@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rebalance.engines.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
 
 
 class VllmView:

@@ -17,6 +17,7 @@ from typing import Any
 from eplb.errors import RankError
 
 PREFIX = "eplb-plugin"
+REFUSED = "refused: "  # before the reason of a rank that cannot take part
 
 
 @dataclass(frozen=True)
@@ -27,44 +28,65 @@ class Joined:
     base_generation: int  # of placements: each start of the engine begins above all earlier ones
 
 
-def join(store: Any, group: str, rank: int, size: int, facts: str, deadline_s: float) -> Joined:
+def join(
+    engine: str,
+    store: Any,
+    group: str,
+    rank: int,
+    size: int,
+    *,
+    facts: str,
+    deadline_s: float,
+    refusal: str = "",
+) -> Joined:
     """Wait for the other ranks of a group, up to a deadline.
 
     Args:
+        engine: its name, the first part of the run's.
         store: ``torch.distributed.Store`` that all ranks reach.
         group: name of the group, alike on its ranks.
         rank: in the group.
         size: of the group.
         facts: must be alike on every rank: versions and settings.
         deadline_s: for all ranks to have loaded the plug-in.
+        refusal: why this rank cannot take part; "" if it can.
 
     Raises:
-        RankError: a rank is missing or has other facts; then it is raised on every rank.
+        RankError: a rank is missing, refuses or has other facts; then it is raised on every rank.
     """
     key = f"{PREFIX}/{group}"
     lines = [f"{key}/{other}" for other in range(size)]
-    store.set(lines[rank], facts)
-    proposal: dict[str, Any] = {"refused": ""}
+    store.set(lines[rank], f"{REFUSED}{refusal}" if refusal else facts)
     try:
         store.wait(lines, timedelta(seconds=deadline_s))
-    except RuntimeError:
-        found = [other for other in range(size) if store.check([lines[other]])]
-        proposal["refused"] = (
-            f"ranks {sorted(set(range(size)) - set(found))} of {size} did not load the plug-in "
-            f"within {deadline_s:g} s, expected all"
+    except RuntimeError:  # torch's DistStoreError among them
+        missing = [other for other in range(size) if not store.check([lines[other]])]
+        refused = (
+            f"ranks {missing} of {size} did not load the plug-in within {deadline_s:g} s, "
+            "expected all"
         )
     else:
-        others = [str(store.get(line), "utf-8") for line in lines]
-        if set(others) != {facts}:
-            other = next(number for number, line in enumerate(others) if line != others[0])
-            proposal["refused"] = (
-                f"rank {other} has {others[other]}, rank 0 has {others[0]}, expected the same"
-            )
+        refused = _difference([str(store.get(line), "utf-8") for line in lines])
     now = time.time()
-    proposal["run"] = f"vllm-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
-    proposal["base"] = int(now)
+    proposal = {
+        "refused": refused,
+        "run": f"{engine}-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}",
+        "base": int(now),
+    }
+    # The first writer wins: a rank that gave up and one that did not cannot decide differently.
     decided = store.compare_set(f"{key}/decision", "", json.dumps(proposal))
     decision = json.loads(str(decided, "utf-8"))
     if decision["refused"]:
         raise RankError(f"rank {rank}: {decision['refused']}")
     return Joined(decision["run"], decision["base"])
+
+
+def _difference(lines: list[str]) -> str:
+    """Why ranks with these lines cannot work together; "" if they can."""
+    for rank, line in enumerate(lines):
+        if line.startswith(REFUSED):
+            return f"rank {rank} refuses: {line.removeprefix(REFUSED)}"
+    for rank, line in enumerate(lines):
+        if line != lines[0]:
+            return f"rank {rank} has {line}, rank 0 has {lines[0]}, expected the same"
+    return ""

@@ -2,23 +2,29 @@
 
 A fault is logged, written to the store as the event ``placement_fault``, and shown by the gauge's
 part ``placement``. The check changes nothing; if it fails itself it ends, and passes go on.
+
+Shapes:  N tokens, K experts of a token, S slots, R ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rebalance.engines.fsck.check import Gather, PlacementCheck, begin_check
-from rebalance.engines.fsck.faults import Fault
-from rebalance.engines.fsck.report import BEGUN, FAULT, ROUND
-from rebalance.engines.fsck.tensors import EngineView
-from rebalance.engines.gauge import set_part
+import numpy as np
+from numpy.typing import NDArray
+
+from rebalance.engines.common.fsck.check import Gather, PlacementCheck, begin_check
+from rebalance.engines.common.fsck.report import BEGUN, FAULT, ROUND, Fault
+from rebalance.engines.common.fsck.tensors import EngineView
+from rebalance.engines.common.gauge import set_part
 
 log = logging.getLogger(__name__)
 MOST_KEPT = 100  # faults that are reported; a wrong map would name every slot
+
+IntArray = NDArray[np.int64]
 
 # The kind and the detail of an event, for the store. It must not wait.
 Write = Callable[[str, dict[str, Any]], None]
@@ -106,3 +112,41 @@ class RankCheck:
             self.faults[fault] = None
             log.error("placement fault: %s", fault)
             self._write(FAULT, {"text": str(fault), **vars(fault)})
+
+
+def check_choices(
+    row: int, experts: IntArray, chosen: Sequence[IntArray], held: IntArray, *, is_shared: bool
+) -> list[Fault]:
+    """Compare slots that ranks chose for the same tokens: every expert is to be computed once.
+
+    With an all-to-all, each rank dispatches its own tokens, and its slot must hold the expert.
+    Without one, all ranks run the experts over the same tokens and add their parts: if they choose
+    different replicas, an expert is added several times or not at all, and the output is wrong
+    without an error.
+
+    Args:
+        row: layer.
+        experts: [N, K] that the router chose.
+        chosen: of each rank, [N, K] slots.
+        held: [S] experts by slot.
+        is_shared: whether ranks run the experts over the same tokens.
+    """
+    faults = []
+    for rank, slots in enumerate(chosen):
+        is_slot = (slots >= 0) & (slots < len(held))
+        wrong = ~is_slot | (held[np.where(is_slot, slots, 0)] != experts)
+        for place in np.argwhere(wrong)[:1]:
+            slot, expert = int(slots[tuple(place)]), int(experts[tuple(place)])
+            what = f"of rank {rank} is for another expert, expected a slot that holds it"
+            faults.append(Fault("choice", row, slot, expert, "the choice", what))
+        differs = np.argwhere(slots != chosen[0])
+        if is_shared and len(differs):
+            place = tuple(differs[0])
+            what = (
+                f"of rank {rank} differs from rank 0's slot {chosen[0][place]} for {len(differs)} "
+                f"of {slots.size} choices, expected the same on all ranks: without an all-to-all "
+                "ranks add their parts, so the output is wrong"
+            )
+            slot, expert = int(slots[place]), int(experts[place])
+            faults.append(Fault("choice", row, slot, expert, "the choice", what))
+    return faults

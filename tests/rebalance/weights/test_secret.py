@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from api.deploy.secret import Secret, deployment_secret, write_token
 from eplb.errors import ConfigError
+from rebalance.weights.link.secret import Secret, deployment_secret, write_token
 
 GIVEN = "0123456789abcdef"
 REMOTE = {"topology.hosts[0]": "127.0.0.1", "topology.hosts[1]": "10.0.0.1"}

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rebalance.engines.fsck.check import Gather
-from rebalance.engines.fsck.choices import check_choices
-from rebalance.engines.fsck.faults import Fault
-from rebalance.engines.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.check import Gather
+from rebalance.engines.common.fsck.rank_check import check_choices
+from rebalance.engines.common.fsck.report import Fault
+from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,8 @@ it takes, and leaves the others to them.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,11 @@ from eplb.settings.deployment import DeploymentSettings, WindowSettings
 from eplb.settings.loader import CONFIG_VARIABLE, load
 from eplb.settings.tree import Section, SettingsTree
 from rebalance.build.config import ReportingConfig
+from rebalance.weights.cache.address import HostCacheAddress, place_of_records
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.link.secret import SecretSettings, deployment_secret
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,16 +43,13 @@ class EngineSettings:
     check: Annotated[
         bool, Setting("compare live slots with the experts of the map, now and then")
     ] = True
-    records_gb: Annotated[
-        float,
+    records: Annotated[
+        Literal["auto", "on", "off"],
         Setting(
-            "memory of a rank for records of experts, from which lost ones are taken; 0: none",
-            unit="GB",
+            "keep each expert from the load on, to replace lost ones; auto: where eplb host-cache "
+            "runs; on: else in the ranks"
         ),
-    ] = 0.0
-    records_dir: Annotated[str, Setting("folder of files with records of experts; empty: none")] = (
-        ""
-    )
+    ] = "auto"
     phase: Annotated[
         Literal["auto", "prefill", "decode", "mixed"],
         Setting("phase of the engine's forward passes; auto: by its scheduler's output"),
@@ -72,6 +76,8 @@ class _Tree(SettingsTree):
     deployment = Section("What runs where.", DeploymentSettings)
     engine = Section("The plug-in.", EngineSettings)
     planner = Section("What a plan aims at.", CostModel, Budget)
+    host_cache = Section("Where records of experts are kept.", HostCacheSettings)
+    network = Section("The secret.", SecretSettings)
     telemetry = Section("Samples and windows.", WindowSettings, ReportingConfig)
 
 
@@ -86,6 +92,20 @@ class PluginSettings:
     budget: Budget = field(default_factory=Budget)
     windows: WindowSettings = field(default_factory=WindowSettings)
     spool_dir: Path | None = None
+    host_cache: HostCacheSettings = field(default_factory=HostCacheSettings)
+    secret_file: Path | None = None
+    state_dir: Path = DeploymentSettings.state_dir
+
+    def place_of_records(self) -> HostCacheAddress | None:
+        """Where ``eplb host-cache`` of this host is found; None where no secret is."""
+        try:
+            secret = deployment_secret(
+                self.secret_file, os.environ, addresses={}, state_dir=self.state_dir, makes=False
+            )
+        except ConfigError as exc:
+            log.info("eplb host-cache is not looked for: %s", exc)
+            return None
+        return place_of_records(self.deployment, secret)
 
 
 def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
@@ -113,4 +133,7 @@ def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
         settings[Budget],
         settings[WindowSettings],
         settings[ReportingConfig].spool_dir,
+        settings.host_cache,
+        settings.network.secret_file,
+        deployment.state_dir,
     )

@@ -1,0 +1,132 @@
+"""What a rank of an engine and its process at the store tell each other.
+
+As bytes a message is a line of JSON, and the plain contents of its arrays after it: nothing that is
+read is executed, and the step copies an array once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.state.codec import to_json
+from telemetry.state.runs import RunInfo
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose samples these are."""
+
+    deployment: str
+    store: str  # URL
+    rank: int
+    info: RunInfo
+    spool: str = ""  # folder where samples wait on disk; "": they wait in memory
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the run and the maps, and works off tasks."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Question:
+    """Why a plan is asked for."""
+
+    trigger: str  # interval, or task
+    task_id: int = 0
+    is_dry: bool = False  # plan, and move nothing
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a question."""
+
+    question: Question
+    figures: dict[str, Any] = field(default_factory=dict)  # of the plan, for display
+    error: str = ""
+    kept: str = ""  # why the plan, which would move experts, does not
+
+
+@dataclass(frozen=True, eq=False)
+class MapChange:
+    """A map that serves on all layers from now on."""
+
+    held: NDArray[np.int32]  # [L, S]
+    share: NDArray[np.float64] | None  # [L, S]; None: even
+    num_experts: int
+    generation: int
+    reason: str
+    question: Question | None = None  # whose plan it is; it ends with the map
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An event of this rank."""
+
+    kind: str
+    detail: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Fields of a ``LoadSample``, but for deployment, run and rank."""
+
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the process at the store does; sent at each change."""
+
+    is_on: bool  # what was handed over reaches the store
+    why_kept: str  # why nothing may move now, by the deployment's switches; on rank 0
+    num_failures: int  # of the store
+
+
+# From the rank, and to the rank.
+Told = Sample | MapChange | Noted | Outcome
+Reply = Report | Question
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Identity, Sample, MapChange, Noted, Outcome, Report, Question)
+}
+NESTED: dict[str, Any] = {"info": RunInfo, "question": Question}
+
+
+def to_bytes(message: Told | Reply | Identity) -> bytes:
+    """Pack a message.
+
+    Raises:
+        StoreError: a value that is no array and that JSON cannot hold.
+    """
+    fields = message.fields if isinstance(message, Sample) else vars(message)
+    arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+    header = {
+        "kind": type(message).__name__,
+        "fields": {name: value for name, value in fields.items() if name not in arrays},
+        "arrays": [[name, array.dtype.str, array.shape] for name, array in arrays.items()],
+    }
+    contents = (array.tobytes() for array in arrays.values())
+    return b"".join((to_json(header).encode(), b"\n", *contents))
+
+
+def from_bytes(packed: bytes) -> Any:
+    """Unpack a message; its arrays are read-only."""
+    line, _, contents = packed.partition(b"\n")
+    header = json.loads(line)
+    fields, offset = header["fields"], 0
+    for name, dtype, shape in header["arrays"]:
+        array = np.frombuffer(contents, dtype, math.prod(shape), offset).reshape(shape)
+        fields[name] = array
+        offset += array.nbytes
+    if header["kind"] == Sample.__name__:
+        return Sample(fields)
+    for name in NESTED.keys() & fields.keys():
+        if fields[name] is not None:
+            fields[name] = NESTED[name](**fields[name])
+    return KINDS[header["kind"]](**fields)

@@ -1,0 +1,127 @@
+"""A plan for an engine's map, and the check that the engine's map can take it.
+
+Shapes:  T windows, L layers, E experts, S slots.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.problem import Budget
+from eplb.core.topology import Topology
+from eplb.errors import PlacementError
+from eplb.planner import Plan, plan
+from rebalance.engines.common.tap import IntArray
+
+UNKNOWN_EXPERT_BYTES = 17_000_000  # where an engine does not say
+
+
+@dataclass(frozen=True)
+class System:
+    """What experts are balanced over, in slots that all ranks have alike."""
+
+    num_ranks: int
+    num_nodes: int
+    num_groups: int  # of experts, by the model; groups that nodes cannot hold whole do not count
+    expert_bytes: int  # 0: unknown
+
+    def topology(self, num_slots: int) -> Topology:
+        """Ranks and their slots."""
+        ranks, nodes = self.num_ranks, self.num_nodes
+        return Topology.uniform(nodes, ranks // nodes, num_slots // ranks)
+
+    def model(self, num_layers: int, num_experts: int) -> ModelShape:
+        """Layers, experts and their groups."""
+        groups = self.num_groups
+        fits = groups % self.num_nodes == 0 and num_experts % groups == 0
+        bytes_ = self.expert_bytes or UNKNOWN_EXPERT_BYTES
+        layers = tuple(range(num_layers))
+        return ModelShape(layers, num_experts, 1, 1, 1, 0, groups if fits else 1, bytes_)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may cost, and when it is good enough."""
+
+    pay_back_s: float
+    target_imbalance: float
+    max_moved: float  # part of all slots
+    is_free: bool  # any number of experts may move, for any gain: no plan has made the map yet
+    time_ms: float | None = None  # of search, counted in steps; None: as ``Budget``
+    bytes_per_s: float = CostModel.bytes_per_s  # at which a rank receives
+    policy: str = "auto"
+
+
+def planned(
+    windows: IntArray, current: Placement, system: System, limits: Limits, rule: DispatchRule
+) -> Plan:
+    """Plan for the rule by which the engine chooses among replicas.
+
+    Args:
+        windows: [L, E] or [T, L, E] tokens.
+        current: the map that serves, with the shares by which it is dispatched.
+        system: ranks and model.
+        limits: of the plan.
+        rule: the engine's.
+
+    Raises:
+        EplbError: load, map and ranks do not describe one system.
+    """
+    num_layers, num_slots = current.slot_to_expert.shape
+    most = int(limits.max_moved * num_layers * num_slots)
+    return plan(
+        windows,
+        system.topology(num_slots),
+        model=system.model(num_layers, current.num_experts),
+        current=current,
+        budget=Budget(
+            max_moves=None if limits.is_free else most,
+            target_imbalance=limits.target_imbalance,
+            time_ms=limits.time_ms,
+        ),
+        cost=CostModel(
+            # An engine that moves weights holds passes up for it: the gate weighs that.
+            pay_back_s=math.inf if limits.is_free else limits.pay_back_s,
+            bytes_per_s=limits.bytes_per_s,
+        ),
+        dispatch=rule,
+        policy=limits.policy,
+    )
+
+
+def check_target(
+    found: IntArray,
+    held: IntArray,
+    num_experts: int,
+    movable: NDArray[np.bool_] | None = None,
+) -> None:
+    """Refuse a map that the engine's cannot become.
+
+    Args:
+        found: [L, S] the map of a plan.
+        held: [L, S] the map that serves.
+        num_experts: E.
+        movable: [L] layers that may change; None: all.
+
+    Raises:
+        PlacementError: another shape, an empty slot, an expert that is not there or has no slot,
+            or a layer that may not change and does.
+    """
+    if found.shape != held.shape:
+        raise PlacementError(f"the plan has shape {found.shape}, expected {held.shape}")
+    Placement(found.astype(np.int32), num_experts)
+    if found.min() < 0:
+        raise PlacementError("the plan has an empty slot, expected an expert in each")
+    if movable is None:
+        return
+    strays = np.flatnonzero((found != held).any(axis=1) & ~movable)
+    if strays.size:
+        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")

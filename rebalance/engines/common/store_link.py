@@ -1,0 +1,298 @@
+"""The process of a rank that talks to the store: samples and maps out, tasks and switches in.
+
+A rank of an engine starts it (``store_process``), and it ends with the connection. The interpreter
+of the engine is therefore never held up by what a sample costs on its way to the store, and what a
+rank has handed over survives the rank's death. A store that is gone is tried again; samples wait in
+memory or in the spool meanwhile.
+
+On rank 0 it also holds the controller's lease, works off tasks of kind ``rebalance``, reads the
+deployment's switches, and writes the maps that serve. While another controller holds the lease,
+tasks are left to it.
+
+    python -m rebalance.engines.common.store_link FD
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+
+from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.errors import EplbError, StaleGeneration
+from eplb.versions import CONTROLLER, Announcement
+from rebalance.engines.common.messages import (
+    Identity,
+    MapChange,
+    Noted,
+    Outcome,
+    Question,
+    Reply,
+    Report,
+    Sample,
+    Told,
+    from_bytes,
+    to_bytes,
+)
+from telemetry import open_store
+from telemetry.load.reporter import Reporter
+from telemetry.load.spool import Spool
+from telemetry.state.lease import Lease
+from telemetry.state.store import StateStore
+from telemetry.state.tasks import TaskResult
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+CONTROL_S = 0.25  # how often lease, switches and tasks are looked at
+LEASE_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a failure of the store
+MOST_SAMPLES, MOST_EVENTS, MOST_MAPS = 4096, 1000, 64  # that wait for a store; the oldest go
+NICENESS = 5  # below the engine, which shares the host's processors
+
+
+class StoreLink:
+    """One rank's link to the store, on a thread; other threads only append to its queues.
+
+    Args:
+        identity: of the rank.
+        reply: tells the rank something.
+    """
+
+    def __init__(self, identity: Identity, reply: Callable[[Reply], None]) -> None:
+        self._identity, self._reply = identity, reply
+        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
+        self._maps: deque[MapChange] = deque(maxlen=MOST_MAPS)
+        self._outcomes: deque[Outcome] = deque()
+        self._open_task = 0  # that the rank works on; 0: none
+        self._store: StateStore | None = None
+        self._reporter: Reporter | None = None
+        self._lease: Lease | None = None
+        self._next_control = 0.0
+        self._num_failures = self._num_errors = 0
+        self._report = Report(False, "", 0)
+        self._end = Event()
+        self._thread = Thread(target=self._run, name="eplb-store-link", daemon=True)
+        self._thread.start()
+
+    def take(self, told: Told) -> None:
+        """Queue what the rank has told."""
+        queues: Mapping[type, deque[Any]] = {
+            Sample: self._samples,
+            MapChange: self._maps,
+            Noted: self._events,
+            Outcome: self._outcomes,
+        }
+        queues[type(told)].append(told)
+
+    def close(self) -> None:
+        """End the thread, and write what still waits if the store answers."""
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s, wait_s, is_last = FIRST_PAUSE_S, TICK_S, False
+        while not is_last:
+            is_last = self._end.wait(wait_s)
+            try:
+                self._turn()
+                pause_s, wait_s = FIRST_PAUSE_S, TICK_S
+                self._tell(is_on=self._reaches_the_store())
+            except Exception as exc:
+                level = logging.WARNING if isinstance(exc, (EplbError, OSError)) else logging.ERROR
+                if wait_s == TICK_S:
+                    log.log(level, "the store cannot be used: %s; the engine serves on", exc)
+                self._num_failures += 1
+                self._tell(is_on=False)
+                pause_s, wait_s = min(2 * pause_s, LONGEST_PAUSE_S), pause_s
+        if self._reporter is not None:
+            with suppress(EplbError):
+                self._reporter.close(5.0)
+        if self._store is not None:
+            with suppress(EplbError):
+                if self._lease is not None:
+                    self._store.release_lease(self._lease)
+            self._store.close()
+
+    def _reaches_the_store(self) -> bool:
+        """Whether samples are written; one that failed and still waits says no."""
+        assert self._reporter is not None, "the store is open"
+        stats, before = self._reporter.stats(), self._num_errors
+        self._num_errors = stats.errors
+        if stats.errors > before:
+            return False
+        return stats.waiting == 0 or self._report.is_on
+
+    def _tell(self, *, is_on: bool, why_kept: str | None = None) -> None:
+        why = self._report.why_kept if why_kept is None else why_kept
+        report = Report(is_on, why, self._num_failures)
+        if report != self._report:
+            self._report = report
+            self._reply(report)
+
+    def _turn(self) -> None:
+        store = self._opened() if self._store is None else self._store
+        self._offer()
+        while self._events:
+            store.add_event(self._events[0].kind, self._events[0].detail)
+            self._events.popleft()
+        if not self._identity.is_first:
+            return
+        self._commit(store)
+        if time.monotonic() >= self._next_control:
+            self._control(store)
+            self._next_control = time.monotonic() + CONTROL_S
+
+    def _opened(self) -> StateStore:
+        """Open the store, and begin the run on rank 0."""
+        identity = self._identity
+        store = open_store(identity.store, identity.deployment)
+        try:
+            if identity.is_first:
+                run = store.current_run()
+                if run is None or run.run != identity.info.run:
+                    store.begin_run(identity.info)
+            spool = Spool(Path(identity.spool)) if identity.spool else None
+            self._reporter = Reporter(store, spool=spool, seed=identity.rank)
+        except BaseException:
+            store.close()
+            raise
+        self._store = store
+        return store
+
+    def _offer(self) -> None:
+        assert self._reporter is not None, "the store is open"
+        identity = self._identity
+        while self._samples:
+            fields = self._samples.popleft().fields
+            if fields["slot_to_expert"] is None:
+                shape = fields["tokens"].shape
+                experts = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+                fields = fields | {"slot_to_expert": experts}
+            self._reporter.offer(
+                LoadSample(
+                    deployment=identity.deployment,
+                    run=identity.info.run,
+                    rank=identity.rank,
+                    **fields,
+                )
+            )
+
+    def _commit(self, store: StateStore) -> None:
+        """Write maps that serve, oldest first; one that cannot be written waits for the store."""
+        while self._maps:
+            change = self._maps[0]
+            serving = store.committed()
+            expected = None if serving is None else serving.placement.generation
+            if expected is None or expected < change.generation:
+                share = () if change.share is None else (change.share,)
+                placement = Placement(change.held, change.num_experts, change.generation, *share)
+                try:
+                    store.commit(placement, expected=expected, reason=change.reason)
+                except StaleGeneration as exc:
+                    log.warning("the placement that serves cannot be written: %s", exc)
+            self._maps.popleft()
+            if change.question is not None:
+                self._outcomes.append(Outcome(change.question))
+
+    def _control(self, store: StateStore) -> None:
+        """Lease, switches and tasks of rank 0."""
+        holder = f"{self._identity.info.run}-rank-{self._identity.rank}"
+        lease, before = store.acquire_lease(holder, LEASE_S), self._lease
+        if lease is not None and (before is None or before.token != lease.token):
+            store.announce(Announcement(CONTROLLER, holder))
+        self._lease = lease
+        self._tell(is_on=self._report.is_on, why_kept=why_kept(store))
+        if lease is None:
+            return
+        self._finish(store, lease.token)
+        if self._open_task or (task := store.claim(fence=lease.token)) is None:
+            return
+        refusal = why_refused(task.kind, task.request)
+        if refusal:
+            result = TaskResult(f"task {task.id}: {refusal}")
+            store.finish(task.id, "failed", result, fence=lease.token)
+            return
+        self._open_task = task.id
+        self._reply(Question("task", task.id, bool(task.request.get("dry_run", True))))
+
+    def _finish(self, store: StateStore, fence: int) -> None:
+        while self._outcomes:
+            outcome = self._outcomes[0]
+            task_id = outcome.question.task_id
+            detail = outcome.figures | {"dry_run": outcome.question.is_dry}
+            if outcome.kept:
+                detail["kept"] = outcome.kept
+            if task_id:
+                result = TaskResult(outcome.error, 0, detail)
+                store.finish(task_id, "failed" if outcome.error else "done", result, fence=fence)
+                self._open_task = 0
+            elif outcome.error:
+                store.add_event("engine_plan_failed", {"error": outcome.error})
+            self._outcomes.popleft()
+
+
+def why_kept(store: StateStore) -> str:
+    """Why a plug-in may move nothing now; "" where it may.
+
+    A plug-in's plan knows no cordons and no pins, so while there are any it keeps the map: a
+    cordoned rank gets no further expert, and a drained one keeps those that it has.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    state = store.expire_live()  # beside a plug-in there may be no controller that does
+    if not state.control.movement:
+        return "movement is switched off"
+    if state.control.observe:
+        return "the deployment is only observed"
+    for name in ("cordons", "pins"):
+        if found := state.text(name):
+            return f"{name} are {found!r}, expected none: plans of the plug-in know no {name}"
+    return ""
+
+
+def why_refused(kind: str, request: Mapping[str, Any]) -> str:
+    """What a task asks for that a plug-in cannot do; "" for nothing."""
+    if kind != "rebalance":
+        return f"the task is of kind {kind!r}, expected 'rebalance'"
+    if request.get("throttle"):
+        return (
+            f"the request has the throttle {request['throttle']}, expected none: the engine moves "
+            "weights at its own pace"
+        )
+    if request.get("policy") not in (None, "auto"):
+        return f"the request has the policy {request['policy']!r}, expected 'auto'"
+    return ""
+
+
+def serve(connection: Connection) -> None:
+    """Serve a rank until its end of the connection is closed."""
+
+    def reply(what: Reply) -> None:
+        with suppress(OSError):  # the rank is gone; what it has told is still written
+            connection.send_bytes(to_bytes(what))
+
+    link = StoreLink(from_bytes(connection.recv_bytes()), reply)
+    with suppress(EOFError, OSError):
+        while True:
+            link.take(from_bytes(connection.recv_bytes()))
+    link.close()
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    with Connection(int(sys.argv[1])) as to_rank:
+        serve(to_rank)

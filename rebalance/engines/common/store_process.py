@@ -1,0 +1,216 @@
+"""A rank's end of the connection to its process at the store (``store_link``).
+
+The step appends to a queue and writes what the connection takes at once: no lock, no wait, no
+thread to wake, and no wait for a device. A thread starts the process, reads its rare replies, and
+starts it again if it dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from threading import Event, Lock, Thread
+from typing import Any
+
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.messages import (
+    Identity,
+    MapChange,
+    Question,
+    Report,
+    Sample,
+    Told,
+    from_bytes,
+    to_bytes,
+)
+from rebalance.engines.common.tap import Counted
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 1024  # samples and events while the process starts; further ones are dropped
+LOOK_S = 1.0  # how often the thread writes what waits while no step does
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before the process is started again
+MODULE = "rebalance.engines.common.store_link"
+LONGEST_FRAME = 0x7FFFFFFF  # that ``Connection`` reads with a length of four bytes
+
+Make = Callable[[], Told]
+
+
+class StoreProcess:
+    """Samples, maps and events of one rank, on their way to the store.
+
+    Args:
+        engine: name of the gauge, whose part ``store`` is on while samples reach the store.
+        identity: of the rank.
+    """
+
+    def __init__(self, engine: str, identity: Identity) -> None:
+        self._engine, self._identity = engine, identity
+        self._waiting: deque[tuple[Any, Make]] = deque()
+        self._frame = self._rest = memoryview(b"")  # the message that is written, and what is left
+        self._writing = Lock()  # by whoever writes; nobody waits for it
+        self._sequence = self.num_dropped = self.num_failures = 0
+        self._map: MapChange | None = None  # the latest: a new process is told of it
+        self.questions: deque[Question] = deque()  # that the store's tasks ask
+        self.why_kept = ""  # why nothing may move now, by the deployment's switches; on rank 0
+        self._socket: socket.socket | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end = Event()
+        set_part(engine, "store", is_on=False)
+        self._thread = Thread(target=self._run, name="eplb-store-process", daemon=True)
+        self._thread.start()
+
+    @property
+    def run(self) -> str:
+        """The run that this rank belongs to."""
+        return self._identity.info.run
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None before it has started."""
+        return None if self._child is None else self._child.pid
+
+    def add(self, counted: Counted, rows: Any = slice(None), columns: slice = slice(None)) -> None:
+        """Hand over a sample of some rows and columns. Never waits and never raises."""
+        number = self._sequence
+        self._sequence += 1
+        self._offer(
+            lambda: Sample({"sequence": number, **counted.sample(rows, columns)}), counted.copied
+        )
+
+    def tell(self, told: Told) -> None:
+        """Hand over anything else. Never waits and never raises."""
+        if isinstance(told, MapChange):
+            self._map = told
+        self._offer(lambda: told, None)
+
+    def _offer(self, make: Make, copied: Any) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            self.num_dropped += 1
+            return
+        self._waiting.append((copied, make))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the connection takes now. Never waits and never raises."""
+        if not self._waiting and not self._rest and not self._end.is_set():
+            return
+        if self._writing.acquire(blocking=False):
+            try:
+                if self._socket is not None:
+                    self._write(self._socket)
+            except OSError:
+                pass  # full, or the process is gone: the thread starts another
+            except Exception:
+                self.num_dropped += 1
+                log.exception("a sample was lost")
+            finally:
+                self._writing.release()
+
+    def _write(self, connection: socket.socket) -> None:
+        """Write until the connection is full, or the device has not copied the next sample yet."""
+        while self._rest or self._waiting:
+            if not self._rest:
+                copied, make = self._waiting[0]
+                if copied is not None and not copied.query():
+                    return
+                self._waiting.popleft()
+                self._frame = self._rest = memoryview(framed(make()))
+            sent = connection.send(self._rest, socket.MSG_DONTWAIT)
+            self._rest = self._rest[sent:]
+        if self._end.is_set():
+            connection.shutdown(socket.SHUT_WR)  # the process ends once it has read all
+
+    def close(self, timeout_s: float) -> bool:
+        """Have what waits written, up to a deadline; whether the process ended."""
+        self._end.set()
+        deadline = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self.flush()
+            self._thread.join(0.01)
+        return not self._thread.is_alive()
+
+    def close_soon(self) -> None:
+        """Have the process end once it has written what it was told; no wait for it."""
+        self._end.set()
+        self.flush()
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                self._serve()
+            except Exception as exc:
+                self.num_failures += 1
+                log.warning("the process at the store: %s: %s", type(exc).__name__, exc)
+            set_part(self._engine, "store", is_on=False)
+            if self._end.is_set():
+                return
+            log.warning("the process at the store ended, started again in %g s", pause_s)
+            self._end.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _serve(self) -> None:
+        """Start the process, and read its replies until it ends."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt of the engine does not end it
+            )
+        self._child = child
+        try:
+            with ours, Connection(ours.dup().detach()) as replies:
+                ours.sendall(framed(self._identity))
+                self._begin(ours)
+                with suppress(EOFError, ConnectionError):
+                    while True:
+                        if replies.poll(LOOK_S):
+                            self._take(from_bytes(replies.recv_bytes()))
+                        else:
+                            self.flush()
+        finally:
+            self._socket = None
+            if not self._end.is_set():
+                child.kill()
+            child.wait()
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Go on with a new process: it gets the latest map, and the message that was cut."""
+        self.questions.clear()  # the new process claims the tasks that are still open
+        with self._writing:
+            self._rest = self._frame if self._rest else self._rest
+            if self._map is not None:
+                # Its question was of the process that died.
+                connection.sendall(framed(replace(self._map, question=None)))
+            self._socket = connection
+        self.flush()
+
+    def _take(self, reply: Report | Question) -> None:
+        if isinstance(reply, Question):
+            self.questions.append(reply)
+            return
+        set_part(self._engine, "store", is_on=reply.is_on)
+        self.num_failures = max(self.num_failures, reply.num_failures)
+        if reply.why_kept != self.why_kept:
+            kept = reply.why_kept
+            log.info("the map is kept: %s" if kept else "plans may move experts%s", kept)
+        self.why_kept = reply.why_kept
+
+
+def framed(told: Told | Identity) -> bytes:
+    """A message as ``Connection.recv_bytes`` reads it."""
+    body = to_bytes(told)
+    assert len(body) <= LONGEST_FRAME, "a sample has few megabytes"
+    return struct.pack("!i", len(body)) + body

@@ -1,0 +1,74 @@
+"""Tokens of some passes on their way from the device to the host, and no wait for either.
+
+The step hands over a copy that the device has only been asked for. Who needs the figures waits for
+them, or looks again later.
+
+Shapes:  L layers, C columns: slots of all ranks, or experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eplb.core.load import Phase
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """Tokens of some passes under one map."""
+
+    tokens: torch.Tensor  # [L, C] int64 on the host, complete once ``copied``
+    copied: Any  # an event of the device; None: the tokens are complete
+    held: IntArray | None  # [L, C] expert of each column; None: column e is expert e
+    first_step: int
+    last_step: int
+    phase: Phase
+    generation: int
+    time: float  # seconds since the epoch
+
+    def on_host(self) -> IntArray:
+        """[L, C] tokens, once they are copied."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        tokens: IntArray = self.tokens.numpy()
+        return tokens
+
+    def by_expert(self, num_experts: int) -> IntArray:
+        """[L, E] tokens of each expert, once they are copied."""
+        if self.held is None:
+            return self.on_host()
+        tokens = np.zeros((len(self.held), num_experts), dtype=np.int64)
+        np.add.at(tokens, (np.arange(len(self.held))[:, None], self.held), self.on_host())
+        return tokens
+
+    def sample(self, rows: Any = slice(None), columns: slice = slice(None)) -> dict[str, Any]:
+        """Fields of a ``LoadSample`` of some rows and columns, but for those of the rank."""
+        tokens = self.on_host()[rows, columns]
+        held = None if self.held is None else self.held[rows, columns].astype(np.int32)
+        return {
+            "time": self.time,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "phase": self.phase,
+            "generation": self.generation,
+            "slot_to_expert": held,
+            "tokens": tokens,
+        }
+
+
+def on_host(tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy on the host, and the event that it is complete with; no wait for the device."""
+    if tokens.device.type != "cuda":
+        return tokens.clone(), None
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event

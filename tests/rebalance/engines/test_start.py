@@ -1,0 +1,64 @@
+"""The agreement of all ranks at the start, by a key-value store and no collective."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from eplb.errors import RankError
+from rebalance.engines.common.start import PREFIX, join
+from tests.support.limits import NEVER_S
+
+
+def joined(facts: list[str], refusals: dict[int, str] | None = None) -> list[object]:
+    """What each rank gets."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=NEVER_S))
+
+    def run(rank: int) -> object:
+        try:
+            return join(
+                "vllm",
+                store,
+                "ep",
+                rank,
+                len(facts),
+                facts=facts[rank],
+                deadline_s=NEVER_S,
+                refusal=(refusals or {}).get(rank, ""),
+            )
+        except RankError as exc:
+            return str(exc)
+
+    with ThreadPoolExecutor(len(facts)) as pool:
+        return list(pool.map(run, range(len(facts))))
+
+
+def test_ranks_with_the_same_facts_share_one_run() -> None:
+    first, *others = joined(["v1", "v1", "v1"])
+
+    assert others == [first, first]
+
+
+def test_missing_rank_is_named_on_all_others() -> None:
+    store = dist.HashStore()
+    store.set(f"{PREFIX}/ep/2", "v1")  # rank 2 is there already
+
+    for rank in (0, 2):
+        with pytest.raises(RankError, match=rf"^rank {rank}: ranks \[1\] of 3"):
+            join("vllm", store, "ep", rank, 3, facts="v1", deadline_s=0.001)
+
+
+def test_rank_with_other_facts_is_named_on_all() -> None:
+    found = joined(["v1", "v1", "v2"])
+
+    assert all("rank 2 has v2, rank 0 has v1" in str(one) for one in found)
+
+
+def test_rank_that_refuses_is_named_on_all() -> None:
+    found = joined(["v1", "v1", "v1"], {1: "no expert weights"})
+
+    assert all("rank 1 refuses: no expert weights" in str(one) for one in found)

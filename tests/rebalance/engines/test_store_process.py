@@ -1,0 +1,197 @@
+"""The process of a rank at the store, without an engine: real processes and an SQLite file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eplb import ModelShape, Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome
+from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
+from rebalance.engines.common.tap import Counted
+from telemetry import open_store
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from tests.support.limits import NEVER_S
+from tests.support.repository import ROOT
+
+DEPLOYMENT = "prod"
+HELD = np.array([[0, 1, 2, 0], [2, 1, 0, 1]], dtype=np.int64)
+INFO = RunInfo(
+    "vllm-1",
+    0.0,
+    model_to_dict(ModelShape((3, 4), 3, 1, 1, 1)),
+    topology_to_dict(Topology.uniform(1, 2, 2)),
+    8,
+)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:{tmp_path / 'store.sqlite'}"
+
+
+@pytest.fixture
+def process(url: str) -> Iterator[StoreProcess]:
+    made = StoreProcess("vllm", Identity(DEPLOYMENT, url, 0, INFO))
+    yield made
+    made.close(NEVER_S)
+
+
+def until(holds: Callable[[], Any]) -> None:
+    while not holds():
+        time.sleep(0.01)
+
+
+def counted(step: int, copied: Any = None) -> Counted:
+    tokens = torch.arange(8).reshape(2, 4) + step
+    return Counted(tokens, copied, HELD, step, step, "decode", 7, 1.0)
+
+
+def change(generation: int) -> MapChange:
+    return MapChange(HELD.astype(np.int32), None, 3, generation, "test")
+
+
+def steps_of(store: StateStore) -> list[int]:
+    return [sample.first_step for _, sample in store.samples(INFO.run)]
+
+
+def test_what_a_rank_hands_over_is_stored_when_its_process_ends(
+    url: str, process: StoreProcess
+) -> None:
+    process.add(counted(0), np.array([False, True]), slice(2, 4))
+    process.add(Counted(torch.ones(2, 3, dtype=torch.int64), None, None, 1, 1, "mixed", 7, 1.0))
+    process.tell(change(7))
+    process.tell(Noted("placement_fault", {"rank": 0}))
+
+    assert process.close(NEVER_S)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        first, second = (sample for _, sample in store.samples(INFO.run))
+        committed, run = store.committed(), store.current_run()
+        (event,) = store.events_backwards(("placement_fault",))
+    assert (first.tokens.tolist(), first.slot_to_expert.tolist()) == ([[6, 7]], [[0, 1]])
+    assert second.slot_to_expert.tolist() == [[0, 1, 2]] * 2, "columns are experts"
+    assert (first.sequence, second.sequence) == (0, 1)
+    assert committed is not None
+    assert committed.placement.generation == 7
+    assert run == INFO
+    assert event.detail["rank"] == 0
+
+
+def test_sample_that_the_device_has_not_copied_waits_and_holds_nothing_up(
+    url: str, process: StoreProcess
+) -> None:
+    class Copied:
+        is_there = False
+
+        def query(self) -> bool:
+            return self.is_there
+
+        def synchronize(self) -> None:
+            assert self.is_there, "a step never waits for the device"
+
+    copied = Copied()
+    process.add(counted(0, copied))
+    process.add(counted(1))
+    copied.is_there = True
+    process.flush()
+
+    assert process.close(NEVER_S)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        assert steps_of(store) == [0, 1]
+
+
+def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
+    url: str, process: StoreProcess
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        process.tell(change(7))
+        until(lambda: store.committed() is not None)
+        before = process.pid
+        assert before is not None
+        os.kill(before, signal.SIGSTOP)  # it reads nothing more
+        process.tell(change(8))
+        os.kill(before, signal.SIGKILL)
+        until(lambda: process.pid != before)
+        process.add(counted(5))
+
+        assert process.close(NEVER_S)
+        committed = store.committed()
+        assert committed is not None
+        assert committed.placement.generation == 8
+        assert steps_of(store) == [5]
+
+
+DIES = """
+import os, signal, sys, time
+from tests.rebalance.engines.test_store_process import DEPLOYMENT, INFO, counted
+from rebalance.engines.common.messages import Identity
+from rebalance.engines.common.store_process import StoreProcess
+process = StoreProcess("vllm", Identity(DEPLOYMENT, sys.argv[1], 1, INFO))
+process.add(counted(3))
+while process._waiting or process._rest:
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_handed_over_survives_the_death_of_the_rank(url: str) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        store.begin_run(INFO)
+        ended = subprocess.run([sys.executable, "-c", DIES, url], cwd=ROOT)
+        until(lambda: steps_of(store))
+
+    assert ended.returncode == -signal.SIGKILL
+
+
+def test_samples_beyond_the_limit_are_dropped_and_counted(process: StoreProcess) -> None:
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    process.add(counted(0, Never()))
+    for step in range(1, MOST_WAITING + 3):
+        process.add(counted(step))
+    assert process.num_dropped == 3
+    process._waiting.clear()
+
+
+def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: StoreProcess) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        task = store.submit("rebalance", {"dry_run": True})
+        until(lambda: process.questions)
+        question = process.questions.popleft()
+        process.tell(Outcome(question, {"moves": True}))
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
+
+        done = store.task(task.id)
+        assert done is not None
+        assert (question.task_id, question.is_dry) == (task.id, True)
+        assert done.result.detail == {"moves": True, "dry_run": True}
+
+
+def test_task_that_an_engine_cannot_do_fails_with_the_reason(
+    url: str, process: StoreProcess
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        task = store.submit("rebalance", {"policy": "greedy"})
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "failed")
+
+        failed = store.task(task.id)
+        assert failed is not None
+        assert "'greedy', expected 'auto'" in failed.result.error
+        assert not process.questions

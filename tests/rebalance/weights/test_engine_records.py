@@ -1,0 +1,215 @@
+"""Records that an engine's ranks offer: kept in memory and on disk, read by the staging sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eplb.errors import MigrationError
+from rebalance.stage.kept_records import KeptRecords
+from rebalance.types import Digest, Record
+from rebalance.weights.cache.address import place_of_records
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.cache.engine_records import (
+    EngineRecords,
+    EngineRecordsClient,
+    address_of,
+)
+from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.link.link_settings import HostLinkSettings
+from rebalance.weights.link.secret import Secret
+from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
+from tests.support.limits import NEVER_S
+
+ORIGIN = RecordOrigin("kinds", "model", num_layers=2, num_experts=3, record_bytes=PAGE_BYTES)
+RECORDS = [(layer, expert) for layer in range(2) for expert in range(3)]
+SECRET = Secret(b"0123456789abcdef", is_given=True)
+PLACE = place_of_records(f"test-{os.getpid()}", SECRET)
+
+
+def record_of(record: Record) -> torch.Tensor:
+    """Bytes [record_bytes] of a record."""
+    return torch.full((PAGE_BYTES,), 1 + 10 * record[0] + record[1], dtype=torch.uint8)
+
+
+def digest_table() -> torch.Tensor:
+    """[L, E, 2] of all records."""
+    return torch.tensor([digest(record_of(record)) for record in RECORDS]).view(2, 3, 2)
+
+
+def offered(
+    client: EngineRecordsClient, records: list[Record], found: Digest | None = None
+) -> list[str]:
+    arena = SharedArena("offer", len(records) * PAGE_BYTES)
+    for number, record in enumerate(records):
+        arena.bytes[number * PAGE_BYTES :][:PAGE_BYTES] = record_of(record)
+    named = [(record, found or digest(record_of(record))) for record in records]
+    with closing(arena):
+        return client.offer(named, arena, deadline_s=10)
+
+
+def attached(origin: RecordOrigin = ORIGIN) -> EngineRecordsClient:
+    return EngineRecordsClient(PLACE, origin, deadline_s=10)
+
+
+def reader(client: EngineRecordsClient) -> KeptRecords:
+    return KeptRecords(client, digest_table(), PAGE_BYTES)
+
+
+@pytest.fixture(params=[False, True], ids=["memory", "disk"])
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> HostCacheSettings:
+    return HostCacheSettings(record_folder=tmp_path / "records" if request.param else None)
+
+
+@pytest.fixture
+def library(settings: HostCacheSettings) -> Iterator[EngineRecords]:
+    with closing(EngineRecords(PLACE, settings)) as made:
+        yield made
+
+
+def test_record_that_one_rank_offers_is_read_by_another(library: EngineRecords) -> None:
+    with closing(attached()) as first, closing(attached()) as second:
+        assert first.lacks(RECORDS, deadline_s=10) == RECORDS
+        assert offered(first, RECORDS) == ["memory"] * 6
+
+        assert second.lacks(RECORDS, deadline_s=10) == []
+        kept = reader(second)
+        assert torch.equal(kept.bring((1, 2)), record_of((1, 2)))
+        assert kept.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": 0}
+
+
+def test_record_that_nobody_has_offered_is_refused(library: EngineRecords) -> None:
+    with closing(attached()) as client:
+        offered(client, RECORDS[:2])
+
+        with pytest.raises(MigrationError, match="layer 1 expert 2"):
+            reader(client).bring((1, 2))
+        assert torch.equal(reader(client).bring((0, 1)), record_of((0, 1)))
+
+
+def test_offer_with_a_wrong_digest_is_refused(library: EngineRecords) -> None:
+    with closing(attached()) as client:
+        with pytest.raises(MigrationError, match="was offered with digest"):
+            offered(client, RECORDS[:1], (1, 2))
+        assert client.lacks(RECORDS[:1], deadline_s=10) == RECORDS[:1]
+
+
+def test_damaged_memory_is_replaced_by_the_disk_or_refused(
+    library: EngineRecords, settings: HostCacheSettings
+) -> None:
+    with closing(attached()) as client:
+        offered(client, RECORDS)
+        assert library.server is not None
+        library.server.arena.bytes[:] ^= 1
+
+        if settings.record_folder is None:
+            with pytest.raises(MigrationError):
+                reader(client).bring((0, 0))
+        else:
+            assert torch.equal(reader(client).bring((0, 0)), record_of((0, 0)))
+            assert library.server.stats().bytes_from_record_file == PAGE_BYTES
+
+
+@pytest.mark.parametrize("settings", [True], indirect=True)
+def test_full_memory_leaves_further_offers_to_the_disk(
+    library: EngineRecords, settings: HostCacheSettings
+) -> None:
+    library._settings = replace(settings, mode="hot", records=2)
+    with closing(attached()) as client:
+        assert offered(client, RECORDS) == ["memory"] * 2 + ["disk"] * 4
+
+        kept = reader(client)
+        for record in RECORDS:
+            assert torch.equal(kept.bring(record), record_of(record))
+        assert kept.bytes_by_source["disk"] >= 4 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("settings", [False], indirect=True)
+def test_record_without_a_disk_is_never_evicted(
+    library: EngineRecords, settings: HostCacheSettings
+) -> None:
+    library._settings = replace(settings, mode="hot", records=2)
+    with closing(attached()) as client:
+        assert offered(client, RECORDS) == ["memory"] * 2 + [""] * 4
+
+        assert torch.equal(reader(client).bring(RECORDS[0]), record_of(RECORDS[0]))
+        assert client.lacks(RECORDS, deadline_s=10) == RECORDS[2:]
+
+
+@pytest.mark.parametrize("settings", [True], indirect=True)
+def test_restarted_process_gives_the_records_of_its_disk(settings: HostCacheSettings) -> None:
+    with closing(EngineRecords(PLACE, settings)), closing(attached()) as client:
+        offered(client, RECORDS)
+    with closing(EngineRecords(PLACE, settings)), closing(attached()) as again:
+        assert again.lacks(RECORDS, deadline_s=10) == []
+        assert torch.equal(reader(again).bring((1, 0)), record_of((1, 0)))
+
+
+@pytest.mark.parametrize("settings", [True], indirect=True)
+def test_client_attaches_to_a_restarted_process(settings: HostCacheSettings) -> None:
+    first = EngineRecords(PLACE, settings)
+    with closing(attached()) as client:
+        offered(client, RECORDS)
+        first.close()
+        with closing(EngineRecords(PLACE, settings)):
+            assert torch.equal(reader(client).bring((1, 0)), record_of((1, 0)))
+
+
+def test_two_hosts_share_a_folder_and_write_files_of_their_own(tmp_path: Path) -> None:
+    settings = HostCacheSettings(record_folder=tmp_path)
+    places = [replace(PLACE, name=f"{PLACE.name}-{number}") for number in range(2)]
+    servers = [
+        HostCacheServer.of_offers(address_of(place, ORIGIN), ORIGIN, settings) for place in places
+    ]
+    clients = [
+        EngineRecordsClient(place, ORIGIN, deadline_s=10, is_embedded=True) for place in places
+    ]
+    offered(clients[0], RECORDS[:3])
+    offered(clients[1], RECORDS[3:])
+
+    assert len(list(tmp_path.iterdir())) == 2
+    for client in clients:
+        kept = reader(client)
+        for record in RECORDS:
+            assert torch.equal(kept.bring(record), record_of(record))
+    for part in (*clients, *servers):
+        part.close()
+
+
+def test_host_reads_what_another_host_was_offered(tmp_path: Path) -> None:
+    pid = os.getpid()
+    hosts = [(f"127.{1 + pid % 250}.{1 + pid // 250 % 250}.{n}", 23716) for n in (240, 241)]
+    links = HostLinkSettings(hosts, secret=SECRET.key, silence_s=NEVER_S, deadline_s=NEVER_S)
+    places = [replace(PLACE, name=f"{PLACE.name}-host{host}") for host in range(2)]
+    servers = [
+        EngineRecords(place, HostCacheSettings(links=replace(links, listen=address)))
+        for place, address in zip(places, hosts, strict=True)
+    ]
+    first, second = (EngineRecordsClient(place, ORIGIN, deadline_s=10) for place in places)
+    offered(first, RECORDS)
+
+    kept = reader(second)
+    assert torch.equal(kept.bring((0, 2)), record_of((0, 2)))
+    assert kept.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": PAGE_BYTES}
+    for part in (first, second, *servers):
+        part.close()
+
+
+def test_other_origin_replaces_one_that_no_rank_uses(library: EngineRecords) -> None:
+    other = replace(ORIGIN, checkpoint="other")
+    with closing(attached()) as client:
+        offered(client, RECORDS)
+        with pytest.raises(MigrationError, match="1 ranks use records of another origin"):
+            attached(other)
+    while library.server is not None and library.server.num_clients:
+        pass
+
+    with closing(attached(other)) as client:
+        assert client.lacks(RECORDS, deadline_s=10) == RECORDS
