@@ -42,16 +42,28 @@ def listen(address: HostCacheAddress) -> socket.socket:
     Raises:
         MigrationError: another process has it.
     """
+    listening = try_listen(address)
+    if listening is None:
+        raise MigrationError(
+            f"the preload process of host {address.name} cannot listen: process "
+            f"{_holder(address) or 'unknown'} of this host has its place, expected none"
+        )
+    return listening
+
+
+def try_listen(address: HostCacheAddress) -> socket.socket | None:
+    """As ``listen``; None where another process has the address.
+
+    Raises:
+        MigrationError: the kernel refuses.
+    """
     try:
         return socket.create_server(address.socket, family=socket.AF_UNIX, backlog=64)
     except OSError as exc:
-        why = f"{exc.strerror}"
         if exc.errno == errno.EADDRINUSE:
-            why = (
-                f"process {_holder(address) or 'unknown'} of this host has its place, expected none"
-            )
+            return None
         raise MigrationError(
-            f"the preload process of host {address.name} cannot listen: {why}"
+            f"the preload process of host {address.name} cannot listen: {exc.strerror}"
         ) from exc
 
 

@@ -27,6 +27,7 @@ from rebalance.weights.cache.address import (
     HostCacheAddress,
     connect,
     listen,
+    try_listen,
 )
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
@@ -68,13 +69,9 @@ class EngineRecords:
         self._origin: RecordOrigin | None = None
         self.server = server
         self._listener: ConnectionListener | None = None
-        try:
-            listening = listen(place)
-        except MigrationError as exc:
-            if server is None:
-                raise
-            # Several hosts of a deployment may be one machine, which has one place.
-            log.info("no records of an engine are kept: %s", exc)
+        listening = listen(place) if server is None else try_listen(place)
+        if listening is None:  # several hosts of a deployment may be one machine: it has one place
+            log.info("no records of an engine are kept: another process of this host has the place")
             return
         self._listener = ConnectionListener(
             listening,
