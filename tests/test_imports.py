@@ -54,7 +54,7 @@ RULES = {
     "rebalance/protocol": rule("eplb runtime rebalance.types", "numpy torch"),
     "rebalance/weights/disk": rule("eplb runtime rebalance.types", "numpy torch"),
     # Where a rank, a host's cache and a controller are put together; a serving process embeds it.
-    "rebalance/build": rule(
+    "rebalance/assembly": rule(
         SERVING,
         "numpy torch",
     ),
@@ -95,7 +95,7 @@ WITHOUT_TORCH = (
     "telemetry",
     "simulations",
     "api.cli.simulator.simulate",
-    "rebalance.build.controller",
+    "rebalance.assembly.controller",
 )
 
 
@@ -186,8 +186,8 @@ def test_folder_imports_only_what_its_rule_names(folder: str) -> None:
         ("telemetry.state.sqlite", "rebalance/agent.py", False),
         ("telemetry.state.store", "rebalance/agent.py", True),
         ("telemetry.open_store", "rebalance/agent.py", False),
-        ("telemetry.open_store", "rebalance/build/rank.py", True),
-        ("telemetry.state.redis_link", "rebalance/build/rank.py", False),
+        ("telemetry.open_store", "rebalance/assembly/rank.py", True),
+        ("telemetry.state.redis_link", "rebalance/assembly/rank.py", False),
         ("telemetry.load.reader", "rebalance/agent.py", False),
         ("telemetry.load.reader", "rebalance/controller/loop.py", True),
         ("runtime.experts", "rebalance/controller/loop.py", False),

@@ -48,7 +48,7 @@ def unsafe(source: str) -> Iterator[tuple[int, str]]:
 
 # Ranks of several hosts meet at a store of torch, as with torchrun. Who reaches its port before all
 # have met can keep them from starting; docs/security.md names it among the open ports.
-ALLOWED = {"rebalance/build/meeting.py": {"TCPStore"}}
+ALLOWED = {"rebalance/assembly/meeting.py": {"TCPStore"}}
 
 
 @pytest.mark.parametrize("folder", PACKAGES)

@@ -25,7 +25,7 @@ from eplb.settings import loader
 from eplb.settings.deployment import DeploymentSettings, WindowSettings
 from eplb.settings.tree import Section, SettingsTree
 from eplb.shares.switches import BatchSwitches
-from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.plans.planner_request import PlannerRequest
 from rebalance.controller.settings import ControllerSettings
 from rebalance.engines.common.plugin_settings import EngineSettings

@@ -25,7 +25,7 @@ import torch
 
 from api.processes.commands import Notifier, set_title
 from eplb.core.model import ModelShape
-from rebalance.build.plain import from_plain
+from rebalance.assembly.plain import from_plain
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.model.moe import Forward
 from runtime.model.reference import ReferenceModel

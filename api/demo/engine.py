@@ -30,8 +30,8 @@ from api.demo.text import Batches, Load
 from api.processes.commands import raise_descriptor_limit, set_title
 from api.terminal.logs import LogSettings, set_process_fields, set_up_logging
 from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError
-from rebalance.build.environment import EmbeddedRank, build_rank_from_env, described_by
-from rebalance.build.plain import from_plain, to_plain
+from rebalance.assembly.environment import EmbeddedRank, build_rank_from_env, described_by
+from rebalance.assembly.plain import from_plain, to_plain
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.counters import PassCounter

@@ -45,10 +45,10 @@ from eplb.policies.table import policy_named
 from eplb.settings.addresses import numeric_address
 from eplb.settings.loader import COMMAND_DEFAULTS
 from eplb.shares.switches import BatchSwitches
-from rebalance.build.config import NetworkConfig
-from rebalance.build.description import schema_of
-from rebalance.build.rank import new_run_name
-from rebalance.build.rank import record_start as begin_run
+from rebalance.assembly.config import NetworkConfig
+from rebalance.assembly.description import schema_of
+from rebalance.assembly.rank import new_run_name
+from rebalance.assembly.rank import record_start as begin_run
 from rebalance.weights.link.secret import VARIABLE as SECRET_VARIABLE
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint

@@ -26,7 +26,7 @@ from eplb.errors import CheckpointError, ConfigError, EplbError
 from eplb.migration.serialisation import model_from_dict
 from eplb.settings.addresses import numeric_address
 from eplb.versions import CONTROLLER, RANKS, Announcement
-from rebalance.build.places import holder_of
+from rebalance.assembly.places import holder_of
 from rebalance.weights.link.secret import Secret
 from telemetry.state.joining import check_versions, serving
 from telemetry.state.store import StateStore

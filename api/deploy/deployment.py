@@ -19,7 +19,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from eplb.settings.addresses import is_loopback
-from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
@@ -29,7 +29,7 @@ from telemetry.state.live import Value
 from telemetry.state.store import StateStore, without_password
 
 if TYPE_CHECKING:
-    from rebalance.build.description import DeploymentDescription
+    from rebalance.assembly.description import DeploymentDescription
     from rebalance.weights.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
@@ -166,7 +166,7 @@ class Deployment:
 
     def description(self) -> DeploymentDescription:
         """What every rank is given; loads torch."""
-        from rebalance.build.description import DeploymentDescription
+        from rebalance.assembly.description import DeploymentDescription
 
         given, file = self.settings, file_of(self.store_url)
         return DeploymentDescription(

@@ -35,8 +35,8 @@ from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier
 from api.processes.supervision import RestartBudget, SupervisionSettings
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
-from rebalance.build.description import RANK_FILE_VARIABLE
-from rebalance.build.places import holder_of
+from rebalance.assembly.description import RANK_FILE_VARIABLE
+from rebalance.assembly.places import holder_of
 from telemetry.state.joining import check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from api.interrupts import StopSignals
 from api.processes.commands import REFUSED, end_with_parent, start_with_parent
 from eplb.errors import ConfigError
-from rebalance.build.places import HALT_FILE_VARIABLE
+from rebalance.assembly.places import HALT_FILE_VARIABLE
 
 END_DEADLINE_S = 90.0  # after a first exit: for survivors to agree and end
 REFUSED_DEADLINE_S = 15.0  # after a rank refused to start: for the refusals of the others

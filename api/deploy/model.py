@@ -106,7 +106,7 @@ def record_schema(settings: ModelSettings, model: ModelShape) -> ExpertSchema:
     Raises:
         CheckpointError: the checkpoint cannot be read, or has no such layout.
     """
-    from rebalance.build.description import schema_of
+    from rebalance.assembly.description import schema_of
     from runtime.checkpoints.checkpoint import Checkpoint, transformers_schema
 
     if settings.layout == TRANSFORMERS:

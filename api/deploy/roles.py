@@ -23,7 +23,7 @@ from api.processes.supervision import REPORT_PERIOD_S
 from eplb.clock import Clock
 from eplb.errors import StoreError
 from eplb.versions import HOST_CACHE, Announcement
-from rebalance.build.controller import build_controller
+from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from telemetry.state.events import STARTING
 from telemetry.state.joining import check_versions
@@ -128,7 +128,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
     # Imported here: it loads torch.
-    from rebalance.build.host_cache import build_engine_records, build_host_cache
+    from rebalance.assembly.host_cache import build_engine_records, build_host_cache
     from rebalance.weights.cache.address import place_of_records
 
     check_link_certificate(deployment, host)

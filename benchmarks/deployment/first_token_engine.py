@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from eplb.errors import EplbError
-from rebalance.build import experts as first_experts
-from rebalance.build.environment import build_rank_from_env
+from rebalance.assembly import experts as first_experts
+from rebalance.assembly.environment import build_rank_from_env
 from runtime import Checkpoint, MoELayer
 from runtime.model.compute import LoopExperts, swiglu
 

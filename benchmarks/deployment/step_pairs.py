@@ -19,8 +19,8 @@ from benchmarks.migration.big_rank import BigRank, Shapes, build
 from benchmarks.migration.decode import TOKENS, VOCABULARY, decode_step, dense_weights
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.rank import HeldExperts, WiredAgent, wire_agent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.rank import HeldExperts, WiredAgent, wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from runtime.dispatch.all_to_all import AllToAllDispatcher

@@ -20,8 +20,8 @@ from eplb.migration.build import Migration, Pace, Source, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.migration.transactions import copy_transactions
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.rank import HeldExperts, WiredAgent, most_replicas, wire_agent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.rank import HeldExperts, WiredAgent, most_replicas, wire_agent
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import StepCounter

@@ -23,7 +23,7 @@ from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
 from rebalance.agent import RankAgent
-from rebalance.build.rank import WiredAgent
+from rebalance.assembly.rank import WiredAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.split import BatchSplit

@@ -30,10 +30,10 @@ from eplb.core.topology import Topology
 from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.build.config import NetworkConfig, RankConfig
-from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription, schema_of
-from rebalance.build.environment import EmbeddedRank, build_rank_from_env
-from rebalance.build.host_cache import build_host_cache
+from rebalance.assembly.config import NetworkConfig, RankConfig
+from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription, schema_of
+from rebalance.assembly.environment import EmbeddedRank, build_rank_from_env
+from rebalance.assembly.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint

@@ -28,7 +28,7 @@ from benchmarks.schedules.simulated import (
 from eplb.core.load import LoadSample
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
+from rebalance.assembly.config import RankConfig
 from rebalance.protocol.phases import Phase
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.watcher import Watcher, Writing

@@ -10,7 +10,7 @@ import torch
 
 from eplb.clock import Clock
 from eplb.core.topology import Topology
-from rebalance.build.config import RankConfig
+from rebalance.assembly.config import RankConfig
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.stage_settings import StageSettings

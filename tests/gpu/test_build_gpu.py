@@ -15,8 +15,8 @@ pytest.importorskip("zstandard", reason="the store packs samples with it")
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from rebalance.build.config import RankConfig
-from rebalance.build.host_cache import build_host_cache
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint

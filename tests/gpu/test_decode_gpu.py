@@ -29,8 +29,8 @@ pytest.importorskip("zstandard", reason="the store packs samples with it")
 from benchmarks.migration.agent import emulated_migration, wire_emulated
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.rank import HeldExperts, WiredAgent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.rank import HeldExperts, WiredAgent
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.batch.counts import all_gather_counts

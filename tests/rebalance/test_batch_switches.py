@@ -19,8 +19,8 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.shares.switches import BatchSwitches
-from rebalance.build.config import NetworkConfig, RankConfig
-from rebalance.build.host_cache import build_host_cache
+from rebalance.assembly.config import NetworkConfig, RankConfig
+from rebalance.assembly.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.checkpoint import Checkpoint

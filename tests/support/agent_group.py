@@ -19,8 +19,8 @@ from eplb.core.topology import Topology
 from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.rank import HeldExperts, wire_agent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.rank import HeldExperts, wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank import watcher
 from rebalance.rank.parts import AgentSettings, Links

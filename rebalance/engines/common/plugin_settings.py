@@ -20,7 +20,7 @@ from eplb.errors import ConfigError
 from eplb.settings.deployment import DeploymentSettings, WindowSettings
 from eplb.settings.loader import CONFIG_VARIABLE, load
 from eplb.settings.tree import Section, SettingsTree
-from rebalance.build.config import ReportingConfig
+from rebalance.assembly.config import ReportingConfig
 from rebalance.weights.cache.address import HostCacheAddress, place_of_records
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.link.secret import SecretSettings, deployment_secret

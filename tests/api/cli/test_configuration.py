@@ -21,7 +21,7 @@ from api.deploy.first_placement import ensure_first_placement
 from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
 from eplb.errors import ConfigError
-from rebalance.build.config import RankConfig
+from rebalance.assembly.config import RankConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.stage.stage_settings import StageBudgets, StageSettings
 from rebalance.weights.link.link_settings import RankLinkSettings

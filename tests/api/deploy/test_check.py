@@ -33,8 +33,8 @@ from api.deploy.launch import Launch, check_start
 from api.deploy.model import accept_checkpoint
 from api.deploy.roles import run_host_cache
 from eplb.errors import CheckpointError, ConfigError, StoreError
-from rebalance.build.host_cache import build_host_cache
-from rebalance.build.places import claim_place
+from rebalance.assembly.host_cache import build_host_cache
+from rebalance.assembly.places import claim_place
 from rebalance.weights.link.tls import TlsFiles
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint

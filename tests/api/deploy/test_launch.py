@@ -21,9 +21,9 @@ from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
 from api.processes.supervision import SupervisionSettings
 from eplb.errors import ConfigError, RankError
-from rebalance.build import places
-from rebalance.build.description import DeploymentDescription
-from rebalance.build.places import claim_place
+from rebalance.assembly import places
+from rebalance.assembly.description import DeploymentDescription
+from rebalance.assembly.places import claim_place
 from tests.support.deployments import (
     EPLB,
     SMALL,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rebalance.build.places import holder_of
+from rebalance.assembly.places import holder_of
 from runtime.checkpoints.checkpoint import Checkpoint
 from tests.support.deployments import OneHost
 from tests.support.documents import files_of

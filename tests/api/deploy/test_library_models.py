@@ -19,8 +19,8 @@ from api.deploy.check import check_all
 from api.deploy.deployment import Deployment, resolve
 from api.deploy.first_placement import ensure_first_placement
 from eplb.errors import CheckpointError, ConfigError
-from rebalance.build.environment import build_rank_from_env
-from rebalance.build.host_cache import build_host_cache
+from rebalance.assembly.environment import build_rank_from_env
+from rebalance.assembly.host_cache import build_host_cache
 from runtime.model.transformers import prove_experts
 from tests.support.deployments import OneHost
 from tests.support.documents import files_of

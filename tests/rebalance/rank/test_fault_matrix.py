@@ -37,7 +37,7 @@ from eplb.errors import (
 )
 from eplb.migration.build import Migration, Move, Pace, build_migration
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.build.experts import fill_bank
+from rebalance.assembly.experts import fill_bank
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.rank.watcher import MOVER
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup

@@ -38,8 +38,8 @@ from eplb.errors import RankError, StaleGeneration
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.rank import HeldExperts, wire_agent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.rank import HeldExperts, wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links

@@ -13,8 +13,8 @@ import torch
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
-from rebalance.build.config import RankConfig
-from rebalance.build.rank import HeldExperts, wire_agent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.rank import HeldExperts, wire_agent
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema

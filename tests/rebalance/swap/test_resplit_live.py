@@ -14,8 +14,8 @@ from eplb import Budget, CostModel, ModelShape, Placement, Topology
 from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.rank import HeldExperts, WiredAgent, wire_agent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.rank import HeldExperts, WiredAgent, wire_agent
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import WeightSources

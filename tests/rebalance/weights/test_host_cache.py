@@ -24,7 +24,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, MigrationError
-from rebalance.build.experts import fill_bank
+from rebalance.assembly.experts import fill_bank
 from rebalance.weights.cache.address import PROTOCOL, HostCacheAddress, listen
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient

@@ -26,7 +26,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Pace
 from eplb.migration.candidates import Candidates
-from rebalance.build.experts import fill_bank
+from rebalance.assembly.experts import fill_bank
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings

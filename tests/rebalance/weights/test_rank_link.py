@@ -26,9 +26,9 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.experts import fill_bank
-from rebalance.build.rank import HeldExperts, wire_agent
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.experts import fill_bank
+from rebalance.assembly.rank import HeldExperts, wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
 from rebalance.rank.parts import AgentSettings, Links

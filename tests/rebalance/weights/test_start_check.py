@@ -15,7 +15,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from rebalance.build.experts import fill_bank
+from rebalance.assembly.experts import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.weights.cache.address import HostCacheAddress

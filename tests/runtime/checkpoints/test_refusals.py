@@ -12,7 +12,7 @@ import torch
 from api.config.deployment import ModelSettings
 from api.deploy.model import check_checkpoint, model_shape
 from eplb.errors import CheckpointError
-from rebalance.build.host_cache import build_host_cache
+from rebalance.assembly.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime import Checkpoint, ExpertSchema

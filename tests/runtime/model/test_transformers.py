@@ -18,8 +18,8 @@ import torch
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import CheckpointError, ConfigError
-from rebalance.build.config import NetworkConfig, RankConfig
-from rebalance.build.host_cache import build_host_cache
+from rebalance.assembly.config import NetworkConfig, RankConfig
+from rebalance.assembly.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime import Checkpoint, ExpertBank

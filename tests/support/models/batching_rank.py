@@ -12,10 +12,10 @@ import torch.distributed as dist
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from rebalance.build.config import RankConfig
-from rebalance.build.experts import RankPlace
-from rebalance.build.group import RankGroups, join_votes
-from rebalance.build.rank import BuiltRank, build_rank
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.experts import RankPlace
+from rebalance.assembly.group import RankGroups, join_votes
+from rebalance.assembly.rank import BuiltRank, build_rank
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime.batch.parts import BatchParts, BatchRules
 from runtime.batch.pull_rule import PullRule

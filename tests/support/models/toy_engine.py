@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import silu
 
 from eplb.errors import BrokenGroup, EplbError
-from rebalance.build.environment import build_rank_from_env
+from rebalance.assembly.environment import build_rank_from_env
 from runtime import Checkpoint, MoELayer
 from runtime.model.compute import LoopExperts
 

@@ -12,10 +12,10 @@ import torch
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Pace, build_migration
-from rebalance.build.config import RankConfig
-from rebalance.build.experts import RankPlace
-from rebalance.build.group import join_votes
-from rebalance.build.rank import BuiltRank, build_rank
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.experts import RankPlace
+from rebalance.assembly.group import join_votes
+from rebalance.assembly.rank import BuiltRank, build_rank
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime import AllToAllDispatcher, Checkpoint
 from runtime.model.transformers import library_schema, prove_experts, serve_experts

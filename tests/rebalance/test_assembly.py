@@ -25,12 +25,12 @@ from eplb.core.topology import Topology
 from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
-from rebalance.build.controller import build_controller
-from rebalance.build.experts import RankPlace, torch_failures
-from rebalance.build.group import RankGroups, join_votes
-from rebalance.build.host_cache import build_host_cache
-from rebalance.build.rank import build_rank
+from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.assembly.controller import build_controller
+from rebalance.assembly.experts import RankPlace, torch_failures
+from rebalance.assembly.group import RankGroups, join_votes
+from rebalance.assembly.host_cache import build_host_cache
+from rebalance.assembly.rank import build_rank
 from rebalance.controller.loop import ControllerSettings
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.watcher import POLL_S

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from eplb.errors import RankError
-from rebalance.build.config import NetworkConfig
+from rebalance.assembly.config import NetworkConfig
 from rebalance.protocol.liveness import is_loopback
 from runtime.group import gloo_listeners_closed
 

@@ -25,13 +25,13 @@ from torch._C._distributed_c10d import Store, TCPStore
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
-from rebalance.build import meeting
-from rebalance.build.config import NetworkConfig, RankConfig, ReportingConfig
-from rebalance.build.description import DeploymentDescription
-from rebalance.build.environment import build_rank_from_env
-from rebalance.build.group import interface_of
-from rebalance.build.meeting import Attendance, meet
-from rebalance.build.places import claim_place, holder_of
+from rebalance.assembly import meeting
+from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
+from rebalance.assembly.description import DeploymentDescription
+from rebalance.assembly.environment import build_rank_from_env
+from rebalance.assembly.group import interface_of
+from rebalance.assembly.meeting import Attendance, meet
+from rebalance.assembly.places import claim_place, holder_of
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.link.link_settings import RankLinkSettings

@@ -29,8 +29,8 @@ from eplb.decision.expert_times import BUDGET_S
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
-from rebalance.build.config import RankConfig
-from rebalance.build.experts import RankPlace, take_experts
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links, RankParts
 from rebalance.rank.watcher import POLL_S

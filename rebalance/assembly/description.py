@@ -20,8 +20,8 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.versions import RANKS, Announcement
-from rebalance.build.config import RankConfig
-from rebalance.build.plain import from_plain, to_plain
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.plain import from_plain, to_plain
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime.experts import ExpertSchema
 from telemetry import open_store

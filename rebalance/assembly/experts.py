@@ -20,8 +20,8 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError, RankError
-from rebalance.build.config import RankConfig
-from rebalance.build.group import RankGroups
+from rebalance.assembly.config import RankConfig
+from rebalance.assembly.group import RankGroups
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Digest, Record

@@ -7,7 +7,7 @@
         ...
 
 Every rank calls it. An engine that has formed its default group keeps it; else the group is formed
-here, once all ranks have met (``rebalance/build/meeting.py``).
+here, once all ranks have met (``rebalance/assembly/meeting.py``).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from eplb.core.placement import Placement
 from eplb.errors import ConfigError, EplbError, RankError
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
-from rebalance.build.description import RANK_FILE_VARIABLE, DeploymentDescription
-from rebalance.build.experts import RankPlace
-from rebalance.build.group import RankGroups, interface_of, join_ranks, join_votes
-from rebalance.build.meeting import Attendance, agree, meet
-from rebalance.build.places import claim_place, report_excluded, report_halt
-from rebalance.build.rank import (
+from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
+from rebalance.assembly.experts import RankPlace
+from rebalance.assembly.group import RankGroups, interface_of, join_ranks, join_votes
+from rebalance.assembly.meeting import Attendance, agree, meet
+from rebalance.assembly.places import claim_place, report_excluded, report_halt
+from rebalance.assembly.rank import (
     BuiltRank,
     build_rank,
     committed_placement,
