@@ -76,7 +76,7 @@ class AdminService:
             stalled_after_s=stalled_after_s,
         )
         self.reader = BackgroundReader(self.monitor)
-        self.num_streams = self.num_slow_streams = 0  # of events: open; ended as too slow
+        self.num_streams = self.num_slow_streams = 0  # event streams: open; ended as too slow
         self._metrics_level = metrics_level
         self.of_reading, self.of_commit = Made(), Made()
         self._plan_wait_s, self._clock = plan_wait_s, clock

@@ -72,7 +72,7 @@ class BackgroundReader:
     def start(self) -> None:
         """Begin to read in the background."""
         self._stopped.clear()
-        self._latest = None  # of a time without a thread, so it may be old
+        self._latest = None  # it was read before the thread began, so it may be old
         self._thread = threading.Thread(target=self._run, name="eplb-reader", daemon=True)
         self._thread.start()
 

@@ -54,8 +54,10 @@ def best_improved(problem: Problem) -> tuple[IntArray, BalanceCurve]:
     if problem.objective == "tokens":
         return improved
     by_tokens = incremental(replace(problem, objective="tokens"))
-    ours, theirs = (searched_score(problem, held).mean() for held, _ in (improved, by_tokens))
-    return by_tokens if theirs < ours else improved
+    score, score_by_tokens = (
+        searched_score(problem, held).mean() for held, _ in (improved, by_tokens)
+    )
+    return by_tokens if score_by_tokens < score else improved
 
 
 def incremental(problem: Problem) -> tuple[IntArray, BalanceCurve]:

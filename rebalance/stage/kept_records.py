@@ -40,14 +40,12 @@ class KeptRecords:
 
     def __init__(self, host: HostMemory, digests: torch.Tensor, record_bytes: int) -> None:
         self.digests, self._host = digests, host
-        nowhere = np.full((len(digests), 1), EMPTY, dtype=np.int32)
         sources = WeightSources(None, host)
         alone = Topology.uniform(num_nodes=1, ranks_per_node=1, slots_per_rank=1)
         choice = SourceChoice(0, alone, sources.readable, no_ranks)
-        self._held, self._stager = (
-            nowhere,
-            Stager(sources, choice, digests, StageSettings(), time.monotonic),
-        )
+        self._stager = Stager(sources, choice, digests, StageSettings(), time.monotonic)
+        # No rank's slots are a source here: each layer's map is empty.
+        self._no_slots = np.full((len(digests), 1), EMPTY, dtype=np.int32)
         self._into = SharedArena("eplb-record", record_bytes).bytes
 
     def bring(self, record: Record) -> torch.Tensor:
@@ -58,8 +56,8 @@ class KeptRecords:
         """
         move = Move(*record, dst_slot=0, source=Source.HOST)
         try:
-            self._stager.preload([(move, self._held)], always)
-            for wait in self._stager.stage([Pull(move, self._into, self._held)], always):
+            self._stager.preload([(move, self._no_slots)], always)
+            for wait in self._stager.stage([Pull(move, self._into, self._no_slots)], always):
                 threading.Event().wait(max(0.0, min(WAIT_S, wait.until - time.monotonic())))
         finally:
             for _ in self._stager.drain():

@@ -48,7 +48,7 @@ class Outcome:
     """What came of a question."""
 
     question: Question
-    figures: dict[str, Any] = field(default_factory=dict)  # of the plan, for display
+    figures: dict[str, Any] = field(default_factory=dict)  # the plan's figures, for display
     error: str = ""
     kept: str = ""  # why the plan, which would move experts, does not
 
@@ -86,7 +86,7 @@ class Report:
 
     is_on: bool  # what was handed over reaches the store
     why_kept: str  # why nothing may move now, by the deployment's switches; on rank 0
-    num_failures: int  # of the store
+    num_failures: int  # failed calls of the store
 
 
 # From the rank, and to the rank.

@@ -30,7 +30,7 @@ class System:
 
     num_ranks: int
     num_nodes: int
-    num_groups: int  # of experts, by the model; groups that nodes cannot hold whole do not count
+    num_groups: int  # expert groups of the model; 1 is used where nodes cannot hold them whole
     expert_bytes: int  # 0: unknown
 
     def topology(self, num_slots: int) -> Topology:
@@ -55,7 +55,7 @@ class Limits:
     target_imbalance: float
     max_moved: float  # part of all slots
     is_free: bool  # any number of experts may move, for any gain: no plan has made the map yet
-    time_ms: float | None = None  # of search, counted in steps; None: as ``Budget``
+    time_ms: float | None = None  # search time, counted in steps; None: as ``Budget``
     bytes_per_s: float = CostModel.bytes_per_s  # at which a rank receives
     policy: str = "auto"
 

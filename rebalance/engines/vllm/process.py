@@ -80,7 +80,7 @@ class PluginProcess:
         self._target: Served | None = None  # among them: not the draft model
         self._generation = 0
         self._has_changed = False
-        self._moving: Question | None = None  # of the plan whose map does not serve yet
+        self._moving: Question | None = None  # it asked for the plan whose map does not serve yet
         self._on = dict.fromkeys(PARTS, False)
         for part in (*PARTS, "placement", "records"):
             set_part("vllm", part, is_on=False)

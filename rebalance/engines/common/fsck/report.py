@@ -17,9 +17,9 @@ class Fault:
 
     kind: Kind
     row: int  # layer, by the engine's numbers
-    slot: int  # of all ranks; -1: none in particular
+    slot: int  # number among the slots of all ranks; -1: none in particular
     expert: int  # -1: none in particular
-    name: str  # of the tensor
+    name: str  # the tensor's name
     what: str  # found, and expected
 
     def __str__(self) -> str:

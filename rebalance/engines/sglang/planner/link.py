@@ -51,7 +51,7 @@ class PlannerLink:
         self._asked: Question | None = None
         self._pause_ticks = 0
         self.planner = PlannerProcess()
-        self.questions: deque[Question] = deque()  # of the interval
+        self.questions: deque[Question] = deque()  # asked at each interval
         self.ready: tuple[bytes, Question] | None = None  # the forward thread takes it
         self._is_first = True
         self._end = Event()
