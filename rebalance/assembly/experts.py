@@ -93,6 +93,7 @@ def take_experts(
         model.num_experts,
         size,
         deadline_s=network.join_deadline_s,
+        start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
         device=place.device,
         ranks_on_host=1 + len(ranks_beside(rank, place.topology)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import socket
 import struct
@@ -16,6 +17,9 @@ from rebalance.weights.link.wire import Message, Wire, client_handshake
 
 PROTOCOL = "eplb-host-cache-2"  # in the address too: version 1 knew another handshake
 MESSAGE_DEADLINE_S = 10.0  # for the next byte of a started message, and for room to send one
+START_POLL_S = 0.05  # between two connects to a process that does not listen yet
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,15 @@ def _holder(address: HostCacheAddress) -> int | None:
         return peer_of(end).pid
 
 
-def connect(address: HostCacheAddress, deadline_s: float) -> tuple[Wire, Message]:
+def connect(
+    address: HostCacheAddress, deadline_s: float, *, start_deadline_s: float = 0.0
+) -> tuple[Wire, Message]:
     """Connect to the preload process; both sides prove that they have the key.
+
+    Args:
+        address: of the process.
+        deadline_s: for the connection and the hello message.
+        start_deadline_s: for a process that does not listen yet.
 
     Returns:
         The connection, and the host cache's hello message.
@@ -91,7 +102,7 @@ def connect(address: HostCacheAddress, deadline_s: float) -> tuple[Wire, Message
         # With a timeout of Python's own, connect fails at once where it has to wait for room.
         timeval = struct.pack("@ll", int(deadline_s), int(deadline_s % 1 * 1e6))
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-        end.connect(address.socket)
+        _connect(end, address, start_deadline_s)
         if not (peer := peer_of(end)).is_trusted:
             raise MigrationError(f"a process of user {peer.uid} listens at its address")
         wire = Wire(end, time.monotonic() + deadline_s, deadline_s)
@@ -107,3 +118,25 @@ def connect(address: HostCacheAddress, deadline_s: float) -> tuple[Wire, Message
         raise
     wire.deadline = math.inf  # each request has its own
     return wire, hello
+
+
+def _connect(end: socket.socket, address: HostCacheAddress, start_deadline_s: float) -> None:
+    """Connect; retry for as long as nobody listens and the deadline allows it."""
+    deadline = time.monotonic() + start_deadline_s
+    is_waiting = False
+    while True:
+        try:
+            end.connect(address.socket)
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() >= deadline:
+                raise
+        if not is_waiting:
+            log.info(
+                "the preload process of host %s does not listen yet: waiting at most %.0f s for it "
+                "(eplb host-cache)",
+                address.name,
+                start_deadline_s,
+            )
+            is_waiting = True
+        time.sleep(START_POLL_S)  # an abstract socket has no file whose creation can be watched

@@ -69,6 +69,7 @@ class HostCacheClient:
         num_experts: of a layer.
         record_bytes: of an expert.
         deadline_s: to connect.
+        start_deadline_s: for a host cache that does not listen yet.
         device: that records are read into.
         ranks_on_host: that share the host cache.
     """
@@ -82,6 +83,7 @@ class HostCacheClient:
         record_bytes: int,
         *,
         deadline_s: float,
+        start_deadline_s: float = 0.0,
         device: torch.device = CPU,
         ranks_on_host: int = 1,
     ) -> None:
@@ -94,12 +96,14 @@ class HostCacheClient:
         self._entry_of: dict[Record, int] = {}  # entries of the leased records
         self.bytes_from_other_hosts = 0  # brought by loads since the start
         self._registered: set[int] = set()  # entries; their addresses never change
-        self._connect(deadline_s)
+        self._connect(deadline_s, start_deadline_s)
 
-    def _connect(self, deadline_s: float) -> None:
+    def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:
         """Connect, and map the memory [entries, record_bytes] of the host cache."""
         try:
-            wire, hello = connect(self._address, deadline_s)
+            wire, hello = connect(
+                self._address, deadline_s, start_deadline_s=start_deadline_s
+            )
         except MigrationError as exc:
             raise MigrationError(
                 f"the preload process of host {self._name} does not answer: {exc}"

@@ -275,6 +275,22 @@ def test_reader_attaches_again_to_a_host_cache_that_was_started_again(
         bytes_of(reader, (0, 0), 4096)
 
 
+def test_rank_that_starts_before_its_host_cache_waits_for_it(
+    start_host_cache: StartHostCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    address = HostCacheAddress(f"late-{os.getpid()}", b"key")
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(
+            HostCacheClient, address, 8, 4096, deadline_s=NEVER_S, start_deadline_s=NEVER_S
+        )
+        wait_until("the rank waits", lambda: "does not listen yet" in caplog.text)
+        start_host_cache(ring(2), address=address)
+
+        with closing(connecting.result()) as reader:
+            assert reader.num_entries == 2
+
+
 def test_rank_leases_again_from_a_host_cache_that_was_started_again(
     start_host_cache: StartHostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
