@@ -101,9 +101,7 @@ class HostCacheClient:
     def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:
         """Connect, and map the memory [entries, record_bytes] of the host cache."""
         try:
-            wire, hello = connect(
-                self._address, deadline_s, start_deadline_s=start_deadline_s
-            )
+            wire, hello = connect(self._address, deadline_s, start_deadline_s=start_deadline_s)
         except MigrationError as exc:
             raise MigrationError(
                 f"the preload process of host {self._name} does not answer: {exc}"

@@ -164,7 +164,7 @@ class EngineRecordsClient(HostCacheClient):
             device=torch.device("cpu"),
         )
 
-    def _connect(self, deadline_s: float) -> None:
+    def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:
         if not self._is_embedded:  # a restarted process does not know the origin
             wire, _ = connect(self._place, deadline_s)
             with closing(wire):
@@ -173,4 +173,4 @@ class EngineRecordsClient(HostCacheClient):
                     raise MigrationError(f"no answer within {deadline_s:g} s")
                 if error := wire.receive()["error"]:
                     raise MigrationError(error)
-        super()._connect(deadline_s)
+        super()._connect(deadline_s, start_deadline_s)
