@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+POLL_S = 0.25
 
 
 def leave_on_signals(*signals: signal.Signals) -> None:
@@ -46,6 +49,19 @@ class StopSignals:
         for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(one) is not signal.SIG_IGN:
                 signal.signal(one, self._note)
+
+    def wait(self, seconds: float, alive: Callable[[], None] = lambda: None) -> bool:
+        """Wait, at most until a signal; returns whether one was received.
+
+        Args:
+            seconds: the time to wait.
+            alive: called a few times a second.
+        """
+        until, quiet = time.monotonic() + seconds, Event()
+        while not self.received and (left_s := until - time.monotonic()) > 0:
+            alive()
+            quiet.wait(min(left_s, POLL_S))  # not set by the handler: a wait may hold its lock
+        return self.received > 0
 
     def _note(self, number: int, _: object) -> None:
         self.received = self.received or number

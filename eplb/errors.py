@@ -27,6 +27,10 @@ def shown(value: object) -> str:
 class EplbError(Exception):
     """Root of the tree: catch this to catch every error that this project raises on purpose."""
 
+    # Status with which a rank that cannot start exits. `eplb launch` starts it again unless the
+    # status is 2: a setting, a file or the engine's code has to change first.
+    rank_exit_status = 2
+
 
 class ConfigError(EplbError, ValueError):
     """An invalid setting, flag or name."""
@@ -61,6 +65,8 @@ class HistoryError(EplbError, ValueError):
 class MigrationError(EplbError):
     """Moves that cannot be made, or that failed."""
 
+    rank_exit_status = 1  # a host cache may come back
+
 
 class CheckpointError(EplbError):
     """Weights on disk that are missing, damaged or of another shape."""
@@ -68,6 +74,8 @@ class CheckpointError(EplbError):
 
 class StoreError(EplbError):
     """The load store cannot be used."""
+
+    rank_exit_status = 1
 
 
 class StaleGeneration(StoreError):
@@ -84,6 +92,8 @@ class FencedOut(StoreError):
 
 class RankError(EplbError):
     """A rank died, fell out of step, or missed a deadline."""
+
+    rank_exit_status = 1
 
 
 class BrokenGroup(RankError):

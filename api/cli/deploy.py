@@ -101,16 +101,13 @@ def launch(
         prepare_store(here)
         become_rank(here)
     check_start(here)
-    generation, found = prepare_store(here)
     master = f"{deployment.hosts[0]}:{deployment.settings.network.rendezvous_port}"
     say(
         f"eplb launch: host {here.host} of {deployment.name}: ranks {here.ranks[0]}.."
         f"{here.ranks[-1]} of {deployment.topology.num_ranks}, meeting at {master}"
     )
-    say(f"eplb launch: {found}")
     supervision = deployment.settings.supervision
-    status = run_ranks(here, generation, supervision, lambda line: say(f"eplb: {line}"))
-    raise typer.Exit(status)
+    raise typer.Exit(run_ranks(here, supervision, lambda line: say(f"eplb launch: {line}")))
 
 
 @with_options

@@ -29,7 +29,7 @@ from api.demo.checking import CheckerClient, Checks, Sampling
 from api.demo.text import Batches, Load
 from api.processes.commands import raise_descriptor_limit, set_title
 from api.terminal.logs import LogSettings, set_process_fields, set_up_logging
-from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError
+from eplb.errors import BrokenGroup, EplbError
 from rebalance.assembly.environment import EmbeddedRank, build_rank_from_env, described_by
 from rebalance.assembly.plain import from_plain, to_plain
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from runtime.model.graphs import CapturedStack
 
 Model = Union[MoEStack, "CapturedStack"]
-REFUSED = 2  # exit status; eplb launch does not start such a rank again
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +107,7 @@ def main() -> None:
         )
     except EplbError as exc:
         log.error("rank %d cannot start: %s", number, exc)
-        # A peer that died, or a host cache, may be back at the next start.
-        sys.exit(1 if isinstance(exc, RankError | MigrationError) else REFUSED)
+        sys.exit(exc.rank_exit_status)
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, lambda *_: rank.agent.request_halt())  # all ranks end at one step
     rank.counter.drain()  # proving and warming up were no load

@@ -115,20 +115,12 @@ class Demo:
         """
         hosts, add = range(len(self._deployment.hosts)), self._commands.add
         environ, engine = self._prepared.environ, str(self._prepared.engine_path)
-        caches = [
-            add(
-                f"the host cache of host {host}",
-                "host_cache",
-                own_command("host-cache", "--host", str(host)),
-                environ,
-            )
-            for host in hosts
-        ]
+        for host in hosts:
+            words = own_command("host-cache", "--host", str(host))
+            add(f"the host cache of host {host}", "host_cache", words, environ)
         serve = add("the service", "serve", own_command("serve"), environ)
         checking = [sys.executable, "-P", "-m", "api.demo.checking", engine]
         self._checker = add("the reference checker", "checker", checking, environ)
-        # Ranks fill their slots from the caches, and refuse to start without them.
-        self._look_until(lambda: all(cache.supervised.was_ready for cache in caches), "host caches")
         ranks = ("--module", "api.demo.engine", "--", engine)
         self._launchers = [
             add(
@@ -215,7 +207,7 @@ class Demo:
                 self._commands.look(POLL_S)
             except CommandEnded as exc:
                 ended.append(exc)
-        how = [one.command.status or str(one) for one in ended]
+        how = [str(one) for one in ended]
         killed = [words for words in how if "was killed by" in words]
         return RankError(f"{(killed or how)[0]}, the demo cannot continue without it")
 

@@ -1,4 +1,4 @@
-"""``eplb launch -- CMD``: the ranks of one host, started as torchrun does, restarted after a death.
+"""``eplb launch -- CMD``: the ranks of one host, started as torchrun does, restarted after deaths.
 
     launcher of host 0 -- ranks 0..3 --+
                                        +-- meet, form a group, serve, end at one step
@@ -20,20 +20,21 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Event
 
 from api.deploy.check import check_link_certificate, port_refusal, ports_of
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
-from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier
-from api.processes.supervision import RestartBudget, SupervisionSettings
-from eplb.errors import ConfigError, RankError, StoreError
+from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached
+from api.processes.supervision import Restarts, SupervisionSettings
+from eplb.errors import ConfigError, RankError
 from eplb.versions import RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import holder_of
@@ -218,49 +219,49 @@ def become_rank(launch: Launch) -> None:
         raise ConfigError(f"{launch.command[0]} cannot be started: {exc.strerror}") from exc
 
 
-def run_ranks(
-    launch: Launch, generation: int, supervision: SupervisionSettings, say: Callable[[str], None]
-) -> int:
-    """Run the ranks of this host until all have ended; returns the exit status.
+def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[str], None]) -> int:
+    """Run the ranks of this host until all have ended well; returns the exit status.
 
-    After a death they are started again, as often as the restart budget allows.
+    After a death they are started again, and a store that fails is waited for: neither has an end
+    but a signal, or a rank that refuses to start.
 
     Args:
         launch: what is started.
-        generation: that the store names.
-        supervision: how often ranks may be started again.
+        supervision: delays of restarts.
         say: prints a line for operators.
     """
     program = launch.imported()
     rank_file = write_rank_file(launch.deployment)
-    budget = RestartBudget(supervision.restart_after_death, supervision.restart_window_s)
+    restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()
+    generation: int | None = None
+    died = ""
     while True:
+        prepare = partial(prepare_store, launch, lost_after=generation, died=died)
+        prepared = once_reached(prepare, stop, notifier, say)
+        if prepared is None:
+            return 128 + stop.received
+        generation, found = prepared
+        if not died:
+            say(found)
+        started = time.monotonic()
         environs = {
             rank: launch.environment(rank_file, local) for local, rank in enumerate(launch.ranks)
         }
         ranks = LocalRanks(launch.command, environs, program=program)
         notifier.ready()
+        notifier.status("")  # what ended the ranks before is over
         how = ranks.wait(stop, notifier.alive)
         if not how or stop.received:
             return 0 if not how else 128 + stop.received
-        notifier.status(how)
         if ranks.has_refused:
+            notifier.status(how)
             say(f"{how}: it refused to start, and is not started again")
             return REFUSED
-        if budget.is_used_up:
-            say(f"{how}; {budget} used up, ending")
-            return 1
-        died = how
-        while True:  # a store that fails is waited for, as long as the budget lasts
-            budget.spend()
-            say(f"{how}; starting the ranks of this host again")
-            try:
-                generation = prepare_store(launch, lost_after=generation, died=died)[0]
-                break
-            except StoreError as exc:
-                if budget.is_used_up or stop.received:
-                    raise
-                how = str(exc)
-                notifier.alive()
-                Event().wait(supervision.restart_delay_s)
+        delay_s = restarts.next_delay_s(time.monotonic() - started)
+        died, why = how, f": {restarts} used up" if restarts.is_over_budget else ""
+        told = f"{how}; starting the ranks of this host again in {delay_s:.1f} s{why}"
+        notifier.status(told)
+        say(told)
+        if stop.wait(delay_s, notifier.alive):
+            return 128 + stop.received

@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from threading import Event
+from threading import Event, Thread
 
 from api.deploy.check import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.interrupts import StopSignals
-from api.processes.commands import Notifier, set_title
+from api.processes.commands import Notifier, once_reached, set_title
 from api.processes.supervision import REPORT_PERIOD_S
 from eplb.clock import Clock
 from eplb.errors import StoreError
@@ -26,11 +26,12 @@ from eplb.versions import HOST_CACHE, Announcement
 from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from telemetry.state.events import STARTING
-from telemetry.state.joining import check_versions
+from telemetry.state.joining import HEARTBEAT_S, check_versions
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
 RETRY_S = 0.5  # after the store failed
+END_DEADLINE_S = 10.0  # for a store to take that a host cache has ended
 START_EVENT_S = 5.0  # interval of events while a controller starts
 Say = Callable[[str], None]
 
@@ -80,11 +81,11 @@ class StartReports:
 def run_controller(deployment: Deployment, say: Say) -> None:
     """Plan until a signal; one controller of all leads, the others stand by.
 
-    A store that fails after the start is retried.
+    A store that fails is retried.
 
     Raises:
         ConfigError: the store is of another deployment.
-        StoreError: it cannot be used at the start.
+        StoreError: it was reached, and failed before the controller was built.
     """
     stop, notifier, holder = StopSignals(), Notifier(), new_holder()
     set_title("controller")
@@ -97,7 +98,12 @@ def run_controller(deployment: Deployment, say: Say) -> None:
         log.info("the controller is starting: %s", work)
         notifier.status(work)
 
-    with closing(deployment.opened_store()) as store:
+    opened = once_reached(
+        deployment.opened_store, stop, notifier, lambda line: say(f"eplb controller: {line}")
+    )
+    if opened is None:
+        return
+    with closing(opened) as store:
         check_belongs(store, deployment)
         controller = build_controller(
             deployment.controller,
@@ -150,10 +156,32 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             f"mode {settings.mode}"
         )
         notifier.ready()
+        mine, ended = Announcement(HOST_CACHE, str(host)), Event()
+        heart = Thread(
+            target=_announce, args=(deployment, mine, ended), name="heartbeat", daemon=True
+        )
+        heart.start()
         while not stop.received:
             Event().wait(POLL_S)
             records.check()  # takes the cache's lock: in a deadlock no progress is reported
             notifier.alive()
+        ended.set()
+        heart.join(END_DEADLINE_S)
+
+
+def _announce(deployment: Deployment, mine: Announcement, ended: Event) -> None:
+    """Announce a host cache until it has ended; also to a store that lost its contents."""
+    while not ended.wait(HEARTBEAT_S):
+        try:
+            with closing(deployment.opened_store()) as store:
+                store.announce(mine)
+        except StoreError as exc:
+            log.debug("heartbeat not stored: %s", exc)
+    try:
+        with closing(deployment.opened_store()) as store:
+            store.retire(mine)
+    except StoreError as exc:
+        log.warning("the end of the host cache is not stored: %s", exc)
 
 
 def _join_store(deployment: Deployment, host: int) -> None:

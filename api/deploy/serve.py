@@ -20,7 +20,7 @@ from api.http.app import create_app, create_metrics_app
 from api.http.deployments import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
 from api.interrupts import StopSignals
-from api.processes.commands import Commands, Notifier, set_title
+from api.processes.commands import Commands, Notifier, once_reached, set_title
 from api.processes.supervision import Kill, Supervisor, note_in
 from eplb import versions
 from eplb.errors import StoreError
@@ -60,7 +60,11 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         bound_metrics = _bound_metrics(http)
         if bound_metrics is not None:
             stack.callback(bound_metrics.close)
-        store = deployment.opened_store()
+        store = once_reached(
+            deployment.opened_store, stop, notifier, lambda line: say(f"eplb serve: {line}")
+        )
+        if store is None:
+            return
         stack.callback(store.close)
         check_versions(store, versions.Announcement(versions.CONTROLLER, ""))
         check_belongs(store, deployment)

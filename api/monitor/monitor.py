@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,20 +41,20 @@ from api.monitor.state import (
     WindowScore,
 )
 from api.monitor.verdict import STALLED_AFTER_S, judged, leadership
-from api.processes.supervision import SupervisionView
+from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.decision.expert_times import chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
 from eplb.errors import HistoryError
 from eplb.migration.build import Migration
-from eplb.versions import HOST_CACHE
+from eplb.versions import HOST_CACHE, Announcement
 from rebalance.controller.plans.planner_request import curve_of, read_cordons
 from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader
 from telemetry.state.events import Event, PlanEnd, pace_change, plan_end
-from telemetry.state.joining import host_caches, serving
+from telemetry.state.joining import SILENT_AFTER_S, host_caches, serving
 from telemetry.state.runs import BATCH, BATCH_FAULTS, STEP_TIMES, RankState, RunInfo
 from telemetry.state.store import StateStore
 
@@ -99,6 +100,7 @@ class Monitor:
         self._paced: tuple[PaceChange, float] | None = None  # the latest judgement, and its time
         self._versions: Mapping[str, str] = {}
         self._versions_at = -VERSIONS_S
+        self._caches: list[Announcement] = []
         self._is_read = False
         self._follow(None)
 
@@ -154,6 +156,7 @@ class Monitor:
             found = {one.component: one.version for one in serving(self.store, now)}
             caches = sorted(host_caches(self.store), key=lambda one: one.name)
             self._versions = found | {f"{HOST_CACHE} {one.name}": one.version for one in caches}
+            self._caches = caches
 
     def _read_runs_before(self, latest: RunInfo) -> None:
         """Read what the store has of the runs from the one that was followed to the latest."""
@@ -310,6 +313,11 @@ class Monitor:
         model, topology = (self._model, self._topology) if info else (None, None)
         ranks = tuple(self._rank_views(now)) if info else ()
         supervision = self._supervision()
+        if topology is not None:
+            hosts = set(topology.host_of_rank.tolist())
+            found = (_cache_view(one, now) for one in self._caches if int(one.name) in hosts)
+            processes = (*supervision.processes, *found)
+            supervision = replace(supervision, processes=processes)
         token_time, stepped = self._samples.token_time, self._step_at[1]
         progress_age_s, progress_of = _oldest_progress(self._states, now)
         control, effective = self._live.control, self._live.effective
@@ -459,6 +467,21 @@ def _progress_of(
         staged_part=staged,
         layers=tuple(layer for txn in migration.transactions for layer in txn.layers),
         fraction=(staged + applied / total) / 2 if total else 1.0,
+    )
+
+
+def _cache_view(announced: Announcement, now: float) -> ProcessView:
+    """Give the cache of a host by its heartbeat; whoever supervises it is not known here."""
+    age_s = max(0.0, now - announced.time)
+    is_silent = age_s > SILENT_AFTER_S
+    return ProcessView(
+        name=f"the host cache of host {announced.name}",
+        kind="host_cache",
+        state=ProcessState.DOWN if is_silent else ProcessState.RUNNING,
+        report_age_s=age_s,
+        is_late=is_silent,
+        restarts=0,
+        reason="",
     )
 
 

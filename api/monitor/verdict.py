@@ -241,7 +241,7 @@ def _progress(state: State, stalled_after_s: float) -> Iterator[Finding]:
 def _processes(state: State, stalled_after_s: float) -> Iterator[Finding]:
     for one in state.supervision.processes:
         if one.state is ProcessState.DEGRADED:
-            text = f"{one.name} is down, its restart budget is used up: {one.reason}"
+            text = f"{one.name} is down, beyond its restart budget: {one.reason}"
             yield Finding("process-down", Grade.DEGRADED, text, subject=one.name)
         elif one.state is ProcessState.BACK_OFF:
             text = f"{one.name} is down and will be restarted: {one.reason}"
@@ -249,7 +249,8 @@ def _processes(state: State, stalled_after_s: float) -> Iterator[Finding]:
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
-            yield Finding("process-down", Grade.DEGRADED, what, subject=one.name)
+            is_ready = one.kind == "host_cache"  # ranks serve without it, and cannot start again
+            yield Finding("process-down", Grade.DEGRADED, what, is_ready, subject=one.name)
     lease_age_s = state.supervision.lease_age_s
     if lease_age_s is not None and lease_age_s > stalled_after_s:
         yield Finding(

@@ -29,13 +29,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from api.interrupts import StopSignals
 from api.processes.supervision import REPORT_PERIOD_S, Kill, Note, Supervised, Supervisor
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError, EplbError, StoreError
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # environment variable that sd_notify(3) reads
 STOP_DEADLINE_S = 10.0
+STORE_RETRY_S = 0.5  # between two attempts to use a store that fails
 REFUSED = 2  # exit status of a command that cannot start, as of every command here
 _LONGEST_MESSAGE = 4096
 _TITLE_CHARACTERS = 15  # TASK_COMM_LEN less its zero (proc_pid_comm(5))
@@ -128,6 +130,33 @@ class Notifier:
         # An error: the supervisor has exited, or has not read for long.
         with socket.socket(socket.AF_UNIX, kind) as end, suppress(OSError):
             end.sendto(message.encode()[:_LONGEST_MESSAGE], self._address)
+
+
+Result = TypeVar("Result")
+
+
+def once_reached(
+    act: Callable[[], Result], stop: StopSignals, notifier: Notifier, say: Callable[[str], None]
+) -> Result | None:
+    """Act on a store at the start of a process; None: a signal ended the wait for the store.
+
+    Args:
+        act: opens and uses the store; it is tried again after each ``StoreError``.
+        stop: the signals of this process.
+        notifier: gets the reason of the wait.
+        say: prints a line for operators.
+    """
+    told = ""
+    while True:
+        try:
+            return act()
+        except StoreError as exc:
+            if str(exc) != told:  # once, however long it takes
+                told = str(exc)
+                say(f"{told}; waiting for the store")
+                notifier.status(told)
+        if stop.wait(STORE_RETRY_S, notifier.alive):
+            return None
 
 
 @dataclass

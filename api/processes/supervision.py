@@ -4,14 +4,14 @@
        ^                    |                                      |
        |                    +---------------- exit ----------------+
        |                                                           v
-       +------- delay over ------ BACK_OFF, or DEGRADED where the restart budget is used up
+       +------- delay over ------ BACK_OFF, or DEGRADED beyond the restart budget
 
 A process that starts may take as long as it needs, for example to compile: it is killed only if it
 reports no progress of its start within ``start_deadline_s``.
 
-Serving never ends because of them. A budget is so many restarts within a window of time: a process
-that has used it up is restarted once the window has moved on, and serving continues without it
-until then. Clocks are arguments, and nothing here waits.
+No process is given up. A budget is so many restarts within a window of time: beyond it each restart
+waits a minute, and serving continues without the process until then. Clocks are arguments, and
+nothing here waits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from telemetry.state.lease import Lease
 from telemetry.state.store import StateStore
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
+PAUSE_S = 60.0  # of a restart beyond the budget: its cause takes somebody minutes to repair
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
 REPORT_PERIOD_S = 0.5  # how often a process reports progress, about
 
@@ -60,14 +61,15 @@ class SupervisionSettings:
     restart_after_death: Annotated[
         int,
         Setting(
-            "restarts of the ranks within an hour; one more exit ends the deployment",
+            "restarts of the ranks within an hour; each further one waits a minute",
             unit="restarts",
         ),
     ] = 3
     process_restarts: Annotated[
         int,
         Setting(
-            "restarts of each other process within an hour; then it stays down", unit="restarts"
+            "restarts of each other process within an hour; each further one waits a minute",
+            unit="restarts",
         ),
     ] = 20
     restart_window_s: float = 3600.0  # window of both budgets: more failures need a repair
@@ -93,26 +95,37 @@ class SupervisionSettings:
         check_fields(self)
 
 
-class RestartBudget:
-    """At most ``restarts`` within any ``window_s`` seconds."""
+class Restarts:
+    """Delays of restarts: doubled while a process exits soon, and long beyond the budget.
 
-    def __init__(self, restarts: int, window_s: float, clock: Clock = time.monotonic) -> None:
-        self._restarts, self._window_s, self._clock = restarts, window_s, clock
+    Args:
+        budget: restarts within the window of the settings that are not paused.
+        settings: the window, and the longest delay within the budget.
+    """
+
+    def __init__(
+        self, budget: int, settings: SupervisionSettings, clock: Clock = time.monotonic
+    ) -> None:
+        self._budget, self._settings, self._clock = budget, settings, clock
         self._times: deque[float] = deque()
+        self._delay_s = FIRST_DELAY_S
+        self.is_over_budget = False  # whether the latest restart is beyond the budget
 
-    @property
-    def is_used_up(self) -> bool:
-        """Return whether one restart more would exceed it."""
-        while self._times and self._clock() - self._times[0] >= self._window_s:
+    def next_delay_s(self, ran_s: float) -> float:
+        """Count a restart, of a process that ran for so long; returns its delay."""
+        now = self._clock()
+        while self._times and now - self._times[0] >= self._settings.restart_window_s:
             self._times.popleft()
-        return len(self._times) >= self._restarts
-
-    def spend(self) -> None:
-        """Count a restart now."""
-        self._times.append(self._clock())
+        self.is_over_budget = len(self._times) >= self._budget
+        self._times.append(now)
+        if ran_s >= STEADY_S:
+            self._delay_s = FIRST_DELAY_S
+        delay_s = min(self._delay_s, self._settings.restart_delay_s)
+        self._delay_s *= 2
+        return max(PAUSE_S, delay_s) if self.is_over_budget else delay_s
 
     def __str__(self) -> str:
-        return f"{self._restarts} restarts within {self._window_s:g} s"
+        return f"{self._budget} restarts within {self._settings.restart_window_s:g} s"
 
 
 class ProcessState(Enum):
@@ -177,13 +190,13 @@ class Supervised:
     ) -> None:
         self.name, self._kind, self._start, self._note = name, kind, start, note
         self._settings, self._reports_progress, self._clock = settings, reports_progress, clock
-        self._budget = RestartBudget(settings.process_restarts, settings.restart_window_s, clock)
+        self._restarts = Restarts(settings.process_restarts, settings, clock)
         self.state, self.restarts, self.was_ready = ProcessState.DOWN, 0, False
         self._kill: Kill | None = None
         self._started = self._progressed = self._due = self._looked = clock()
         self._work = ""
         self._reported: float | None = None
-        self._delay_s, self._reason, self._is_late_noted = FIRST_DELAY_S, "", False
+        self._reason, self._is_late_noted = "", False
 
     # -- called when a message or an exit of the process is seen
 
@@ -215,16 +228,13 @@ class Supervised:
         """Record that it exited, and plan its restart."""
         now = self._clock()
         self._kill, self._reason, self._work = None, how, ""
-        if now - self._started >= STEADY_S:
-            self._delay_s = FIRST_DELAY_S
-        delay_s = min(self._delay_s, self._settings.restart_delay_s)
-        self._due, self._delay_s = now + delay_s, 2 * self._delay_s
-        if self._budget.is_used_up:
+        delay_s = self._restarts.next_delay_s(now - self._started)
+        self._due, self.state = now + delay_s, ProcessState.BACK_OFF
+        note = f"{how}; restarting in {delay_s:.1f} s"
+        if self._restarts.is_over_budget:
             self.state = ProcessState.DEGRADED
-            self._note(self.name, f"{how}; {self._budget} used up, serving continues without it")
-        else:
-            self.state = ProcessState.BACK_OFF
-            self._note(self.name, f"{how}; restarting in {delay_s:.1f} s")
+            note += f": {self._restarts} used up, serving continues without it"
+        self._note(self.name, note)
 
     # -- called often
 
@@ -250,11 +260,10 @@ class Supervised:
             self._end_if_hung(self._kill, now)
             return
         is_to_come_back = self.state in (ProcessState.BACK_OFF, ProcessState.DEGRADED)
-        if is_to_come_back and now >= self._due and not self._budget.is_used_up:
+        if is_to_come_back and now >= self._due:
             self._start_again()
 
     def _start_again(self) -> None:
-        self._budget.spend()
         self.restarts += 1
         try:
             self.begin()

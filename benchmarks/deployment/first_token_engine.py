@@ -44,7 +44,7 @@ def main() -> None:
         rank = build_rank_from_env()
     except EplbError as exc:
         print(f"engine: {exc}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exc.rank_exit_status)
     times["built"] = time.monotonic()
     model, here = rank.deployment.model, rank.place.rank
     dispatcher, experts = rank.all_to_all(), LoopExperts(rank.bank)

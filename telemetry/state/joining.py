@@ -2,7 +2,8 @@
 
     begin_run, restore      the store announces the ranks of a start with it
     controller              announces itself whenever it acquires the lease
-    eplb host-cache         check_versions, then announce; each rank compares when it connects
+    eplb host-cache         check_versions, then announce; each rank compares when it connects.
+                            Its announcement is its heartbeat, every HEARTBEAT_S
 
 ``eplb/versions.py`` has the rule. Only what serves now counts: ranks that report, and the
 controller that leads. A process that is silent cannot refuse one that joins.
@@ -25,6 +26,8 @@ from telemetry.state.holder import is_dead
 from telemetry.state.store import StateStore
 
 ANNOUNCED_WITHIN_S = 10.0  # for which a joining process waits for an announcement
+HEARTBEAT_S = 5.0  # between two announcements of a host cache
+SILENT_AFTER_S = 3 * HEARTBEAT_S  # age of an announcement at which a host cache counts as silent
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ def ranks_of(store: StateStore, run: str) -> Announcement | None:
 
 
 def host_caches(store: StateStore) -> list[Announcement]:
-    """Give the version with which the cache of each host was started last."""
+    """Give the latest announcement of the cache of each host, unless it was ended on purpose."""
     return [seen for seen in store.announced() if seen.component == HOST_CACHE]
 
 

@@ -153,10 +153,20 @@ class RunsPart(Part):
         """Record the version of a process; of each component the latest 256 names are kept."""
 
         def decision(change: Change) -> None:
+            is_new = change.get(ANNOUNCED, _key_of(mine)) is None
             add_announcement(change, mine)
-            change.wake()  # who joins may wait for it
+            if is_new:  # who joins may wait for it; a heartbeat wakes nobody
+                change.wake()
 
         self.backend.decide(f"version of {mine.component} {mine.name!r}", decision)
+
+    def retire(self, mine: Announcement) -> None:
+        """Remove the announcement of a process that was ended on purpose."""
+
+        def decision(change: Change) -> None:
+            change.delete(ANNOUNCED, _key_of(mine))
+
+        self.backend.decide(f"end of {mine.component} {mine.name!r}", decision)
 
     def announced(self) -> list[Announcement]:
         """Return what was announced, oldest first, by processes that have ended too.
@@ -187,9 +197,13 @@ def add_announcement(change: Change, mine: Announcement) -> None:
         if other.component == mine.component and other.name != mine.name
     ]
     for old in others[: len(others) + 1 - KEPT_ANNOUNCEMENTS]:
-        change.delete(ANNOUNCED, f"{old.component} {old.name}")
+        change.delete(ANNOUNCED, _key_of(old))
     text = to_json(asdict(replace(mine, time=change.time)))
-    change.put(ANNOUNCED, f"{mine.component} {mine.name}", text)
+    change.put(ANNOUNCED, _key_of(mine), text)
+
+
+def _key_of(announced: Announcement) -> str:
+    return f"{announced.component} {announced.name}"
 
 
 def _announcements(texts: list[str | bytes]) -> list[Announcement]:

@@ -183,6 +183,12 @@ class OneHost:
         self._stack.callback(process.kill)
         return process
 
+    def says(self, *words: str) -> str:
+        """Run a command to its end; returns what it printed."""
+        process = self.start(*words)
+        process.ends()
+        return "\n".join(process.lines)
+
     def start_cache(self) -> CommandProcess:
         cache = self.start("eplb", "host-cache")
         cache.wait_for("ready: 16 records")

@@ -132,7 +132,7 @@ def _connect(end: socket.socket, address: HostCacheAddress, start_deadline_s: fl
             if time.monotonic() >= deadline:
                 raise
         if not is_waiting:
-            log.info(
+            log.warning(
                 "the preload process of host %s does not listen yet: waiting at most %.0f s for it "
                 "(eplb host-cache)",
                 address.name,

@@ -55,17 +55,17 @@ def test_demo_whose_terminal_closes_writes_its_summary(
 
 
 @pytest.mark.slow
-def test_demo_ended_by_a_rank_exit_writes_a_partial_summary(
+def test_demo_ended_by_a_launcher_exit_writes_a_partial_summary(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
-    demo = start_demo(tmp_path, "--serve", restart_after_death=0)
+    demo = start_demo(tmp_path, "--serve")
     demo.wait_for_line("window=1")
 
-    demo.kill("rank 1")
+    demo.kill("launch 0", signal.SIGTERM)
 
     assert demo.ends() == 2, demo.output_text()
     summary = demo.summary()
-    assert "rank 1 was killed by SIGKILL" in summary["missing"][0]
+    assert "the launcher of host" in summary["missing"][0]
     assert summary["imbalance_series"]
     assert summary["samples_lost"] is None
 

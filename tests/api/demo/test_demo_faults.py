@@ -296,16 +296,16 @@ def kill_a_rank(demo: Any, number: int, title: str) -> Any:
 
 
 @pytest.mark.slow
-def test_ranks_restart_after_an_exit_until_the_budget_is_used_up(
+def test_ranks_restart_after_an_exit_and_a_launcher_exit_ends_the_demo(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
-    demo = start_demo(tmp_path, "--serve", *TEXT, restart_after_death=1)
+    demo = start_demo(tmp_path, "--serve", *TEXT)
     record = kill_a_rank(demo, 1, "rank 1")
     assert (record.survivors, record.reason) == ((0, 2, 3), "rank 1 died")
     demo.sees("rebalances after it", lambda store: commits(store) > record.generation)
     demo.sees("start 2", serves_in_start(2))
-    demo.kill("rank 2")
-    ends_in_words(demo, "rank 2 was killed by SIGKILL")
+    demo.kill("launch 0", signal.SIGTERM)
+    ends_in_words(demo, "the launcher of host 0 exited with status 0")
 
     start_demo(tmp_path, "--resume", *TEXT, seconds=1).ends_right()
 

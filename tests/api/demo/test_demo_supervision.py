@@ -176,6 +176,6 @@ def test_without_a_controller_serving_continues_and_readyz_fails(
     demo.sees("the last note", notes("1 restarts within 3600 s used up, serving continues"))
     at = demo.sees("a step", step_of)
     demo.sees("serving on", serves(at + 200))
-    demo.sees("the refusal", lambda _: is_not_ready(demo, "its restart budget is used up"))
+    demo.sees("the refusal", lambda _: is_not_ready(demo, "beyond its restart budget"))
     assert figure(demo, 'eplb_process_up{deployment="demo",process="controller"}') == 0
     halts_right(demo)

@@ -9,14 +9,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from api.deploy.launch import Launch, check_start, prepare_store, run_ranks
+from api.deploy.launch import Launch, check_start, run_ranks
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
 from api.processes.supervision import SupervisionSettings
@@ -33,6 +33,7 @@ from tests.support.deployments import (
     free_ports,
 )
 from tests.support.limits import NEVER_S
+from tests.support.redis_servers import RedisProcess
 
 SECRET = "0123456789abcdef0123456789abcdef"
 PRINT_ENVIRON = (
@@ -55,12 +56,16 @@ def launch_of(folder: Path, code: str, host: int = 0, **changes: Any) -> Launch:
     return Launch(deployment, host, command, dict(os.environ))
 
 
-def run(launch: Launch, restarts: int = 0) -> tuple[int, list[str]]:
+def run(launch: Launch, ends: Callable[[str], bool] = lambda line: False) -> tuple[int, list[str]]:
+    """Run the ranks; a line that ends them gives the launcher a SIGTERM."""
     said: list[str] = []
-    generation, _ = prepare_store(launch)
-    supervision = SupervisionSettings(restart_after_death=restarts)
-    status = run_ranks(launch, generation, supervision, said.append)
-    return status, said
+
+    def say(line: str) -> None:
+        said.append(line)
+        if ends(line):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return run_ranks(launch, SupervisionSettings(restart_after_death=1), say), said
 
 
 def test_ranks_get_the_environment_that_torchrun_sets(tmp_path: Path) -> None:
@@ -111,19 +116,38 @@ def test_secret_is_in_no_environment_and_in_no_word_of_a_rank(tmp_path: Path) ->
     assert description.join_key == deployment.secret.derived("join of ranks")
 
 
-def test_ranks_are_started_again_after_a_death_until_the_budget_is_used_up(tmp_path: Path) -> None:
+def test_ranks_are_started_again_after_each_death_and_later_beyond_the_budget(
+    tmp_path: Path,
+) -> None:
     code = (
         "import pathlib; r = os.environ['RANK']\n"
         "with open(f'starts-{r}', 'a') as file: file.write('x')\n"
         "os.kill(os.getpid(), 9) if r == '1' else None"
     )
 
-    status, said = run(launch_of(tmp_path, code), restarts=1)
+    status, said = run(launch_of(tmp_path, code), ends=lambda line: "used up" in line)
 
-    assert status == 1
+    assert status == 128 + signal.SIGTERM
     assert (tmp_path / "starts-0").read_text() == "xx"
-    assert all(line.startswith("rank 1 was killed by SIGKILL; ") for line in said)
-    assert "1 restarts within 3600 s used up" in said[-1]
+    death = "rank 1 was killed by SIGKILL; starting the ranks of this host again in"
+    assert said[1:] == [f"{death} 0.1 s", f"{death} 60.0 s: 1 restarts within 3600 s used up"]
+
+
+def test_store_that_is_absent_at_the_start_is_waited_for(tmp_path: Path) -> None:
+    with RedisProcess(tmp_path / "redis") as server:
+        server.kill()
+        deployment = deployment_in(tmp_path, {"EPLB_SECRET": SECRET}, deployment__store=server.url)
+
+        def starts_the_store(line: str) -> bool:
+            if line.endswith("waiting for the store"):
+                server.start()
+            return False
+
+        launch = Launch(deployment, 0, [sys.executable, "-c", ""], dict(os.environ))
+        status, said = run(launch, ends=starts_the_store)
+
+    assert status == 0
+    assert [line.partition(",")[0] for line in said[1:]] == ["wrote the first placement"]
 
 
 def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None:
@@ -144,10 +168,10 @@ def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None
 
     thread = threading.Thread(target=signal_once_ready)
     thread.start()
-    status, said = run(launch, restarts=5)
+    status, said = run(launch)
     thread.join()
 
-    assert (status, said) == (0, [])
+    assert (status, len(said)) == (0, 1), said
     assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0", "ended-1"]
 
 
@@ -239,11 +263,11 @@ def test_rendezvous_port_in_use_is_refused_before_anything_starts(tmp_path: Path
 def test_rank_that_refused_to_start_is_not_started_again(tmp_path: Path) -> None:
     code = "import sys; open(f\"starts-{os.environ['RANK']}\", 'a').write('x'); sys.exit(2)"
 
-    status, said = run(launch_of(tmp_path, code), restarts=3)
+    status, said = run(launch_of(tmp_path, code))
 
     assert status == 2
     assert (tmp_path / "starts-0").read_text() == "x"
-    assert said[0].endswith("exited with status 2: it refused to start, and is not started again")
+    assert said[1].endswith("exited with status 2: it refused to start, and is not started again")
 
 
 @pytest.mark.system
@@ -280,11 +304,12 @@ def test_ranks_of_a_module_are_forked_from_the_launcher(
     deployment = deployment_in(tmp_path)
 
     status, said = run(
-        Launch(deployment, 0, [str(tmp_path)], dict(os.environ), module="forked_engine")
+        Launch(deployment, 0, [str(tmp_path)], dict(os.environ), module="forked_engine"),
+        ends=lambda line: "rank 1" in line,
     )
 
-    assert status == 1
-    assert said == ["rank 1 exited with status 1; 0 restarts within 3600 s used up, ending"]
+    assert status == 128 + signal.SIGTERM
+    assert said[1].startswith("rank 1 exited with status 1; starting the ranks")
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [str(os.getpid())] * 2
     assert "no more tokens\n" in capfd.readouterr().err
 

@@ -21,6 +21,8 @@ from api.terminal.picture import Look, in_time, in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.errors import StoreError
+from eplb.versions import HOST_CACHE, Announcement
+from telemetry.state.joining import SILENT_AFTER_S
 from telemetry.state.live import Control
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
@@ -273,6 +275,28 @@ def test_readiness_is_judged_by_what_ranks_report(
         store.report(state(rank, **detail))
 
     assert re.search(why, str(unready(seen_by(store, now))))
+
+
+def test_host_cache_without_a_heartbeat_degrades_the_deployment_that_serves_on(
+    store: StateStore,
+) -> None:
+    for rank in (0, 1):
+        store.report(state(rank, time=NOW + SILENT_AFTER_S))
+    kept, gone = Announcement(HOST_CACHE, "0"), Announcement(HOST_CACHE, "7")
+    for one in (kept, gone):  # the topology of the run has one host
+        store.announce(one)
+
+    def found(now: float) -> list[str]:
+        problems = seen_by(store, now).state.problems
+        return [one for one in problems if "host cache" in one]
+
+    assert found(NOW + SILENT_AFTER_S) == []
+    (text,) = found(NOW + SILENT_AFTER_S + 1)
+    assert text.startswith("no report from the host cache of host 0 for 16.0 s")
+    silent = seen_by(store, NOW + SILENT_AFTER_S + 1)
+    assert all(one.is_ready for one in silent.findings if one.subject)
+    store.retire(kept)
+    assert found(NOW + SILENT_AFTER_S + 1) == []
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:

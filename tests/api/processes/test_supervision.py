@@ -3,8 +3,11 @@
 from collections.abc import Callable
 
 from api.processes.supervision import (
+    FIRST_DELAY_S,
+    PAUSE_S,
+    STEADY_S,
     ProcessState,
-    RestartBudget,
+    Restarts,
     Supervised,
     SupervisionSettings,
     Supervisor,
@@ -67,18 +70,17 @@ class Scene:
         self.process.ended("the controller was killed by SIGKILL")
 
 
-def test_restart_budget_counts_within_its_window() -> None:
+def test_restart_beyond_the_budget_of_a_window_waits_a_minute() -> None:
     clock = Clock()
-    budget = RestartBudget(2, 100.0, clock)
-    budget.spend()
-    clock.now += 60
-    budget.spend()
+    restarts = Restarts(2, SupervisionSettings(restart_window_s=100.0), clock)
+    delays = []
+    for pause_s in (0.0, 60.0, 39.0, 1.0):
+        clock.now += pause_s
+        delays.append(restarts.next_delay_s(ran_s=1.0))
 
-    assert budget.is_used_up
-    clock.now += 39
-    assert budget.is_used_up
-    clock.now += 1
-    assert not budget.is_used_up
+    assert delays == [0.1, 0.2, PAUSE_S, PAUSE_S]
+    clock.now += 100.0
+    assert restarts.next_delay_s(ran_s=STEADY_S) == FIRST_DELAY_S
 
 
 def test_process_that_exits_is_started_again_after_a_growing_delay() -> None:
@@ -96,17 +98,19 @@ def test_process_that_exits_is_started_again_after_a_growing_delay() -> None:
     assert scene.notes[-1].endswith("; restarting in 0.2 s")
 
 
-def test_used_up_budget_degrades_until_the_window_has_moved_on() -> None:
+def test_process_beyond_its_budget_is_degraded_and_started_again_after_a_minute() -> None:
     scene = Scene(restarts=2)
     for _ in range(3):
         scene.dies()
         scene.passes(10.0)
 
     assert scene.process.view().state is ProcessState.DEGRADED
-    assert "2 restarts within 600 s used up, serving continues without it" in scene.notes[-1]
+    assert scene.notes[-1].endswith(
+        "restarting in 60.0 s: 2 restarts within 600 s used up, serving continues without it"
+    )
     assert (len(scene.started), scene.process.restarts) == (3, 2)
 
-    scene.passes(600.0)
+    scene.passes(50.0)
     scene.process.reported()
     assert scene.process.view().state is ProcessState.RUNNING
 

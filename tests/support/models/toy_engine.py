@@ -72,9 +72,9 @@ def serve(rank):
 torch.set_num_threads(1)
 try:
     rank = build_rank_from_env()
-except EplbError as exc:  # one sentence; status 2: eplb launch does not try again
+except EplbError as exc:  # one sentence; eplb launch tries again unless the status is 2
     print(f"engine: {exc}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(exc.rank_exit_status)
 for one in (signal.SIGTERM, signal.SIGINT):
     signal.signal(one, lambda *_: rank.agent.request_halt())  # all ranks end at one step
 rank.agent.start()
