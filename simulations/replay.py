@@ -11,21 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.cost import CostModel
-from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory
-from eplb.core.model import ModelShape
 from eplb.core.noise import sampling_noise
 from eplb.core.placement import Placement
-from eplb.core.problem import Budget
-from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure.balance import imbalance_of
 from simulations.cost.migration import MigrationCost
@@ -37,28 +32,17 @@ from simulations.schemes import Scheme, SlotLoad, by_rank
 from simulations.windows import Past, Tokens, Windows, of_history
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """What all compared policies share.
-
-    Args:
-        load: windows, or a history of them.
+@dataclass(frozen=True, kw_only=True)
+class Scenario(Terms):
+    """What all compared policies share: what plans are made with, the load, and what is counted.
 
     Raises:
         HistoryError: fewer than two windows.
         ConfigError: counts that no replay can use.
     """
 
-    load: Windows | LoadHistory
-    topology: Topology
-    model: ModelShape | None = None
-    budget: Budget = field(default_factory=Budget)
-    cost: CostModel = field(default_factory=CostModel)
-    seed: int = 0
-    past_windows: int = 16  # the planner looks back this far
+    load: Windows | LoadHistory  # a source of windows, or a history of them
     plan_every: int = 1  # windows from one plan to the next
-    cut_at_change: bool = True  # plans forget the load before a sudden change, as the live ones do
-    dispatch: DispatchRule = DispatchRule.WEIGHTED
     keep_placements: bool = False  # of every change: memory grows with changes
     step_model: StepModel | None = None  # None: imbalance alone, no times
     migration: MigrationCost | None = None  # None: what moves takes no time
@@ -77,20 +61,6 @@ class Scenario:
     def windows(self) -> Windows:
         """The load as a source of windows."""
         return of_history(self.load) if isinstance(self.load, LoadHistory) else self.load
-
-    @cached_property
-    def terms(self) -> Terms:
-        """What plans are made with."""
-        return Terms(
-            self.topology,
-            self.model,
-            self.budget,
-            self.cost,
-            self.seed,
-            self.past_windows,
-            self.cut_at_change,
-            self.dispatch,
-        )
 
 
 def too_few(num_windows: int) -> HistoryError:
@@ -181,7 +151,7 @@ class Runner:
 
     def __init__(self, scenario: Scenario, name: str, first: Tokens) -> None:
         self.scenario, self.name = scenario, name
-        self.scheme: Scheme = scheme_named(name, scenario.terms, first, scenario.plan_every)
+        self.scheme: Scheme = scheme_named(name, scenario, first, scenario.plan_every)
         self.first_placement, self.failed = self.scheme.serving, ""
         self._imbalance: list[NDArray[np.float64]] = []
         self._taken: list[Rebalance] = []
@@ -261,7 +231,7 @@ class Runner:
     def result(self, last: Tokens, routed: NDArray[np.float64]) -> Replay:
         """Everything together."""
         scenario, topology = self.scenario, self.scenario.topology
-        first = scheme_named("contiguous", scenario.terms, last, 1)
+        first = scheme_named("contiguous", scenario, last, 1)
         served = self._served if self._served is not None else first.serve(last)
         return Replay(
             policy=self.name,

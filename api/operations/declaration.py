@@ -117,6 +117,18 @@ class ReasonRequest(Arguments):
 
 
 @dataclass(frozen=True)
+class LiveAnswer:
+    """What a live setting lists; the revision is the entity tag too."""
+
+    revision: Annotated[int, Meaning("revision of the live settings, of which these are one")]
+    unmet: Annotated[list[str], Meaning("why plans of the current run leave one out")]
+    time: Annotated[
+        float | None, Meaning("time of the latest change; null: those of the configuration apply")
+    ]
+    reason: str | None
+
+
+@dataclass(frozen=True)
 class Page(Generic[T]):
     """A part of a list; ``next`` is given as ``before`` or ``after`` to continue."""
 

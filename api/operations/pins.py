@@ -16,6 +16,7 @@ from api.operations.declaration import (
     Arguments,
     Ask,
     Call,
+    LiveAnswer,
     Reason,
     ReasonRequest,
     command,
@@ -65,16 +66,10 @@ class PinsRequest(ReasonRequest):
 
 
 @dataclass(frozen=True)
-class PinsAnswer:
-    """All pins; the revision is the entity tag too."""
+class PinsAnswer(LiveAnswer):
+    """All pins."""
 
-    revision: Annotated[int, Meaning("revision of the live settings, of which pins are one")]
     pins: list[Pin]
-    unmet: Annotated[list[str], Meaning("why plans of the current run leave a pin out")]
-    time: Annotated[
-        float | None, Meaning("time of the latest change; null: the configuration's pins apply")
-    ]
-    reason: str | None
 
 
 @operation(f"GET {V1}/pins")

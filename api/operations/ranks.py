@@ -14,6 +14,7 @@ from api.operations.declaration import (
     Answer,
     Ask,
     Call,
+    LiveAnswer,
     ReasonRequest,
     command,
     operation,
@@ -54,19 +55,13 @@ class RankLine:
 
 
 @dataclass(frozen=True)
-class RanksAnswer:
-    """All ranks of the current run; the revision is the entity tag too."""
+class RanksAnswer(LiveAnswer):
+    """All ranks of the current run, with their cordons."""
 
-    revision: Annotated[int, Meaning("revision of the live settings, of which cordons are one")]
     ranks: list[RankLine]
-    unmet: Annotated[list[str], Meaning("why plans leave a cordon out")]
     waits: Annotated[
         str, Meaning("why draining ranks keep their experts now; empty: plans move them")
     ]
-    time: Annotated[
-        float | None, Meaning("time of the latest change; null: the configuration's cordons apply")
-    ]
-    reason: str | None
 
 
 @operation(f"GET {V1}/ranks", problems=(ProblemType.NO_RUN,))

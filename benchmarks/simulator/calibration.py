@@ -64,7 +64,7 @@ def traffic_of(shape: float, layers: int, tokens: int, dispersion: float) -> Tra
 
 def imbalances(traffic: Traffic, topology: Topology, names: list[str], seed: int) -> list[float]:
     """Mean imbalance of each policy on the batches after the first plan."""
-    scenario = Scenario(traffic_windows(traffic, seed), topology, plan_every=PLANNED_ON)
+    scenario = Scenario(topology, load=traffic_windows(traffic, seed), plan_every=PLANNED_ON)
     found = replay_all(scenario, names)
     return [float(one.per_window[PLANNED_ON - 1 :].mean()) for one in found]
 
@@ -116,8 +116,8 @@ def replays(
         is_overlapped=True,
     )
     scenario = Scenario(
-        traffic_windows(traffic, seed),
         topology,
+        load=traffic_windows(traffic, seed),
         plan_every=PLANNED_ON,
         step_model=step,
         tokens_per_step=float(topology.num_ranks * tokens),
@@ -351,7 +351,7 @@ def replayed(
     topology = Topology.uniform(1, card.ranks, (ARM_EXPERTS + redundant) // card.ranks)
     # A slot that a plan leaves empty is not legal in the engine; without redundancy there is none.
     rule = DispatchRule.SGLANG_STATIC if redundant else DispatchRule.WEIGHTED
-    scenario = Scenario(windows, topology, plan_every=every, dispatch=rule, seed=seed)
+    scenario = Scenario(topology, seed=seed, dispatch=rule, load=windows, plan_every=every)
     (found,) = replay_all(scenario, [policy])
     assert not found.failed, found.failed
     return found

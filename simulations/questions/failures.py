@@ -128,7 +128,7 @@ class _Case:
         self, name: str, placement: Placement, topology: Topology, step: StepModel | None = None
     ) -> Failure:
         """A placement on what is left of the ranks."""
-        terms = replace(self.scenario.terms, topology=topology, dispatch=BY_WEIGHTS)
+        terms = replace(self.scenario, topology=topology, dispatch=BY_WEIGHTS)
         _, missing = live_shares(placement, topology)
         rows = Split(placement, terms).of(self.tokens)
         total = max(int(self.tokens.sum()), 1)
@@ -156,7 +156,7 @@ class _Case:
         if self.scenario.tokens_per_step is not None:
             routed = self.tokens.sum() / len(self.tokens)
             steps = routed / (self.scenario.tokens_per_step * healthy.model.top_k)
-        terms = replace(self.scenario.terms, dispatch=BY_WEIGHTS)
+        terms = replace(self.scenario, dispatch=BY_WEIGHTS)
         before = healthy.of(Split(placement, terms).of(self.tokens) / steps).us
         return now.of(rows / steps).us / before - 1 if before else 0.0
 

@@ -318,9 +318,9 @@ def _scenario(question: Question, one: Candidate, interval: int) -> Scenario:
         is_separate=bool(one.attention_ranks),
     )
     return Scenario(
-        question.windows,
         topology,
         memory.model,
+        load=question.windows,
         cost=CostModel(),
         seed=question.seed,
         plan_every=max(1, interval),

@@ -84,9 +84,9 @@ def _scenario(load: Load, task: Task) -> Scenario:
         )
         price = MigrationCost(step_model.model, step_model.hardware)
     return Scenario(
-        windows,
         topology,
         fitted,
+        load=windows,
         seed=task.seed,
         past_windows=settings.past_windows,
         plan_every=task.interval,

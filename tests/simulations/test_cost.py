@@ -332,9 +332,11 @@ def test_replay_counts_time_of_steps_and_of_moves() -> None:
     topology = Topology.uniform(1, 4, 5)
     curve = from_data_sheet(H200, model)
     scenario = Scenario(
-        windows_named("generated:gamma:layers=2,experts=16,top_k=4,windows=6,tokens=400000", 0),
         topology,
         model,
+        load=windows_named(
+            "generated:gamma:layers=2,experts=16,top_k=4,windows=6,tokens=400000", 0
+        ),
         step_model=StepModel(model, topology, H200, curve),
         migration=MigrationCost(model, H200),
     )

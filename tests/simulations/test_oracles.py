@@ -38,7 +38,7 @@ def test_pieces_are_of_the_least_size_and_need_a_free_slot_on_a_live_rank() -> N
 def test_oracle_serves_every_token(window: Tokens) -> None:
     windows = Windows(1, 4, lambda: (window.copy() for _ in range(3)))
 
-    (found,) = replay_all(Scenario(windows, RANKS), ["oracle:moonep"])
+    (found,) = replay_all(Scenario(RANKS, load=windows), ["oracle:moonep"])
 
     assert found.is_oracle
     assert found.last_load.sum() == window.sum()
@@ -48,7 +48,7 @@ def test_oracle_serves_every_token(window: Tokens) -> None:
 def test_ultra_ep_is_within_its_published_range_at_its_set_up() -> None:
     # 64 ranks of 4 experts and 2 redundant slots, 65,536 rows a rank: 1.01 to 1.04 is published.
     text = "generated:prefill:layers=2,experts=256,windows=3,tokens=524288,shape_low=1,shape_high=1"
-    scenario = Scenario(windows_named(text, 0), Topology.uniform(8, 8, 6))
+    scenario = Scenario(Topology.uniform(8, 8, 6), load=windows_named(text, 0))
 
     none, moon, ultra = replay_all(scenario, ["none", "oracle:moonep", "oracle:ultraep"])
 

@@ -36,7 +36,7 @@ def test_windows_are_read_once_for_all_policies() -> None:
         readings += 1
         yield from (HOT.copy() for _ in range(4))
 
-    found = replay_all(Scenario(Windows(1, 8, read), FOUR_RANKS), ["none", "auto", "deepseek"])
+    found = replay_all(Scenario(FOUR_RANKS, load=Windows(1, 8, read)), ["none", "auto", "deepseek"])
 
     assert readings == 1
     assert [len(one.imbalance) for one in found] == [3, 3, 3]
@@ -45,7 +45,7 @@ def test_windows_are_read_once_for_all_policies() -> None:
 def test_memory_of_a_replay_does_not_grow_with_windows() -> None:
     def peak(num_windows: int) -> int:
         windows = windows_named(f"generated:steady:layers=2,experts=64,windows={num_windows}", 0)
-        scenario = Scenario(windows, Topology.uniform(1, 8, 9), plan_every=10_000)
+        scenario = Scenario(Topology.uniform(1, 8, 9), load=windows, plan_every=10_000)
         tracemalloc.start()
         try:
             replay(scenario, "none")
@@ -60,7 +60,7 @@ def test_memory_of_a_replay_does_not_grow_with_windows() -> None:
 
 def test_policies_are_judged_as_if_replayed_alone() -> None:
     windows = windows_named("generated:gamma:layers=2,experts=16,windows=8,drift=0.5", 1)
-    scenario = Scenario(windows, Topology.uniform(1, 4, 5))
+    scenario = Scenario(Topology.uniform(1, 4, 5), load=windows)
 
     together = replay_all(scenario, ["greedy", "none", "vllm"])
 
@@ -70,7 +70,7 @@ def test_policies_are_judged_as_if_replayed_alone() -> None:
 
 def test_contiguous_replay_equals_the_metric() -> None:
     windows = windows_named("generated:gamma:layers=2,experts=16,windows=5", 0)
-    found = replay(Scenario(windows, Topology.uniform(1, 4, 5)), "none")
+    found = replay(Scenario(Topology.uniform(1, 4, 5), load=windows), "none")
 
     load = np.stack(list(windows))[1:]
     assert np.allclose(
@@ -80,10 +80,10 @@ def test_contiguous_replay_equals_the_metric() -> None:
 
 def test_ranks_without_slots_count_in_no_mean() -> None:
     topology = Topology(np.zeros(3), np.array([4, 4, 0]))
-    found = replay(Scenario(repeated(HOT, 3), topology), "none")
+    found = replay(Scenario(topology, load=repeated(HOT, 3)), "none")
 
     assert found.per_window.tolist() == [1.2, 1.2]  # 120 of 200 tokens on one of two ranks
-    assert noise_floor(Scenario(repeated(HOT, 2), topology), 200.0) < 1.2
+    assert noise_floor(Scenario(topology, load=repeated(HOT, 2)), 200.0) < 1.2
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_engines_plan_by_their_own_triggers(policy: str, planned_after: list[int
         for number in range(13):
             yield np.roll(HOT, number if policy != "sglang" else 0, axis=1)
 
-    found = replay(Scenario(Windows(1, 8, read), FOUR_RANKS, plan_every=4), policy)
+    found = replay(Scenario(FOUR_RANKS, load=Windows(1, 8, read), plan_every=4), policy)
 
     assert [one.window for one in found.rebalances] == planned_after
 
@@ -107,7 +107,7 @@ def test_engine_plans_on_all_load_since_its_latest_plan() -> None:
     windows = Windows(1, 4, lambda: iter([first, second, second, first]))
     topology = Topology.uniform(1, 2, 3)
 
-    found = replay(Scenario(windows, topology, plan_every=2, keep_placements=True), "deepseek")
+    found = replay(Scenario(topology, load=windows, plan_every=2, keep_placements=True), "deepseek")
 
     # Of windows 0 and 1 together experts 0 and 1 are hot alike, and both get a replica.
     target = found.rebalances[0].target
@@ -159,7 +159,7 @@ def test_deepseek_peer_refuses_uneven_ranks() -> None:
 
 def test_oracles_bound_what_planners_reach() -> None:
     windows = windows_named("generated:gamma:layers=2,experts=16,windows=10,drift=0.6", 3)
-    scenario = Scenario(windows, Topology.uniform(1, 4, 6))
+    scenario = Scenario(Topology.uniform(1, 4, 6), load=windows)
     names = ["auto", "oracle:shares", "oracle:re-plan", "oracle:force-balanced"]
 
     ours, shares, fresh, forced = replay_all(scenario, names)
@@ -179,7 +179,7 @@ def test_failing_policy_keeps_what_it_did_and_stops_no_other() -> None:
         return greedy_policy(problem)
 
     register_policy("fails_later", fails_later)
-    found = replay_all(Scenario(repeated(HOT, 5), FOUR_RANKS), ["fails_later", "none"])
+    found = replay_all(Scenario(FOUR_RANKS, load=repeated(HOT, 5)), ["fails_later", "none"])
 
     assert len(found[0].imbalance) == 2
     assert "planning after window 2: no place left" in found[0].failed
@@ -199,14 +199,14 @@ def test_windows_and_policies_that_cannot_be_replayed_are_refused(
     windows: list[Tokens], policy: str, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        replay(Scenario(Windows(1, 8, lambda: iter(windows)), FOUR_RANKS), policy)
+        replay(Scenario(FOUR_RANKS, load=Windows(1, 8, lambda: iter(windows))), policy)
 
 
 def test_idle_windows_count_in_no_mean() -> None:
     windows = Windows(1, 8, lambda: iter([HOT, HOT, 0 * HOT, HOT]))
 
     ours, engine, forced = replay_all(
-        Scenario(windows, TWO_RANKS_OF_FOUR), ["none", "deepseek", "oracle:re-plan"]
+        Scenario(TWO_RANKS_OF_FOUR, load=windows), ["none", "deepseek", "oracle:re-plan"]
     )
 
     assert ours.idle.tolist() == [False, True, False]
@@ -221,7 +221,7 @@ TWO_RANKS_OF_FOUR = Topology.uniform(1, 2, 4)
 def test_incomplete_windows_are_skipped_and_counted() -> None:
     gap = (frozenset[int](), frozenset({1}), frozenset[int]())
     history = LoadHistory(np.stack([HOT, 0 * HOT, HOT]), missing_ranks=gap)
-    scenario = Scenario(history, TWO_RANKS_OF_FOUR)
+    scenario = Scenario(TWO_RANKS_OF_FOUR, load=history)
 
     assert replay(scenario, "none").per_window.tolist() == [pytest.approx(1.2)]
     assert scenario.windows.skipped == 1
@@ -236,7 +236,7 @@ def test_steps_of_windows_reach_the_planner() -> None:
         return greedy_policy(problem)
 
     register_policy("watches", watches)
-    replay(Scenario(history, FOUR_RANKS), "watches")
+    replay(Scenario(FOUR_RANKS, load=history), "watches")
 
     assert set(seen) == {50}
 
@@ -254,8 +254,8 @@ def test_moves_are_counted_by_link() -> None:
 
 def test_bytes_need_a_model() -> None:
     model = ModelShape((0,), 8, 2, 64, 32)
-    without = replay(Scenario(repeated(HOT, 3), FOUR_RANKS), "deepseek")
-    with_model = replay(Scenario(repeated(HOT, 3), FOUR_RANKS, model), "deepseek")
+    without = replay(Scenario(FOUR_RANKS, load=repeated(HOT, 3)), "deepseek")
+    with_model = replay(Scenario(FOUR_RANKS, model, load=repeated(HOT, 3)), "deepseek")
 
     assert without.bytes_by_link == {}
     assert sum(with_model.bytes_by_link.values()) == with_model.moves * model.expert_bytes

@@ -159,7 +159,7 @@ def test_each_window_is_judged_under_the_placement_planned_before_it() -> None:
         np.array([[[6000, 2000, 2000]], [[6000, 2000, 2000]], [[2000, 2000, 6000]]])
     )
 
-    found = replay(Scenario(history, TWO_RANKS, past_windows=1), "greedy")
+    found = replay(Scenario(TWO_RANKS, load=history, past_windows=1), "greedy")
 
     # After window 0: [0, 1] and [0, 2], or its mirror. Window 2 then puts 1000 + 6000 on one rank.
     assert found.per_window.tolist() == [1.0, 1.4]
@@ -168,7 +168,7 @@ def test_each_window_is_judged_under_the_placement_planned_before_it() -> None:
 
 def test_every_policy_beats_contiguous_on_steady_skew() -> None:
     history = generate(Workload("gamma", layers=4, windows=8, drift=0.0), seed=3)
-    scenario = Scenario(history, Topology.uniform(2, 4, 10))
+    scenario = Scenario(Topology.uniform(2, 4, 10), load=history)
 
     contiguous, greedy, auto = replay_all(scenario, ["contiguous", "greedy", "auto"])
 
@@ -178,7 +178,7 @@ def test_every_policy_beats_contiguous_on_steady_skew() -> None:
 
 def test_gate_that_nothing_passes_moves_nothing() -> None:
     history = generate(Workload("zipf", layers=2, windows=5), seed=0)
-    scenario = Scenario(history, Topology.uniform(1, 4, 20), cost=CostModel(pay_back_s=0.0))
+    scenario = Scenario(Topology.uniform(1, 4, 20), load=history, cost=CostModel(pay_back_s=0.0))
 
     found = replay(scenario, "auto")
 
@@ -204,13 +204,13 @@ def test_policy_named_twice_is_refused() -> None:
     history = generate(Workload("zipf", layers=1, windows=2), seed=0)
 
     with pytest.raises(ConfigError, match="expected distinct names"):
-        replay_all(Scenario(history, Topology.uniform(1, 4, 20)), ["auto", "auto"])
+        replay_all(Scenario(Topology.uniform(1, 4, 20), load=history), ["auto", "auto"])
 
 
 def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     history = generate(Workload("gamma", layers=2, experts=16, windows=4), seed=0)
-    scenario = Scenario(history, Topology.uniform(1, 4, 5))
+    scenario = Scenario(Topology.uniform(1, 4, 5), load=history)
     replays = replay_all(scenario, ["contiguous", "auto"])
     result = summary("<gamma>", scenario, replays)
     write_json(tmp_path / "out.json", result)
@@ -268,7 +268,7 @@ def test_recorded_traces_are_read_completely(name: str, shape: tuple[int, int, i
     history = load_trace(trace, window_tokens=512)
     assert history.tokens.shape == shape
 
-    scenario = Scenario(history.latest(6), Topology.uniform(1, 8, shape[2] // 8 + 1))
+    scenario = Scenario(Topology.uniform(1, 8, shape[2] // 8 + 1), load=history.latest(6))
     contiguous, auto = replay_all(scenario, ["contiguous", "auto"])
     assert auto.per_window.mean() < contiguous.per_window.mean()
 
@@ -277,7 +277,7 @@ def test_replay_placements_judge_each_window_as_reported() -> None:
     history = generate(Workload("gamma", layers=2, experts=16, windows=12, drift=0.6), seed=1)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=5)
 
-    found = replay(Scenario(history, topology, keep_placements=True), "greedy")
+    found = replay(Scenario(topology, load=history, keep_placements=True), "greedy")
 
     assert len(found.rebalances) > 1
     assert len(found.placements) == history.num_windows - 1

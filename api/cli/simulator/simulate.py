@@ -145,14 +145,14 @@ def simulate(
         )
         price = MigrationCost(step_model.model, step_model.hardware)
     scenario = Scenario(
-        load,
         topology,
         fitted,
         Budget(max_moves=max_moves, target_imbalance=target),
         CostModel(pay_back_s=pay_back),
         seed,
         past,
-        every,
+        plan_every=every,
+        load=load,
         dispatch=rule,
         step_model=step_model,
         migration=price,

@@ -30,7 +30,7 @@ LOAD = Windows(2, 8, lambda: (WINDOW.copy() for _ in range(4)))
 
 
 def test_loss_of_a_rank_names_the_one_with_most_tokens_of_sole_copies() -> None:
-    rank, node = failures_of(Scenario(LOAD, FOUR, MODEL), HELD)
+    rank, node = failures_of(Scenario(FOUR, MODEL, load=LOAD), HELD)
 
     # Rank 1 alone has expert 5, which gets 30 of the 140 tokens of each of two layers.
     assert rank.name == "rank 1 lost, the worst of 4"
@@ -44,7 +44,7 @@ def test_loss_of_a_rank_names_the_one_with_most_tokens_of_sole_copies() -> None:
 
 
 def test_loss_that_leaves_too_few_slots_cannot_be_repaired() -> None:
-    _, node = failures_of(Scenario(LOAD, FOUR, MODEL), HELD)
+    _, node = failures_of(Scenario(FOUR, MODEL, load=LOAD), HELD)
 
     # 6 slots are left for 8 experts.
     assert node.repaired_imbalance is None
@@ -54,12 +54,12 @@ def test_loss_that_leaves_too_few_slots_cannot_be_repaired() -> None:
 def test_one_rank_has_no_failure_to_survive() -> None:
     one = Topology.uniform(num_nodes=1, ranks_per_node=1, slots_per_rank=8)
 
-    assert failures_of(Scenario(LOAD, one, MODEL), Placement(ROWS_IN_ORDER, 8)) == []
+    assert failures_of(Scenario(one, MODEL, load=LOAD), Placement(ROWS_IN_ORDER, 8)) == []
 
 
 def test_slow_network_link_makes_steps_longer_and_leaves_balance() -> None:
     step = StepModel(MODEL, FOUR, CARD, from_data_sheet(CARD, MODEL))
-    scenario = Scenario(LOAD, FOUR, MODEL, step_model=step, tokens_per_step=4096.0)
+    scenario = Scenario(FOUR, MODEL, load=LOAD, step_model=step, tokens_per_step=4096.0)
 
     found = failures_of(scenario, HELD)
 

@@ -280,4 +280,4 @@ def after_a_switch(seed: int, *, cuts: bool) -> Scenario:
     windows = [rng.multinomial(20_000, one, size=(SWITCH, 2)) for one in profiles]
     ranks = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=10)
     load = LoadHistory(np.concatenate(windows))
-    return Scenario(load, ranks, past_windows=4, cut_at_change=cuts)
+    return Scenario(ranks, load=load, past_windows=4, cut_at_change=cuts)
