@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -114,14 +115,13 @@ def test_deployment_serves_over_tls_and_https(two: TwoAddresses) -> None:
     ]
 
     launches[0].wait_for("engine: generation 1 serves")
-    state = two.ask(f"{url}/api/v1/state")
+    while not two.ask(f"{url}/api/v1/state")["generation"]:  # a rank serves it first
+        Event().wait(0.1)
     with pytest.raises((urllib.error.URLError, ConnectionError, TimeoutError)):
         urllib.request.urlopen(url.replace("https:", "http:") + "/livez")
     assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
     assert launches[0].ends() == 0, launches[0].lines
 
-    assert isinstance(state["generation"], int)
-    assert state["generation"] >= 1
     # What rank 1 serves has come over the link of the caches: that of its host reads no disk.
     printed = "".join(line for one in launches for line in one.lines)
     assert len(re.findall(r"rank \d ended, 0 of [1-9]\d* wrong", printed)) == 2, printed
