@@ -6,11 +6,11 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -95,7 +95,7 @@ def test_controller_of_serve_is_started_again_after_it_was_killed(
     assert death.detail["where"] == "the controller"
     assert death.detail["message"].startswith("the controller was killed by SIGKILL; restarting")
     while not pids_of(serve.process.pid, "controller"):  # it sets its title once it is imported
-        Event().wait(0.05)
+        threading.Event().wait(0.05)
     assert serve.ends(signal.SIGTERM) == 0, serve.lines
     holder = first.detail["holder"]  # the other stood by until this one gave the lease up
     next_event(store, lambda one: leads(one) and one.detail["holder"] != holder, after=death.id)
