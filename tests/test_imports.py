@@ -66,10 +66,10 @@ RULES = {
     ),
     "rebalance/engines/vllm": rule(
         f"{SERVING} telemetry.formats",
-        "numpy torch vllm prometheus_client starlette",
+        "numpy torch vllm prometheus_client",
     ),
     "rebalance/engines/common/fsck": rule(
-        "eplb runtime rebalance.types rebalance.engines.common.gauge telemetry.state", "numpy torch"
+        "eplb runtime rebalance.types rebalance.engines.common telemetry.state", "numpy torch"
     ),
     "rebalance/engines/sglang": rule(
         "eplb telemetry runtime rebalance.engines", "numpy torch sglang"

@@ -6,6 +6,7 @@ process of the engine, and most have no use for these modules.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,16 @@ def counts_every_token_on_each_rank() -> bool:
     return bool(get_exec().moe.moe_a2a_backend == "none")
 
 
-def shape_of(manager: Any, deployment: str, run: str, rank: int) -> Shape:
+def model_name() -> str:
+    """Return what the engine calls the model, with what decides the layout of its weights."""
+    from sglang.srt.runtime_context import get_exec, get_model, get_parallel
+
+    model, moe = get_model(), get_exec().moe
+    layout = model.quantization, moe.moe_runner_backend, get_parallel().tp_size
+    return f"sglang {version('sglang')} {model.model_path} {layout}"
+
+
+def shape_of(manager: Any, run: str, rank: int) -> Shape:
     """Describe the model and its ranks.
 
     Raises:
@@ -94,7 +104,6 @@ def shape_of(manager: Any, deployment: str, run: str, rank: int) -> Shape:
     groups = int(config.num_groups or 1)
     movable = np.isin(np.arange(num_rows), list(weights))
     return Shape(
-        deployment=deployment,
         run=run,
         rank=rank,
         num_ranks=int(live.ep_size),

@@ -88,10 +88,8 @@ class Hooks:
                 self._tap,
                 group,
                 joined=joined,
-                deployment=self._settings.deployment,
-                every=self._settings.windows.window_steps,
                 links=self._links,
-                is_checked=self._settings.engine.check,
+                settings=self._settings,
             )
             set_part("sglang", "plugin", is_on=True)
         except Exception as exc:

@@ -27,6 +27,8 @@ from eplb.errors import EplbError
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, Noted, Question
+from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
 from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.common.start import Joined
 from rebalance.engines.common.store_process import StoreProcess
@@ -54,9 +56,8 @@ class Rounds:
         tap: counts the passes.
         group: a CPU group of all ranks that nothing else uses.
         joined: the run of this start, and the generation from which its maps count on.
-        every: passes from one round to the next.
         links: makes the background threads once the model is known.
-        is_checked: whether live slots are compared with the experts of the map.
+        settings: of the plug-in.
     """
 
     def __init__(
@@ -66,13 +67,12 @@ class Rounds:
         group: dist.ProcessGroup,
         *,
         joined: Joined,
-        deployment: str,
-        every: int,
         links: Links,
-        is_checked: bool,
+        settings: PluginSettings,
     ) -> None:
-        self._manager, self._tap, self._group, self._every = manager, tap, group, every
-        self._deployment, self._joined, self._links = deployment, joined, links
+        self._manager, self._tap, self._group = manager, tap, group
+        self._joined, self._links, self._settings = joined, links, settings
+        self._every = settings.windows.window_steps  # passes from one round to the next
         self._rank = dist.get_rank()
         self._pass = self._window_begin = 0
         self._chunks: list[list[int]] = []  # rows still to be moved
@@ -82,8 +82,9 @@ class Rounds:
         self._store: StoreProcess | None = None
         self._planner: PlannerLink | None = None
         self._weights: IntArray | None = None  # of the map that serves; None before the first plan
-        self._is_checked, self._checked = is_checked, -1  # and the generation whose choices were
+        self._checked = -1  # generation whose choices of replicas were compared
         self.checks: RankCheck | None = None
+        self.kept: Kept | None = None  # records of all experts; on all ranks, or on none
         self.generation = joined.base_generation
         self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
         self.stopped = ""  # why the plug-in does nothing any more
@@ -95,12 +96,11 @@ class Rounds:
         self._pass += 1
         if self._store is not None:
             self._store.flush()  # what the device had not copied before
-        if self._pass % self._every == 0:
-            try:
+        with self._collective():
+            if self._pass == 1:  # of the server's warm-up: nothing has moved yet
+                self._keep_records()
+            if self._pass % self._every == 0:
                 self._round()
-            except Exception as exc:  # of a collective: another rank is gone, or stopped
-                log.debug("round", exc_info=True)
-                self._stop(_reason(exc))
         if self.stopped:
             return
         if self._chunks:
@@ -114,6 +114,17 @@ class Rounds:
             self._planner.close()
         if self._store is not None:
             self._store.close(CLOSE_S)
+        if self.kept is not None:
+            self.kept.close()
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Stop if a collective fails: another rank is gone, or stopped."""
+        try:
+            yield
+        except Exception as exc:
+            log.debug("collective", exc_info=True)
+            self._stop(_reason(exc))
 
     def _round(self) -> None:
         """Collectives are the same on all ranks: a rank reports a failure in the next one."""
@@ -149,10 +160,50 @@ class Rounds:
             log.debug("told in the next round", exc_info=True)
             self.broken = self.broken or _reason(exc)
 
+    def _keep_records(self) -> None:
+        """Offer each expert to the host cache; collective, whatever has failed on this rank."""
+
+        def find() -> tuple[list[Tensors], IntArray]:
+            weights = self._manager._get_model().routed_experts_weights_of_layer
+            held = engine.metadata().physical_to_logical_map_cpu.numpy()
+            return [weights[row] for row in sorted(weights)], held[sorted(weights)]
+
+        self.kept = capture(find, self._group, self._settings, engine.model_name())
+        set_part("sglang", "records", is_on=self.kept is not None)
+
+    def _restore_wrong(self, rows: list[int]) -> None:
+        """Give slots of rows that have moved, and are wrong, their kept records; collective.
+
+        Where most slots of these rows have other bytes than at the load, the weights were replaced,
+        and records would bring back the old ones.
+        """
+        if self.kept is None or not rows:
+            return
+        assert self._shape is not None, "the model is known"
+        weights = self._manager._get_model().routed_experts_weights_of_layer
+        held, own = engine.metadata().physical_to_logical_map_cpu.numpy(), self._shape.own
+        layer_of = {row: layer for layer, row in enumerate(sorted(weights))}
+        wrong: list[tuple[int, int, Tensors]] = []  # layer, expert and the tensors of the slot
+        with self._told():
+            for row in rows:
+                for slot, expert in enumerate(held[row, own].tolist()):
+                    found = layer_of[row], expert, rows_of(weights[row], slot)
+                    wrong += [] if self.kept.is_right(*found) else [found]
+        num_wrong = torch.tensor(len(wrong))
+        dist.all_reduce(num_wrong, group=self._group)
+        if 2 * int(num_wrong) > len(rows) * held.shape[1]:
+            log.warning("kept records are not used any more: the weights were replaced")
+            set_part("sglang", "records", is_on=False)
+            self.kept = None
+            return
+        for found in wrong:
+            with self._told():
+                self.kept.restore(*found)
+
     def _check_map(self) -> None:
         """Collective, once for each map."""
         assert self._shape is not None, "the model is known"
-        if not self._is_checked or self._checked == self.generation:
+        if not self._settings.engine.check or self._checked == self.generation:
             return
         if self.checks is None:
             num_ranks = self._shape.num_ranks
@@ -163,6 +214,8 @@ class Rounds:
                 SglangView.check_choices,
             )
             self.checks.begin(lambda: SglangView(self._manager._get_model(), self._rank, num_ranks))
+            if self.kept is not None:
+                self.checks.repair_from(self.kept)
         else:
             self.checks.after_map()
         self._checked = self.generation
@@ -185,7 +238,7 @@ class Rounds:
             self._planner.questions.append(Question("interval"))
 
     def _begin_links(self) -> None:
-        self._shape = engine.shape_of(self._manager, self._deployment, self._joined.run, self._rank)
+        self._shape = engine.shape_of(self._manager, self._joined.run, self._rank)
         self._store, self._planner = self._links(self._shape)
         self._note_placement("the engine's map at the start", None, None)
 
@@ -257,6 +310,8 @@ class Rounds:
         chunk = self._chunks[0]
         if chunk:
             engine.move(self._manager, self._target, chunk)
+            with self._collective():
+                self._restore_wrong(chunk)
         del self._chunks[0]
         if not self._chunks:
             with self._told():

@@ -69,7 +69,6 @@ class LoadTap:
 class Shape:
     """What stays the same while the engine runs."""
 
-    deployment: str
     run: str
     rank: int
     num_ranks: int

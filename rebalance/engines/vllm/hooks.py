@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rebalance.engines.vllm.moves.mover import communicator_class
+from rebalance.engines.vllm.mover import communicator_class
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -23,15 +24,14 @@ from eplb.core.load import Phase
 from eplb.errors import RankError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome, Question
 from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.records import Kept, Tensors, capture, num_bytes_of, rows_of
 from rebalance.engines.common.start import Joined, join
 from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.vllm.decisions import Decisions
-from rebalance.engines.vllm.fsck_view import VllmView
-from rebalance.engines.vllm.moves.kept_records import Kept, Library, capture
-from rebalance.engines.vllm.moves.record import Tensors, num_bytes_of, rows_of
 from rebalance.engines.vllm.planning import Call, planned
 from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
@@ -57,6 +57,38 @@ class Served:
     def num_experts(self) -> int:
         """E."""
         return int(self.model_state.model.num_logical_experts)
+
+
+class VllmView:
+    """Where a model of vLLM's ``EplbState`` has its experts, for the placement check.
+
+    Args:
+        model: with the tensors that vLLM moves, ``expert_weights``, and their ``moe_layers``.
+        served: [L, S] experts by slot, which commits keep current: vLLM's own map is on the device,
+            and a step does not wait for it.
+        rank: in the group that balances.
+        num_ranks: of that group.
+    """
+
+    def __init__(self, model: Any, served: Ints, rank: int, num_ranks: int) -> None:
+        self._model, self._served, self.rank, self.num_ranks = model, served, rank, num_ranks
+        pairs = zip(model.moe_layers, model.expert_weights, strict=True)
+        self._owners = [owners_of(layer, list(tensors)) for layer, tensors in pairs]
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """MoE layers in order."""
+        return range(len(self._owners))
+
+    def tensors(self, row: int) -> LayerTensors:
+        """Return the tensors of a layer."""
+        layer, moved = self._model.moe_layers[row], list(self._model.expert_weights[row])
+        return tensors_of(moved, layer, self._owners[row], self.rank, self.num_ranks)
+
+    def held(self, row: int) -> Ints:
+        """Return [S] experts by slot."""
+        found: Ints = self._served[row]
+        return found
 
 
 class PluginProcess:
@@ -170,6 +202,8 @@ class PluginProcess:
             self._begin_check()
         if self.is_on("mover"):
             self._keep_records(model_config)
+        if self.checks is not None and self.kept is not None:
+            self.checks.repair_from(self.kept)
 
     def _take_over(self, state: Any, num_nodes: int, *, is_draft: bool) -> None:
         try:
@@ -192,24 +226,16 @@ class PluginProcess:
 
     def _keep_records(self, model_config: Any) -> None:
         """Capture the experts of the target; collective, whatever has failed on this rank."""
-        settings, group = self.settings, self.group
-        if settings.engine.records == "off":
-            return
 
         def find() -> tuple[list[Tensors], Ints]:
             if self._target is None:
                 raise RankError("the model was not taken over")
             return list(self._target.model_state.model.expert_weights), self._target.held
 
-        library = Library(
-            settings.place_of_records(),
-            settings.engine.records == "on",
-            settings.host_cache,
-            f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}",
-        )
-        self.kept = capture(find, group, library)
+        model = f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}"
+        self.kept = capture(find, self.group.cpu_group, self.settings, model)
         if self.kept is not None and self._target is not None:
-            self._target.model_state.communicator.use_records(self.kept.records)
+            self._target.model_state.communicator.kept = self.kept
         set_part("vllm", "records", is_on=self.kept is not None)
 
     def records_ended(self, why: str) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
+from rebalance.engines.common.fsck import check
 from rebalance.engines.common.gauge import value_of
-from rebalance.engines.vllm.moves import mover as mover_module
+from rebalance.engines.vllm import mover as mover_module
 from rebalance.weights.cache.address import place_of_records
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.engine_records import EngineRecords
@@ -143,6 +145,28 @@ def lost_later(rank: int, meet: Path, settings: Any) -> dict[str, Any]:
             tensor.zero_()
     steps(made, 8, first=2, is_checked=False)
     return result(made)
+
+
+def damaged_slot(rank: int, meet: Path, settings: Any) -> dict[str, Any]:
+    """A live slot gets a wrong byte, while the placement check looks at a slot in each step."""
+    check.PART = 1e6
+    made = started(rank, meet, settings)
+    steps(made, 2, is_checked=True)
+    if rank == LOST_RANK:
+        made.model.expert_weights[LOST_LAYER][0][3, 5] += 1
+        checks = made.process.checks
+        while not made.process.kept.records.bytes_by_source.get("host") or checks.faults:
+            checks.visit(is_idle=True)
+    dist.barrier()  # the first rank has the records
+    made.check_weights()
+    return result(made) | {"placement": value_of("vllm", "placement")}
+
+
+def test_slot_that_the_check_finds_damaged_is_repaired_without_a_rebalance(tmp_path: Path) -> None:
+    found = on_ranks(damaged_slot, settings_in(tmp_path))
+
+    assert [one["from"].get("host", 0) > 0 for one in found] == [False, True, False, False]
+    assert [one["placement"] for one in found] == [1.0] * NUM_RANKS
 
 
 def silence() -> None:

@@ -1,7 +1,8 @@
 """The placement check in one rank of an engine: begun before anything moved, then a slot at times.
 
 A fault is logged, written to the store as the event ``placement_fault``, and shown by the gauge's
-part ``placement``. The check changes nothing; if it fails itself it ends, and passes go on.
+part ``placement``. A slot with wrong bytes gets those of its kept record, where there is one. A
+check that fails itself ends, and passes go on.
 
 Shapes:  N tokens, K experts of a token, S slots, R ranks.
 """
@@ -11,15 +12,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from eplb.errors import MigrationError
 from rebalance.engines.common.fsck.check import Gather, PlacementCheck, begin_check
-from rebalance.engines.common.fsck.report import BEGUN, FAULT, ROUND, Fault
+from rebalance.engines.common.fsck.report import BEGUN, FAULT, REPAIRED, ROUND, Fault
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.records import Kept, write
 
 log = logging.getLogger(__name__)
 MOST_KEPT = 100  # faults that are reported; a wrong map would name every slot
@@ -52,6 +57,7 @@ class RankCheck:
         self._rounds = 0  # that were reported
         self._view: EngineView | None = None
         self._check: PlacementCheck | None = None
+        self._repair: SlotRepair | None = None
         self.faults: dict[Fault, None] = {}  # in the order in which they were found
 
     @property
@@ -78,6 +84,11 @@ class RankCheck:
         self._note(faults)
         self.after_map()
 
+    def repair_from(self, kept: Kept) -> None:
+        """Repair slots from these records from now on."""
+        if self._view is not None:
+            self._repair = SlotRepair(kept, self._view)
+
     def after_map(self) -> None:
         """Check how ranks choose replicas by a new map."""
         if self._check is not None and self._check_choices is not None:
@@ -88,6 +99,8 @@ class RankCheck:
         if self._check is None:
             return
         try:
+            if self._repair is not None and (slot := self._repair.visit()) is not None:
+                self._repaired(*slot)
             self._note(self._check.visit(is_idle=is_idle))
             if self._check.num_rounds != self._rounds:
                 self._rounds = self._check.num_rounds
@@ -112,6 +125,83 @@ class RankCheck:
             self.faults[fault] = None
             log.error("placement fault: %s", fault)
             self._write(FAULT, {"text": str(fault), **vars(fault)})
+            if self._repair is not None and fault.kind == "slot":
+                self._repair.begin(fault)
+
+    def _repaired(self, row: int, slot: int) -> None:
+        """Forget the faults of a slot: its next visit finds what is wrong with it still."""
+        self.faults = {one: None for one in self.faults if (one.row, one.slot) != (row, slot)}
+        set_part(self._engine, "placement", is_on=not self.faults)
+        log.warning("layer %d slot %d: repaired from kept records", row, slot)
+        self._write(REPAIRED, {"row": row, "slot": slot})
+
+
+class SlotRepair:
+    """Gives a slot with wrong bytes those of its record, one slot at a time.
+
+    The record is brought on a thread, because a disk may be slow. It is written between two passes,
+    by the thread that runs them, if the slot is still wrong and most slots of this rank in the
+    layer have the bytes of the load: otherwise the weights were replaced, and records are older.
+
+    Args:
+        kept: records of the model, whose layers are the rows of the view in order.
+        view: the engine's tensors and map.
+    """
+
+    def __init__(self, kept: Kept, view: EngineView) -> None:
+        self._kept, self._view = kept, view
+        self._layer_of = {row: layer for layer, row in enumerate(view.rows)}
+        self._fault: Fault | None = None  # whose record is on its way
+        self._record: torch.Tensor | None = None  # once it is here
+        self._error = ""
+
+    def begin(self, fault: Fault) -> None:
+        """Have the record of a slot's expert brought, unless another one is on its way."""
+        if self._fault is None:
+            self._fault, self._record, self._error = fault, None, ""
+            Thread(target=self._bring, args=(fault,), name="eplb-repair", daemon=True).start()
+
+    def _bring(self, fault: Fault) -> None:
+        try:
+            self._record = self._kept.bring(self._layer_of[fault.row], fault.expert)
+        except Exception as exc:
+            self._error = f"{exc}" if isinstance(exc, MigrationError) else repr(exc)
+
+    def visit(self) -> tuple[int, int] | None:
+        """Write the record that is here, if it is still wanted; return layer and slot then."""
+        fault, record = self._fault, self._record
+        if fault is None or (record is None and not self._error):
+            return None
+        self._fault = None
+        why_not = self._error or self._why_not(fault)
+        if why_not or record is None:
+            log.warning("not repaired: layer %d slot %d: %s", fault.row, fault.slot, why_not)
+            return None
+        write(record, self._tensors(fault.row, fault.slot))
+        return fault.row, fault.slot
+
+    def _tensors(self, row: int, slot: int) -> list[torch.Tensor]:
+        """What the engine moves of a slot of this rank: the tensors of its record."""
+        moved = self._view.tensors(row).moved
+        return [tensor[slot % len(tensor)] for tensor in moved]
+
+    def _why_not(self, fault: Fault) -> str:
+        """Why the slot must stay as it is; "" if it gets the record."""
+        view, row = self._view, fault.row
+        held, layer = view.held(row), self._layer_of[row]
+        if held[fault.slot] != fault.expert:
+            return "it holds another expert by now"
+        each = len(held) // view.num_ranks
+        wrong = [
+            slot
+            for slot in range(view.rank * each, (view.rank + 1) * each)
+            if not self._kept.is_right(layer, int(held[slot]), self._tensors(row, slot))
+        ]
+        if fault.slot not in wrong:
+            return f"{fault.name} is no part of its record, or it is right by now"
+        if 2 * len(wrong) > each:
+            return f"{len(wrong)} of {each} slots of the layer have other bytes than at the load"
+        return ""
 
 
 def check_choices(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from telemetry.state.store import StateStore
 
 Kind = Literal["slot", "replicas", "factor", "tensors", "choice"]
 BEGUN, ROUND, FAULT = "placement_check", "placement_round", "placement_fault"
+REPAIRED, PARTS = "placement_repair", "engine_parts"
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Report:
-    """The current run's check."""
+    """The current run's check, and the parts of the plug-in in each rank."""
 
     run: str
     ranks: dict[int, str]  # why each does not check; "" if it does
     rounds: dict[int, int]  # of all its slots, by rank
-    faults: tuple[str, ...]  # oldest first
+    faults: tuple[str, ...]  # oldest first, without those of slots that were repaired since
+    num_repaired: int = 0  # slots
+    parts: dict[int, str] = field(default_factory=dict)  # by rank: what is off, and what was lost
 
     @property
     def lines(self) -> list[str]:
@@ -47,7 +51,11 @@ class Report:
         rounds = min((self.rounds.get(rank, 0) for rank in checking), default=0)
         first = f"run {self.run}: {len(checking)} ranks check their slots, {rounds} rounds complete"
         refused = [f"rank {rank} does not check: {why}" for rank, why in self.ranks.items() if why]
-        return [first, *refused, *self.faults, f"{len(self.faults)} faults"]
+        parts = [f"rank {rank}: {text}" for rank, text in self.parts.items() if text]
+        last = f"{len(self.faults)} faults"
+        if self.num_repaired:
+            last += f", {self.num_repaired} slots repaired from kept records"
+        return [first, *parts, *refused, *self.faults, last]
 
 
 def report_of(store: StateStore) -> Report:
@@ -56,8 +64,9 @@ def report_of(store: StateStore) -> Report:
     assert info is not None, "a deployment that never ran is refused before"
     ranks: dict[int, str] = {}
     rounds: dict[int, int] = {}
-    faults = []
-    for event in store.events_backwards((BEGUN, ROUND, FAULT)):
+    parts: dict[int, str] = {}
+    faults, repaired = [], []
+    for event in store.events_backwards((BEGUN, ROUND, FAULT, REPAIRED, PARTS)):
         detail = event.detail
         if detail.get("run") != info.run:
             break
@@ -66,6 +75,32 @@ def report_of(store: StateStore) -> Report:
             ranks.setdefault(rank, str(detail["reason"]))
         elif event.kind == ROUND:
             rounds.setdefault(rank, int(str(detail["rounds"])))
-        else:
+        elif event.kind == PARTS:
+            parts.setdefault(rank, _parts_text(detail))
+        elif event.kind == REPAIRED:
+            repaired.append((detail["row"], detail["slot"]))
+        elif detail["kind"] != "slot" or (detail["row"], detail["slot"]) not in repaired:
             faults.append(f"rank {rank}: {detail['text']}")
-    return Report(info.run, dict(sorted(ranks.items())), rounds, tuple(reversed(faults)))
+    by_rank = dict(sorted(ranks.items()))
+    return Report(
+        info.run,
+        by_rank,
+        rounds,
+        tuple(reversed(faults)),
+        len(repaired),
+        dict(sorted(parts.items())),
+    )
+
+
+def _parts_text(detail: Mapping[str, Any]) -> str:
+    """What is not as it should be in a rank; "" for nothing."""
+    words = [f"off: {', '.join(detail['off'])}"] if detail["off"] else []
+    words += [
+        f"{detail[name]} {text}"
+        for name, text in (
+            ("samples_dropped", "samples dropped"),
+            ("store_failures", "failures of the store"),
+        )
+        if detail[name]
+    ]
+    return "; ".join(words)

@@ -35,7 +35,8 @@ class SlotTensor:
 class LayerTensors:
     """What a rank computes a layer's experts with."""
 
-    slots: tuple[SlotTensor, ...]
+    moved: tuple[torch.Tensor, ...]  # [C, ...] what the engine moves, in its order
+    slots: tuple[SlotTensor, ...]  # those that it moves first
     factors: tuple[tuple[str, torch.Tensor], ...]  # one number for all experts of the rank
 
 
@@ -106,7 +107,7 @@ def tensors_of(
         elif tensor.dim() and tensor.shape[0] in (each, each * num_ranks):
             first = 0 if tensor.shape[0] == each else each * rank
             slots.append(SlotTensor(name, tensor, first))
-    return LayerTensors(tuple(slots), tuple(sorted(factors, key=lambda one: one[0])))
+    return LayerTensors(tuple(moved), tuple(slots), tuple(sorted(factors, key=lambda one: one[0])))
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

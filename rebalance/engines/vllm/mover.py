@@ -22,22 +22,20 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from eplb.errors import MigrationError
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.vllm.moves.record import (
+from rebalance.engines.common.records import (
     NOBODY,
+    Kept,
     Tensors,
     agreed,
     bytes_of,
     digest_of,
     rows_of,
-    write,
 )
 from rebalance.types import Digest
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
-    from rebalance.stage.kept_records import KeptRecords
 
 ATTEMPTS = 2
 PEER_DEADLINE_S = 30.0  # for all records of a batch to arrive
@@ -78,12 +76,8 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             )
             self._peers: Any = own_on(links)
             self._abandoned: object = None  # what operations of broken links may still write to
-            self.records: KeptRecords | None = None
+            self.kept: Kept | None = None  # records of this model, alike on all ranks
             self.num_checked = self.num_wrong = self.num_repeated = self.num_skipped = 0
-
-        def use_records(self, records: KeptRecords) -> None:
-            """Use the records of this model's experts from now on; alike on all ranks."""
-            self.records = records
 
         @property
         def needs_profile_buffer_reservation(self) -> bool:
@@ -135,8 +129,8 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
                         set_part("vllm", "mover", is_on=self._peers is not None)
                         return True
                 set_part("vllm", "mover", is_on=False)
-                if self._has_records(expected):
-                    recvs = [recv for recv in recvs if not self._is_staged(recv)]
+                if (kept := self._right_records(expected)) is not None:
+                    recvs = [one for one in recvs if not kept.restore(self._layer, one[2], one[0])]
                     if not self._anywhere(len(recvs)):
                         return True
             # The weights may have been replaced since: taken again before the next move.
@@ -183,37 +177,25 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             ]
             return sends, recvs
 
-        def _is_staged(self, recv: Transfer) -> bool:
-            """Whether the kept record of an expert that no peer had could be staged."""
-            tensors, _, expert = recv
-            assert self.records is not None, "records are kept"
-            try:
-                write(self.records.bring((self._layer, expert)), tensors)
-            except MigrationError as exc:
-                log.error("layer %d expert %d: %s", self._layer, expert, exc)
-                return False
-            log.warning("layer %d expert %d: from kept records", self._layer, expert)
-            return True
-
-        def _has_records(self, expected: dict[int, Digest]) -> bool:
-            """Whether records are kept, and of the weights that serve; alike on all ranks.
+        def _right_records(self, expected: dict[int, Digest]) -> Kept | None:
+            """The kept records, if they are of the weights that serve; alike on all ranks.
 
             Where most slots of a layer have other bytes than at the load, the weights were
             replaced, and records would bring back the old ones.
             """
-            if self.records is None:
-                return False
+            if self.kept is None:
+                return None
             differ = [
                 digest_of(self._record(row)) != expected.get(int(expert))
                 for row, expert in enumerate(self._rows(self._group.rank_in_group))
                 if expert != NOBODY
             ]
             if 2 * self._summed(sum(differ)) <= len(self._old):
-                return True
-            self.records = None
+                return self.kept
+            self.kept = None
             self._known.clear()
             process.records_ended("the weights were replaced since the load")
-            return False
+            return None
 
         def _rows(self, rank: int) -> Any:
             num_local = self._weights[0][0].shape[0]
@@ -226,9 +208,9 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             """Digest of each expert of the layer; collective at the first move of a layer."""
             layer = self._layer
             if layer not in self._known:
-                if self.records is not None:
-                    kept = self.records.digests[layer].tolist()
-                    self._known[layer] = {e: (one, two) for e, (one, two) in enumerate(kept)}
+                if (kept := self.kept) is not None:
+                    experts = range(self._num_experts)
+                    self._known[layer] = {one: kept.digest_of(layer, one) for one in experts}
                 else:
                     self._known[layer] = agreed(self._old, self._live_digests(), layer)
             return self._known[layer]

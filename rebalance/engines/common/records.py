@@ -1,10 +1,12 @@
-"""Offers vLLM's experts to the host cache, once, after the load and before anything has moved.
+"""The records of an engine's experts: offered once after the load, and given back when lost.
 
-Each expert is offered by the first rank that holds it. The host cache is that of ``eplb
-host-cache``, else one in the first rank of each host. The library keeps the records and gives them
-back (``rebalance/weights/cache/engine_records.py``, ``rebalance/stage/kept_records.py``).
+A record is the tensors of one expert as the engine's kernels read them, one after the other: what
+its processing after the load has left (fused, requantised, swizzled), and never the bytes of a
+checkpoint. Each expert is offered by the first rank that holds it, before anything has moved. The
+host cache is that of ``eplb host-cache``, else one in the first rank of each host
+(``rebalance/weights/cache/engine_records.py``, ``rebalance/stage/kept_records.py``).
 
-Shapes:  L MoE layers, E experts, P physical experts, C of them on this rank.
+Shapes:  L MoE layers, E experts, S slots, C of them on this rank.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,57 +27,129 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from eplb.errors import EplbError, MigrationError
-from rebalance.engines.vllm.moves.record import (
-    Tensors,
-    agreed,
-    bytes_of,
-    digest_of,
-    num_bytes_of,
-    rows_of,
-)
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.stage.kept_records import KeptRecords
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress, connect
-from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.engine_records import EngineRecordsClient, address_of
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.group import first_refusal, gathered
-from runtime.memory.shared import SharedArena, whole_pages
+from runtime.memory.shared import SharedArena, digest, whole_pages
 
 CONNECT_S = 5.0
 OFFER_S = 120.0  # for one batch, a slow disk included
 BATCH_BYTES = 2**26
 NUM_READERS = 2  # threads in a rank that read the disk; most of the time they wait
+NOBODY = -1  # in place of an expert, or of a rank
+WORD_BYTES = 8  # a record is a whole number of them for its digest
 
 T = TypeVar("T")
+Tensors = Sequence[torch.Tensor]  # of one expert, one from each of the layer's weights
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Library:
-    """Where records are kept.
+def rows_of(weights: Tensors, row: int) -> Tensors:
+    """The tensors of one slot of a layer."""
+    return [weight[row] for weight in weights]
+
+
+def num_bytes_of(tensors: Tensors) -> int:
+    """Bytes of the record of these tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def bytes_of(tensors: Tensors) -> torch.Tensor:
+    """[n] the record, on the device of its tensors."""
+    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def write(record: torch.Tensor, tensors: Tensors) -> None:
+    """Copy a record, or one with padding behind it, into the tensors of a slot."""
+    at = 0
+    for tensor in tensors:
+        # A copy is aligned to any type; a part of a record is not.
+        part = record[at : at + tensor.nbytes].clone()
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+        at += tensor.nbytes
+
+
+def digest_of(record: torch.Tensor) -> Digest:
+    """The digest of a record of any length; zeros behind it do not change it."""
+    padding = -len(record) % WORD_BYTES
+    if padding:
+        record = torch.cat([record, record.new_zeros(padding)])
+    plain, weighted = digest(record)
+    return plain, weighted
+
+
+def agreed(held: NDArray[np.int64], table: NDArray[np.int64], layer: int) -> dict[int, Digest]:
+    """The digest of each expert: that of its first slot.
 
     Args:
-        place: of ``eplb host-cache`` on this host; None: the deployment has no secret here.
-        embeds: whether ranks keep the records where no ``eplb host-cache`` runs.
-        settings: of the host cache in a rank.
-        model: what the engine calls the model, with all that decides the layout of its weights.
+        held: [S] experts by slot.
+        table: [S, 2] digests by slot.
+        layer: for the log.
+    """
+    found: dict[int, Digest] = {}
+    for slot, expert in enumerate(held.tolist()):
+        given = (int(table[slot, 0]), int(table[slot, 1]))
+        if expert != NOBODY and found.setdefault(expert, given) != given:
+            log.error(
+                "layer %d expert %d: the replica in slot %d differs from another",
+                layer,
+                expert,
+                slot,
+            )
+    return found
+
+
+class Kept:
+    """The records of a model that the host cache keeps, and the host cache if it is in this rank.
+
+    Thread-safe: a rank moves experts on one thread, and repairs slots from another.
     """
 
-    place: HostCacheAddress | None
-    embeds: bool
-    settings: HostCacheSettings
-    model: str
+    def __init__(
+        self, client: EngineRecordsClient, server: HostCacheServer | None, digests: torch.Tensor
+    ) -> None:
+        self._client, self.server, self._lock = client, server, Lock()
+        self.records = KeptRecords(client, digests, client.record_bytes)
 
+    def digest_of(self, layer: int, expert: int) -> Digest:
+        """The digest of an expert's record at the load."""
+        plain, weighted = self.records.digests[layer, expert].tolist()
+        return plain, weighted
 
-@dataclass(frozen=True)
-class Kept:
-    """The records, and the host cache if it is in this rank."""
+    def is_right(self, layer: int, expert: int, tensors: Tensors) -> bool:
+        """Whether the tensors of a slot have the bytes of an expert at the load."""
+        return digest_of(bytes_of(tensors)) == self.digest_of(layer, expert)
 
-    records: KeptRecords
-    server: HostCacheServer | None
+    def bring(self, layer: int, expert: int) -> torch.Tensor:
+        """The bytes of a record, from this host, another one or a disk.
+
+        Raises:
+            MigrationError: none of them has right bytes.
+        """
+        with self._lock:
+            return self.records.bring((layer, expert)).clone()
+
+    def restore(self, layer: int, expert: int, tensors: Tensors) -> bool:
+        """Write the record of an expert into a slot that lacks it; whether there is one."""
+        try:
+            write(self.bring(layer, expert), tensors)
+        except MigrationError as exc:
+            log.error("layer %d expert %d: %s", layer, expert, exc)
+            return False
+        log.warning("layer %d expert %d: from kept records", layer, expert)
+        return True
+
+    def close(self) -> None:
+        """End the connection to the host cache, and the host cache if it is in this rank."""
+        self._client.close()
+        if self.server is not None:
+            self.server.close()
 
 
 @dataclass(frozen=True)
@@ -82,7 +157,7 @@ class _Loaded:
     """What a rank has loaded."""
 
     weights: list[Tensors]  # [L] of tensors [C, ...]
-    held: NDArray[np.int64]  # [L, P]
+    held: NDArray[np.int64]  # [L, S]
     digests: torch.Tensor  # [L, C, 2]
 
     def records_of(self, rank: int) -> dict[Record, int]:
@@ -96,15 +171,19 @@ class _Loaded:
 
 
 def capture(
-    find: Callable[[], tuple[list[Tensors], NDArray[np.int64]]], group: Any, library: Library
+    find: Callable[[], tuple[list[Tensors], NDArray[np.int64]]],
+    group: dist.ProcessGroup,
+    settings: PluginSettings,
+    model: str,
 ) -> Kept | None:
     """Offer each expert once; a collective of all ranks, before anything has moved.
 
     Args:
-        find: returns [L] of the tensors [C, ...] of each layer, and [L, P] the map of the load,
+        find: returns [L] of the tensors [C, ...] of each layer, and [L, S] the map of the load,
             without empty slots. It may raise.
-        group: vLLM's coordinator of the ranks that balance.
-        library: where records are kept.
+        group: of the ranks that balance, for tensors on the host.
+        settings: say whether records are kept, and where.
+        model: what the engine calls the model, with all that decides the layout of its weights.
 
     Returns:
         The records; None on all ranks where one of them cannot keep its own.
@@ -112,25 +191,28 @@ def capture(
     Raises:
         RuntimeError: a rank died or was late.
     """
+    if settings.engine.records == "off":
+        return None
+    place, embeds = settings.place_of_records(), settings.engine.records == "on"
     with ExitStack() as undo:
         try:
-            if not library.embeds:
-                _together(lambda: _probe(library), group)
+            if not embeds:
+                _together(lambda: _probe(place), group)
             loaded = _together(lambda: _digested(*find()), group)
             digests = _digests_of_all(loaded, group)
-            origin = _together(lambda: _origin_of(loaded, digests, library.model), group)
-            client, server = _attached(library, origin, group, undo)
-            size, rank = origin.record_bytes, group.rank_in_group
+            origin = _together(lambda: _origin_of(loaded, digests, model), group)
+            client, server = _attached(place, settings, origin, group, undo)
+            size, rank = origin.record_bytes, dist.get_rank(group)
             _together(lambda: _offer(client, loaded, rank, size), group)
         except MigrationError as exc:
-            level = logging.ERROR if library.embeds else logging.INFO
+            level = logging.ERROR if embeds else logging.INFO
             log.log(level, "no records of experts are kept: %s", exc)
             return None
         undo.pop_all()
-    return Kept(KeptRecords(client, digests, size), server)
+    return Kept(client, server, digests)
 
 
-def _together(act: Callable[[], T], group: Any) -> T:
+def _together(act: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Act on every rank, and go on where all have succeeded.
 
     Raises:
@@ -142,16 +224,16 @@ def _together(act: Callable[[], T], group: Any) -> T:
     except Exception as exc:  # told to the other ranks, which wait in the next collective
         log.debug("records", exc_info=True)
         refusal = f"{exc}" if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
-    if why_not := first_refusal(refusal, group.cpu_group):
+    if why_not := first_refusal(refusal, group):
         raise MigrationError(why_not)
     return done
 
 
-def _probe(library: Library) -> None:
+def _probe(place: HostCacheAddress | None) -> None:
     """Refuse where no ``eplb host-cache`` answers, before weights are read for it."""
-    if library.place is None:
+    if place is None:
         raise MigrationError("the deployment has no secret on this host, expected eplb host-cache")
-    wire, _ = connect(library.place, CONNECT_S)
+    wire, _ = connect(place, CONNECT_S)
     wire.close()
 
 
@@ -163,10 +245,10 @@ def _digested(weights: list[Tensors], held: NDArray[np.int64]) -> _Loaded:
     return _Loaded(weights, held, torch.tensor(found, dtype=torch.int64))
 
 
-def _digests_of_all(loaded: _Loaded, group: Any) -> torch.Tensor:
+def _digests_of_all(loaded: _Loaded, group: dist.ProcessGroup) -> torch.Tensor:
     """[L, E, 2] of all experts; collective."""
-    everyone = [torch.empty_like(loaded.digests) for _ in range(group.world_size)]
-    dist.all_gather(everyone, loaded.digests, group=group.cpu_group)
+    everyone = [torch.empty_like(loaded.digests) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, loaded.digests, group=group)
     by_slot = torch.cat(everyone, dim=1).numpy()
     table = torch.zeros((len(by_slot), int(loaded.held.max()) + 1, 2), dtype=torch.int64)
     for layer, held in enumerate(loaded.held):
@@ -193,31 +275,35 @@ def _origin_of(loaded: _Loaded, digests: torch.Tensor, model: str) -> RecordOrig
 
 
 def _attached(
-    library: Library, origin: RecordOrigin, group: Any, undo: ExitStack
+    process: HostCacheAddress | None,
+    settings: PluginSettings,
+    origin: RecordOrigin,
+    group: dist.ProcessGroup,
+    undo: ExitStack,
 ) -> tuple[EngineRecordsClient, HostCacheServer | None]:
     """Attach to the host cache of this host, which its first rank has where no process does."""
     of_process, why_not = None, "the deployment has no secret on this host"
-    if library.place is not None:
+    if process is not None:
         try:
-            client = EngineRecordsClient(library.place, origin, deadline_s=CONNECT_S)
+            client = EngineRecordsClient(process, origin, deadline_s=CONNECT_S)
             of_process = undo.enter_context(closing(client))
         except MigrationError as exc:
             why_not = str(exc)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     # Sockets of a host cache are seen within one network namespace.
     machine = [boot, Path("/proc/self/ns/net").stat().st_ino]
-    ranks = gathered([machine, secrets.token_hex(16)], group.cpu_group)
+    ranks = gathered([machine, secrets.token_hex(16)], group)
     first = next(rank for rank, (other, _) in enumerate(ranks) if other == machine)
     place = HostCacheAddress(f"rank-{ranks[first][1]}", bytes.fromhex(ranks[first][1]))
 
     def make_server() -> HostCacheServer | None:
-        if of_process is not None or first != group.rank_in_group:
+        if of_process is not None or first != dist.get_rank(group):
             return None
-        if not library.embeds:
+        if settings.engine.records != "on":
             raise MigrationError(why_not)
         log.info("records of experts are kept in this process: %s", why_not)
-        settings = replace(library.settings, num_readers=NUM_READERS)
-        server = HostCacheServer.of_offers(address_of(place, origin), origin, settings)
+        own = replace(settings.host_cache, num_readers=NUM_READERS)
+        server = HostCacheServer.of_offers(address_of(place, origin), origin, own)
         return undo.enter_context(closing(server))
 
     def attach() -> EngineRecordsClient:

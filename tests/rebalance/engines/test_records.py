@@ -1,0 +1,154 @@
+"""Records of an engine's experts without an engine: kept once, and given back to damaged slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rebalance.engines.common.fsck import check
+from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.common.fsck.report import FAULT, REPAIRED
+from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.common.records import Kept, capture
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+
+ROWS, SLOTS, EXPERTS = (3, 5), 6, 4
+HELD = np.array([[0, 1, 2, 3, 0, 1]] * len(ROWS))
+
+
+class Experts(torch.nn.Module):
+    """Of each expert other bytes; ``alpha`` is derived, and no engine moves it."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        salt = torch.from_numpy(1000.0 * row + HELD[0] + 1)
+        self.register_buffer("weight", (salt[:, None] + torch.arange(5) / 8).float())
+        self.register_buffer("scale", (salt % 251).to(torch.uint8))
+        self.register_buffer("alpha", salt / 7)
+
+
+class View:
+    """The experts of one rank of an engine."""
+
+    rank, num_ranks, rows = 0, 1, ROWS
+
+    def __init__(self) -> None:
+        self.layers = {row: Experts(row) for row in ROWS}
+
+    def moved(self, row: int) -> list[torch.Tensor]:
+        return [self.layers[row].weight, self.layers[row].scale]
+
+    def tensors(self, row: int) -> LayerTensors:
+        layer = self.layers[row]
+        return tensors_of(self.moved(row), layer, owners_of(layer, self.moved(row)), 0, 1)
+
+    def held(self, row: int) -> Any:
+        return HELD[ROWS.index(row)]
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    """A group of one rank."""
+    file = tmp_path_factory.mktemp("group") / "meet"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def view() -> View:
+    return View()
+
+
+@pytest.fixture
+def kept(view: View, group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Kept]:
+    settings = PluginSettings(
+        "prod",
+        "memory:",
+        EngineSettings(records="on"),
+        host_cache=HostCacheSettings(record_folder=tmp_path / "records"),
+        state_dir=tmp_path,
+    )
+    made = capture(lambda: ([view.moved(row) for row in ROWS], HELD), group, settings, "model")
+    assert made is not None
+    yield made
+    made.close()
+
+
+class Checked:
+    """A check of the view that looks at a slot in each pass, and the events that it wrote."""
+
+    def __init__(self, view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(check, "PART", 1e9)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        write = lambda kind, detail: self.events.append((kind, detail))  # noqa: E731
+        self.check = RankCheck("vllm", lambda own: [own], write)
+        self.check.begin(lambda: view)
+        self.check.repair_from(kept)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.check.visit(is_idle=True)
+
+    def has(self, kind: str) -> bool:
+        return any(event == kind for event, _ in self.events)
+
+    def go_round(self) -> None:
+        last = self.check.num_checked + 2 * len(ROWS) * SLOTS
+        self.until(lambda: self.check.num_checked >= last)
+
+
+def test_offered_record_is_given_back_with_every_tensor(view: View, kept: Kept) -> None:
+    expected = [tensor.clone() for tensor in view.moved(5)]
+    for tensor in view.moved(5):
+        tensor[2] = 0
+
+    assert not kept.is_right(1, 2, [tensor[2] for tensor in view.moved(5)])
+    assert kept.restore(1, 2, [tensor[2] for tensor in view.moved(5)])
+    assert all(torch.equal(*both) for both in zip(view.moved(5), expected, strict=True))
+
+
+def test_damaged_slot_is_repaired_from_its_record_between_two_passes(
+    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, expected = Checked(view, kept, monkeypatch), view.layers[3].weight.clone()
+    view.layers[3].weight[4, 1] += 1
+
+    checked.until(lambda: checked.has(REPAIRED))
+
+    assert torch.equal(view.layers[3].weight, expected)
+    checked.go_round()
+    assert not checked.check.faults
+    assert [kind for kind, _ in checked.events].count(FAULT) == 1
+
+
+def test_weights_that_were_replaced_are_never_overwritten_by_records(
+    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked = Checked(view, kept, monkeypatch)
+    view.layers[3].weight += 1
+    replaced = view.layers[3].weight.clone()
+
+    checked.until(lambda: "slots of the layer have other bytes than at the load" in caplog.text)
+
+    assert torch.equal(view.layers[3].weight, replaced)
+    assert not checked.has(REPAIRED)
+
+
+def test_tensor_that_is_no_part_of_a_record_is_reported_and_left(
+    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked = Checked(view, kept, monkeypatch)
+    view.layers[5].alpha[0] = 99.0
+
+    checked.until(lambda: "alpha is no part of its record" in caplog.text)
+
+    assert [fault.name for fault in checked.check.faults] == ["alpha"]
+    assert view.layers[5].alpha[0] == 99.0
