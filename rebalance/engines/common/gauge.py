@@ -1,4 +1,4 @@
-"""The gauge that says, in each process of an engine, which parts of the plug-in are on."""
+"""Which parts of the plug-in are on in this process of an engine; the gauge that shows it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,17 @@ def _gauge() -> Any:
         return None
 
 
+_parts: dict[str, bool] = {}  # of this process, which is of one engine
+
+
+def parts_off() -> list[str]:
+    """Parts that are off, or have found a fault."""
+    return sorted(part for part, is_on in _parts.copy().items() if not is_on)
+
+
 def set_part(engine: str, part: str, *, is_on: bool) -> None:
     """Set the gauge of one part."""
+    _parts[part] = is_on
     gauge = _gauge()
     if gauge is not None:
         gauge.labels(engine, part).set(int(is_on))

@@ -21,10 +21,12 @@ from multiprocessing.connection import Connection
 from threading import Event, Lock, Thread
 from typing import Any
 
-from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.fsck.report import PARTS
+from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
     Identity,
     MapChange,
+    Noted,
     Question,
     Report,
     Sample,
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 MOST_WAITING = 1024  # samples and events while the process starts; further ones are dropped
 LOOK_S = 1.0  # how often the thread writes what waits while no step does
+STATE_S = 10.0  # from one event with the state of this rank to the next, at least
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before the process is started again
 MODULE = "rebalance.engines.common.store_link"
 LONGEST_FRAME = 0x7FFFFFFF  # that ``Connection`` reads with a length of four bytes
@@ -64,6 +67,8 @@ class StoreProcess:
         self.why_kept = ""  # why nothing may move now, by the deployment's switches; on rank 0
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._state: dict[str, Any] = {}  # of this rank, as the store was told of it
+        self._next_state = 0.0
         self._end = Event()
         set_part(engine, "store", is_on=False)
         self._thread = Thread(target=self._run, name="eplb-store-process", daemon=True)
@@ -180,6 +185,7 @@ class StoreProcess:
                             self._take(from_bytes(replies.recv_bytes()))
                         else:
                             self.flush()
+                        self._tell_state()
         finally:
             self._socket = None
             if not self._end.is_set():
@@ -196,6 +202,19 @@ class StoreProcess:
                 connection.sendall(framed(replace(self._map, question=None)))
             self._socket = connection
         self.flush()
+
+    def _tell_state(self) -> None:
+        """Write which parts are off, and what was lost, as an event once it has changed."""
+        if time.monotonic() < self._next_state:
+            return
+        state = {
+            "off": parts_off(),
+            "samples_dropped": self.num_dropped,
+            "store_failures": self.num_failures,
+        }
+        if state != self._state:
+            self._state, self._next_state = state, time.monotonic() + STATE_S
+            self.tell(Noted(PARTS, {"run": self.run, "rank": self._identity.rank, **state}))
 
     def _take(self, reply: Report | Question) -> None:
         if isinstance(reply, Question):

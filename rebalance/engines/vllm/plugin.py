@@ -17,11 +17,6 @@ log = logging.getLogger(__name__)
 _loaded: list[PluginProcess] = []  # the plug-in of this process, once it is loaded
 
 
-def loaded() -> PluginProcess | None:
-    """Return the plug-in of this process; None where it is not loaded."""
-    return _loaded[0] if _loaded else None
-
-
 def register() -> None:
     """Load the plug-in if ``EPLB_CONFIG`` names a deployment, and a trace to replay. Never raises.
 

@@ -106,7 +106,6 @@ class PluginProcess:
         self.kept: Kept | None = None  # records of the target model
         self._joined: Joined | None = None
         self.refused = ""  # why the plug-in stays off in this process
-        self.is_paused = False  # rank 0 keeps the map that serves
         self._tap: LoadTap | None = None
         self._served: list[Served] = []
         self._target: Served | None = None  # among them: not the draft model
@@ -121,26 +120,9 @@ class PluginProcess:
         """Whether a part works. All but the tap are on on every rank of the group, or on none."""
         return self._on[part]
 
-    def status(self) -> dict[str, Any]:
-        """What an operator asks for, as JSON has it."""
-        recorder = self.recorder
-        return {
-            "deployment": self.settings.deployment,
-            "parts": dict(self._on),
-            "refused": self.refused,
-            "is_paused": self.is_paused,
-            "why_kept": self.why_kept,
-            "generation": self._generation,
-            "placement_faults": None if self.checks is None else len(self.checks.faults),
-            "samples_dropped": 0 if recorder is None else recorder.num_dropped,
-            "store_failures": 0 if recorder is None else recorder.num_failures,
-        }
-
     @property
     def why_kept(self) -> str:
         """Why rank 0 keeps the map that serves; "" where it plans."""
-        if self.is_paused:
-            return "paused"
         return "" if self.recorder is None else self.recorder.why_kept
 
     @property

@@ -1,1 +1,1 @@
-"""Beside balancing: replay of traces as routing, HTTP routes, and the check of vLLM's options."""
+"""Beside balancing: replay of traces as routing, and the check of vLLM's options."""
