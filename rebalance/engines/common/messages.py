@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ class Identity:
     rank: int
     info: RunInfo
     spool: str = ""  # folder where samples wait on disk; "": they wait in memory
+    planner: str = ""  # "module:class" of what plans in the process; "": the rank plans
+    terms: dict[str, Any] = field(default_factory=dict)  # of the planner
 
     @property
     def is_first(self) -> bool:
@@ -80,6 +82,23 @@ class Sample:
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Tokens of all ranks in some passes, for the planner."""
+
+    tokens: NDArray[np.int64]  # [L, S] of each slot
+    held: NDArray[np.int64]  # [L, S] experts by slot
+    weights: NDArray[np.int64]  # [L, S] of the map; 0 while no plan has made it
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What the planner of the process has for a question."""
+
+    question: Question
+    record: NDArray[np.uint8]  # the plan, packed, which the ranks begin together; empty: none
+
+
 @dataclass(frozen=True)
 class Report:
     """How the process at the store does; sent at each change."""
@@ -87,14 +106,13 @@ class Report:
     is_on: bool  # what was handed over reaches the store
     why_kept: str  # why nothing may move now, by the deployment's switches; on rank 0
     num_failures: int  # failed calls of the store
+    plans: bool | None = None  # whether the last plan was made; None: none was asked for
 
 
 # From the rank, and to the rank.
-Told = Sample | MapChange | Noted | Outcome
-Reply = Report | Question
-KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Identity, Sample, MapChange, Noted, Outcome, Report, Question)
-}
+Told = Sample | MapChange | Noted | Outcome | Window | Question
+Reply = Report | Question | Answer
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Told | Reply), Identity)}
 NESTED: dict[str, Any] = {"info": RunInfo, "question": Question}
 
 

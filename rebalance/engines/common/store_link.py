@@ -7,7 +7,8 @@ memory or in the spool meanwhile.
 
 On rank 0 it also holds the controller's lease, works off tasks of kind ``rebalance``, reads the
 deployment's switches, and writes the maps that serve. While another controller holds the lease,
-tasks are left to it.
+tasks are left to it. Where the identity names a planner, the process also plans for tasks and at
+the rank's intervals: a plan takes up to seconds, and beside passes it would slow every one.
 
     python -m rebalance.engines.common.store_link FD
 """
@@ -16,15 +17,17 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any
+from threading import Event, Lock, Thread
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +36,7 @@ from eplb.core.placement import Placement
 from eplb.errors import EplbError, StaleGeneration
 from eplb.versions import CONTROLLER, Announcement
 from rebalance.engines.common.messages import (
+    Answer,
     Identity,
     MapChange,
     Noted,
@@ -42,6 +46,7 @@ from rebalance.engines.common.messages import (
     Report,
     Sample,
     Told,
+    Window,
     from_bytes,
     to_bytes,
 )
@@ -59,6 +64,7 @@ CONTROL_S = 0.25  # how often lease, switches and tasks are looked at
 LEASE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a failure of the store
 MOST_SAMPLES, MOST_EVENTS, MOST_MAPS = 4096, 1000, 64  # that wait for a store; the oldest go
+MOST_WINDOWS = 64  # that wait for the planner; the oldest go
 NICENESS = 5  # below the engine, which shares the host's processors
 
 
@@ -82,13 +88,16 @@ class StoreLink:
         self._lease: Lease | None = None
         self._next_control = 0.0
         self._num_failures = self._num_errors = 0
-        self._report = Report(False, "", 0)
+        self._report, self._telling = Report(False, "", 0), Lock()
         self._end = Event()
+        self._planning = Planning(identity, self) if identity.planner else None
         self._thread = Thread(target=self._run, name="eplb-store-link", daemon=True)
         self._thread.start()
 
     def take(self, told: Told) -> None:
         """Queue what the rank has told."""
+        if self._planning is not None and self._planning.takes(told):
+            return
         queues: Mapping[type, deque[Any]] = {
             Sample: self._samples,
             MapChange: self._maps,
@@ -100,6 +109,8 @@ class StoreLink:
     def close(self) -> None:
         """End the thread, and write what still waits if the store answers."""
         self._end.set()
+        if self._planning is not None:
+            self._planning.close()
         self._thread.join()
 
     def _run(self) -> None:
@@ -135,12 +146,27 @@ class StoreLink:
             return False
         return stats.waiting == 0 or self._report.is_on
 
-    def _tell(self, *, is_on: bool, why_kept: str | None = None) -> None:
-        why = self._report.why_kept if why_kept is None else why_kept
-        report = Report(is_on, why, self._num_failures)
-        if report != self._report:
-            self._report = report
-            self._reply(report)
+    @property
+    def why_kept(self) -> str:
+        """Why nothing may move now, by the deployment's switches."""
+        return self._report.why_kept
+
+    def _tell(self, **changes: Any) -> None:
+        with self._telling:
+            report = replace(self._report, num_failures=self._num_failures, **changes)
+            if report != self._report:
+                self._report = report
+                self._reply(report)
+
+    def answered(self, outcome: Outcome, record: bytes = b"") -> None:
+        """Take what came of a question to the planner: a plan for the ranks, or why there is none.
+
+        A plan's outcome comes from the ranks, with the map.
+        """
+        self._tell(plans=not outcome.error)
+        if not record:
+            self._outcomes.append(outcome)
+        self._reply(Answer(outcome.question, np.frombuffer(record, dtype=np.uint8)))
 
     def _turn(self) -> None:
         store = self._opened() if self._store is None else self._store
@@ -214,7 +240,7 @@ class StoreLink:
         if lease is not None and (before is None or before.token != lease.token):
             store.announce(Announcement(CONTROLLER, holder))
         self._lease = lease
-        self._tell(is_on=self._report.is_on, why_kept=why_kept(store))
+        self._tell(why_kept=why_kept(store))
         if lease is None:
             return
         self._finish(store, lease.token)
@@ -226,7 +252,9 @@ class StoreLink:
             store.finish(task.id, "failed", result, fence=lease.token)
             return
         self._open_task = task.id
-        self._reply(Question("task", task.id, bool(task.request.get("dry_run", True))))
+        question = Question("task", task.id, bool(task.request.get("dry_run", True)))
+        if self._planning is None or not self._planning.takes(question):
+            self._reply(question)
 
     def _finish(self, store: StateStore, fence: int) -> None:
         while self._outcomes:
@@ -242,6 +270,75 @@ class StoreLink:
             elif outcome.error:
                 store.add_event("engine_plan_failed", {"error": outcome.error})
             self._outcomes.popleft()
+
+
+class Planner(Protocol):
+    """What plans for an engine; each engine that plans in this process has its own."""
+
+    def add(self, window: Window) -> None:
+        """Take the latest window."""
+
+    def plan(self) -> tuple[bytes, dict[str, Any]] | None:
+        """The packed plan, b"" if it moves nothing, and its figures; None without a window."""
+
+
+class Planning:
+    """Asks the planner, on a thread of its own; one plan at a time is with the ranks."""
+
+    def __init__(self, identity: Identity, link: StoreLink) -> None:
+        self._identity, self._link = identity, link
+        self._windows: deque[Window] = deque(maxlen=MOST_WINDOWS)
+        self._questions: deque[Question] = deque()
+        self._given: Question | None = None  # whose plan the ranks have and do not serve yet
+        self._end = Event()
+        self._thread = Thread(target=self._run, name="eplb-planning", daemon=True)
+        self._thread.start()
+
+    def takes(self, told: Told) -> bool:
+        """Queue what a planner needs; whether it is for the planner alone."""
+        if isinstance(told, Window):
+            self._windows.append(told)
+        elif isinstance(told, Question):
+            if told.task_id or told not in self._questions:  # an interval asks once
+                self._questions.append(told)
+        else:
+            if isinstance(told, (MapChange, Outcome)):
+                self._given = None
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the thread; a plan that is being made is not waited for."""
+        self._end.set()
+
+    def _run(self) -> None:
+        planner: Planner = pkgutil.resolve_name(self._identity.planner)(self._identity.terms)
+        while not self._end.wait(TICK_S):
+            while self._windows:
+                planner.add(self._windows.popleft())
+            if self._questions and self._given is None:
+                self._answer(planner)
+
+    def _answer(self, planner: Planner) -> None:
+        question = self._questions[0]
+        begin = time.monotonic()
+        try:
+            found = planner.plan()
+        except Exception as exc:
+            log.warning("no plan: %s: %s; the map that serves stays", type(exc).__name__, exc)
+            self._questions.popleft()
+            self._link.answered(Outcome(question, error=f"{type(exc).__name__}: {exc}"))
+            return
+        if found is None:
+            return
+        self._questions.popleft()
+        record, figures = found
+        log.info("trigger=%s %s seconds=%.3f", question.trigger, figures, time.monotonic() - begin)
+        kept = self._link.why_kept
+        if not record or question.is_dry or kept:
+            record = b""
+        self._given = question if record else None
+        self._link.answered(Outcome(question, figures, kept=kept), record)
 
 
 def why_kept(store: StateStore) -> str:

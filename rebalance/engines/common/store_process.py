@@ -24,20 +24,23 @@ from typing import Any
 from rebalance.engines.common.fsck.report import PARTS
 from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
+    Answer,
     Identity,
     MapChange,
     Noted,
     Question,
-    Report,
+    Reply,
     Sample,
     Told,
+    Window,
     from_bytes,
     to_bytes,
 )
-from rebalance.engines.common.tap import Counted
+from rebalance.engines.common.tap import Counted, IntArray
 
 log = logging.getLogger(__name__)
 
+MOST_WINDOWS = 64  # for the planner, that wait with the samples; each is of all ranks
 MOST_WAITING = 1024  # samples and events while the process starts; further ones are dropped
 LOOK_S = 1.0  # how often the thread writes what waits while no step does
 STATE_S = 10.0  # from one event with the state of this rank to the next, at least
@@ -64,6 +67,8 @@ class StoreProcess:
         self._sequence = self.num_dropped = self.num_failures = 0
         self._map: MapChange | None = None  # the latest: a new process is told of it
         self.questions: deque[Question] = deque()  # that the store's tasks ask
+        self.is_asked = False  # whether the planner of the process has a question of this rank
+        self.ready: Answer | None = None  # a plan of the process; who begins it sets None
         self.why_kept = ""  # why nothing may move now, by the deployment's switches; on rank 0
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -91,6 +96,18 @@ class StoreProcess:
         self._offer(
             lambda: Sample({"sequence": number, **counted.sample(rows, columns)}), counted.copied
         )
+
+    def add_window(self, counted: Counted, weights: IntArray) -> None:
+        """Hand over all ranks' tokens by slot for the planner. Never waits and never raises."""
+        held = counted.held
+        assert held is not None, "counts are of slots"
+        if len(self._waiting) < MOST_WINDOWS:
+            self._offer(lambda: Window(counted.on_host(), held, weights), counted.copied)
+
+    def ask(self, question: Question) -> None:
+        """Ask the planner of the process; the answer comes as ``ready``, if it moves anything."""
+        self.is_asked = True
+        self.tell(question)
 
     def tell(self, told: Told) -> None:
         """Hand over anything else. Never waits and never raises."""
@@ -158,6 +175,8 @@ class StoreProcess:
                 self.num_failures += 1
                 log.warning("the process at the store: %s: %s", type(exc).__name__, exc)
             set_part(self._engine, "store", is_on=False)
+            if self._identity.planner:
+                set_part(self._engine, "planner", is_on=False)
             if self._end.is_set():
                 return
             log.warning("the process at the store ended, started again in %g s", pause_s)
@@ -195,6 +214,7 @@ class StoreProcess:
     def _begin(self, connection: socket.socket) -> None:
         """Go on with a new process: it gets the latest map, and the message that was cut."""
         self.questions.clear()  # the new process claims the tasks that are still open
+        self.is_asked = False
         with self._writing:
             self._rest = self._frame if self._rest else self._rest
             if self._map is not None:
@@ -216,10 +236,17 @@ class StoreProcess:
             self._state, self._next_state = state, time.monotonic() + STATE_S
             self.tell(Noted(PARTS, {"run": self.run, "rank": self._identity.rank, **state}))
 
-    def _take(self, reply: Report | Question) -> None:
+    def _take(self, reply: Reply) -> None:
         if isinstance(reply, Question):
             self.questions.append(reply)
             return
+        if isinstance(reply, Answer):
+            self.is_asked = False
+            if reply.record.size:
+                self.ready = reply
+            return
+        if reply.plans is not None:
+            set_part(self._engine, "planner", is_on=reply.plans)
         set_part(self._engine, "store", is_on=reply.is_on)
         self.num_failures = max(self.num_failures, reply.num_failures)
         if reply.why_kept != self.why_kept:

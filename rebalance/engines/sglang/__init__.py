@@ -1,12 +1,13 @@
 """Plug-in for SGLang: its loads into our store, our plans into its live placement.
 
-    forward pass -> recorder -> LoadTap -> (round) -> StoreProcess -> store
-                                              ^            |
-                       map of every rank <- Rounds <- planner process
+    forward pass -> recorder -> LoadTap -> (round) -> StoreProcess -> store_link: store, Planner
+                                              ^                              |
+                       map of every rank <- Rounds <------- a plan ----------+
 
 The forward thread counts, takes part in one small reduction every ``telemetry.window_steps``
-passes, and moves weights with the engine's own updater. It never waits for a store, a disk or a
-planner. For the entry point ``sglang.srt.plugins``, as ``rebalance.engines.sglang.entry:register``:
+passes, and moves weights with the engine's own updater. It never waits for a store or a planner;
+for a record of the host cache only where the updater has left a slot wrong. For the entry point
+``sglang.srt.plugins``, as ``rebalance.engines.sglang.entry:register``:
 not registered until the contract tests pass.
 
 Words of the engine: "physical expert" is a slot, "logical expert" an expert. Its layer axis has all

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
+from rebalance.engines.common.planning import System
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.sglang.planner.planning import RULES
+from rebalance.engines.sglang.planning import RULES
 from rebalance.engines.sglang.tap import Shape
 
 
@@ -73,7 +74,7 @@ def model_name() -> str:
     return f"sglang {version('sglang')} {model.model_path} {layout}"
 
 
-def shape_of(manager: Any, run: str, rank: int) -> Shape:
+def shape_of(manager: Any, rank: int) -> Shape:
     """Describe the model and its ranks.
 
     Raises:
@@ -103,15 +104,12 @@ def shape_of(manager: Any, run: str, rank: int) -> Shape:
     nodes = int(get_parallel().nnodes)
     groups = int(config.num_groups or 1)
     movable = np.isin(np.arange(num_rows), list(weights))
+    expert_bytes = sum(tensor[0].nbytes for tensor in next(iter(weights.values())))
     return Shape(
-        run=run,
+        system=System(int(live.ep_size), nodes, groups, expert_bytes),
         rank=rank,
-        num_ranks=int(live.ep_size),
-        num_nodes=nodes,
         num_experts=int(live.num_logical_experts),
         num_slots=int(live.num_physical_experts),
-        num_groups=groups,
-        expert_bytes=sum(tensor[0].nbytes for tensor in next(iter(weights.values()))),
         algorithm=str(get_exec().moe.ep_dispatch_algorithm),
         movable=movable,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +14,6 @@ import torch.distributed as dist
 
 import eplb
 from eplb.core.model import ModelShape
-from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Identity
@@ -21,7 +21,7 @@ from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.start import join
 from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.planner.link import PlannerLink
+from rebalance.engines.sglang.planning import terms_of
 from rebalance.engines.sglang.rounds import Rounds
 from rebalance.engines.sglang.tap import LoadTap, Shape
 from telemetry.state.runs import RunInfo
@@ -29,6 +29,7 @@ from telemetry.state.runs import RunInfo
 log = logging.getLogger(__name__)
 
 EPLB = "sglang.srt.eplb"
+PLANNER = "rebalance.engines.sglang.planning:Planner"
 # For the slowest rank to come to a round. A rank that is gone holds the engine's own reductions up
 # for longer; one that is slow must not end the plug-in.
 ROUND_DEADLINE_S = 300.0
@@ -88,7 +89,7 @@ class Hooks:
                 self._tap,
                 group,
                 joined=joined,
-                links=self._links,
+                make_store=self._store,
                 settings=self._settings,
             )
             set_part("sglang", "plugin", is_on=True)
@@ -143,18 +144,17 @@ class Hooks:
             return f"the engine did not apply the hook on {missing[0]}"
         return engine.refusal()
 
-    def _links(self, shape: Shape) -> tuple[StoreProcess, PlannerLink | None]:
-        settings = self._settings
+    def _store(self, shape: Shape, run: str) -> StoreProcess:
+        settings, system = self._settings, shape.system
         layers = tuple(int(row) for row in shape.movable.nonzero()[0])
         model = ModelShape(
-            layers, shape.num_experts, 1, 1, 1, 0, shape.num_groups, shape.expert_bytes
+            layers, shape.num_experts, 1, 1, 1, 0, system.num_groups, system.expert_bytes
         )
-        ranks, nodes = shape.num_ranks, shape.num_nodes
-        topology = Topology.uniform(nodes, ranks // nodes, shape.num_slots // ranks)
-        described = model_to_dict(model), topology_to_dict(topology)
-        info = RunInfo(shape.run, time.time(), *described, settings.windows.window_steps)
+        described = model_to_dict(model), topology_to_dict(system.topology(shape.num_slots))
+        info = RunInfo(run, time.time(), *described, settings.windows.window_steps)
         folder = settings.spool_dir
         spool = "" if folder is None else str(folder / f"rank-{shape.rank:04d}")
         identity = Identity(settings.deployment, settings.store, shape.rank, info, spool)
-        store = StoreProcess("sglang", identity)
-        return store, PlannerLink(shape, settings, store) if shape.rank == 0 else None
+        if identity.is_first:
+            identity = replace(identity, planner=PLANNER, terms=terms_of(shape, settings))
+        return StoreProcess("sglang", identity)

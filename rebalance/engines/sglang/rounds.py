@@ -26,7 +26,7 @@ from eplb.core.load import Phase
 from eplb.errors import EplbError
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import MapChange, Noted, Question
+from rebalance.engines.common.messages import Answer, MapChange, Noted, Outcome, Question
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
 from rebalance.engines.common.replica_weights import shares_of
@@ -35,9 +35,8 @@ from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.fsck_view import SglangView
-from rebalance.engines.sglang.planner.link import PlannerLink
-from rebalance.engines.sglang.planner.planning import Planned, answer_of, check_plan
-from rebalance.engines.sglang.planner.replica_weights import replica_lists
+from rebalance.engines.sglang.planning import Planned, answer_of, check_plan
+from rebalance.engines.sglang.replica_weights import replica_lists
 from rebalance.engines.sglang.tap import LoadTap, Shape
 from runtime.group import gathered_large
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 15.0  # for what waits to be written
 
-Links = Callable[[Shape], tuple[StoreProcess, PlannerLink | None]]
+MakeStore = Callable[[Shape, str], StoreProcess]  # for a model, and the name of the run
 
 
 class Rounds:
@@ -56,7 +55,7 @@ class Rounds:
         tap: counts the passes.
         group: a CPU group of all ranks that nothing else uses.
         joined: the run of this start, and the generation from which its maps count on.
-        links: makes the background threads once the model is known.
+        make_store: starts the process at the store once the model is known.
         settings: of the plug-in.
     """
 
@@ -67,11 +66,11 @@ class Rounds:
         group: dist.ProcessGroup,
         *,
         joined: Joined,
-        links: Links,
+        make_store: MakeStore,
         settings: PluginSettings,
     ) -> None:
         self._manager, self._tap, self._group = manager, tap, group
-        self._joined, self._links, self._settings = joined, links, settings
+        self._joined, self._make_store, self._settings = joined, make_store, settings
         self._every = settings.windows.window_steps  # passes from one round to the next
         self._rank = dist.get_rank()
         self._pass = self._window_begin = 0
@@ -80,7 +79,6 @@ class Rounds:
         self._planned: tuple[Planned, Question | None] | None = None
         self._shape: Shape | None = None
         self._store: StoreProcess | None = None
-        self._planner: PlannerLink | None = None
         self._weights: IntArray | None = None  # of the map that serves; None before the first plan
         self._checked = -1  # generation whose choices of replicas were compared
         self.checks: RankCheck | None = None
@@ -110,8 +108,6 @@ class Rounds:
 
     def close(self) -> None:
         """End the background threads and processes."""
-        if self._planner is not None:
-            self._planner.close()
         if self._store is not None:
             self._store.close(CLOSE_S)
         if self.kept is not None:
@@ -132,9 +128,9 @@ class Rounds:
         if not self.broken:
             with self._told():
                 if self._shape is None:
-                    self._begin_links()
+                    self._begin_store()
                 taken, ready = self._taken(), self._ready()
-        word = torch.tensor([int(bool(self.broken)), 0 if ready is None else len(ready[0])])
+        word = torch.tensor([int(bool(self.broken)), 0 if ready is None else len(ready.record)])
         dist.all_reduce(word, group=self._group)
         num_broken, size = word.tolist()
         if num_broken or taken is None:
@@ -150,7 +146,7 @@ class Rounds:
                 self._hand_over(*taken)
             self._ask_if_due()
         if record:
-            self._begin(record, None if ready is None else ready[1])
+            self._begin(record, None if ready is None else ready.question)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -206,7 +202,7 @@ class Rounds:
         if not self._settings.engine.check or self._checked == self.generation:
             return
         if self.checks is None:
-            num_ranks = self._shape.num_ranks
+            num_ranks = self._shape.system.num_ranks
             self.checks = RankCheck(
                 "sglang",
                 lambda own: gathered_large(own, self._group),
@@ -225,21 +221,21 @@ class Rounds:
             about = {"run": self._joined.run, "rank": self._rank}
             self._store.tell(Noted(kind, about | detail))
 
-    def _ready(self) -> tuple[bytes, Question] | None:
+    def _ready(self) -> Answer | None:
         is_off = self._manager._rebalance_disabled_reason is not None
-        if self._planner is None or self._chunks or is_off:
-            return None
-        return self._planner.ready
+        return None if self._store is None or self._chunks or is_off else self._store.ready
 
     def _ask_if_due(self) -> None:
         interval = self._manager._rebalance_num_iterations
         is_due = self._pass >= interval and self._pass % interval < self._every
-        if is_due and self._planner is not None and not self._planner.questions:
-            self._planner.questions.append(Question("interval"))
+        if self._rank or self._store is None or self._chunks or not is_due:
+            return
+        if self._store.ready is None and not self._store.is_asked:
+            self._store.ask(Question("interval"))
 
-    def _begin_links(self) -> None:
-        self._shape = engine.shape_of(self._manager, self._joined.run, self._rank)
-        self._store, self._planner = self._links(self._shape)
+    def _begin_store(self) -> None:
+        self._shape = engine.shape_of(self._manager, self._rank)
+        self._store = self._make_store(self._shape, self._joined.run)
         self._note_placement("the engine's map at the start", None, None)
 
     def _taken(self) -> tuple[torch.Tensor, int, Phase]:
@@ -252,7 +248,7 @@ class Rounds:
     def _hand_over(self, counts: torch.Tensor, first: int, phase: Phase) -> None:
         assert self._shape is not None, "no round counts before the model is known"
         if engine.counts_every_token_on_each_rank():
-            counts //= self._shape.num_ranks
+            counts //= self._shape.system.num_ranks
         host, copied = on_host(counts)
         held = engine.metadata().physical_to_logical_map_cpu.numpy().copy()
         weights = np.zeros_like(held) if self._weights is None else self._weights
@@ -260,17 +256,17 @@ class Rounds:
         counted = Counted(host, copied, held, first, last, phase, self.generation, now)
         if self._store is not None:
             self._store.add(counted, self._shape.movable, self._shape.own)
-        if self._planner is not None:
-            self._planner.add(counted, weights)
+            if self._rank == 0:
+                self._store.add_window(counted, weights)
 
-    def _distributed(self, ready: tuple[bytes, Question] | None, size: int) -> bytes:
+    def _distributed(self, ready: Answer | None, size: int) -> bytes:
         """The bytes of rank 0's plan."""
         if ready is None:
             record = torch.empty(size, dtype=torch.uint8)
         else:
-            assert self._planner is not None, "rank 0 plans"
-            self._planner.ready = None
-            record = torch.frombuffer(bytearray(ready[0]), dtype=torch.uint8)
+            assert self._store is not None, "the plan is from its process"
+            self._store.ready = None
+            record = torch.from_numpy(ready.record.copy())
         dist.broadcast(record, src=0, group=self._group)
         return record.numpy().tobytes()
 
@@ -287,6 +283,8 @@ class Rounds:
         if prepared is not None and not word.item():
             planned, self._target, self._chunks = prepared
             self._planned = (planned, question)
+        elif self._store is not None and question is not None:
+            self._store.tell(Outcome(question, error="the ranks could not take the plan"))
 
     def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
         """The plan, the engine's metadata for it, and rows to move in each pass."""
@@ -342,7 +340,7 @@ class Rounds:
     def _note_placement(
         self, reason: str, weights: IntArray | None, question: Question | None
     ) -> None:
-        if self._store is None or self._planner is None or self._shape is None:
+        if self._store is None or self._rank or self._shape is None:
             return
         held = engine.metadata().physical_to_logical_map_cpu.numpy()[self._shape.movable]
         share = None if weights is None else shares_of(held, weights[self._shape.movable])
@@ -359,9 +357,8 @@ class Rounds:
 
     def close_soon(self) -> None:
         """Ask the background threads to end, without waiting for them."""
-        for link in (self._store, self._planner):
-            if link is not None:
-                link.close_soon()
+        if self._store is not None:
+            self._store.close_soon()
 
 
 def _reason(exc: Exception) -> str:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.core.load import Phase
+from rebalance.engines.common.planning import System
 
 # By name, because the numbers differ between releases of the engine.
 PHASES: dict[str, Phase] = {
@@ -69,19 +70,15 @@ class LoadTap:
 class Shape:
     """What stays the same while the engine runs."""
 
-    run: str
+    system: System
     rank: int
-    num_ranks: int
-    num_nodes: int
     num_experts: int
     num_slots: int
-    num_groups: int
-    expert_bytes: int
-    algorithm: str
+    algorithm: str  # the engine's --ep-dispatch-algorithm
     movable: NDArray[np.bool_]  # [L] rows with routed experts
 
     @property
     def own(self) -> slice:
         """Slots of this rank."""
-        each = self.num_slots // self.num_ranks
+        each = self.num_slots // self.system.num_ranks
         return slice(self.rank * each, (self.rank + 1) * each)

@@ -70,7 +70,7 @@ def controlled(rank: int, config: Path, url: str) -> dict[str, list[int]]:
             now = store.task(one.id)
             if ends:
                 return now is not None and now.state in ("done", "failed")
-            return rounds._planner is not None and rounds._planner.ready is not None
+            return rounds._store is not None and rounds._store.ready is not None
 
         until(f"{name}: the task ends", made, is_done)
         found[name] = [before, rounds.generation]
@@ -86,7 +86,7 @@ def controlled(rank: int, config: Path, url: str) -> dict[str, list[int]]:
         until(
             "the switch is seen",
             made,
-            lambda: rounds._planner is not None and (not rounds._planner.why_kept) == movement,
+            lambda: rounds._store is not None and (not rounds._store.why_kept) == movement,
         )
 
     def cordon(text: str) -> None:
@@ -96,10 +96,10 @@ def controlled(rank: int, config: Path, url: str) -> dict[str, list[int]]:
         until(
             "the cordon is seen",
             made,
-            lambda: ("cordons" in rounds._planner.why_kept) == bool(text),
+            lambda: ("cordons" in rounds._store.why_kept) == bool(text),
         )
 
-    until("the links", made, lambda: rounds._planner is not None)
+    until("the process at the store", made, lambda: rounds._store is not None)
     switch(movement=False)
     task("paused", is_dry=False)
     switch(movement=True)

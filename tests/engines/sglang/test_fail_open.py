@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rebalance.engines.common import store_process
 from rebalance.engines.common.gauge import value_of
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.planner import link
 from tests.support.engines.sglang_ranks import (
     INTERVAL,
     WINDOW,
@@ -74,8 +74,8 @@ def steps(made: Any, count: int) -> list[float]:
 
 
 def outages(rank: int, config: Path, folder: Path, times: int) -> dict[str, Any]:
-    """Stop and kill the planner, kill Redis, remove the spool's folder, again and again."""
-    link.BACK_OFF_S = 0.1
+    """Kill the process that plans and writes, kill Redis, remove the spool, again and again."""
+    store_process.LONGEST_PAUSE_S = store_process.FIRST_PAUSE_S
     socket = folder / "redis.sock"
     server = start_redis(socket) if rank == 0 else None
     made = make_rank(rank, config=config)
@@ -83,12 +83,10 @@ def outages(rank: int, config: Path, folder: Path, times: int) -> dict[str, Any]
     kept = 0
 
     def has_answered() -> bool:
-        asked = rounds._planner
-        is_open = asked._asked is not None or (asked.questions and asked.ready is None)
-        return value_of("sglang", "store") == 1.0 and asked.planner.pid is not None and not is_open
+        return value_of("sglang", "store") == 1.0 and not rounds._store.is_asked
 
     def is_idle() -> bool:
-        return has_answered() and not rounds._planner.questions and rounds._planner.ready is None
+        return has_answered() and rounds._store.ready is None and not rounds._chunks
 
     for _ in range(times):
         steps(made, INTERVAL)  # asks for a plan
@@ -98,7 +96,7 @@ def outages(rank: int, config: Path, folder: Path, times: int) -> dict[str, Any]
             on_all(True)
             steps(made, WINDOW)
         if server is not None:
-            os.kill(rounds._planner.planner.pid, signal.SIGSTOP)
+            os.kill(rounds._store.pid, signal.SIGSTOP)
             server.send_signal(signal.SIGKILL)
             server.wait()
             socket.unlink()
@@ -109,8 +107,8 @@ def outages(rank: int, config: Path, folder: Path, times: int) -> dict[str, Any]
         assert torch.equal(before, made.map.physical_to_logical_map), "the map stays"
         kept += rounds.generation == generation
         if server is not None:
-            wait_until("a question is open", lambda: rounds._planner._asked is not None)
-            os.kill(rounds._planner.planner.pid, signal.SIGKILL)
+            wait_until("a question is open", lambda: rounds._store.is_asked)
+            os.kill(rounds._store.pid, signal.SIGKILL)
             wait_until("the gauge has the planner", lambda: value_of("sglang", "planner") == 0.0)
             wait_until("the gauge has the store", lambda: value_of("sglang", "store") == 0.0)
             server = start_redis(socket)

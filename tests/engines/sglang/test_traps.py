@@ -24,7 +24,7 @@ from rebalance.engines.common.gauge import value_of
 from rebalance.engines.common.guards import refusals
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.guards import ASSUMED
-from rebalance.engines.sglang.planner.replica_weights import (
+from rebalance.engines.sglang.replica_weights import (
     list_weights,
     replica_lists,
     source_table,

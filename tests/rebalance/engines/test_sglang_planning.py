@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,18 +11,18 @@ import pytest
 from eplb import DispatchRule
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, StoreError
+from rebalance.engines.common.messages import Window
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.replica_weights import shares_of
-from rebalance.engines.sglang.planner.planning import (
+from rebalance.engines.sglang.planning import (
     RULES,
     Observed,
+    Planner,
     Terms,
-    answer,
     answer_of,
     make_plan,
-    request_record,
 )
-from rebalance.engines.sglang.planner.replica_weights import (
+from rebalance.engines.sglang.replica_weights import (
     evened,
     list_weights,
     replica_lists,
@@ -35,7 +36,7 @@ MOVABLE = np.array([False, True, True])
 
 def terms(algorithm: str, **changes: float) -> Terms:
     given = {"list_length": 12, "pay_back_s": 1e9, "target_imbalance": 1.0, "max_moved": 1.0}
-    return Terms(algorithm, System(RANKS, 1, 1, 8), **given | changes)  # type: ignore[arg-type]
+    return Terms(algorithm, System(RANKS, 1, 1, 8), EXPERTS, **given | changes)  # type: ignore[arg-type]
 
 
 def load(seed: int) -> np.ndarray:
@@ -46,6 +47,21 @@ def load(seed: int) -> np.ndarray:
 
 def observed(seed: int) -> Observed:
     return Observed(load(seed), TRIVIAL, np.zeros_like(TRIVIAL), MOVABLE)
+
+
+def load_of_slots(held: np.ndarray) -> np.ndarray:
+    """Tokens [L, S], of the first replica of each expert."""
+    tokens = np.zeros(held.shape, dtype=np.int64)
+    for row, expert in np.ndindex(3, EXPERTS):
+        tokens[row, np.flatnonzero(held[row] == expert)[0]] = load(4)[0, row, expert]
+    return tokens
+
+
+def planner_of(algorithm: str, **changes: float) -> Planner:
+    """With a window under a map that no plan has made."""
+    made = Planner(asdict(terms(algorithm, **changes)) | {"movable": MOVABLE.tolist()})
+    made.add(Window(load_of_slots(TRIVIAL), TRIVIAL, np.zeros_like(TRIVIAL)))
+    return made
 
 
 def test_list_names_each_slot_as_often_as_its_weight() -> None:
@@ -192,13 +208,35 @@ def test_evened_weights_keep_sums_and_lower_the_busiest_rank(seed: int) -> None:
 
 
 def test_answer_is_the_same_on_every_call() -> None:
-    question = request_record(observed(3), terms("static"))
+    first, second = planner_of("static"), planner_of("static")
 
-    assert answer(question) == answer(question)
+    assert first.plan() == second.plan()
+    assert first.plan() == second.plan()
+
+
+def test_planner_without_a_window_has_no_answer() -> None:
+    assert Planner(asdict(terms("static")) | {"movable": MOVABLE.tolist()}).plan() is None
+
+
+def test_planner_moves_few_experts_once_a_plan_has_made_the_map() -> None:
+    planner = planner_of("dynamic", max_moved=0.0)
+    found = planner.plan()
+    assert found is not None
+    first = answer_of(found[0])
+    planner.add(Window(load_of_slots(first.slot_to_expert), first.slot_to_expert, first.weights))
+
+    again = planner.plan()
+
+    assert not np.array_equal(first.slot_to_expert, TRIVIAL)
+    assert again is not None
+    if again[0]:
+        assert np.array_equal(answer_of(again[0]).slot_to_expert, first.slot_to_expert)
 
 
 def test_damaged_answer_is_refused() -> None:
-    record = bytearray(answer(request_record(observed(4), terms("dynamic"))))
+    found = planner_of("dynamic").plan()
+    assert found is not None
+    record = bytearray(found[0])
     record[len(record) // 2] ^= 1
 
     with pytest.raises(StoreError, match="digest"):

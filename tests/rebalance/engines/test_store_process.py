@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 from eplb import ModelShape, Topology
+from eplb.errors import PlacementError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome
+from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome, Question, Window
 from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
 from rebalance.engines.common.tap import Counted
 from telemetry import open_store
@@ -195,3 +197,102 @@ def test_task_that_an_engine_cannot_do_fails_with_the_reason(
         assert failed is not None
         assert "'greedy', expected 'auto'" in failed.result.error
         assert not process.questions
+
+
+class Planner:
+    """Moves to the map of the latest window, shifted by the terms' figure; named in an identity."""
+
+    def __init__(self, terms: dict[str, Any]) -> None:
+        self._shift, self._held = terms["shift"], HELD[:0]
+
+    def add(self, window: Window) -> None:
+        self._held = window.held
+
+    def plan(self) -> tuple[bytes, dict[str, Any]] | None:
+        if not len(self._held):
+            return None
+        if self._shift < 0:
+            raise PlacementError("planted")
+        record = np.roll(self._held, self._shift, axis=1).tobytes() if self._shift else b""
+        return record, {"moves": bool(record)}
+
+
+@pytest.fixture
+def planning(url: str) -> Iterator[Callable[[int], StoreProcess]]:
+    """Start a process with a planner, which plans in it."""
+    made = []
+
+    def start(shift: int) -> StoreProcess:
+        planner = f"{Planner.__module__}:{Planner.__name__}"
+        identity = Identity(DEPLOYMENT, url, 0, INFO, planner=planner, terms={"shift": shift})
+        made.append(StoreProcess("sglang", identity))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.close(NEVER_S)
+
+
+def test_planner_answers_a_question_once_it_has_a_window(
+    planning: Callable[[int], StoreProcess],
+) -> None:
+    process = planning(1)
+    process.ask(Question("interval"))
+    process.add_window(counted(0), np.zeros_like(HELD))
+    until(lambda: process.ready)
+
+    assert process.ready is not None
+    assert process.ready.record.tobytes() == np.roll(HELD, 1, axis=1).tobytes()
+    assert not process.is_asked
+
+
+def test_task_is_planned_for_and_ends_with_the_map_of_its_plan(
+    url: str, planning: Callable[[int], StoreProcess]
+) -> None:
+    process = planning(1)
+    process.add_window(counted(0), np.zeros_like(HELD))
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        task = store.submit("rebalance", {"dry_run": False})
+        until(lambda: process.ready)
+        assert process.ready is not None
+        process.tell(replace(change(7), question=process.ready.question))
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
+
+        committed = store.committed()
+        assert committed is not None
+        assert committed.placement.generation == 7
+    assert not process.questions, "the rank is asked nothing"
+
+
+@pytest.mark.parametrize(("shift", "state"), [(0, "done"), (-1, "failed")])
+def test_task_without_a_plan_ends_with_the_reason(
+    shift: int, state: str, url: str, planning: Callable[[int], StoreProcess]
+) -> None:
+    process = planning(shift)
+    process.add_window(counted(0), np.zeros_like(HELD))
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        task = store.submit("rebalance", {"dry_run": False})
+        until(lambda: (now := store.task(task.id)) is not None and now.state == state)
+
+        ended = store.task(task.id)
+        assert ended is not None
+        assert ("PlacementError: planted" in ended.result.error) == (shift < 0)
+    assert process.ready is None
+
+
+def test_killed_planner_is_asked_again_with_the_next_window(
+    planning: Callable[[int], StoreProcess],
+) -> None:
+    process = planning(1)
+    process.ask(Question("interval"))
+    until(lambda: process.pid)
+    before = process.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    until(lambda: process.pid != before and not process.is_asked)
+    process.add_window(counted(0), np.zeros_like(HELD))
+    process.ask(Question("interval"))
+
+    until(lambda: process.ready)

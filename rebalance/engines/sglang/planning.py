@@ -1,4 +1,4 @@
-"""A plan for the engine's map, made outside the engine's process: records in, records out.
+"""A plan for the engine's map, made in the process at the store: windows in, records out.
 
 The map has all rows of the engine, dense layers included. Uneven shares are whole weights of slots:
 ``dynamic`` gets lists that repeat slots, and ``static``, where each source rank uses one replica,
@@ -9,7 +9,8 @@ Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import deque
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,12 @@ from eplb.measure.balance import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan
 from rebalance.engines.common import planning as common
+from rebalance.engines.common.messages import Window
 from rebalance.engines.common.planning import Limits, System
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.sglang.planner.replica_weights import (
+from rebalance.engines.sglang.replica_weights import (
     evened,
     list_weights,
     source_table,
@@ -41,9 +44,12 @@ RULES = {
     "lp": DispatchRule.EVEN,
     "fake": DispatchRule.EVEN,
 }
-REQUEST, ANSWER = "sglang-request", "sglang-plan"
+ANSWER = "sglang-plan"
+PLAN_WINDOWS = 16
+LIST_LENGTH = 64  # of a replica list with uneven shares: shares are within 1 % of the planned ones
 GOAL = 1.01  # imbalance of a row that a plan with free moves need not improve by swaps
 ARRAYS = ("slot_to_expert", "weights", "sources")
+FIGURES = ("moves", "reason", "before", "after", "booked", "effective")  # for display
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Terms:
 
     algorithm: str  # the engine's --ep-dispatch-algorithm
     system: System
+    num_experts: int
     list_length: int  # of the lists of ``dynamic`` that weigh; 1: no uneven shares
     pay_back_s: float
     target_imbalance: float
@@ -83,9 +90,18 @@ class Observed:
     movable: NDArray[np.bool_]  # [L] rows that may change
 
 
-def request_record(observed: Observed, terms: Terms) -> bytes:
-    """Pack a request for a plan."""
-    return pack_record(REQUEST, asdict(terms), vars(observed))
+def terms_of(shape: Shape, settings: PluginSettings) -> dict[str, Any]:
+    """What ``Planner`` takes, ready for JSON."""
+    terms = Terms(
+        algorithm=shape.algorithm,
+        system=shape.system,
+        num_experts=shape.num_experts,
+        list_length=min(LIST_LENGTH, shape.num_slots),
+        pay_back_s=settings.cost.pay_back_s,
+        target_imbalance=settings.budget.target_imbalance,
+        max_moved=settings.engine.max_moved,
+    )
+    return asdict(terms) | {"movable": shape.movable.tolist()}
 
 
 def answer_record(planned: Planned) -> bytes:
@@ -103,21 +119,42 @@ def answer_of(record: bytes) -> Planned:
     """
     meta, arrays = unpack_record(ANSWER, record)
     fields: dict[str, Any] = {name: array.astype(np.int64) for name, array in arrays.items()}
-    return Planned(**_fields(meta), **fields)
+    header = {name: value for name, value in meta.items() if name not in ("kind", "version")}
+    return Planned(**header, **fields)
 
 
-def answer(record: bytes) -> bytes:
-    """Plan for a packed request."""
-    meta, arrays = unpack_record(REQUEST, record)
-    arrays["movable"] = arrays["movable"].astype(np.bool_)
-    fields = _fields(meta)
-    fields["system"] = System(**fields["system"])
-    return answer_record(make_plan(Observed(**arrays), Terms(**fields)))
+class Planner:
+    """Plans on the latest windows, as ``store_link.Planner``.
 
+    Args:
+        terms: fields of ``Terms``, and ``movable``: [L] rows that may change.
+    """
 
-def _fields(meta: dict[str, Any]) -> dict[str, Any]:
-    """A record's header without what describes the record."""
-    return {name: value for name, value in meta.items() if name not in ("kind", "version")}
+    def __init__(self, terms: dict[str, Any]) -> None:
+        fields = terms | {"system": System(**terms["system"])}
+        self._movable = np.array(fields.pop("movable"), dtype=np.bool_)
+        self._terms = Terms(**fields)
+        self._windows: deque[IntArray] = deque(maxlen=PLAN_WINDOWS)
+        self._latest: Window | None = None
+
+    def add(self, window: Window) -> None:
+        """Take the latest window."""
+        shape = len(window.held), self._terms.num_experts
+        tokens = np.zeros(shape, dtype=np.int64)
+        np.add.at(tokens, (np.arange(len(tokens))[:, None], window.held), window.tokens)
+        self._windows.append(tokens)
+        self._latest = window
+
+    def plan(self) -> tuple[bytes, dict[str, Any]] | None:
+        """The packed plan, b"" if it moves nothing, and its figures; None without a window."""
+        if self._latest is None:
+            return None
+        held, weights, terms = self._latest.held, self._latest.weights, self._terms
+        if not weights.any():  # no plan has made the map yet: any number of experts may move
+            terms = replace(terms, max_moved=1.0)
+        planned = make_plan(Observed(np.stack(self._windows), held, weights, self._movable), terms)
+        figures = {name: getattr(planned, name) for name in FIGURES}
+        return answer_record(planned) if planned.moves else b"", figures
 
 
 def make_plan(observed: Observed, terms: Terms) -> Planned:
@@ -219,7 +256,10 @@ def check_plan(planned: Planned, held: IntArray, shape: Shape) -> None:
         raise PlacementError(f"weights have shape {planned.weights.shape}, expected {held.shape}")
     if planned.weights.min() < 1:
         raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
-    sources, num_ranks = planned.sources, shape.num_ranks if shape.algorithm == "static" else 0
+    sources, num_ranks = (
+        planned.sources,
+        shape.system.num_ranks if shape.algorithm == "static" else 0,
+    )
     if sources.shape != (len(held), shape.num_experts, num_ranks):
         raise PlacementError(
             f"the plan has choices of source ranks of shape {sources.shape}, "
