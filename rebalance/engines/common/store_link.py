@@ -289,6 +289,7 @@ class Planning:
         self._identity, self._link = identity, link
         self._windows: deque[Window] = deque(maxlen=MOST_WINDOWS)
         self._questions: deque[Question] = deque()
+        self._planner: Planner | None = None
         self._given: Question | None = None  # whose plan the ranks have and do not serve yet
         self._end = Event()
         self._thread = Thread(target=self._run, name="eplb-planning", daemon=True)
@@ -312,18 +313,23 @@ class Planning:
         self._end.set()
 
     def _run(self) -> None:
-        planner: Planner = pkgutil.resolve_name(self._identity.planner)(self._identity.terms)
         while not self._end.wait(TICK_S):
-            while self._windows:
-                planner.add(self._windows.popleft())
             if self._questions and self._given is None:
-                self._answer(planner)
+                self._answer()
 
-    def _answer(self, planner: Planner) -> None:
+    def _plan(self) -> tuple[bytes, dict[str, Any]] | None:
+        if self._planner is None:  # here: one that cannot be loaded is an answer too
+            planner = pkgutil.resolve_name(self._identity.planner)
+            self._planner = planner(self._identity.terms)
+        while self._windows:
+            self._planner.add(self._windows.popleft())
+        return self._planner.plan()
+
+    def _answer(self) -> None:
         question = self._questions[0]
         begin = time.monotonic()
         try:
-            found = planner.plan()
+            found = self._plan()
         except Exception as exc:
             log.warning("no plan: %s: %s; the map that serves stays", type(exc).__name__, exc)
             self._questions.popleft()

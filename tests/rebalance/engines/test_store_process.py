@@ -282,6 +282,17 @@ def test_task_without_a_plan_ends_with_the_reason(
     assert process.ready is None
 
 
+def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
+    identity = Identity(DEPLOYMENT, url, 0, INFO, planner="rebalance.engines:Nothing")
+    process = StoreProcess("sglang", identity)
+    process.ask(Question("interval"))
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: list(store.events_backwards(("engine_plan_failed",))))
+        (event,) = store.events_backwards(("engine_plan_failed",))
+        assert process.close(NEVER_S)
+    assert "Nothing" in str(event.detail["error"])
+
+
 def test_killed_planner_is_asked_again_with_the_next_window(
     planning: Callable[[int], StoreProcess],
 ) -> None:
