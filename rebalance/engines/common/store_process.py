@@ -21,6 +21,9 @@ from multiprocessing.connection import Connection
 from threading import Event, Lock, Thread
 from typing import Any
 
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.report import PARTS
 from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
@@ -36,7 +39,9 @@ from rebalance.engines.common.messages import (
     from_bytes,
     to_bytes,
 )
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.tap import Counted, IntArray
+from telemetry.state.runs import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -253,6 +258,25 @@ class StoreProcess:
             kept = reply.why_kept
             log.info("the map is kept: %s" if kept else "plans may move experts%s", kept)
         self.why_kept = reply.why_kept
+
+
+def identity_of(
+    settings: PluginSettings, run: str, rank: int, model: ModelShape, topology: Topology
+) -> Identity:
+    """Whose samples a rank writes.
+
+    Args:
+        settings: of the plug-in.
+        run: that the rank belongs to.
+        rank: which.
+        model: layers and experts of the samples.
+        topology: slots of all ranks.
+    """
+    described = model_to_dict(model), topology_to_dict(topology)
+    info = RunInfo(run, time.time(), *described, settings.windows.window_steps)
+    folder = settings.spool_dir
+    spool = "" if folder is None else str(folder / f"rank-{rank:04d}")
+    return Identity(settings.deployment, settings.store, rank, info, spool)
 
 
 def framed(told: Told | Identity) -> bytes:

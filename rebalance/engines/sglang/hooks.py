@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -14,17 +13,14 @@ import torch.distributed as dist
 
 import eplb
 from eplb.core.model import ModelShape
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Identity
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.start import join
-from rebalance.engines.common.store_process import StoreProcess
+from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.planning import terms_of
 from rebalance.engines.sglang.rounds import Rounds
 from rebalance.engines.sglang.tap import LoadTap, Shape
-from telemetry.state.runs import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +146,8 @@ class Hooks:
         model = ModelShape(
             layers, shape.num_experts, 1, 1, 1, 0, system.num_groups, system.expert_bytes
         )
-        described = model_to_dict(model), topology_to_dict(system.topology(shape.num_slots))
-        info = RunInfo(run, time.time(), *described, settings.windows.window_steps)
-        folder = settings.spool_dir
-        spool = "" if folder is None else str(folder / f"rank-{shape.rank:04d}")
-        identity = Identity(settings.deployment, settings.store, shape.rank, info, spool)
+        topology = system.topology(shape.num_slots)
+        identity = identity_of(settings, run, shape.rank, model, topology)
         if identity.is_first:
             identity = replace(identity, planner=PLANNER, terms=terms_of(shape, settings))
         return StoreProcess("sglang", identity)

@@ -9,7 +9,6 @@ Shapes:  L MoE layers, E experts, P physical experts.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,21 +21,19 @@ import torch.distributed as dist
 import eplb
 from eplb.core.load import Phase
 from eplb.errors import RankError
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome, Question
+from rebalance.engines.common.messages import MapChange, Noted, Outcome, Question
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, num_bytes_of, rows_of
 from rebalance.engines.common.start import Joined, join
-from rebalance.engines.common.store_process import StoreProcess
+from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.vllm.decisions import Decisions
 from rebalance.engines.vllm.planning import Call, planned
 from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from runtime.group import gathered_large
-from telemetry.state.runs import RunInfo
 
 PARTS = ("policy", "shares", "mover", "tap")
 DRAFT = "draft"  # what vLLM's configuration of a draft model has as its kind of runner
@@ -273,11 +270,7 @@ class PluginProcess:
             expert_bytes=self.expert_bytes,
         )
         settings, rank = self.settings, self.group.rank_in_group
-        described = model_to_dict(shape), topology_to_dict(topology)
-        info = RunInfo(self._joined.run, time.time(), *described, settings.windows.window_steps)
-        folder = settings.spool_dir
-        spool = "" if folder is None else str(folder / f"rank-{rank:04d}")
-        identity = Identity(settings.deployment, settings.store, rank, info, spool)
+        identity = identity_of(settings, self._joined.run, rank, shape, topology)
         self.recorder = StoreProcess("vllm", identity)
         device = model_state.expert_load_pass.device
         self._tap = LoadTap(
