@@ -95,7 +95,7 @@ class HostCacheServer:
             undo.callback(self.arena.close)
             self._cache = cache = HostCache(self._num_entries)
             disk = open_disk()
-            self._sources = sources = RecordSources(
+            self._sources = sources = CacheSources(
                 disk, origin, settings, lambda: cache.weights_version
             )
             undo.callback(sources.close)
@@ -349,7 +349,7 @@ class HostCacheServer:
         self.arena.close()
 
 
-class RecordSources:
+class CacheSources:
     """What fills a host cache: other hosts' memory, its own disk, other hosts' disks. Thread-safe.
 
     Without a disk other hosts must have the records.

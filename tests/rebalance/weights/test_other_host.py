@@ -31,7 +31,7 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
-from rebalance.weights.cache.server import HostCacheServer, RecordSources
+from rebalance.weights.cache.server import CacheSources, HostCacheServer
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.limits import CHUNK_BYTES, BackOff
 from rebalance.weights.link.link_settings import HostLinkSettings
@@ -667,7 +667,7 @@ def test_host_cache_without_checkpoint_and_hosts_is_refused(
     small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
     with pytest.raises(ConfigError, match="without a checkpoint"):
-        RecordSources(
+        CacheSources(
             None, RecordOrigin.of(None, small_model, small_schema), HostCacheSettings(), lambda: 0
         )
     with pytest.raises(ConfigError, match="'never'"):
