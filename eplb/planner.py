@@ -19,10 +19,11 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import BoolArray
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.model import ModelShape
-from eplb.core.placement import Placement, moves_per_layer, with_shares_of
+from eplb.core.placement import Placement, check_sources, moves_per_layer, with_shares_of
 from eplb.core.problem import AskedObjective, Budget, Problem, Record
 from eplb.core.topology import Topology
 from eplb.decision.alternatives import (
+    Choice,
     Option,
     choose,
     no_worse_than,
@@ -143,20 +144,9 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     lost = lost_tokens(problem, base) if why_not else 0.0
     if lost:
         why_not = f"{why_not}; {lost:.1%} of the tokens are for experts without a live slot"
-    decision, reason, taken, expected = choose(problem, serving, proposed, why_not, splits)
-    target = base if decision is Decision.KEEP else _next(base, taken.placement)
-    return Plan(
-        problem=problem,
-        base=base,
-        target=target,
-        before_per_layer=serving.score,
-        after_per_layer=taken.score,
-        decision=decision,
-        reason=reason + rule_note(problem, target) + _time_limit_note(problem),
-        curve=curve,
-        policy=policy,
-        expected_gain=expected,
-    )
+    choice = choose(problem, serving, proposed, why_not, splits)
+    made = _plan_of(problem, serving, choice, curve, policy)
+    return replace(made, reason=made.reason + _time_limit_note(problem))
 
 
 def plan_to(problem: Problem, wanted: Placement, *, why: str) -> Plan:
@@ -186,6 +176,7 @@ def plan_to(problem: Problem, wanted: Placement, *, why: str) -> Plan:
             f"expected {expected[0]} layers of {expected[1]} slots and {base.num_experts} experts "
             "as in the placement that serves"
         )
+    check_sources(wanted, problem.topology)
     violations = violations_of(problem, wanted)
     if violations:
         raise PlacementError(f"{why}: it cannot serve: {violations[min(violations)]}")
@@ -194,18 +185,28 @@ def plan_to(problem: Problem, wanted: Placement, *, why: str) -> Plan:
     target = with_shares_of(wanted, topology, held.astype(np.int32), topology)
     serving = option_of(problem, base)
     chosen = option_of(problem, target.with_generation(base.generation + 1))
-    decision, reason, taken, expected_gain = ordered(problem, serving, chosen, why)
+    choice = ordered(problem, serving, chosen, why)
+    return _plan_of(problem, serving, choice, ((0, float(serving.score.mean())),), "ordered")
+
+
+def _plan_of(
+    problem: Problem, serving: Option, choice: Choice, curve: BalanceCurve, policy: str
+) -> Plan:
+    decision, reason, taken, expected = choice
+    base, is_kept = serving.placement, decision is Decision.KEEP
+    target = base if is_kept else _next(base, taken.placement)
     return Plan(
         problem=problem,
         base=base,
-        target=base if decision is Decision.KEEP else _next(base, taken.placement),
+        target=target,
         before_per_layer=serving.score,
-        after_per_layer=chosen.score,
+        after_per_layer=serving.score if is_kept else taken.score,
+        proposed_per_layer=taken.score,
         decision=decision,
-        reason=reason,
-        curve=((0, float(serving.score.mean())),),
-        policy="ordered",
-        expected_gain=expected_gain,
+        reason=reason + rule_note(problem, target),
+        curve=curve,
+        policy=policy,
+        expected_gain=expected,
     )
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eplb.core.arrays import whole
 from eplb.core.jit import BoolArray, FloatArray, IntArray
 from eplb.core.topology import Topology
 from eplb.core.zones import Ranks, Zones
@@ -44,15 +45,26 @@ class Constraints:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "joining", frozenset(self.joining))
-        if self.hottest_in_two_domains < 0:
+        if whole("constraints: hottest_in_two_domains", self.hottest_in_two_domains) < 0:
             raise ConfigError(
                 f"constraints: hottest_in_two_domains is {self.hottest_in_two_domains}, "
                 "expected 0 or more"
             )
+        for name, example in (("min_domains", "2"), ("pinned", "(0,)")):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(
+                    f"constraints: {name} is {getattr(self, name)!r}, expected a value for each "
+                    f"expert, for example {{0: {example}}} or {{(layer, 0): {example}}}"
+                )
         for which, domains in self.min_domains.items():
-            if domains < 1:
+            if whole(f"constraints: min_domains of {which}", domains) < 1:
                 raise ConfigError(
                     f"constraints: min_domains of {which} is {domains}, expected 1 or more"
+                )
+        for which, ranks in self.pinned.items():
+            if not isinstance(ranks, Collection):
+                raise ConfigError(
+                    f"constraints: {which} is pinned to {ranks!r}, expected ranks, such as (0, 2)"
                 )
 
     def of_layers(self, layers: NDArray[np.intp]) -> Constraints:

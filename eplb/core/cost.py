@@ -99,8 +99,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, Real) and not float(value) >= 0:
-                raise ConfigError(f"cost: {name} is {value}, expected 0 or more")
+            most = "" if name == "pay_back_s" else "finite and "
+            if isinstance(value, Real) and not (value >= 0 and (value < inf or not most)):
+                raise ConfigError(f"cost: {name} is {value}, expected {most}0 or more")
         if not 0 < self.expert_part <= 1:
             raise ConfigError(
                 f"cost: expert_part is {self.expert_part}, expected above 0 and at most 1"

@@ -175,12 +175,13 @@ def _as_counts(values: NDArray[np.floating]) -> NDArray[np.int64]:
         raise HistoryError(
             f"{place}: load is {values.flat[wrong.argmax()]}, expected a finite number, 0 or more"
         )
-    if not values.size or ((values == np.floor(values)).all() and values.max() < 2.0**40):
+    # Of the largest: 12 digits are kept, fewer where int64 must hold the sum of more figures.
+    most = min(2**40, MOST_TOKENS // max(values.size, 1))
+    if not values.size or ((values == np.floor(values)).all() and values.max() <= most):
         return values.astype(np.int64)
-    # The largest becomes 2**40: 12 digits are kept, and int64 holds the sum of 2**23 of them.
     largest = float(values.max())
-    # In this order: 2**40 divided by a tiny value would be infinite.
-    counts: NDArray[np.int64] = np.rint(values / largest * 2.0**40).astype(np.int64)
+    # In this order: ``most`` divided by a tiny value would be infinite.
+    counts: NDArray[np.int64] = np.rint(values / largest * most).astype(np.int64)
     return counts
 
 

@@ -238,6 +238,20 @@ def check_fits(placement: Placement, topology: Topology) -> None:
         )
 
 
+def check_sources(placement: Placement, topology: Topology) -> None:
+    """Check that shares by source node, where a placement has them, are for these nodes.
+
+    Raises:
+        PlacementError: another number of nodes.
+    """
+    by_source = placement.source_share
+    if by_source is not None and len(by_source) != topology.num_nodes:
+        raise PlacementError(
+            f"source_share is for {len(by_source)} nodes, expected {topology.num_nodes} as in the "
+            "topology"
+        )
+
+
 def changed_slots(base: Placement, target: Placement) -> NDArray[np.bool_]:
     """[L, S] slots that hold another expert in ``target``; a slot that becomes empty is none."""
     held = target.slot_to_expert

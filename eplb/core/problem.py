@@ -25,7 +25,7 @@ from eplb.core.jit import BoolArray, FloatArray, IntArray
 from eplb.core.load import LoadHistory, Phase
 from eplb.core.model import ModelShape
 from eplb.core.noise import sampling_noises
-from eplb.core.placement import Placement
+from eplb.core.placement import Placement, check_sources
 from eplb.core.topology import Topology
 from eplb.core.zones import Zones, keeps_groups, with_groups_kept, zones_for
 from eplb.declared import Setting
@@ -129,7 +129,8 @@ class Problem:
     Raises:
         ConfigError: model, history, topology, constraints and current placement do not describe
             one system, or contradict each other.
-        PlacementError: fewer slots that may be used than experts need.
+        PlacementError: fewer slots that may be used than experts need, or a current placement
+            with shares for other source nodes.
         HistoryError: no window that all ranks reported.
     """
 
@@ -188,6 +189,7 @@ class Problem:
                     f"the current placement has {self.current.num_slots} slots a layer, "
                     f"the topology has {self.topology.num_slots}"
                 )
+            check_sources(self.current, self.topology)
 
     def _check_room(self) -> None:
         usable = self.room.sum(axis=1)

@@ -63,9 +63,11 @@ class Topology:
         if (slots < 0).any():
             rank = int(np.argmax(slots < 0))
             raise TopologyError(f"rank {rank} has {slots[rank]} slots, expected 0 or more")
-        if not (speed > 0).all():
-            rank = int(np.argmin(speed))
-            raise TopologyError(f"rank {rank} has speed {speed[rank]}, expected more than 0")
+        if not (np.isfinite(speed) & (speed > 0)).all():
+            rank = int(np.argmin(np.isfinite(speed) & (speed > 0)))
+            raise TopologyError(
+                f"rank {rank} has speed {speed[rank]}, expected a finite number above 0"
+            )
 
     @staticmethod
     def uniform(num_nodes: int, ranks_per_node: int, slots_per_rank: int) -> Topology:

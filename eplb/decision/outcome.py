@@ -61,7 +61,8 @@ class Plan:
     base: Placement  # the serving placement; contiguous when there was none
     target: Placement  # generation + 1 when it moves, else ``base`` itself
     before_per_layer: NDArray[np.float64]  # [L]
-    after_per_layer: NDArray[np.float64]  # [L] scores of the planned placement, taken or not
+    after_per_layer: NDArray[np.float64]  # [L] scores of ``target``: a KEEP's are those before
+    proposed_per_layer: NDArray[np.float64]  # [L] scores of what the policy proposed, taken or not
     decision: Decision
     reason: str
     curve: BalanceCurve  # (moves, mean score over layers) at equal split
@@ -90,8 +91,13 @@ class Plan:
 
     @property
     def after(self) -> float:
-        """Mean imbalance of the planned placement."""
+        """Mean imbalance of the target; of a KEEP, of what serves."""
         return float(self.after_per_layer.mean())
+
+    @property
+    def proposed(self) -> float:
+        """Mean imbalance of the placement that was proposed; of a KEEP, the rejected one."""
+        return float(self.proposed_per_layer.mean())
 
     @property
     def base_generation(self) -> int:
@@ -148,7 +154,7 @@ class Plan:
 
     @cached_property
     def gap(self) -> NDArray[np.float64]:
-        """[L] relative distance of the planned placement above the lower bound; 0 is optimal."""
+        """[L] relative distance of the target above the lower bound; 0 is optimal."""
         return np.asarray(self.after_per_layer / self.lower_bound - 1.0)
 
     def explain(self, layer: int, expert: int) -> Explanation:
@@ -196,6 +202,7 @@ class Plan:
             "target_generation": self.target.generation,
             "before": finite(self.before),
             "after": self.after,
+            "proposed": self.proposed,
             "dispatch": self.problem.dispatch.value,
             "booked": finite(self.booked),
             "effective": finite(self.effective),

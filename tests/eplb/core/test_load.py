@@ -32,6 +32,14 @@ def test_figures_of_any_size_can_be_planned_on(load: list[list[float]]) -> None:
     assert 0 <= tokens.sum() < 2**41
 
 
+def test_fractions_of_more_figures_than_int64_could_sum_are_scaled_down() -> None:
+    figures = 2**22 + 1
+    tokens = as_history(np.full((1, figures, 1), 0.5)).tokens
+
+    assert tokens[0, 0, 0] == 2**62 // figures
+    assert tokens.sum(dtype=object) <= 2**62
+
+
 def test_latest_windows_keep_their_steps() -> None:
     history = LoadHistory(
         np.arange(6).reshape(3, 1, 2), first_step=np.array([0, 5, 10]), last_step=[4, 9, 14]

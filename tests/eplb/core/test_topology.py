@@ -50,6 +50,7 @@ def test_arrays_are_copied_and_read_only() -> None:
         ({"slots_of_rank": [1, -2]}, "rank 1 has -2 slots"),
         ({"rank_speed": [1.0, 0.0]}, "rank 1 has speed 0.0"),
         ({"rank_speed": [np.nan, 1.0]}, "rank 0 has speed nan"),
+        ({"rank_speed": [1.0, np.inf]}, "rank 1 has speed inf, expected a finite number above 0"),
         ({"alive": [False, False]}, "no rank is alive of 2"),
     ],
 )

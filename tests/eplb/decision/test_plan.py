@@ -19,6 +19,7 @@ from eplb import (
     Topology,
     plan,
 )
+from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.placement import EMPTY, check_fits
 from eplb.core.problem import Problem
@@ -79,6 +80,13 @@ def test_move_that_costs_more_than_it_saves_is_kept(cost: CostModel, policy: str
     assert found.decision is Decision.KEEP
     assert found.num_moves == 0
     assert np.array_equal(found.target.slot_to_expert, SINGLE.slot_to_expert)
+
+
+def test_kept_plan_has_figures_of_what_serves_and_of_what_was_rejected() -> None:
+    found = plan(HOT_FIRST, TWO_RANKS, policy="fresh", current=SINGLE, cost=DEAR_MOVES)
+
+    assert found.decision is Decision.KEEP
+    assert (found.before, found.after, found.proposed) == (1.6, 1.6, 1.0)
 
 
 def test_imbalance_that_chance_explains_is_kept() -> None:
@@ -410,6 +418,25 @@ def test_plan_to_what_serves_is_kept_and_something_has_to_serve() -> None:
     assert found.reason == "an order: it is the current placement"
     with pytest.raises(ConfigError):
         plan_to(Problem(as_history(HOT_FIRST), TWO_RANKS), EVEN_SPLIT, why="an order")
+
+
+def test_plan_to_shares_that_the_dispatch_rule_ignores_states_both_figures() -> None:
+    uneven = EVEN_SPLIT.with_shares(np.array([[0.9, 1.0, 0.1, 1.0]]))
+    history, rule = as_history(HOT_FIRST), DispatchRule.EVEN
+    problem = Problem(history, TWO_RANKS, current=EVEN_SPLIT, dispatch=rule)
+
+    found = plan_to(problem, uneven, why="an order")
+
+    assert found.reason.endswith("booked imbalance 1.480 is 1.000 under dispatch rule even")
+
+
+def test_shares_of_other_source_nodes_are_refused_with_both_numbers() -> None:
+    by_source = replace(EVEN_SPLIT, source_share=np.repeat(EVEN_SPLIT.slot_share[None], 3, axis=0))
+    history = as_history(HOT_FIRST)
+
+    for current, wanted in ((by_source, EVEN_SPLIT), (EVEN_SPLIT, by_source)):
+        with pytest.raises(PlacementError, match="source_share is for 3 nodes, expected 1"):
+            plan_to(Problem(history, TWO_RANKS, current=current), wanted, why="an order")
 
 
 @given(seed=st.integers(0, 1000))
