@@ -14,6 +14,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
 from eplb.errors import ConfigError
@@ -127,6 +128,11 @@ def plan_for_engine(
 
     layers = load.layers
     booked = [booked_and_effective(made.problem, one) for one in (made.base, written)]
+    if booked[1][1] > made.effective + ROUNDING:
+        notes.append(
+            f"under {dispatch.value} the file as written has imbalance {booked[1][1]:.4f}, "
+            f"the plan as decided {made.effective:.4f}: the engine serves the file"
+        )
     lines = [
         f"load: {history.num_windows} windows, {history.num_layers} layers "
         f"({layers.ids[0]}..{layers.ids[-1]}, {layers.axis}) x {history.num_experts} experts",

@@ -23,9 +23,12 @@ from eplb.core.placement import Placement, check_sources, moves_per_layer, with_
 from eplb.core.problem import AskedObjective, Budget, Problem, Record
 from eplb.core.topology import Topology
 from eplb.decision.alternatives import (
+    ROUNDING,
     Choice,
     Option,
     choose,
+    cost_of,
+    may_cost_less,
     no_worse_than,
     option_of,
     ordered,
@@ -45,6 +48,8 @@ from eplb.search.relabel import in_place
 from eplb.shares.traffic import with_less_crossing
 
 __all__ = ["Plan", "plan", "plan_for", "plan_to"]
+
+EASY = ("greedy", "fresh")  # policies that ``auto`` is never worse than, by the price of its moves
 
 
 def plan(
@@ -134,11 +139,9 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     splits = policy_named(policy).resplits and problem.dispatch.uses_shares
     proposed, curve = _proposed(problem, policy, serving, forced)
     if splits:
-        proposed = with_shares(problem, proposed)
-        if current is None:
-            proposed = no_worse_than(problem, serving, proposed)
-        else:
-            proposed = without_losses(problem, serving, proposed, forced)
+        proposed = _with_best_shares(problem, serving, proposed, forced)
+    if policy == "auto" and (current is not None or problem.dispatch.by_rank):
+        proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
     assert not illegal_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = violations[min(violations)] if violations else None
     lost = lost_tokens(problem, base) if why_not else 0.0
@@ -201,7 +204,7 @@ def _plan_of(
         target=target,
         before_per_layer=serving.score,
         after_per_layer=serving.score if is_kept else taken.score,
-        proposed_per_layer=taken.score,
+        proposal=taken.placement,
         decision=decision,
         reason=reason + rule_note(problem, target),
         curve=curve,
@@ -214,11 +217,13 @@ def _proposed(
     problem: Problem, policy: str, serving: Option, forced: BoolArray
 ) -> tuple[Option, BalanceCurve]:
     """The policy's placement within the budget, and the curve of moves against balance."""
-    entry = policy_named(policy)
-    if entry.resplits and problem.dispatch.by_rank:
-        return _for_rule(problem, policy, serving)
+    entry, by_rank = policy_named(policy), problem.dispatch.by_rank
+    if by_rank and policy == "auto" and problem.current is not None:
+        return _improved_for_rule(problem, serving)
     placement, curve = entry.propose(problem)
-    if problem.cost.node_traffic and entry.resplits:
+    if by_rank and entry.resplits:
+        placement, curve = balanced_for_rule(problem, placement), None
+    elif problem.cost.node_traffic and entry.resplits:
         placement = with_less_crossing(problem, placement)
     proposed = option_of(problem, placement)
     if curve is not None:
@@ -232,21 +237,57 @@ def _proposed(
     return bought, curve
 
 
-def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, BalanceCurve]:
-    """A plan for a rule under which each source rank uses one replica of an expert.
-
-    The search starts from the serving placement, which was made for the rule; only a fresh plan
-    starts from a placement for an equal split.
-    """
-    if problem.current is None:
-        start, _ = policy_named(policy).propose(problem)
-    else:
-        base = problem.current.slot_to_expert.astype(np.int64)
-        held = repaired(problem, problem.frame, base).astype(np.int32)
-        start = Placement(held, problem.num_experts, problem.current.generation + 1)
+def _improved_for_rule(problem: Problem, serving: Option) -> tuple[Option, BalanceCurve]:
+    """The serving placement improved for a rule under which each rank uses one replica."""
+    assert problem.current is not None, "there is a placement to improve"
+    base = problem.current.slot_to_expert.astype(np.int64)
+    held = repaired(problem, problem.frame, base).astype(np.int32)
+    start = Placement(held, problem.num_experts, problem.current.generation + 1)
     found = option_of(problem, balanced_for_rule(problem, start))
     moves = int(moves_per_layer(serving.placement, found.placement).sum())
     return found, ((0, float(serving.score.mean())), (moves, float(found.score.mean())))
+
+
+def _with_best_shares(
+    problem: Problem, serving: Option, proposed: Option, forced: BoolArray
+) -> Option:
+    """``proposed`` with new shares, and with the serving layers that it does not improve."""
+    proposed = with_shares(problem, proposed)
+    if problem.current is None:
+        return no_worse_than(problem, serving, proposed)
+    return without_losses(problem, serving, proposed, forced)
+
+
+def _with_easy_layers(
+    problem: Problem, serving: Option, proposed: Option, curve: BalanceCurve, forced: BoolArray
+) -> tuple[Option, BalanceCurve]:
+    """``proposed``, with layers of a greedy or a fresh plan where these cost less by the price.
+
+    Only layers in which such a plan could be worth its moves are planned again. Plans are compared
+    as a whole where layers depend on each other: within a limit on moves, and under SGLang's rule,
+    whose draws continue from layer to layer. A fresh plan is compared with greedy under rules by
+    rank; elsewhere its search starts from greedy.
+    """
+    as_whole = problem.max_moves is not None or problem.dispatch is DispatchRule.SGLANG_STATIC
+    for policy in EASY if problem.current is not None else EASY[:1]:
+        layers = may_cost_less(problem, serving, proposed)
+        if not layers.size:
+            break
+        layers = np.arange(len(forced)) if as_whole else layers
+        part, base, needed = problem.of_layers(layers), serving.of_layers(layers), forced[layers]
+        easy, _ = _proposed(part, policy, base, needed)
+        if policy_named(policy).resplits and problem.dispatch.uses_shares:
+            easy = _with_best_shares(part, base, easy, needed)
+        other = proposed.with_part(easy, layers)
+        now, then = (cost_of(problem, serving, it) for it in (proposed, other))
+        if as_whole:
+            now, then = np.full(len(now), now.sum()), np.full(len(now), then.sum())
+        if (better := then < now - ROUNDING).any():
+            proposed = proposed.with_layers(other, better)
+            moves = int(moves_per_layer(serving.placement, proposed.placement).sum())
+            fewer = (point for point in curve if point[0] < moves)
+            curve = (*fewer, (moves, float(proposed.score.mean())))
+    return proposed, curve
 
 
 def _within_budget(

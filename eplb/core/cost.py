@@ -99,9 +99,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            most = "" if name == "pay_back_s" else "finite and "
-            if isinstance(value, Real) and not (value >= 0 and (value < inf or not most)):
-                raise ConfigError(f"cost: {name} is {value}, expected {most}0 or more")
+            number = float(value) if isinstance(value, Real) else 0.0
+            if not number >= 0:
+                raise ConfigError(f"cost: {name} is {value}, expected 0 or more")
+            if number == inf and name != "pay_back_s":
+                raise ConfigError(f"cost: {name} is {value}, expected a finite number")
         if not 0 < self.expert_part <= 1:
             raise ConfigError(
                 f"cost: expert_part is {self.expert_part}, expected above 0 and at most 1"

@@ -436,16 +436,23 @@ class Problem:
     def price(self) -> FloatArray:
         """[L] imbalance that each move in a layer must remove to pay back in time.
 
-        Ranks receive in parallel, so a move costs 1 / R of one rank's time. The mean over layers
-        gains 1 / L of what one layer gains, weighted by the layer's part of the step. A gain on
-        past windows counts by the part of earlier promises that was kept.
+        The mean over layers gains 1 / L of what one layer gains, weighted by the layer's part of
+        the step.
+        """
+        price = np.full(self.history.num_layers, np.inf)
+        np.divide(self.move_price, self.layer_weight, out=price, where=self.layer_weight > 0)
+        return price
+
+    @cached_property
+    def move_price(self) -> float:
+        """``price`` of a layer with the mean part of the step.
+
+        Ranks receive in parallel, so a move costs 1 / R of one rank's time. A gain on past windows
+        counts by the part of earlier promises that was kept.
         """
         seconds = self.cost.move_seconds(self.expert_bytes) / int(self.topology.alive.sum())
         num_layers = self.history.num_layers / self.part
-        worth = self.cost.gain_worth(seconds) * num_layers / self.record.kept
-        price = np.full(self.history.num_layers, np.inf)
-        np.divide(worth, self.layer_weight, out=price, where=self.layer_weight > 0)
-        return price
+        return self.cost.gain_worth(seconds) * num_layers / self.record.kept
 
     @cached_property
     def layer_weight(self) -> FloatArray:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eplb.core.cost import CostModel, Decision
 from eplb.core.jit import BoolArray, FloatArray
@@ -35,6 +36,7 @@ from eplb.shares.resplitting import best_shares, share_floor
 from eplb.shares.traffic import crossing, with_local_shares
 
 ROUNDING = 1e-9  # smaller gains do not count
+FEWEST_MOVED = 0.25  # part of a layer's slots that a plan made afresh moves at least
 SAMPLED = 16  # fewest layers from which the gain of shares alone is estimated
 
 
@@ -48,6 +50,16 @@ class Option(NamedTuple):
         """This option with the chosen layers [L] of another one."""
         placement = self.placement.with_layers(other.placement, np.flatnonzero(chosen).tolist())
         return Option(placement, np.where(chosen, other.score, self.score))
+
+    def of_layers(self, layers: NDArray[np.intp]) -> Option:
+        """Some layers of this option."""
+        return Option(self.placement.of_layers(layers), self.score[layers])
+
+    def with_part(self, part: Option, layers: NDArray[np.intp]) -> Option:
+        """This option with the layers of ``part`` in the places ``layers``."""
+        place, chosen = np.zeros(len(self.score), dtype=np.intp), np.zeros(len(self.score), bool)
+        place[layers], chosen[layers] = np.arange(len(layers)), True
+        return self.with_layers(part.of_layers(place), chosen)
 
 
 def option_of(problem: Problem, placement: Placement) -> Option:
@@ -171,6 +183,33 @@ def no_worse_than(problem: Problem, plain: Option, proposed: Option) -> Option:
         return proposed
     worse[list(violations_of(problem, plain.placement))] = False
     return proposed.with_layers(plain, worse)
+
+
+def cost_of(problem: Problem, serving: Option, option: Option) -> FloatArray:
+    """[L] imbalance of each layer by its part of the step, and the price of its moves in the same.
+
+    Imbalance up to the budget's target, or to the noise of the windows, counts as none. Of a fresh
+    plan all imbalance counts, and no move.
+    """
+    if problem.current is None:
+        return np.asarray(option.score * problem.layer_weight)
+    moves = moves_per_layer(serving.placement, option.placement)
+    price: FloatArray = np.zeros(len(moves))
+    np.multiply(problem.move_price, moves, out=price, where=moves > 0)  # it may be infinite
+    return np.asarray(np.maximum(option.score, _floor(problem)) * problem.layer_weight + price)
+
+
+def may_cost_less(problem: Problem, serving: Option, option: Option) -> NDArray[np.intp]:
+    """Layers in which a plan at the floor of imbalance that moves few slots would cost less."""
+    if problem.current is None:
+        return np.arange(len(option.score))
+    moves = problem.topology.num_slots * FEWEST_MOVED
+    least = _floor(problem) * problem.layer_weight + problem.move_price * moves
+    return np.flatnonzero(cost_of(problem, serving, option) > least + ROUNDING)
+
+
+def _floor(problem: Problem) -> FloatArray:
+    return np.asarray(np.maximum(problem.budget.target_imbalance, 1.0 + problem.noise))
 
 
 def uneven_layers(placement: Placement) -> BoolArray:

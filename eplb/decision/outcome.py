@@ -29,7 +29,7 @@ from eplb.decision.explanation import (
     layer_sentences,
     sentences,
 )
-from eplb.decision.score import as_dispatched, booked_and_effective
+from eplb.decision.score import as_dispatched, booked_and_effective, score_of
 from eplb.errors import ConfigError
 from eplb.measure.balance import imbalance, live_shares, rank_load
 from eplb.measure.bounds import bound_of
@@ -62,7 +62,7 @@ class Plan:
     target: Placement  # generation + 1 when it moves, else ``base`` itself
     before_per_layer: NDArray[np.float64]  # [L]
     after_per_layer: NDArray[np.float64]  # [L] scores of ``target``: a KEEP's are those before
-    proposed_per_layer: NDArray[np.float64]  # [L] scores of what the policy proposed, taken or not
+    proposal: Placement  # what was compared with the base; a KEEP did not take it
     decision: Decision
     reason: str
     curve: BalanceCurve  # (moves, mean score over layers) at equal split
@@ -94,10 +94,10 @@ class Plan:
         """Mean imbalance of the target; of a KEEP, of what serves."""
         return float(self.after_per_layer.mean())
 
-    @property
+    @cached_property
     def proposed(self) -> float:
-        """Mean imbalance of the placement that was proposed; of a KEEP, the rejected one."""
-        return float(self.proposed_per_layer.mean())
+        """Mean imbalance of the proposal; of a KEEP, of the rejected placement."""
+        return float(score_of(self.problem, self.proposal).mean())
 
     @property
     def base_generation(self) -> int:

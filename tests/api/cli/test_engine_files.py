@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from benchmarks.engine_files.seeds import torch_file
+from eplb import Placement, register_policy
 from telemetry.formats.engines.ascend import check_no_move_within_a_device, read_map
 from telemetry.formats.table import read_placement
 from telemetry.formats.types import ReadOptions
@@ -78,6 +79,24 @@ def test_plan_is_judged_under_the_rule_that_it_was_made_for(dump: Path, tmp_path
 
     assert "under sglang_static" in static.output
     assert "under even" in even.output
+
+
+def test_plan_file_that_serves_worse_than_the_decision_states_both(
+    dump: Path, tmp_path: Path
+) -> None:
+    # Ranks 0 and 1 share the hot expert 0; the format fills their empty slots with others.
+    held = np.array([[0, 7, -1, 0, -1, -1, 1, 2, 3, 4, 5, 6]])
+    register_policy("hot_alone", lambda _: Placement(np.repeat(held, 2, axis=0), 8))
+    out = tmp_path / "out.json"
+
+    done = eplb("plan", dump, *GROUP, "--target", "vllm", "--policy", "hot_alone", "-o", out)
+
+    before, decided = re.findall(r"imbalance (\d\.\d+) -> (\d\.\d+)", done.output)[0]
+    effective = figures(done.output, "after")[1]
+    assert float(decided) < effective < float(before)
+    note = r"note: under even the file as written has imbalance (.*), the plan as decided (.*):"
+    stated = [float(one) for one in re.findall(note, done.output)[0]]
+    assert stated == [effective, pytest.approx(float(decided), abs=1e-3)]
 
 
 def test_ascend_plan_from_its_own_map_moves_no_kept_expert(dump: Path, tmp_path: Path) -> None:

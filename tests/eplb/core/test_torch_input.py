@@ -74,7 +74,7 @@ def test_budget_refuses_a_fraction(name: str, value: Any) -> None:
     ["pay_back_s", "min_share_gain", "node_traffic", "seconds_per_expert", "seconds_per_rebalance"],
 )
 def test_cost_model_given_a_negative_or_nan_price_refuses_it(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"cost: {name} is .*, expected (finite and )?0 or more"):
+    with pytest.raises(ConfigError, match=rf"cost: {name} is .*, expected 0 or more"):
         CostModel(**{name: value})
 
 
@@ -83,7 +83,7 @@ def test_cost_model_given_a_negative_or_nan_price_refuses_it(name: str, value: A
     ["seconds_per_expert", "bytes_per_s", "seconds_per_rebalance", "far_moves", "node_traffic"],
 )
 def test_cost_model_given_an_infinite_price_refuses_it(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"cost: {name} is inf, expected finite"):
+    with pytest.raises(ConfigError, match=f"cost: {name} is inf, expected a finite number"):
         CostModel(**{name: float("inf")})
     assert CostModel(pay_back_s=float("inf")).gain_worth(1.0) == 0.0  # every gain pays
 
