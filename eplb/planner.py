@@ -79,7 +79,7 @@ def plan(
         current: the serving placement; without it the plan is fresh and moves from contiguous.
         budget: limits on moves and search time; layers whose current placement cannot serve are
             exempt from the limit on moves.
-        policy: one of ``eplb.policies.table.POLICIES``.
+        policy: a name in ``eplb.policies.table.POLICIES``.
         objective: "tokens" balances tokens; "time" balances their time by the curve in ``cost``,
             where a window has the steps that the history gives, one for plain arrays. "auto"
             chooses by tokens a step: "time" while reading an expert's weights takes longer than its
@@ -268,19 +268,23 @@ def _with_easy_layers(
     whose draws continue from layer to layer. A fresh plan is compared with greedy under rules by
     rank; elsewhere its search starts from greedy.
     """
-    as_whole = problem.max_moves is not None or problem.dispatch is DispatchRule.SGLANG_STATIC
+    is_chained = problem.dispatch is DispatchRule.SGLANG_STATIC
     for policy in EASY if problem.current is not None else EASY[:1]:
-        layers = may_cost_less(problem, serving, proposed)
+        spare = may_cost_less(problem, serving, proposed)
+        if problem.max_moves is not None:
+            spare = np.full(len(spare), spare.max())
+        elif is_chained:
+            spare = np.full(len(spare), spare.sum())
+        layers = np.flatnonzero(spare > ROUNDING)
         if not layers.size:
             break
-        layers = np.arange(len(forced)) if as_whole else layers
         part, base, needed = problem.of_layers(layers), serving.of_layers(layers), forced[layers]
         easy, _ = _proposed(part, policy, base, needed)
         if policy_named(policy).resplits and problem.dispatch.uses_shares:
             easy = _with_best_shares(part, base, easy, needed)
         other = proposed.with_part(easy, layers)
         now, then = (cost_of(problem, serving, it) for it in (proposed, other))
-        if as_whole:
+        if is_chained or problem.max_moves is not None:
             now, then = np.full(len(now), now.sum()), np.full(len(now), then.sum())
         if (better := then < now - ROUNDING).any():
             proposed = proposed.with_layers(other, better)

@@ -6,6 +6,7 @@ deepseek, sglang, vllm           simulations/peers/engines.py
 flashlb, greedy_on_sum, ...      simulations/peers, each plan taken
 oracle:...                       simulations/oracles
 auto, greedy, ...                the planner's policies, with its gate
+raw:auto, raw:NAME, ...          the same policies, each placement taken as it is, as a peer's
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 UNBALANCED = ("none", "contiguous")
 IN_ORDER = "in-order"
+RAW = "raw:"  # a policy without the planner's gate, budget and repair
 BATCH_POLICY = "auto"  # whose placement ``oracle:shares`` starts from
 
 
@@ -48,10 +50,12 @@ def check_names(names: tuple[str, ...]) -> None:
         if name in extra:
             continue
         try:
-            policy_named(name)
+            policy_named(name.removeprefix(RAW))
         except ConfigError as exc:
             known = ", ".join(sorted({*POLICIES, *extra}))
-            raise ConfigError(f"unknown policy {name!r}, expected one of: {known}") from exc
+            raise ConfigError(
+                f"unknown policy {name!r}, expected one of: {known}, or {RAW} and a policy"
+            ) from exc
 
 
 def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
@@ -71,6 +75,8 @@ def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
         return ENGINES[name](terms, in_order(terms.topology, first), every)
     if name in PEERS:
         return AlwaysTaken(terms, start, PEERS[name], every)
+    if name.startswith(RAW):
+        return AlwaysTaken(terms, start, policy_named(name.removeprefix(RAW)).policy, every)
     if name in ORACLES:
         kind = ORACLES[name]
         if issubclass(kind, BatchShares):

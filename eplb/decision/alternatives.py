@@ -36,7 +36,7 @@ from eplb.shares.resplitting import best_shares, share_floor
 from eplb.shares.traffic import crossing, with_local_shares
 
 ROUNDING = 1e-9  # smaller gains do not count
-FEWEST_MOVED = 0.25  # part of a layer's slots that a plan made afresh moves at least
+FEWEST_MOVED = 0.5  # part of the slots that a plan made afresh moves at least, about
 SAMPLED = 16  # fewest layers from which the gain of shares alone is estimated
 
 
@@ -199,13 +199,13 @@ def cost_of(problem: Problem, serving: Option, option: Option) -> FloatArray:
     return np.asarray(np.maximum(option.score, _floor(problem)) * problem.layer_weight + price)
 
 
-def may_cost_less(problem: Problem, serving: Option, option: Option) -> NDArray[np.intp]:
-    """Layers in which a plan at the floor of imbalance that moves few slots would cost less."""
+def may_cost_less(problem: Problem, serving: Option, option: Option) -> FloatArray:
+    """[L] by how much a plan at the floor of imbalance that moves few slots would cost less."""
     if problem.current is None:
-        return np.arange(len(option.score))
+        return option.score
     moves = problem.topology.num_slots * FEWEST_MOVED
     least = _floor(problem) * problem.layer_weight + problem.move_price * moves
-    return np.flatnonzero(cost_of(problem, serving, option) > least + ROUNDING)
+    return np.asarray(cost_of(problem, serving, option) - least)
 
 
 def _floor(problem: Problem) -> FloatArray:

@@ -7,7 +7,8 @@ the entry point group ``eplb.policies``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import NamedTuple
@@ -109,16 +110,42 @@ def exact_policy(problem: Problem) -> Placement:
     return exact(problem)
 
 
-POLICIES: dict[str, PolicyEntry] = {
-    "auto": PolicyEntry(auto_policy, keeps_constraints=True, resplits=True),
-    "contiguous": PolicyEntry(contiguous_policy),
-    "exact": PolicyEntry(exact_policy),
-    "fresh": PolicyEntry(fresh_policy, keeps_constraints=True, resplits=True),
-    "greedy": PolicyEntry(greedy_policy, keeps_constraints=True),
-    "random": PolicyEntry(random_policy),
-    "round_robin": PolicyEntry(round_robin),
-    "topk_everywhere": PolicyEntry(topk_everywhere),
-}
+class PolicyTable(UserDict[str, PolicyEntry]):
+    """Entries by name. Those of installed packages are in it, and are loaded when they are used."""
+
+    def __missing__(self, name: str) -> PolicyEntry:
+        """Load the policy of an installed package."""
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            self[name] = _as_entry(point.load())
+            return self.data[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names in order."""
+        installed = (point.name for point in entry_points(group=ENTRY_POINTS))
+        return iter(sorted({*self.data, *installed}))
+
+    def __len__(self) -> int:
+        """Number of names."""
+        return len(list(iter(self)))
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the table has the name, loaded or not."""
+        return name in self.data or name in list(self)
+
+
+POLICIES = PolicyTable(
+    {
+        "auto": PolicyEntry(auto_policy, keeps_constraints=True, resplits=True),
+        "contiguous": PolicyEntry(contiguous_policy),
+        "exact": PolicyEntry(exact_policy),
+        "fresh": PolicyEntry(fresh_policy, keeps_constraints=True, resplits=True),
+        "greedy": PolicyEntry(greedy_policy, keeps_constraints=True),
+        "random": PolicyEntry(random_policy),
+        "round_robin": PolicyEntry(round_robin),
+        "topk_everywhere": PolicyEntry(topk_everywhere),
+    }
+)
 
 
 def register_policy(name: str, policy: Policy | PolicyEntry) -> None:
@@ -127,9 +154,13 @@ def register_policy(name: str, policy: Policy | PolicyEntry) -> None:
     Raises:
         ConfigError: another policy has that name.
     """
-    entry = policy if isinstance(policy, PolicyEntry) else PolicyEntry(policy)
+    entry = _as_entry(policy)
     if POLICIES.setdefault(name, entry) != entry:
         raise ConfigError(f"policy {name!r} is registered already, expected an unused name")
+
+
+def _as_entry(policy: Policy | PolicyEntry) -> PolicyEntry:
+    return policy if isinstance(policy, PolicyEntry) else PolicyEntry(policy)
 
 
 def policy_named(name: str) -> PolicyEntry:
@@ -138,19 +169,11 @@ def policy_named(name: str) -> PolicyEntry:
     Raises:
         ConfigError: an unknown name; the message lists the known ones.
     """
-    if name not in POLICIES:
-        for point in entry_points(group=ENTRY_POINTS, name=name):
-            register_policy(name, point.load())
-    if name not in POLICIES:
-        raise ConfigError(
-            f"unknown policy {name!r}, expected one of: {', '.join(known_policies())}"
-        )
-    return POLICIES[name]
-
-
-def known_policies() -> list[str]:
-    """Names of all policies, those of installed packages included."""
-    return sorted({*POLICIES, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    try:
+        return POLICIES[name]
+    except KeyError as exc:
+        known = ", ".join(POLICIES)
+        raise ConfigError(f"unknown policy {name!r}, expected one of: {known}") from exc
 
 
 def _placed(problem: Problem, held: IntArray) -> Placement:

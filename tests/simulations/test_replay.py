@@ -157,6 +157,19 @@ def test_deepseek_peer_refuses_uneven_ranks() -> None:
         deepseek_slots(HOT, Topology(np.zeros(2), np.array([4, 5])))
 
 
+def test_raw_policy_is_taken_where_the_gate_keeps_what_serves() -> None:
+    def in_reverse(problem: Problem) -> Placement:
+        held = np.resize(np.arange(problem.num_experts)[::-1], (1, problem.topology.num_slots))
+        return Placement(held, problem.num_experts)
+
+    register_policy("in_reverse", in_reverse)
+    scenario = Scenario(repeated(HOT, 4), FOUR_RANKS)
+
+    gated, raw = replay_all(scenario, ["in_reverse", "raw:in_reverse"])
+
+    assert (len(gated.rebalances), len(raw.rebalances)) == (0, 1)
+
+
 def test_oracles_bound_what_planners_reach() -> None:
     windows = windows_named("generated:gamma:layers=2,experts=16,windows=10,drift=0.6", 3)
     scenario = Scenario(Topology.uniform(1, 4, 6), load=windows)

@@ -61,7 +61,9 @@ def simulate(
             max=1_048_576, help="Slots of a layer, all ranks together; 1.25 x experts if not given."
         ),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Policies to compare.")] = "contiguous,greedy,auto",
+    policy: Annotated[
+        str, typer.Option(help="Policies to compare; raw:NAME has no gate.")
+    ] = "contiguous,greedy,auto",
     window: Annotated[
         int | None,
         typer.Option(max=1_000_000_000, help="Tokens in a window of a trace; 4096 if not given."),

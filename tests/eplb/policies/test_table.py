@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb import Placement, PolicyEntry, Problem, Topology, plan, register_policy
+from eplb import POLICIES, Placement, PolicyEntry, Problem, Topology, plan, register_policy
 from eplb.errors import ConfigError
-from eplb.policies.table import known_policies
 
 TWO_RANKS = Topology.uniform(1, 2, 2)
 LOAD = np.array([[[4, 1, 1]]])
@@ -39,7 +38,7 @@ def test_registered_policy_plans_by_its_name() -> None:
     found = plan(LOAD, TWO_RANKS, policy="hot_twice")
 
     assert found.target.slot_to_expert.tolist() == [[0, 1, 0, 2]]
-    assert "hot_twice" in known_policies()
+    assert "hot_twice" in POLICIES
 
 
 @pytest.mark.parametrize(("resplits", "imbalance"), [(False, 4 / 3), (True, 1.0)])
@@ -73,8 +72,11 @@ def test_installed_package_adds_a_policy(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    assert "reversed" in known_policies()
+    assert "reversed" in POLICIES
+    with pytest.raises(ConfigError, match=r"expected one of: auto, .*, reversed, round_robin"):
+        plan(LOAD, TWO_RANKS, policy="best")
     found = plan(LOAD, TWO_RANKS, policy="reversed")
 
     assert sorted(found.target.slot_to_expert[0].tolist()) == [0, 0, 1, 2]
     assert found.policy == "reversed"
+    assert len(POLICIES) == len(set(POLICIES)) == 9
