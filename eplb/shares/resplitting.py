@@ -2,8 +2,8 @@
 
 Every expert's tokens are divided over its live replicas so that the busiest rank has the least load
 that the placement allows, on average over the windows and in the worst of them. Shares fitted to
-the past fit its noise too, so they are shrunk towards an equal split as far as the windows do not
-support them.
+the past fit its noise too, so they are shrunk towards shares by the speed of ranks, which is an
+equal split where speeds are equal, as far as the windows do not support them.
 
     loads -> best shares on these windows -> part of the way that windows support -> shares
 
@@ -50,7 +50,7 @@ def resplit(
         placement: experts by slot. Replicas on dead ranks get no share.
         topology: slots, speeds, and which ranks are alive.
         scenarios: possible future loads; in arrays [L, E] or [C, L, E] each weighs as one window.
-        trust: 1.0 for the best shares on these windows, 0.0 for an equal split; by default set by
+        trust: 1.0 for the best shares on these windows, 0.0 for shares by speed; by default set by
             the number of windows and their noise, layer by layer.
 
     Returns:
@@ -85,7 +85,7 @@ def best_shares(
     layers: NDArray[np.intp],
     trust: float | None = None,
 ) -> FloatArray:
-    """[L, S] shares as ``resplit`` gives them for some layers, and an equal split for the others.
+    """[L, S] shares as ``resplit`` gives them for some layers, and shares by speed for the others.
 
     Args:
         problem: windows and scenarios, and the ranks that are alive.
@@ -96,11 +96,11 @@ def best_shares(
     Raises:
         PlacementError: as ``resplit``.
     """
-    share = equal_shares(placement, problem.topology)
+    share = shares_by_speed(placement, problem.topology)
     if not len(layers):
         return share
     windows, prior = _likely(problem, layers)
-    held, equal = placement.slot_to_expert[layers], share[layers]
+    held, start = placement.slot_to_expert[layers], share[layers]
     fitted, objective = split_layers(
         windows, prior, held.astype(np.int64), ranks_of(problem.topology)
     )
@@ -111,10 +111,10 @@ def best_shares(
         chance = problem.over_parts(
             lambda part: sampling_noises(problem.routed[part].mean(axis=0)[layers], num_ranks)
         )
-        noise = np.maximum(chance, _fluctuation(problem, placement, equal, layers))
+        noise = np.maximum(chance, _fluctuation(problem, placement, start, layers))
         trusted = supported_part(gain, chance, noise, len(prior))
     # A sum of shares may exceed 1 by a rounding error.
-    share[layers] = np.clip(equal + trusted[..., None] * (fitted - equal), 0.0, 1.0)
+    share[layers] = np.clip(start + trusted[..., None] * (fitted - start), 0.0, 1.0)
     return share
 
 
@@ -124,8 +124,8 @@ def share_floor(problem: Problem, placement: Placement, layers: NDArray[np.intp]
     return floors(np.ascontiguousarray(problem.scaled[layers]), held, ranks_of(topology))
 
 
-def equal_shares(placement: Placement, topology: Topology) -> NDArray[np.float64]:
-    """[L, S] every expert's tokens split equally over its replicas on live ranks.
+def shares_by_speed(placement: Placement, topology: Topology) -> NDArray[np.float64]:
+    """[L, S] every expert's tokens split over its live replicas by the speed of their ranks.
 
     Raises:
         PlacementError: an expert without a live replica, or a placement of another topology.
@@ -140,22 +140,23 @@ def equal_shares(placement: Placement, topology: Topology) -> NDArray[np.float64
     layer, slot = np.nonzero(live != EMPTY)
     cells = placement.num_layers * placement.num_experts
     places = layer * placement.num_experts + live[layer, slot]
-    count = np.bincount(places, minlength=cells).reshape(placement.num_layers, -1)
-    if not count.all():
-        where, expert = np.argwhere(count == 0)[0]
+    speed = topology.rank_speed[topology.rank_of_slot[slot]]
+    together = np.bincount(places, speed, cells)
+    if not together.all():
+        where, expert = np.argwhere(together.reshape(placement.num_layers, -1) == 0)[0]
         raise PlacementError(
             f"layer {where}: expert {expert} has no slot on a live rank, "
             "expected a replica to give its tokens to"
         )
     share = np.zeros(held.shape)
-    share[layer, slot] = 1.0 / count.ravel()[places]
+    share[layer, slot] = speed / together[places]
     return share
 
 
 def supported_part(
     gain: FloatArray, chance: FloatArray, noise: FloatArray, num_windows: int
 ) -> FloatArray:
-    """[L] the part of the way from an equal split to the fitted shares that windows support, 0..1.
+    """[L] the part of the way from shares by speed to the fitted ones that windows support, 0..1.
 
     A gain within the sampling noise of one window does not count. The rest counts as real as far as
     it exceeds the noise of the windows' mean. Shares fitted to the maxima of a few windows are
@@ -193,11 +194,11 @@ def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, Flo
 
 
 def _fluctuation(
-    problem: Problem, placement: Placement, equal: FloatArray, layers: NDArray[np.intp]
+    problem: Problem, placement: Placement, start: FloatArray, layers: NDArray[np.intp]
 ) -> FloatArray:
-    """[n] imbalance above 1 by fluctuation between windows, under an equal split [n, S]."""
+    """[n] imbalance above 1 by fluctuation between windows, under shares [n, S]."""
     if len(problem.work) < FEWEST_WINDOWS:
         return np.zeros(len(layers))
-    split = Placement(placement.slot_to_expert[layers], placement.num_experts, 0, equal)
+    split = Placement(placement.slot_to_expert[layers], placement.num_experts, 0, start)
     load = rank_load(problem.scaled[layers].transpose(1, 0, 2), split, problem.topology)
     return problem.over_parts(lambda part: fluctuation(load[part][..., problem.topology.serving]))

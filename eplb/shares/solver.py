@@ -38,7 +38,7 @@ FLAT = 1e-9  # slopes that differ by less are equal
 def split_layers(
     work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks
 ) -> tuple[FloatArray, FloatArray]:
-    """[L, S] best shares, and [L, 2] the objective with equal and with best shares.
+    """[L, S] best shares, and [L, 2] the objective with shares by speed and with best ones.
 
     Args:
         work: [L, T, E] as ``Problem.scaled``; idle windows (all zero) do not count.
@@ -59,12 +59,12 @@ def split_layers(
 def split_layer(
     work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks
 ) -> tuple[FloatArray, float, float]:
-    """One layer of ``split_layers``: [S] shares, objective with equal and with these shares."""
-    split = equal_split_of(work, prior, held, ranks)
+    """One layer of ``split_layers``: [S] shares, objective by speed and with these."""
+    split = split_by_speed(work, prior, held, ranks)
     stages = np.array(DOUBLINGS)
     best = split.share.copy()
-    equal = _soften(split, stages[0])
-    least = equal
+    start = _soften(split, stages[0])
+    least = start
     patience = _patience(split)
     for stage in range(len(stages)):
         doublings = stages[stage]
@@ -79,7 +79,7 @@ def split_layer(
             stalled = stalled + 1 if now > last * (1.0 - STALLED) else 0
             last = min(last, now)
             if least <= _bound(split) * (1.0 + CLOSE_ENOUGH):
-                return best, equal, least
+                return best, start, least
             if stalled == patience:
                 break
             if _sweep(split, doublings) * 2.0**doublings < SETTLED:
@@ -88,7 +88,7 @@ def split_layer(
     if now < least:
         least = now
         copy_into(best, split.share)
-    return best, equal, least
+    return best, start, least
 
 
 @jit
@@ -261,8 +261,8 @@ new_split = by_reference(Split)
 
 
 @jit
-def equal_split_of(work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks) -> Split:
-    """A layer's arrays, with equal shares over live replicas and without idle windows."""
+def split_by_speed(work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks) -> Split:
+    """A layer's arrays, with shares by the speed of live ranks and without idle windows."""
     num_experts, num_ranks, num_slots = work.shape[1], len(ranks.zone), len(held)
     rank = np.empty(num_slots, dtype=np.int64)
     first = np.zeros(num_experts + 1, dtype=np.int64)
@@ -275,13 +275,16 @@ def equal_split_of(work: FloatArray, prior: FloatArray, held: IntArray, ranks: R
         first[expert + 1] += first[expert]
     slots = np.empty(first[num_experts], dtype=np.int64)
     filled = first.copy()
-    share = np.zeros(num_slots)
+    share, speed = np.zeros(num_slots), np.zeros(num_experts)
     for slot in range(num_slots):
         expert = held[slot]
         if expert >= 0 and ranks.zone[rank[slot]] >= 0:
             slots[filled[expert]] = slot
             filled[expert] += 1
-            share[slot] = 1.0 / (first[expert + 1] - first[expert])
+            share[slot] = 1.0 / ranks.slowness[rank[slot]]
+            speed[expert] += share[slot]
+    for slot in slots:
+        share[slot] /= speed[held[slot]]
     windows = _busy_windows(work)
     num_windows = len(windows)
     busy, likely = np.empty((num_experts, num_windows)), np.empty(num_windows)
@@ -351,7 +354,7 @@ def floors(work: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
         if ranks.zone[rank] >= 0:
             speed[node[rank]] += 1.0 / ranks.slowness[rank]
     for layer in range(len(held)):
-        split = equal_split_of(work[layer], prior, held[layer], ranks)
+        split = split_by_speed(work[layer], prior, held[layer], ranks)
         on_node = _fixed_on_nodes(split, node, len(speed))
         num_busy = split.fixed.shape[1]
         total = float(work.shape[1] - num_busy)  # an idle window counts as 1

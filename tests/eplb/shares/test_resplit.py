@@ -15,7 +15,7 @@ from eplb.core.problem import Problem, scale
 from eplb.core.zones import ranks_of
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.policies.table import POLICIES
-from eplb.shares.resplitting import equal_shares, resplit
+from eplb.shares.resplitting import shares_by_speed, resplit
 from eplb.shares.solver import TAIL_PART, TAIL_WEIGHT, split_layer, split_layers
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -114,7 +114,19 @@ def test_fast_ranks_get_more_dead_ones_nothing_and_no_tokens_are_split_equally()
     assert idle.slot_share == pytest.approx(np.full((2, 4), 0.5))
     assert resplit([[5, 6]], both, dead).slot_share.tolist() == [[1, 1, 0, 0, 0]]
     with pytest.raises(PlacementError, match="layer 0: expert 2 has no slot on a live rank"):
-        equal_shares(ONE_SHARED, replace(dead, slots_of_rank=np.array([2, 2])))
+        shares_by_speed(ONE_SHARED, replace(dead, slots_of_rank=np.array([2, 2])))
+
+
+@pytest.mark.parametrize("num_windows", [1, 16])
+def test_shares_of_unequal_ranks_shrink_towards_shares_by_speed(num_windows: int) -> None:
+    fast = replace(TWO_RANKS, rank_speed=np.array([4.0, 1.0]))
+    load = np.repeat([[[6000, 4000]]], num_windows, axis=0)
+    shared = Placement(np.array([[0, 1, 0, 1]]), num_experts=2)
+
+    found = resplit(load, shared, fast)
+
+    # Of 5 parts of speed the fast rank has 4; half of the way from an equal split gave 1.75.
+    assert imbalance(load[0], found, fast) == pytest.approx([1.0], abs=0.02)
 
 
 def test_scenarios_count_as_windows() -> None:
