@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from eplb.core.arrays import on_host
 from eplb.core.load import as_history
 from eplb.core.model import ModelShape
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import EMPTY
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.policies.greedy import greedy
+from eplb.policies.table import greedy_policy
 
 Array = TypeVar("Array")  # a numpy array, or a torch tensor, which is never imported here
 
@@ -52,13 +52,13 @@ def rebalance_experts(
     topology = Topology.uniform(num_nodes, num_gpus // num_nodes, num_replicas // num_gpus)
     layers = tuple(range(num_layers))
     model = ModelShape(layers, num_experts, 1, 1, 1, num_expert_groups=num_groups)
-    held = greedy(Problem(history, topology, model))
-    if (held == EMPTY).any():
+    # In order as far as ranks are equal, so that two plans for nearly the same load are alike.
+    placement = greedy_policy(Problem(history, topology, model))
+    if (placement.slot_to_expert == EMPTY).any():
         raise ConfigError(
             f"{num_replicas} replicas of {num_experts} experts leave slots empty when no GPU "
             f"of {num_gpus} may hold an expert twice, expected fewer replicas"
         )
-    placement = Placement(held.astype(np.int32), num_experts)
     maps = (placement.slot_to_expert, placement.expert_to_slots, placement.replica_count)
     first, second, third = (_like(weight, array.astype(np.int64)) for array in maps)
     return first, second, third

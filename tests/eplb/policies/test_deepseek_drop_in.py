@@ -48,6 +48,19 @@ def test_replica_counts_are_those_published_for_this_load() -> None:
     assert gpu_loads(weight, held, count, 8).max() <= 232
 
 
+def test_plans_of_drifted_load_with_one_slot_a_rank_keep_most_experts() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.lognormal(0, 1, (4, 64))
+
+    pair = [
+        rebalance_experts(load, 80, 1, 1, 80)[0]
+        for load in (before, before * rng.lognormal(0, 0.2, before.shape))
+    ]
+
+    assert (pair[0] == np.arange(80)).mean() > 0.75  # experts in order first
+    assert (pair[0] != pair[1]).mean() < 0.2
+
+
 def test_torch_in_is_torch_out() -> None:
     torch = pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ from eplb.core.problem import Problem, scale
 from eplb.core.zones import ranks_of
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.policies.table import POLICIES
-from eplb.shares.resplitting import shares_by_speed, resplit
+from eplb.shares.resplitting import resplit, shares_by_speed
 from eplb.shares.solver import TAIL_PART, TAIL_WEIGHT, split_layer, split_layers
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
