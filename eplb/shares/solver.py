@@ -283,8 +283,8 @@ def split_by_speed(work: FloatArray, prior: FloatArray, held: IntArray, ranks: R
             filled[expert] += 1
             share[slot] = 1.0 / ranks.slowness[rank[slot]]
             speed[expert] += share[slot]
-    for slot in slots:
-        share[slot] /= speed[held[slot]]
+    for place in range(len(slots)):
+        share[slots[place]] /= speed[held[slots[place]]]
     windows = _busy_windows(work)
     num_windows = len(windows)
     busy, likely = np.empty((num_experts, num_windows)), np.empty(num_windows)
