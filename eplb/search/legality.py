@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from eplb.core.constraints import ConstraintArrays, constraint_arrays
 from eplb.core.demand import Demand
-from eplb.core.jit import NONE, ZERO, BoolArray, IntArray, jit
+from eplb.core.jit import NONE, ZERO, BoolArray, IntArray, inner, kernel
 from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Frame, Problem
 from eplb.core.zones import Ranks, nodes_of_groups
@@ -41,7 +41,7 @@ def illegal_layers(problem: Problem, placement: Placement) -> BoolArray:
     return _illegal(held, first_slot, problem.room, problem.num_experts)
 
 
-@jit
+@kernel
 def _illegal(
     held: NDArray[np.int32], first_slot: IntArray, room: IntArray, num_experts: int
 ) -> BoolArray:
@@ -152,7 +152,7 @@ def enforce(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> N
         )
 
 
-@jit
+@kernel
 def clear_illegal_slots(held: IntArray, zone_of_expert: IntArray, ranks: Ranks) -> None:
     """Empty the slots of ``held`` [L, S] that violate a rule, in place.
 
@@ -174,7 +174,7 @@ def clear_illegal_slots(held: IntArray, zone_of_expert: IntArray, ranks: Ranks) 
                     held[layer, slot] = -1
 
 
-@jit
+@kernel
 def _enforce(
     demand: Demand, held: IntArray, ranks: Ranks, constraints: ConstraintArrays, order: IntArray
 ) -> IntArray:
@@ -193,7 +193,7 @@ def _enforce(
     return failed
 
 
-@jit
+@inner
 def _violates(search: Search, expert: int, wanted: BoolArray) -> bool:
     """Whether an expert violates constraints; fills in [R] ranks of which one should get it."""
     layer, domain = search.layer, search.domain
@@ -220,7 +220,7 @@ def _violates(search: Search, expert: int, wanted: BoolArray) -> bool:
     return True
 
 
-@jit
+@inner
 def _repair(search: Search, expert: int, wanted: BoolArray) -> bool:
     """Add a replica on one of these ranks; False if no slot is found."""
     layer = search.layer
@@ -248,7 +248,7 @@ def _repair(search: Search, expert: int, wanted: BoolArray) -> bool:
     return True
 
 
-@jit
+@inner
 def _time_with(layer: Layer, rank: int, expert: int, other: int) -> float:
     """Time of a rank if ``expert`` were there in place of ``other``."""
     mean = 0.0
@@ -260,7 +260,7 @@ def _time_with(layer: Layer, rank: int, expert: int, other: int) -> float:
     return mean
 
 
-@jit
+@inner
 def _displace(search: Search, expert: int, wanted: BoolArray) -> bool:
     """Move an expert that may not be removed from a wanted rank to a third one, and use its slot.
 
@@ -289,7 +289,7 @@ def _displace(search: Search, expert: int, wanted: BoolArray) -> bool:
     return False
 
 
-@jit
+@inner
 def _own_to_swap(search: Search, expert: int, rank: int, other: int) -> int:
     """A slot of ``expert`` whose swap with ``other`` on a rank repairs the constraint, else -1."""
     layer = search.layer
