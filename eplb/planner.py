@@ -7,6 +7,7 @@ Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -35,10 +36,11 @@ from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.score import objective_for, rule_note
 from eplb.errors import ConfigError, PlacementError
 from eplb.policies.baselines import contiguous_policy
+from eplb.policies.greedy import best_fresh
 from eplb.policies.incremental import BalanceCurve, thinned
 from eplb.policies.table import policy_named
-from eplb.search.by_rule import balanced_for_rule
-from eplb.search.legality import illegal_layers, repaired, violations_of
+from eplb.search.by_rule import LARGEST_PRICE, balanced_for_rule, starts_for_rule
+from eplb.search.legality import illegal_layers, violations_of
 from eplb.search.local_search import step_ms
 from eplb.search.relabel import in_place
 from eplb.shares.traffic import with_less_crossing
@@ -234,18 +236,23 @@ def _proposed(
 def _for_rule(problem: Problem, policy: str, serving: Option) -> tuple[Option, BalanceCurve]:
     """A plan for a rule under which each source rank uses one replica of an expert.
 
-    The search starts from the serving placement, which was made for the rule; only a fresh plan
-    starts from a placement for an equal split.
+    A fresh plan starts from one for an equal split, others from the serving placement: the best of
+    two starts by imbalance and the price of the moves.
     """
+    starts: Iterable[Placement]
     if problem.current is None:
-        start, _ = policy_named(policy).propose(problem)
+        starts = [policy_named(policy).propose(problem).placement]
     else:
-        base = problem.current.slot_to_expert.astype(np.int64)
-        held = repaired(problem, problem.frame, base).astype(np.int32)
-        start = Placement(held, problem.num_experts, problem.current.generation + 1)
-    found = option_of(problem, balanced_for_rule(problem, start))
-    moves = int(moves_per_layer(serving.placement, found.placement).sum())
-    return found, ((0, float(serving.score.mean())), (moves, float(found.score.mean())))
+        starts = starts_for_rule(problem, best_fresh)
+    options = [option_of(problem, balanced_for_rule(problem, start)) for start in starts]
+    price = np.minimum(problem.price, LARGEST_PRICE)
+    moves = [moves_per_layer(serving.placement, option.placement) for option in options]
+    costs = [
+        (option.score + price * moved).mean() for option, moved in zip(options, moves, strict=True)
+    ]
+    best = int(np.argmin(costs))
+    found, moved = options[best], int(moves[best].sum())
+    return found, ((0, float(serving.score.mean())), (moved, float(found.score.mean())))
 
 
 def _within_budget(

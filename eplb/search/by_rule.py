@@ -13,6 +13,7 @@ Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, M most replicas o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -39,8 +40,10 @@ from eplb.core.jit import (
 )
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
+from eplb.core.zones import zone_bound
+from eplb.search.legality import fill, repaired
 from eplb.search.local_search import FINEST_GAIN, WINDOWS_GAIN
-from eplb.search.relabel import in_place
+from eplb.search.relabel import in_place, with_most_kept
 from eplb.shares.traffic import movable
 
 LARGEST_PRICE = 1e9  # imbalance of a layer for a move: no move pays
@@ -57,6 +60,43 @@ WIDE = cast(int, np.int64(2))
 # Slot, slot of another rank, and whether the second only takes a copy.
 Change = tuple[int, int, bool]
 TRIES = 96  # changes of replicas tried in a layer
+
+
+def starts_for_rule(problem: Problem, fresh: Callable[[Problem], IntArray]) -> Iterator[Placement]:
+    """Placements that the search starts from: the current one made legal, and one changed further.
+
+    The search fills no slot, and moves no expert group to another node. In the second start no slot
+    is empty, and layers are of a fresh plan where a group is on several nodes, and where other
+    nodes for the groups allow so much better balance that this pays for moving half of the slots.
+
+    Args:
+        problem: within its budget of moves; layers that cannot serve are exempt.
+        fresh: [L, S] a fresh plan.
+    """
+    current = problem.current
+    assert current is not None, "there is a placement to start from"
+    base, frame = current.slot_to_expert.astype(np.int64), problem.serving_frame
+    most, num_slots, generation = problem.max_moves, current.num_slots, current.generation + 1
+    plain = repaired(problem, frame, base)
+    held = plain.copy()
+    yield Placement(plain.astype(np.int32), problem.num_experts, generation)
+    work = np.ascontiguousarray(problem.scaled.mean(axis=1))
+    gain = zone_bound(work, frame.zones) - zone_bound(work, problem.frame.zones)
+    gain[problem.ungrouped] = np.inf
+    layers = np.flatnonzero(gain > problem.price * (num_slots / 2))
+    layers = layers[np.argsort(-gain[layers], kind="stable")]
+    moves = int(((base != held) & (held >= 0)).sum())
+    if most is not None:
+        within = np.isinf(gain[layers]) | (moves + num_slots * (1 + np.arange(len(layers))) <= most)
+        layers = layers[within]
+    if layers.size:
+        part = problem.of_layers(layers)
+        held[layers] = with_most_kept(part, fresh(part), current.slot_to_expert[layers])
+        moves = int(((base != held) & (held >= 0)).sum())
+    others = np.setdiff1d(np.arange(len(held)), layers)
+    fill(problem, frame, held, others, None if most is None else most - moves)
+    if (held != plain).any():
+        yield Placement(held.astype(np.int32), problem.num_experts, generation)
 
 
 def balanced_for_rule(problem: Problem, placement: Placement) -> Placement:

@@ -125,6 +125,44 @@ def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
     return held
 
 
+def fill(
+    problem: Problem, frame: Frame, held: IntArray, layers: NDArray[np.intp], most: int | None
+) -> None:
+    """Put replicas into the empty slots of some layers of ``held`` [L, S], in place.
+
+    At most so many; None: all. The largest load per replica first, on the least busy rank of its
+    zone that does not have it. Slots that no expert of their zone may use stay empty.
+    """
+    topology, zones, left = problem.topology, frame.zones, held.size if most is None else most
+    rank, speed = topology.rank_of_slot, topology.rank_speed
+    is_usable = np.arange(held.shape[1]) - topology.first_slot[rank] < zones.ranks.room[:, rank]
+    load = problem.total / np.maximum(problem.total.mean(axis=1, keepdims=True), 1e-300)
+    for layer in layers[((held < 0) & is_usable)[layers].any(axis=1)]:
+        row = held[layer]
+        used = row >= 0
+        holds = np.zeros((topology.num_ranks, problem.num_experts), dtype=np.bool_)
+        holds[rank[used], row[used]] = True
+        count = np.maximum(holds.sum(axis=0), 1)
+        each = load[layer] / count
+        time = holds @ each / speed
+        free = np.bincount(rank[~used & is_usable[layer]], minlength=topology.num_ranks)
+        while left > 0 and (free > 0).any():
+            may_hold = (zones.ranks.zone[:, None] == zones.of_expert[layer]) & ~holds
+            may_hold &= (free > 0)[:, None]
+            open_to = may_hold.any(axis=0)
+            if not open_to.any():
+                break
+            expert = int(np.argmax(np.where(open_to, each, -1.0)))
+            to = int(np.argmin(np.where(may_hold[:, expert], time, np.inf)))
+            row[np.flatnonzero((row < 0) & is_usable[layer] & (rank == to))[0]] = expert
+            free[to] -= 1
+            left -= 1
+            holds[to, expert] = True
+            count[expert] += 1
+            each[expert] = load[layer, expert] / count[expert]
+            time = holds @ each / speed
+
+
 def enforce(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> None:
     """Repair ``held`` [L, S] in place where it violates constraints.
 
