@@ -39,10 +39,11 @@ from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.score import objective_for, rule_note
 from eplb.errors import ConfigError, PlacementError
 from eplb.policies.baselines import contiguous_policy
+from eplb.policies.greedy import best_fresh
 from eplb.policies.incremental import BalanceCurve, thinned
 from eplb.policies.table import policy_named
-from eplb.search.by_rule import balanced_for_rule
-from eplb.search.legality import illegal_layers, repaired, violations_of
+from eplb.search.by_rule import balanced_for_rule, starts_for_rule
+from eplb.search.legality import illegal_layers, violations_of
 from eplb.search.local_search import step_ms
 from eplb.search.relabel import in_place
 from eplb.shares.traffic import with_less_crossing
@@ -238,12 +239,14 @@ def _proposed(
 
 
 def _improved_for_rule(problem: Problem, serving: Option) -> tuple[Option, BalanceCurve]:
-    """The serving placement improved for a rule under which each rank uses one replica."""
-    assert problem.current is not None, "there is a placement to improve"
-    base = problem.current.slot_to_expert.astype(np.int64)
-    held = repaired(problem, problem.frame, base).astype(np.int32)
-    start = Placement(held, problem.num_experts, problem.current.generation + 1)
-    found = option_of(problem, balanced_for_rule(problem, start))
+    """The serving placement improved for a rule under which each rank uses one replica.
+
+    The best of two starts by imbalance and the price of the moves.
+    """
+    starts = starts_for_rule(problem, best_fresh)
+    options = [option_of(problem, balanced_for_rule(problem, start)) for start in starts]
+    costs = [cost_of(problem, serving, option).mean() for option in options]
+    found = options[int(np.argmin(costs))]
     moves = int(moves_per_layer(serving.placement, found.placement).sum())
     return found, ((0, float(serving.score.mean())), (moves, float(found.score.mean())))
 

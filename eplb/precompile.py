@@ -1,7 +1,7 @@
 """Compile the planner's kernels before a deadline waits for them.
 
-numba compiles a function at its first call, and keeps the result beside the source, or in
-``NUMBA_CACHE_DIR``. Plans for a few experts call every kernel.
+A kernel that is not compiled is interpreted at first, see ``eplb/core/jit.py``. The compiled ones
+are kept beside the source, or in ``NUMBA_CACHE_DIR``. Plans for a few experts call every kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 from eplb.core.constraints import Constraints
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
+from eplb.core.jit import compiled_at_once
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.problem import Problem
@@ -25,6 +26,7 @@ FOUR_NODES = Topology.uniform(num_nodes=4, ranks_per_node=1, slots_per_rank=6)
 ONE_SLOT = Topology.uniform(num_nodes=2, ranks_per_node=8, slots_per_rank=1)
 
 
+@compiled_at_once()
 def warm_up(policy: str) -> None:
     """Compile what a controller with this policy calls: half a minute, once for each install."""
     load = np.array([[[8, 4, 2, 1]], [[8, 4, 2, 2]]])  # [T, L, E]
@@ -33,6 +35,7 @@ def warm_up(policy: str) -> None:
     plan(load[:, :, ::-1], ranks, policy=policy, current=fresh.target)
 
 
+@compiled_at_once()
 def compile_planner() -> None:
     """Compile all kernels of the planner: plan and re-plan in every mode, under every rule."""
     draw = np.random.default_rng(0)

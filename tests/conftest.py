@@ -39,7 +39,7 @@ compile_planner()
 compile_peers()
 compile_digest()
 """
-COMPILED = re.compile(r"^\s*(@jit|@numba|\w+ = jit\()", re.MULTILINE)
+COMPILED = re.compile(r"^\s*(@jit|@kernel|@inner|@numba|return jit\()", re.MULTILINE)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

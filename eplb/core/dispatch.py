@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eplb.core.jit import FloatArray, IntArray, jit
+from eplb.core.jit import FloatArray, IntArray, inner, kernel
 from eplb.core.placement import Placement, duplicate_replicas
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
@@ -174,7 +174,7 @@ class Sources(NamedTuple):
     nearest: bool  # SGLang's rule; else vllm-ascend's
 
 
-@jit
+@inner
 def replica_slots(held: IntArray, num_experts: int) -> tuple[IntArray, IntArray]:
     """[E, M] slots of each expert of a layer [S] in order, padded with -1, and [E] their number."""
     count = np.zeros(num_experts, dtype=np.int64)
@@ -187,7 +187,7 @@ def replica_slots(held: IntArray, num_experts: int) -> tuple[IntArray, IntArray]
     return slots, count
 
 
-@jit
+@inner
 def nearest(slots: IntArray, count: int, source: int, sources: Sources) -> int:
     """Index of the replica that a source rank uses without a draw; -1 if it draws."""
     if not sources.nearest:
@@ -206,7 +206,7 @@ def nearest(slots: IntArray, count: int, source: int, sources: Sources) -> int:
     return first if near < count else -1
 
 
-@jit
+@inner
 def draw_layer(
     slots: IntArray, count: IntArray, sources: Sources, words: Words, at: int, drawn: IntArray
 ) -> int:
@@ -226,7 +226,7 @@ def draw_layer(
     return at
 
 
-@jit
+@inner
 def _fair(drawn: IntArray, left: int, count: int, words: Words, at: int) -> int:
     """All replicas equally often, the remainder by a sample without repeats, then shuffled."""
     often, rest = left // count, left % count
@@ -256,7 +256,7 @@ def _fair(drawn: IntArray, left: int, count: int, words: Words, at: int) -> int:
     return at
 
 
-@jit
+@inner
 def _below(number: int, words: Words, at: int) -> tuple[int, int]:
     """A draw below a number from the top bits of words; draws that are too large are rejected."""
     bits = 0
@@ -270,7 +270,7 @@ def _below(number: int, words: Words, at: int) -> tuple[int, int]:
             return draw, at
 
 
-@jit
+@inner
 def fill_shares(
     slots: IntArray, count: int, drawn: IntArray, sources: Sources, share: FloatArray
 ) -> None:
@@ -304,7 +304,7 @@ def fill_shares(
             share[drawn[left]] += sources.part[source]
 
 
-@jit
+@kernel
 def shares_by_choice(
     held: IntArray, num_experts: int, sources: Sources, words: Words
 ) -> FloatArray:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import ZERO, BoolArray, FloatArray, IntArray, jit
+from eplb.core.jit import ZERO, BoolArray, FloatArray, IntArray, inner, kernel
 from eplb.core.topology import Topology
 
 MOST_PACKINGS = 5000  # above that they are not all tried
@@ -179,7 +179,7 @@ def _speeds(topology: Topology, usable: NDArray[np.bool_]) -> tuple[FloatArray, 
     return together, fastest
 
 
-@jit
+@kernel
 def replicate(
     work: FloatArray,
     zone_of_expert: IntArray,
@@ -226,7 +226,7 @@ def replicate(
     return count
 
 
-@jit
+@inner
 def _sink(heap: IntArray, size: int, each: FloatArray, top: int) -> None:
     """Restore the heap order below ``top``."""
     while True:
@@ -258,7 +258,8 @@ def pack_groups(work: FloatArray, nodes: Nodes) -> IntArray:
     alike = _nodes_are_alike(nodes)
     packings = factorial(num_groups) // factorial(each) ** num_nodes
     if packings // (factorial(num_nodes) if alike else 1) > MOST_PACKINGS:
-        return _pack_and_swap(work, nodes)
+        load = work.sum(axis=2)
+        return _pack_and_swap(work, load, np.argsort(-load, axis=1, kind="stable"), nodes)
     sets, choices = _packings(num_groups, num_nodes, alike)
     return _best_packings(work, nodes, sets, choices, alike)
 
@@ -275,13 +276,14 @@ def is_exact(num_groups: int, num_nodes: int) -> bool:
     return bool(packings <= MOST_PACKINGS)
 
 
-@jit
+@inner
 def _node_time(work: FloatArray, members: IntArray, nodes: Nodes, layer: int, node: int) -> float:
     """Time of a node that holds these groups of work [L, G, size]: its load or largest replica."""
-    size = work.shape[2]
+    size, load, largest = work.shape[2], 0.0, 0.0
     inside = np.empty((1, len(members) * size))
     for place in range(len(members)):
-        inside[0, place * size : (place + 1) * size] = work[layer, members[place]]
+        for expert in range(size):
+            inside[0, place * size + expert] = work[layer, members[place], expert]
     count = replicate(
         inside,
         np.zeros(inside.shape, dtype=np.int64),
@@ -289,12 +291,14 @@ def _node_time(work: FloatArray, members: IntArray, nodes: Nodes, layer: int, no
         np.full((1, 1), nodes.num_ranks[layer, node]),
         np.ones(inside.shape, dtype=np.int64),
     )
-    largest = (inside / count).max() / nodes.fastest[node]
-    time: float = max(inside.sum() / nodes.speed[node], largest)
+    for place in range(inside.shape[1]):  # numba compiles a loop sooner than sum() and max()
+        load += inside[0, place]
+        largest = max(largest, inside[0, place] / count[0, place])
+    time: float = max(load / nodes.speed[node], largest / nodes.fastest[node])
     return time
 
 
-@jit
+@kernel
 def _best_packings(
     work: FloatArray, nodes: Nodes, sets: IntArray, choices: IntArray, alike: bool
 ) -> IntArray:
@@ -347,9 +351,9 @@ def _packings(num_groups: int, num_nodes: int, alike: bool) -> tuple[IntArray, I
     return np.array(sets, dtype=np.int64), choices
 
 
-@jit
-def _pack_and_swap(work: FloatArray, nodes: Nodes) -> IntArray:
-    """[L, G] where there are too many packings to try them all."""
+@kernel
+def _pack_and_swap(work: FloatArray, load: FloatArray, order: IntArray, nodes: Nodes) -> IntArray:
+    """[L, G] where there are too many packings to try them all; groups by load, and in order."""
     num_layers, num_groups, _ = work.shape
     num_nodes = len(nodes.speed)
     each = num_groups // num_nodes
@@ -357,10 +361,7 @@ def _pack_and_swap(work: FloatArray, nodes: Nodes) -> IntArray:
     members = np.empty((num_nodes, each), dtype=np.int64)
     time = np.empty(num_nodes)
     for layer in range(num_layers):
-        load = np.empty(num_groups)
-        for group in range(num_groups):
-            load[group] = work[layer, group].sum()
-        _assign_heaviest_first(load, nodes.speed, members)
+        _assign_heaviest_first(load[layer], order[layer], nodes.speed, members)
         for node in range(num_nodes):
             time[node] = _node_time(work, members[node], nodes, layer, node)
         while _swap_groups(work, nodes, layer, members, time):
@@ -371,11 +372,13 @@ def _pack_and_swap(work: FloatArray, nodes: Nodes) -> IntArray:
     return node_of_group
 
 
-@jit
-def _assign_heaviest_first(load: FloatArray, speed: FloatArray, members: IntArray) -> None:
+@inner
+def _assign_heaviest_first(
+    load: FloatArray, order: IntArray, speed: FloatArray, members: IntArray
+) -> None:
     """Fill ``members`` [N, G / N]: the heaviest group to the node that then ends earliest."""
     taken, used = np.zeros(len(speed)), np.zeros(len(speed), dtype=np.int64)
-    for group in np.argsort(-load):
+    for group in order:
         best, best_time = -1, np.inf
         for node in range(len(speed)):
             time = (taken[node] + load[group]) / speed[node]
@@ -386,7 +389,7 @@ def _assign_heaviest_first(load: FloatArray, speed: FloatArray, members: IntArra
         used[best] += 1
 
 
-@jit
+@inner
 def _swap_groups(
     work: FloatArray, nodes: Nodes, layer: int, members: IntArray, time: FloatArray
 ) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import jit
+from eplb.core.jit import kernel
 from eplb.core.placement import EMPTY, Placement, by_expert
 from eplb.core.topology import Topology
 
@@ -45,7 +45,7 @@ def _load_by_share(
     return by_rank
 
 
-@jit
+@kernel
 def _rank_load(
     tokens: NDArray[np.float64],
     held: NDArray[np.int32],

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import FloatArray, IntArray, jit
+from eplb.core.jit import FloatArray, IntArray, copy_into, inner, kernel
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
@@ -135,7 +135,7 @@ class _Proposals(NamedTuple):
     loss: FloatArray  # [steps]
 
 
-@jit
+@kernel
 def _annealed(
     work: FloatArray, pairs: FloatArray, held: IntArray, slot_map: _SlotMap, proposals: _Proposals
 ) -> IntArray:
@@ -153,8 +153,13 @@ def _annealed(
             rank = slot_map.rank[slot]
             part[expert, slot_map.node[rank]] += 1.0 / replicas[expert]
             on_rank[rank, expert] = True
-            load[:, rank] += work[:, expert] / replicas[expert] * slot_map.pace[rank]
-    partners = pairs @ part  # [E, N] weight of an expert's pairs on each node
+            for window in range(len(load)):
+                load[window, rank] += work[window, expert] / replicas[expert] * slot_map.pace[rank]
+    partners = np.zeros(part.shape)  # [E, N] weight of an expert's pairs on each node
+    for one in range(num_experts):
+        for other in range(num_experts):
+            for node in range(slot_map.num_nodes):
+                partners[one, node] += pairs[one, other] * part[other, node]
     imbalance, gained, best_gain = _busiest(load), 0.0, 0.0
     now, best = held.copy(), held.copy()
     for step in range(len(proposals.loss)):
@@ -169,34 +174,51 @@ def _annealed(
             nearer = each_a * (partners[a, node_b] - partners[a, node_a])
             nearer += each_b * (partners[b, node_a] - partners[b, node_b])
             nearer -= 2.0 * each_a * each_b * pairs[a, b]
-        change = work[:, b] * each_b - work[:, a] * each_a
-        load[:, rank_a] += change * slot_map.pace[rank_a]
-        load[:, rank_b] -= change * slot_map.pace[rank_b]
+        _swap_load(load, work, slot_map.pace, (a, rank_a, each_a), (b, rank_b, each_b))
         after = _busiest(load)
         gain = imbalance - after + proposals.price * nearer
         if gain < -proposals.loss[step]:
-            load[:, rank_a] -= change * slot_map.pace[rank_a]
-            load[:, rank_b] += change * slot_map.pace[rank_b]
+            _swap_load(load, work, slot_map.pace, (b, rank_a, each_b), (a, rank_b, each_a))
             continue
         now[one], now[two] = b, a
         on_rank[rank_a, a] = on_rank[rank_b, b] = False
         on_rank[rank_a, b] = on_rank[rank_b, a] = True
         if node_a != node_b:
-            shift = pairs[:, b] * each_b - pairs[:, a] * each_a
-            partners[:, node_a] += shift
-            partners[:, node_b] -= shift
+            for expert in range(num_experts):
+                shift = pairs[expert, b] * each_b - pairs[expert, a] * each_a
+                partners[expert, node_a] += shift
+                partners[expert, node_b] -= shift
         imbalance = after
         gained += gain
         if gained > best_gain:
             best_gain = gained
-            best[:] = now
+            copy_into(best, now)
     return best
 
 
-@jit
+@inner
+def _swap_load(
+    load: FloatArray,
+    work: FloatArray,
+    pace: FloatArray,
+    one: tuple[int, int, float],
+    other: tuple[int, int, float],
+) -> None:
+    """Swap replicas of two ranks, each as expert, rank and part of the expert's tokens."""
+    (mine, here, each_mine), (theirs, there, each_theirs) = one, other
+    for window in range(len(load)):
+        change = work[window, theirs] * each_theirs - work[window, mine] * each_mine
+        load[window, here] += change * pace[here]
+        load[window, there] -= change * pace[there]
+
+
+@inner
 def _busiest(load: FloatArray) -> float:
     """Busiest rank, mean over windows."""
     total = 0.0
-    for window in load:
-        total += window.max()
+    for window in range(len(load)):
+        most = 0.0
+        for rank in range(load.shape[1]):
+            most = max(most, load[window, rank])
+        total += most
     return total / len(load)

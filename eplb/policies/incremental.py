@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import BoolArray, FloatArray, IntArray, jit
+from eplb.core.jit import BoolArray, FloatArray, IntArray, kernel
 from eplb.core.problem import Problem
 from eplb.policies.greedy import refined
 from eplb.search.legality import repaired
@@ -159,7 +159,7 @@ def frontier_of(steps: Steps, layers: IntArray) -> Frontier:
     return Frontier(layer[order], taken[order], moves[order], score[order])
 
 
-@jit
+@kernel
 def _segments(
     score: FloatArray, moves: IntArray, taken: IntArray, layers: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, FloatArray, FloatArray]:

@@ -13,6 +13,7 @@ Shapes:  L MoE layers, T windows, E experts, S slots, R ranks, M most replicas o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -27,11 +28,22 @@ from eplb.core.dispatch import (
     sources_of,
     words_for,
 )
-from eplb.core.jit import ZERO, BoolArray, FloatArray, IntArray, by_reference, jit
+from eplb.core.jit import (
+    ZERO,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    by_reference,
+    copy_into,
+    inner,
+    kernel,
+)
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
+from eplb.core.zones import zone_bound
+from eplb.search.legality import fill, repaired
 from eplb.search.local_search import FINEST_GAIN, WINDOWS_GAIN
-from eplb.search.relabel import in_place
+from eplb.search.relabel import in_place, with_most_kept
 from eplb.shares.traffic import movable
 
 LARGEST_PRICE = 1e9  # imbalance of a layer for a move: no move pays
@@ -48,6 +60,43 @@ WIDE = cast(int, np.int64(2))
 # Slot, slot of another rank, and whether the second only takes a copy.
 Change = tuple[int, int, bool]
 TRIES = 96  # changes of replicas tried in a layer
+
+
+def starts_for_rule(problem: Problem, fresh: Callable[[Problem], IntArray]) -> Iterator[Placement]:
+    """Placements that the search starts from: the current one made legal, and one changed further.
+
+    The search fills no slot, and moves no expert group to another node. In the second start no slot
+    is empty, and layers are of a fresh plan where a group is on several nodes, and where other
+    nodes for the groups allow so much better balance that this pays for moving half of the slots.
+
+    Args:
+        problem: within its budget of moves; layers that cannot serve are exempt.
+        fresh: [L, S] a fresh plan.
+    """
+    current = problem.current
+    assert current is not None, "there is a placement to start from"
+    base, frame = current.slot_to_expert.astype(np.int64), problem.serving_frame
+    most, num_slots, generation = problem.max_moves, current.num_slots, current.generation + 1
+    plain = repaired(problem, frame, base)
+    held = plain.copy()
+    yield Placement(plain.astype(np.int32), problem.num_experts, generation)
+    work = np.ascontiguousarray(problem.scaled.mean(axis=1))
+    gain = zone_bound(work, frame.zones) - zone_bound(work, problem.frame.zones)
+    gain[problem.ungrouped] = np.inf
+    layers = np.flatnonzero(gain > problem.price * (num_slots / 2))
+    layers = layers[np.argsort(-gain[layers], kind="stable")]
+    moves = int(((base != held) & (held >= 0)).sum())
+    if most is not None:
+        within = np.isinf(gain[layers]) | (moves + num_slots * (1 + np.arange(len(layers))) <= most)
+        layers = layers[within]
+    if layers.size:
+        part = problem.of_layers(layers)
+        held[layers] = with_most_kept(part, fresh(part), current.slot_to_expert[layers])
+        moves = int(((base != held) & (held >= 0)).sum())
+    others = np.setdiff1d(np.arange(len(held)), layers)
+    fill(problem, frame, held, others, None if most is None else most - moves)
+    if (held != plain).any():
+        yield Placement(held.astype(np.int32), problem.num_experts, generation)
 
 
 def balanced_for_rule(problem: Problem, placement: Placement) -> Placement:
@@ -114,7 +163,7 @@ class Dispatched:
 new_dispatched = by_reference(Dispatched)
 
 
-@jit
+@inner
 def recompute(layer: Dispatched, sources: Sources, words: Words, at: int) -> int:
     """Compute counts, draws, shares and times from ``held``; the next layer's first word."""
     slots, count = replica_slots(layer.held, len(layer.count))
@@ -123,7 +172,7 @@ def recompute(layer: Dispatched, sources: Sources, words: Words, at: int) -> int
         for place in range(slots.shape[1]):
             layer.slots[expert, place] = slots[expert, place]
     at = draw_layer(layer.slots, layer.count, sources, words, at, layer.drawn)
-    layer.time[:] = 0.0
+    layer.time.fill(0.0)
     for expert in range(len(count)):
         fill_shares(
             layer.slots[expert], count[expert], layer.drawn[expert], sources, layer.share[expert]
@@ -132,7 +181,7 @@ def recompute(layer: Dispatched, sources: Sources, words: Words, at: int) -> int
     return at
 
 
-@jit
+@inner
 def add_load(layer: Dispatched, time: FloatArray, expert: int, sign: float) -> None:
     """Add the time of an expert's replicas to the ranks' times; a sign of -1 subtracts it."""
     for place in range(layer.count[expert]):
@@ -142,7 +191,7 @@ def add_load(layer: Dispatched, time: FloatArray, expert: int, sign: float) -> N
             time[rank, window] += part * layer.work[expert, window]
 
 
-@jit
+@inner
 def score_of_time(layer: Dispatched, time: FloatArray) -> float:
     """Mean over windows of the busiest rank's time [R, T]."""
     score = 0.0
@@ -154,7 +203,7 @@ def score_of_time(layer: Dispatched, time: FloatArray) -> float:
     return score
 
 
-@jit
+@inner
 def spread_of_time(layer: Dispatched, time: FloatArray) -> float:
     """Mean over windows of the ranks' squared times [R, T]."""
     spread = 0.0
@@ -164,7 +213,7 @@ def spread_of_time(layer: Dispatched, time: FloatArray) -> float:
     return spread
 
 
-@jit
+@inner
 def place_of(layer: Dispatched, slot: int) -> int:
     """Index of a slot among the replicas of its expert."""
     expert = layer.held[slot]
@@ -174,7 +223,7 @@ def place_of(layer: Dispatched, slot: int) -> int:
     return -1
 
 
-@jit
+@inner
 def on_rank(layer: Dispatched, expert: int, rank: int) -> bool:
     """Whether a rank holds an expert."""
     for place in range(layer.count[expert]):
@@ -191,7 +240,7 @@ class Terms(NamedTuple):
     most_moves: int  # -1: any number
 
 
-@jit
+@inner
 def promising_changes(
     layer: Dispatched,
     sources: Sources,
@@ -256,19 +305,19 @@ def promising_changes(
     return found, changes
 
 
-@jit
+@inner
 def _insert(changes: IntArray, gains: FloatArray, found: int, change: Change, gain: float) -> None:
     """Insert a change by its gain; the last one is dropped if the list is full."""
     place = found - 1
     while place > 0 and gains[place - 1] < gain:
         gains[place] = gains[place - 1]
-        changes[place] = changes[place - 1]
+        copy_into(changes[place], changes[place - 1])
         place -= 1
     gains[place] = gain
     changes[place, 0], changes[place, 1], changes[place, 2] = change[0], change[1], int(change[2])
 
 
-@jit
+@inner
 def _busiest(layer: Dispatched) -> IntArray:
     """[T, 3] the busiest ranks of each window; -1 where there are fewer."""
     top = np.zeros((len(layer.weight), 3), dtype=np.int64)
@@ -286,18 +335,20 @@ def _busiest(layer: Dispatched) -> IntArray:
     return top
 
 
-@jit
+@inner
 def _coldest(layer: Dispatched) -> int:
     """The rank with the least time among those that experts may move to."""
     coldest, least = 0, np.inf
     for rank in range(len(layer.time)):
-        time = (layer.time[rank] * layer.weight).sum()
+        time = 0.0
+        for window in range(len(layer.weight)):
+            time += layer.time[rank, window] * layer.weight[window]
         if layer.zone[rank] >= 0 and time < least:
             coldest, least = rank, time
     return coldest
 
 
-@jit
+@inner
 def _score_after(layer: Dispatched, change: Change, top: IntArray, plain: bool) -> float:
     """The score after a swap of two experts with one replica; for others an estimate of two ranks.
 
@@ -330,7 +381,7 @@ def _score_after(layer: Dispatched, change: Change, top: IntArray, plain: bool) 
     return score
 
 
-@jit
+@inner
 def _may_swap(layer: Dispatched, one: int, other: int) -> bool:
     mine, theirs = layer.held[one], layer.held[other]
     if theirs < 0 or mine == theirs:
@@ -343,7 +394,7 @@ def _may_swap(layer: Dispatched, one: int, other: int) -> bool:
     return not on_rank(layer, mine, there)
 
 
-@jit
+@inner
 def moves_added(layer: Dispatched, change: Change) -> int:
     """How many moves from the base a change adds; negative where it undoes some."""
     if len(layer.resident) == 0:
@@ -357,10 +408,11 @@ def moves_added(layer: Dispatched, change: Change) -> int:
     return more
 
 
-@jit
+@inner
 def _spread_after(layer: Dispatched, sources: Sources, change: Change, trial: FloatArray) -> float:
     """Variance of the ranks' times after a change, if the draws stay the same."""
-    trial[:] = layer.time
+    for rank in range(len(trial)):
+        copy_into(trial[rank], layer.time[rank])
     for number in range(2):
         expert = layer.held[change[0]] if number == 0 else layer.held[change[1]]
         add_load(layer, trial, expert, -1.0)
@@ -368,7 +420,7 @@ def _spread_after(layer: Dispatched, sources: Sources, change: Change, trial: Fl
     return spread_of_time(layer, trial)
 
 
-@jit
+@inner
 def _add_changed(
     layer: Dispatched, sources: Sources, expert: int, change: Change, trial: FloatArray
 ) -> None:
@@ -376,7 +428,8 @@ def _add_changed(
     one, other, copies = change
     count = layer.count[expert]
     slots = np.empty(count + 1, dtype=np.int64)
-    slots[:count] = layer.slots[expert, :count]
+    for place in range(count):
+        slots[place] = layer.slots[expert, place]
     if layer.held[one] == expert:
         if copies:
             slots[count] = other
@@ -388,7 +441,12 @@ def _add_changed(
         count -= 1
     else:
         slots[place_of(layer, other)] = one
-    slots = np.sort(slots[:count])
+    for place in range(1, count):  # in order: numba compiles a sort slowly
+        slot = slots[place]
+        while place > 0 and slots[place - 1] > slot:
+            slots[place] = slots[place - 1]
+            place -= 1
+        slots[place] = slot
     share = np.empty(count)
     drawn = layer.drawn[expert]
     if count != layer.count[expert]:
@@ -401,7 +459,7 @@ def _add_changed(
             trial[rank, window] += part * layer.work[expert, window]
 
 
-@jit
+@kernel
 def improve_layers(
     work: FloatArray,
     weight: FloatArray,
@@ -459,10 +517,10 @@ def improve_layers(
         at = end
 
 
-@jit
+@inner
 def _fill_residents(resident: BoolArray, held: IntArray, base: IntArray, rank: IntArray) -> int:
     """Fill in the experts of the base by rank; return the moves from the base to ``held``."""
-    resident[:] = False
+    resident.fill(False)
     for slot in range(len(base)):
         if base[slot] >= 0:
             resident[rank[slot], base[slot]] = True
@@ -472,7 +530,7 @@ def _fill_residents(resident: BoolArray, held: IntArray, base: IntArray, rank: I
     return moves
 
 
-@jit
+@inner
 def _descend(
     layer: Dispatched,
     sources: Sources,
@@ -502,9 +560,9 @@ def _descend(
             now = score_of_time(layer, layer.time)
             if now < score - ROUNDING - terms.min_gain * max(then - moves, 0):
                 score, moves, gained = now, then, True
-                best[:] = layer.held
+                copy_into(best, layer.held)
                 break
-            layer.held[:] = best
+            copy_into(layer.held, best)
             end = recompute(layer, sources, words, at)
         if not gained and reach == WIDE:
             break
@@ -512,7 +570,7 @@ def _descend(
     return moves, end
 
 
-@jit
+@inner
 def _swap_single_replicas(
     layer: Dispatched, sources: Sources, terms: Terms, number: int, moves: int, trial: FloatArray
 ) -> int:
@@ -537,7 +595,7 @@ def _swap_single_replicas(
     return moves
 
 
-@jit
+@inner
 def apply_change(layer: Dispatched, change: Change) -> None:
     """Swap two slots, or copy the expert of the first into the second."""
     one, other, copies = change

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.core.jit import NONE, FloatArray, IntArray, by_reference, jit
+from eplb.core.jit import NONE, FloatArray, IntArray, by_reference, inner
 from eplb.search.layer import Layer, Search, may_move, move_cost, replica_time
 
 # slot, the expert it gets, another slot, the expert that one gets; -1 for no slot and for empty
@@ -54,7 +54,7 @@ class Outline:
 new_outline = by_reference(Outline)
 
 
-@jit
+@inner
 def outline(search: Search, hot: int) -> Outline:
     """Sum up the windows in which ``hot`` is the busiest rank."""
     layer = search.layer
@@ -88,7 +88,7 @@ def outline(search: Search, hot: int) -> Outline:
     return new_outline(hot, windows, num_hot, summed, relief, gap, _least_moves(search))
 
 
-@jit
+@inner
 def _least_moves(search: Search) -> FloatArray:
     """[R] FREE on a rank that can get back an expert which it held before, else 1."""
     resident = search.resident
@@ -100,7 +100,7 @@ def _least_moves(search: Search) -> FloatArray:
     return least
 
 
-@jit
+@inner
 def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
     """The best swap between a slot of the hot rank and a slot of any other, above ``score``."""
     layer, hot, resident, counts_moves = (
@@ -160,7 +160,7 @@ def best_swap(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     return score, best
 
 
-@jit
+@inner
 def _may_swap(search: Search, mine: int, hot: int, theirs: int, rank: int) -> bool:
     """Whether two experts, or one and an empty slot, may swap their ranks."""
     if not may_move(search, mine, hot, rank):
@@ -168,7 +168,7 @@ def _may_swap(search: Search, mine: int, hot: int, theirs: int, rank: int) -> bo
     return theirs < 0 or may_move(search, theirs, rank, hot)
 
 
-@jit
+@inner
 def _swap_gain(
     windows: Windows,
     ranks: tuple[int, int],
@@ -201,7 +201,7 @@ def _swap_gain(
     return gain
 
 
-@jit
+@inner
 def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
     """The best new replica above ``score``: of an expert of the hot rank, or in place of one."""
     layer, hot, each = search.layer, bound.hot, bound.each
@@ -303,7 +303,7 @@ def best_copy(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     return score, best
 
 
-@jit
+@inner
 def _worth_copying(layer: Layer, bound: Outline, needed: float) -> IntArray:
     """Experts of the hot rank of which one more replica reduces its load by more than needed."""
     first, end = layer.first_slot[bound.hot], layer.first_slot[bound.hot + 1]
@@ -316,7 +316,7 @@ def _worth_copying(layer: Layer, bound: Outline, needed: float) -> IntArray:
     return chosen[:number]
 
 
-@jit
+@inner
 def _added_load(layer: Layer, bound: Outline, leaves: int) -> float:
     """Load that each other replica of ``leaves`` takes over when one is removed."""
     heavier = 0.0
@@ -327,7 +327,7 @@ def _added_load(layer: Layer, bound: Outline, leaves: int) -> float:
     return heavier
 
 
-@jit
+@inner
 def best_drop(search: Search, bound: Outline, score: float) -> tuple[float, Change]:
     """The best slot of the hot rank to empty, above ``score``: this needs no move."""
     layer, hot = search.layer, bound.hot
@@ -343,7 +343,7 @@ def best_drop(search: Search, bound: Outline, score: float) -> tuple[float, Chan
     return score, best
 
 
-@jit
+@inner
 def _copy_gain(
     layer: Layer, bound: Outline, rank: int, leaves: int, expert: int, needed: float
 ) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from eplb.core.constraints import ConstraintArrays
 from eplb.core.demand import Demand
-from eplb.core.jit import NONE, BoolArray, FloatArray, IntArray, by_reference, jit
+from eplb.core.jit import NONE, BoolArray, FloatArray, IntArray, by_reference, inner
 from eplb.core.zones import Ranks
 
 
@@ -48,7 +48,7 @@ class Layer:
 new_layer = by_reference(Layer)
 
 
-@jit
+@inner
 def open_layer(
     demand: Demand, held: IntArray, zone_of_expert: IntArray, ranks: Ranks, number: int
 ) -> Layer:
@@ -111,7 +111,7 @@ def open_layer(
     return layer
 
 
-@jit
+@inner
 def curve_at(layer: Layer, tokens: float) -> float:
     """Time of a replica that gets so many tokens a step, interpolated on the curve.
 
@@ -133,14 +133,14 @@ def curve_at(layer: Layer, tokens: float) -> float:
     return time
 
 
-@jit
+@inner
 def replica_time(layer: Layer, expert: int, window: int, replicas: int) -> float:
     """Time of one of so many replicas of an expert."""
     time: float = layer.rate[window] * curve_at(layer, layer.tokens[expert, window] / replicas)
     return time
 
 
-@jit
+@inner
 def recount(layer: Layer) -> None:
     """Compute counts, holders and times from ``held`` for the first time."""
     layer.head.fill(-1)
@@ -153,7 +153,7 @@ def recount(layer: Layer) -> None:
         update_rank_time(layer, rank)
 
 
-@jit
+@inner
 def _update_expert_time(layer: Layer, expert: int) -> None:
     each, tokens, rate = layer.each, layer.tokens, layer.rate
     # In the middle of a swap an expert may have no slot.
@@ -166,7 +166,7 @@ def _update_expert_time(layer: Layer, expert: int) -> None:
             each[expert, window] = replica_time(layer, expert, window, replicas)
 
 
-@jit
+@inner
 def update_rank_time(layer: Layer, rank: int) -> None:
     """Sum the time of a rank from its slots, so that rounding errors do not accumulate."""
     if layer.zone[rank] < 0:
@@ -181,7 +181,7 @@ def update_rank_time(layer: Layer, rank: int) -> None:
         times[rank, window] = time * slow
 
 
-@jit
+@inner
 def _add_replica(layer: Layer, slot: int, expert: int) -> None:
     """Put an expert into an empty slot and update counts and holders, but not times."""
     layer.following[slot] = layer.head[expert]
@@ -191,7 +191,7 @@ def _add_replica(layer: Layer, slot: int, expert: int) -> None:
     layer.held[slot] = expert
 
 
-@jit
+@inner
 def _remove_replica(layer: Layer, slot: int) -> None:
     """Empty a slot and update counts and holders, but not times."""
     following, expert = layer.following, layer.held[slot]
@@ -207,7 +207,7 @@ def _remove_replica(layer: Layer, slot: int) -> None:
     following[before] = following[slot]
 
 
-@jit
+@inner
 def _update_times(layer: Layer, expert: int) -> None:
     """Update the times of an expert's replicas and of the ranks that hold them."""
     _update_expert_time(layer, expert)
@@ -217,7 +217,7 @@ def _update_times(layer: Layer, expert: int) -> None:
         slot = layer.following[slot]
 
 
-@jit
+@inner
 def set_expert(layer: Layer, slot: int, expert: int) -> None:
     """Put another expert into a slot, or none, and update counts, holders and times."""
     leaves = layer.held[slot]
@@ -231,7 +231,7 @@ def set_expert(layer: Layer, slot: int, expert: int) -> None:
     update_rank_time(layer, layer.rank_of_slot[slot])
 
 
-@jit
+@inner
 def swap_slots(layer: Layer, slot: int, other: int) -> None:
     """Swap the experts of two slots of two ranks: no count changes, so only two rank times do."""
     mine, theirs = layer.held[slot], layer.held[other]
@@ -246,7 +246,7 @@ def swap_slots(layer: Layer, slot: int, other: int) -> None:
     update_rank_time(layer, layer.rank_of_slot[other])
 
 
-@jit
+@inner
 def restore(layer: Layer, wanted: IntArray) -> None:
     """Restore the experts of an earlier state [S], with counts, holders and times.
 
@@ -269,7 +269,7 @@ def restore(layer: Layer, wanted: IntArray) -> None:
             update_rank_time(layer, rank_of_slot[slot])
 
 
-@jit
+@inner
 def measure(layer: Layer) -> float:
     """Find the busiest ranks, weigh the windows, and return the score."""
     times, top, counts, weight = layer.time, layer.top, layer.counts, layer.weight
@@ -296,7 +296,7 @@ def measure(layer: Layer) -> float:
     return score
 
 
-@jit
+@inner
 def _count_worst(layer: Layer) -> None:
     """Add the tail's part of the score to the weights of the worst windows."""
     times, top, weight = layer.time, layer.top, layer.weight
@@ -347,7 +347,7 @@ class Search:
 new_search = by_reference(Search)
 
 
-@jit
+@inner
 def empty_residents(
     num_ranks: int, num_experts: int, num_nodes: int, far_move_cost: float
 ) -> ResidentExperts:
@@ -362,7 +362,7 @@ def empty_residents(
     )
 
 
-@jit
+@inner
 def fill_residents(resident: ResidentExperts, held: IntArray, base: IntArray, ranks: Ranks) -> int:
     """Fill in the experts of ``base`` [S] by rank; return the moves from ``base`` to ``held``."""
     for rank in range(len(ranks.zone)):
@@ -382,7 +382,7 @@ def fill_residents(resident: ResidentExperts, held: IntArray, base: IntArray, ra
     return moves
 
 
-@jit
+@inner
 def clear_residents(resident: ResidentExperts, base: IntArray, ranks: Ranks) -> None:
     """Clear what ``fill_residents`` filled in."""
     for rank in range(len(ranks.zone)):
@@ -392,7 +392,7 @@ def clear_residents(resident: ResidentExperts, base: IntArray, ranks: Ranks) -> 
                 resident.on_node[expert, ranks.node[rank]] = False
 
 
-@jit
+@inner
 def move_cost(resident: ResidentExperts, rank: int, expert: int) -> float:
     """How many moves it counts as to bring an expert to a rank."""
     if resident.on_rank[expert, rank]:
@@ -400,7 +400,7 @@ def move_cost(resident: ResidentExperts, rank: int, expert: int) -> float:
     return 1.0 if resident.on_node[expert, resident.node[rank]] else resident.far_move_cost
 
 
-@jit
+@inner
 def open_search(
     layer: Layer, constraints: ConstraintArrays, number: int, resident: ResidentExperts
 ) -> Search:
@@ -418,7 +418,7 @@ def open_search(
     )
 
 
-@jit
+@inner
 def may_move(search: Search, expert: int, rank: int, to: int) -> bool:
     """Whether an expert may move from a rank to rank ``to`` (NONE: be removed) by its constraints.
 
@@ -434,7 +434,7 @@ def may_move(search: Search, expert: int, rank: int, to: int) -> bool:
     return domains_then >= needed and (is_safe_then or not is_safe)
 
 
-@jit
+@inner
 def coverage(search: Search, expert: int, without: int, plus: int) -> tuple[int, bool]:
     """Number of failure domains that hold an expert, and whether a ready rank holds it."""
     layer, domain, ready = search.layer, search.domain, search.ready

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from eplb.core.constraints import ConstraintArrays, constraint_arrays
 from eplb.core.demand import Demand
-from eplb.core.jit import NONE, ZERO, BoolArray, IntArray, jit
+from eplb.core.jit import NONE, ZERO, BoolArray, IntArray, inner, kernel
 from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Frame, Problem
 from eplb.core.zones import Ranks, nodes_of_groups
@@ -41,7 +41,7 @@ def illegal_layers(problem: Problem, placement: Placement) -> BoolArray:
     return _illegal(held, first_slot, problem.room, problem.num_experts)
 
 
-@jit
+@kernel
 def _illegal(
     held: NDArray[np.int32], first_slot: IntArray, room: IntArray, num_experts: int
 ) -> BoolArray:
@@ -125,6 +125,44 @@ def repaired(problem: Problem, frame: Frame, base: IntArray) -> IntArray:
     return held
 
 
+def fill(
+    problem: Problem, frame: Frame, held: IntArray, layers: NDArray[np.intp], most: int | None
+) -> None:
+    """Put replicas into the empty slots of some layers of ``held`` [L, S], in place.
+
+    At most so many; None: all. The largest load per replica first, on the least busy rank of its
+    zone that does not have it. Slots that no expert of their zone may use stay empty.
+    """
+    topology, zones, left = problem.topology, frame.zones, held.size if most is None else most
+    rank, speed = topology.rank_of_slot, topology.rank_speed
+    is_usable = np.arange(held.shape[1]) - topology.first_slot[rank] < zones.ranks.room[:, rank]
+    load = problem.total / np.maximum(problem.total.mean(axis=1, keepdims=True), 1e-300)
+    for layer in layers[((held < 0) & is_usable)[layers].any(axis=1)]:
+        row = held[layer]
+        used = row >= 0
+        holds = np.zeros((topology.num_ranks, problem.num_experts), dtype=np.bool_)
+        holds[rank[used], row[used]] = True
+        count = np.maximum(holds.sum(axis=0), 1)
+        each = load[layer] / count
+        time = holds @ each / speed
+        free = np.bincount(rank[~used & is_usable[layer]], minlength=topology.num_ranks)
+        while left > 0 and (free > 0).any():
+            may_hold = (zones.ranks.zone[:, None] == zones.of_expert[layer]) & ~holds
+            may_hold &= (free > 0)[:, None]
+            open_to = may_hold.any(axis=0)
+            if not open_to.any():
+                break
+            expert = int(np.argmax(np.where(open_to, each, -1.0)))
+            to = int(np.argmin(np.where(may_hold[:, expert], time, np.inf)))
+            row[np.flatnonzero((row < 0) & is_usable[layer] & (rank == to))[0]] = expert
+            free[to] -= 1
+            left -= 1
+            holds[to, expert] = True
+            count[expert] += 1
+            each[expert] = load[layer, expert] / count[expert]
+            time = holds @ each / speed
+
+
 def enforce(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> None:
     """Repair ``held`` [L, S] in place where it violates constraints.
 
@@ -152,7 +190,7 @@ def enforce(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> N
         )
 
 
-@jit
+@kernel
 def clear_illegal_slots(held: IntArray, zone_of_expert: IntArray, ranks: Ranks) -> None:
     """Empty the slots of ``held`` [L, S] that violate a rule, in place.
 
@@ -174,7 +212,7 @@ def clear_illegal_slots(held: IntArray, zone_of_expert: IntArray, ranks: Ranks) 
                     held[layer, slot] = -1
 
 
-@jit
+@kernel
 def _enforce(
     demand: Demand, held: IntArray, ranks: Ranks, constraints: ConstraintArrays, order: IntArray
 ) -> IntArray:
@@ -193,7 +231,7 @@ def _enforce(
     return failed
 
 
-@jit
+@inner
 def _violates(search: Search, expert: int, wanted: BoolArray) -> bool:
     """Whether an expert violates constraints; fills in [R] ranks of which one should get it."""
     layer, domain = search.layer, search.domain
@@ -220,7 +258,7 @@ def _violates(search: Search, expert: int, wanted: BoolArray) -> bool:
     return True
 
 
-@jit
+@inner
 def _repair(search: Search, expert: int, wanted: BoolArray) -> bool:
     """Add a replica on one of these ranks; False if no slot is found."""
     layer = search.layer
@@ -248,7 +286,7 @@ def _repair(search: Search, expert: int, wanted: BoolArray) -> bool:
     return True
 
 
-@jit
+@inner
 def _time_with(layer: Layer, rank: int, expert: int, other: int) -> float:
     """Time of a rank if ``expert`` were there in place of ``other``."""
     mean = 0.0
@@ -260,7 +298,7 @@ def _time_with(layer: Layer, rank: int, expert: int, other: int) -> float:
     return mean
 
 
-@jit
+@inner
 def _displace(search: Search, expert: int, wanted: BoolArray) -> bool:
     """Move an expert that may not be removed from a wanted rank to a third one, and use its slot.
 
@@ -289,7 +327,7 @@ def _displace(search: Search, expert: int, wanted: BoolArray) -> bool:
     return False
 
 
-@jit
+@inner
 def _own_to_swap(search: Search, expert: int, rank: int, other: int) -> int:
     """A slot of ``expert`` whose swap with ``other`` on a rank repairs the constraint, else -1."""
     layer = search.layer

@@ -23,7 +23,7 @@ import numpy as np
 
 from eplb.core.constraints import ConstraintArrays
 from eplb.core.demand import Demand
-from eplb.core.jit import NONE, FloatArray, IntArray, copy_into, jit
+from eplb.core.jit import NONE, FloatArray, IntArray, copy_into, inner, kernel
 from eplb.core.problem import Frame, Problem
 from eplb.core.topology import Topology
 from eplb.core.zones import Ranks
@@ -236,7 +236,7 @@ def _on_threads(work: Callable[[IntArray], object], layers: IntArray, num_thread
         list(threads.map(work, [layers[first::parts].copy() for first in range(parts)]))
 
 
-@jit
+@kernel
 def _work(task: Task, steps: Steps, progress: Progress, layers: IntArray) -> None:
     """One round of some layers."""
     held, base, ranks, rules = task.held, task.base, task.ranks, task.rules
@@ -265,7 +265,7 @@ def _work(task: Task, steps: Steps, progress: Progress, layers: IntArray) -> Non
             clear_residents(resident, base[number], ranks)
 
 
-@jit
+@inner
 def _work_on(
     task: Task,
     steps: Steps,
@@ -311,7 +311,7 @@ def _work_on(
             progress.phase[number] = ENDED
 
 
-@jit
+@inner
 def score_at_once(demand: Demand, held: IntArray, ranks: Ranks, number: int) -> float:
     """A layer's score without ``open_layer``, for one window and no curve; else infinity.
 
@@ -337,7 +337,7 @@ def score_at_once(demand: Demand, held: IntArray, ranks: Ranks, number: int) -> 
     return busiest
 
 
-@jit
+@inner
 def is_busy(demand: Demand, number: int) -> bool:
     """Whether any window of a layer counts."""
     for window in range(len(demand.weight)):
@@ -351,7 +351,7 @@ Record = tuple[IntArray, IntArray, FloatArray, IntArray]
 Made = tuple[int, int]
 
 
-@jit
+@inner
 def descend(
     search: Search,
     target: float,
@@ -400,7 +400,7 @@ def descend(
     return made, best
 
 
-@jit
+@inner
 def make_change(layer: Layer, change: Change) -> None:
     """Apply a change to a layer."""
     if change[2] >= 0:
@@ -409,7 +409,7 @@ def make_change(layer: Layer, change: Change) -> None:
         set_expert(layer, change[0], change[1])
 
 
-@jit
+@inner
 def _count_kept(search: Search) -> None:
     """Count the resident experts that each rank still has."""
     layer, resident = search.layer, search.resident
@@ -419,7 +419,7 @@ def _count_kept(search: Search) -> None:
         resident.kept[rank] += expert >= 0 and resident.on_rank[expert, rank]
 
 
-@jit
+@inner
 def _count_moves(search: Search, change: Change) -> int:
     """How many moves from the base a change adds; negative where it undoes some."""
     layer, resident, moves = search.layer, search.resident, 0
@@ -439,7 +439,7 @@ def _count_moves(search: Search, change: Change) -> int:
     return moves
 
 
-@jit
+@inner
 def best_change(search: Search, copies: int, min_gain: float) -> Change:
     """The change with the most gain per move for the busiest rank, else the next; slot -1: none."""
     layer = search.layer
@@ -467,7 +467,7 @@ def best_change(search: Search, copies: int, min_gain: float) -> Change:
     return (-1, -1, -1, -1)
 
 
-@jit
+@inner
 def perturb_layer(search: Search, rules: Rules, most: int, perturbed: IntArray) -> tuple[int, bool]:
     """Perturb a layer for about so many steps and restore the best state.
 
@@ -511,14 +511,14 @@ def perturb_layer(search: Search, rules: Rules, most: int, perturbed: IntArray) 
     return spent, spent < most
 
 
-@jit
+@inner
 def _draw(state: IntArray, below: int) -> int:
     """A number below another: a linear congruential generator modulo 2**31."""
     state[0] = (state[0] * 1103515245 + 12345) % 2147483648
     return int((state[0] >> 8) % below)
 
 
-@jit
+@inner
 def _change_at_random(search: Search, state: IntArray, first: int, end: int) -> None:
     """Put another expert into one of these slots, or swap it with any other slot."""
     layer = search.layer

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.core.jit import FloatArray, IntArray, by_reference, jit
+from eplb.core.jit import FloatArray, IntArray, by_reference, inner, kernel
 from eplb.core.zones import Ranks
 
 
-@jit
+@inner
 def has(held: IntArray, first: int, end: int, expert: int) -> bool:
     """Whether one of these slots holds the expert."""
     for slot in range(first, end):  # noqa: SIM110 (numba compiles a loop sooner than any())
@@ -63,7 +63,7 @@ def _heaviest_first(each: FloatArray) -> IntArray:
     return order
 
 
-@jit
+@kernel
 def _pack(
     each: FloatArray, order: IntArray, count: IntArray, zone_of_expert: IntArray, ranks: Ranks
 ) -> IntArray:
@@ -105,7 +105,7 @@ def _pack(
     return held
 
 
-@jit
+@inner
 def _enter(filling: Filling, zone: int) -> None:
     """Start the tournament of a zone's ranks with free slots."""
     ends, winner = filling.ends, filling.winner
@@ -118,14 +118,14 @@ def _enter(filling: Filling, zone: int) -> None:
         _decide(winner, ends, match)
 
 
-@jit
+@inner
 def _decide(winner: IntArray, ends: FloatArray, match: int) -> None:
     """Winner of a match: the less busy of two ranks; at a tie the first, which is the lower."""
     left, right = winner[2 * match], winner[2 * match + 1]
     winner[match] = left if ends[left] <= ends[right] else right
 
 
-@jit
+@inner
 def _rematch(filling: Filling, rank: int, end: float) -> None:
     """Change the load of a rank in the tournament, and replay its matches."""
     ends, winner = filling.ends, filling.winner
@@ -136,7 +136,7 @@ def _rematch(filling: Filling, rank: int, end: float) -> None:
         match //= 2
 
 
-@jit
+@inner
 def _place(filling: Filling, rank: int, expert: int) -> None:
     filling.held[filling.first_slot[rank] + filling.used[rank]] = expert
     filling.used[rank] += 1
@@ -144,14 +144,14 @@ def _place(filling: Filling, rank: int, expert: int) -> None:
     filling.last[rank] = expert
 
 
-@jit
+@inner
 def _end(filling: Filling, rank: int) -> float:
     is_full = filling.used[rank] == filling.room[rank]
     end: float = np.inf if is_full else filling.load[rank]
     return end
 
 
-@jit
+@inner
 def _fill(filling: Filling, expert: int, count: int) -> int:
     """Place replicas on the least busy ranks, all of one speed; return how many were placed."""
     if count == 1:  # nearly all of them
@@ -174,7 +174,7 @@ def _fill(filling: Filling, expert: int, count: int) -> int:
     return placed
 
 
-@jit
+@inner
 def _scan(filling: Filling, expert: int, count: int) -> int:
     """Place replicas on ranks of any speeds; return how many were placed."""
     for placed in range(count):
@@ -190,7 +190,7 @@ def _scan(filling: Filling, expert: int, count: int) -> int:
     return count
 
 
-@jit
+@inner
 def _swap_in(filling: Filling, expert: int, zone: int) -> None:
     """Move another replica into a free slot of a rank that has ``expert``, and use its slot."""
     held, each, load, slowness = filling.held, filling.each, filling.load, filling.slowness

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import IntArray, jit
+from eplb.core.jit import IntArray, kernel
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 
@@ -33,7 +33,7 @@ def in_place(
     return keep_in_place(held, base.astype(np.int64), topology.first_slot, room)
 
 
-@jit
+@kernel
 def keep_in_place(held: IntArray, base: IntArray, first_slot: IntArray, room: IntArray) -> IntArray:
     """[L, S] the same experts on the same ranks; those that ``base`` has there keep its slots."""
     num_layers, num_slots = held.shape
@@ -132,7 +132,7 @@ def _alike(kind: IntArray, room: IntArray) -> list[IntArray]:
     return found
 
 
-@jit
+@kernel
 def _in_common(base: IntArray, held: IntArray) -> IntArray:
     """[n, n] number of experts that the rank of a row has and that of a column will have."""
     num_ranks, num_slots = base.shape
@@ -157,7 +157,7 @@ def _in_common(base: IntArray, held: IntArray) -> IntArray:
     return common
 
 
-@jit
+@kernel
 def _keep_singles(held: IntArray, base: IntArray, first_slot: IntArray, kinds: IntArray) -> None:
     """Exchange in place; ``kinds`` [L, R] numbers sets of equal ranks, -1: not exchanged."""
     num_ranks, num_experts = kinds.shape[1], 1 + max(held.max(), base.max())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.core.jit import FloatArray, IntArray, by_reference, copy_into, jit
+from eplb.core.jit import FloatArray, IntArray, by_reference, copy_into, inner, kernel
 from eplb.core.zones import Ranks
 
 # The objective: weight of the mean over the worst windows (the rest: over all), and their part.
@@ -34,7 +34,7 @@ FARTHEST = 2.0  # largest change of an exponent in a step: beyond it the slope i
 FLAT = 1e-9  # slopes that differ by less are equal
 
 
-@jit
+@kernel
 def split_layers(
     work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks
 ) -> tuple[FloatArray, FloatArray]:
@@ -55,7 +55,7 @@ def split_layers(
     return share, objective
 
 
-@jit
+@inner
 def split_layer(
     work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks
 ) -> tuple[FloatArray, float, float]:
@@ -91,7 +91,7 @@ def split_layer(
     return best, start, least
 
 
-@jit
+@inner
 def _patience(split: Split) -> int:
     """Sweeps without gain after which a stage ends: more where sweeps are cheap."""
     num_shared = 0
@@ -101,7 +101,7 @@ def _patience(split: Split) -> int:
     return max(2, SHIFTS // max(1, num_shared * len(split.weight)))
 
 
-@jit
+@inner
 def _soften(split: Split, doublings: int) -> float:
     """Compute the softened maximum from the times, and return the objective."""
     num_ranks, num_windows = split.time.shape
@@ -118,7 +118,7 @@ def _soften(split: Split, doublings: int) -> float:
     return _weigh(split)
 
 
-@jit
+@inner
 def _sharpened(part: float, doublings: int) -> float:
     """Raise a part of the busiest time to the power of 2**doublings."""
     for _ in range(doublings):
@@ -126,7 +126,7 @@ def _sharpened(part: float, doublings: int) -> float:
     return part
 
 
-@jit
+@inner
 def _weigh(split: Split) -> float:
     """Weigh the windows, the worst ones more; return the objective."""
     worst, weights, prior = split.worst, split.weight, split.prior
@@ -154,7 +154,7 @@ def _weigh(split: Split) -> float:
     return objective
 
 
-@jit
+@inner
 def _bound(split: Split) -> float:
     """Lower bound for any shares: with these weights, each expert on its cheapest replica."""
     bound = 0.0
@@ -167,7 +167,7 @@ def _bound(split: Split) -> float:
     return bound
 
 
-@jit
+@inner
 def _sweep(split: Split, doublings: int) -> float:
     """Shift tokens of every replicated expert by its slopes; return the load that moved."""
     moved = 0.0
@@ -180,7 +180,7 @@ def _sweep(split: Split, doublings: int) -> float:
     return moved
 
 
-@jit
+@inner
 def _steepest(split: Split, expert: int) -> tuple[int, int, float, float]:
     """Slots with the largest and the smallest slope of an expert's share, and these slopes.
 
@@ -203,7 +203,7 @@ def _steepest(split: Split, expert: int) -> tuple[int, int, float, float]:
     return high, low, highest, lowest
 
 
-@jit
+@inner
 def _shift(
     split: Split, expert: int, slots: tuple[int, int], slope: float, doublings: int
 ) -> float:
@@ -260,7 +260,7 @@ class Split:
 new_split = by_reference(Split)
 
 
-@jit
+@inner
 def split_by_speed(work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks) -> Split:
     """A layer's arrays, with shares by the speed of live ranks and without idle windows."""
     num_experts, num_ranks, num_slots = work.shape[1], len(ranks.zone), len(held)
@@ -319,7 +319,7 @@ def split_by_speed(work: FloatArray, prior: FloatArray, held: IntArray, ranks: R
     )
 
 
-@jit
+@inner
 def _busy_windows(work: FloatArray) -> IntArray:
     """The windows of work [T, E] that are not idle."""
     num_windows, num_experts = work.shape
@@ -334,7 +334,7 @@ def _busy_windows(work: FloatArray) -> IntArray:
     return chosen[:number]
 
 
-@jit
+@kernel
 def floors(work: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
     """[L] lower bound of the mean imbalance over windows, for any shares.
 
@@ -359,7 +359,9 @@ def floors(work: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
         num_busy = split.fixed.shape[1]
         total = float(work.shape[1] - num_busy)  # an idle window counts as 1
         for window in range(num_busy):
-            most = max(1.0, split.fixed[:, window].max())
+            most = 1.0
+            for rank in range(len(node)):
+                most = max(most, split.fixed[rank, window])
             for number in range(len(speed)):
                 if speed[number] > 0:
                     most = max(most, on_node[number, window] / speed[number])
@@ -368,7 +370,7 @@ def floors(work: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
     return floor
 
 
-@jit
+@inner
 def _fixed_on_nodes(split: Split, node: IntArray, num_nodes: int) -> FloatArray:
     """[N, T] load of experts whose live replicas are all on that node."""
     fixed = np.zeros((num_nodes, split.work.shape[1]))
@@ -379,5 +381,6 @@ def _fixed_on_nodes(split: Split, node: IntArray, num_nodes: int) -> FloatArray:
         for place in range(first + 1, end):
             stays &= node[split.rank[split.slots[place]]] == node_of_first
         if stays:
-            fixed[node_of_first] += split.work[expert]
+            for window in range(fixed.shape[1]):
+                fixed[node_of_first, window] += split.work[expert, window]
     return fixed

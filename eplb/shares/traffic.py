@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb.core.jit import BoolArray, FloatArray, IntArray, jit
+from eplb.core.jit import ZERO, BoolArray, FloatArray, IntArray, by_reference, inner, kernel
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.core.zones import Ranks
+from eplb.search.packing import has
 from eplb.search.relabel import in_place
 
 ROUNDS = 4  # at most; nearly all swaps are in the first
@@ -137,7 +138,7 @@ class CrossingCosts(NamedTuple):
     most_moves: int  # -1: any number
 
 
-class LayerState(NamedTuple):
+class LayerState:
     """One layer during the search."""
 
     work: FloatArray  # [T, E]
@@ -149,9 +150,19 @@ class LayerState(NamedTuple):
     time: FloatArray  # [T, R]
     resident: BoolArray  # [R, E] where the base has each expert
     saved: FloatArray  # [S, N] part of the layer's tokens that a slot's replica on a node saves
+    heat: FloatArray  # [E]
+    stays: BoolArray  # [E]
+    may_change: BoolArray  # [S] slots of ready ranks that the layer may use
+    zone: IntArray  # [R]
+    node: IntArray  # [R]
+    slowness: FloatArray  # [R]
+    starts: FloatArray  # [N]
 
 
-@jit
+new_state = by_reference(LayerState)
+
+
+@kernel
 def reduce_crossing(
     work: FloatArray, held: IntArray, base: IntArray, slot_map: SlotMap, costs: CrossingCosts
 ) -> int:
@@ -164,149 +175,156 @@ def reduce_crossing(
         slot_map: ranks and nodes of slots.
         costs: of crossing, and limits on moves.
     """
-    states = [
-        _open_layer(work[layer], held[layer], base[layer], slot_map) for layer in range(len(held))
-    ]
-    moves = 0
-    for state in states:
-        moves += _num_moves(state)
+    moves, at_start = ZERO, base.copy()  # ``base`` may be ``held``
+    ranks = slot_map.ranks
     for layer in range(len(held)):
+        for rank in range(len(ranks.node)):
+            for slot in range(ranks.first_slot[rank], ranks.first_slot[rank + 1]):
+                moves += held[layer, slot] >= 0 and not has(
+                    at_start[layer],
+                    ranks.first_slot[rank],
+                    ranks.first_slot[rank + 1],
+                    held[layer, slot],
+                )
+    for layer in range(len(held)):
+        state = _open_layer(work[layer], held[layer], at_start[layer], slot_map, costs, layer)
         for slot in range(held.shape[1]):
-            _update_saved(states[layer], slot, slot_map, costs, layer)
+            _update_saved(state, slot)
         for _ in range(ROUNDS):
-            before = moves
-            moves, swapped = _round(states[layer], layer, slot_map, costs, before)
+            moves, swapped = _round(state, costs, moves)
             if not swapped:
                 break
     return moves
 
 
-@jit
-def _round(
-    state: LayerState, layer: int, slot_map: SlotMap, costs: CrossingCosts, moves: int
-) -> tuple[int, bool]:
+@inner
+def _round(state: LayerState, costs: CrossingCosts, moves: int) -> tuple[int, bool]:
     """Swap each pair that pays; return the number of moves, and whether any pair was swapped."""
     swapped = False
-    saved, held, node_of = state.saved, state.held, slot_map.ranks.node[state.rank]
+    saved, held, node, rank = state.saved, state.held, state.node, state.rank
     for one in range(len(held)):
         for other in range(one + 1, len(held)):
-            stays = saved[one, node_of[other]] + saved[other, node_of[one]]
-            if costs.price * stays <= ROUNDING:
+            stays = saved[one, node[rank[other]]] + saved[other, node[rank[one]]]
+            if costs.price * stays <= ROUNDING or not _may_swap(state, one, other):
                 continue
-            pays, more = _gain_and_moves(state, layer, (one, other), slot_map, costs, moves, stays)
-            if pays:
-                _swap(state, (one, other), slot_map, costs, layer)
-                moves += more
-                swapped = True
+            more = _moves_added(state, one, other)
+            gain, needed = costs.price * stays, costs.min_gain * max(more, 0) + ROUNDING
+            is_over_budget = costs.most_moves >= 0 and more > 0 and moves + more > costs.most_moves
+            if gain <= needed or is_over_budget or gain - _slower(state, one, other) <= needed:
+                continue
+            _swap(state, one, other)
+            moves += more
+            swapped = True
     return moves, swapped
 
 
-@jit
-def _open_layer(work: FloatArray, held: IntArray, base: IntArray, slot_map: SlotMap) -> LayerState:
+@inner
+def _open_layer(
+    work: FloatArray,
+    held: IntArray,
+    base: IntArray,
+    slot_map: SlotMap,
+    costs: CrossingCosts,
+    layer: int,
+) -> LayerState:
     num_windows, num_experts = work.shape
-    num_ranks = len(slot_map.ranks.node)
+    ranks, num_ranks = slot_map.ranks, len(slot_map.ranks.node)
     rank = np.empty(len(held), dtype=np.int64)
+    may_change = np.zeros(len(held), dtype=np.bool_)
     count = np.zeros(num_experts)
     on_rank = np.zeros((num_ranks, num_experts), dtype=np.bool_)
     resident = np.zeros((num_ranks, num_experts), dtype=np.bool_)
-    on_node = np.zeros((slot_map.ranks.node.max() + 1, num_experts))
+    on_node = np.zeros((len(costs.starts), num_experts))
     for number in range(num_ranks):
-        for slot in range(slot_map.ranks.first_slot[number], slot_map.ranks.first_slot[number + 1]):
+        first = ranks.first_slot[number]
+        room = ranks.room[layer if len(ranks.room) > 1 else 0, number]
+        for slot in range(first, ranks.first_slot[number + 1]):
             rank[slot] = number
+            may_change[slot] = slot_map.ready[number] and slot - first < room
             if held[slot] >= 0:
                 count[held[slot]] += 1
                 on_rank[number, held[slot]] = True
-                on_node[slot_map.ranks.node[number], held[slot]] += 1
+                on_node[ranks.node[number], held[slot]] += 1
             if base[slot] >= 0:
                 resident[number, base[slot]] = True
     time = np.zeros((num_windows, num_ranks))
     for slot in range(len(held)):
         if held[slot] >= 0:
-            part = work[:, held[slot]] / count[held[slot]]
-            time[:, rank[slot]] += part * slot_map.ranks.slowness[rank[slot]]
-    saved = np.zeros((len(held), len(on_node)))
-    return LayerState(work, held, rank, count, on_rank, on_node, time, resident, saved)
+            for window in range(num_windows):
+                part = work[window, held[slot]] / count[held[slot]]
+                time[window, rank[slot]] += part * ranks.slowness[rank[slot]]
+    return new_state(
+        work,
+        held,
+        rank,
+        count,
+        on_rank,
+        on_node,
+        time,
+        resident,
+        np.zeros((len(held), len(costs.starts))),
+        costs.heat[layer],
+        slot_map.stays[layer],
+        may_change,
+        ranks.zone,
+        ranks.node,
+        ranks.slowness,
+        costs.starts,
+    )
 
 
-@jit
-def _num_moves(state: LayerState) -> int:
-    moves = 0
-    for slot in range(len(state.held)):
-        if state.held[slot] >= 0 and not state.resident[state.rank[slot], state.held[slot]]:
-            moves += 1
-    return moves
-
-
-@jit
-def _gain_and_moves(
-    state: LayerState,
-    layer: int,
-    slots: tuple[int, int],
-    slot_map: SlotMap,
-    costs: CrossingCosts,
-    moves: int,
-    stays: float,
-) -> tuple[bool, int]:
-    """Whether a swap that keeps so many tokens on their node pays, and the moves that it adds."""
-    if not _may_swap(state, layer, slots, slot_map):
-        return False, 0
-    here, there = state.rank[slots[0]], state.rank[slots[1]]
-    first, second = state.held[slots[0]], state.held[slots[1]]
-    more = 0
+@inner
+def _moves_added(state: LayerState, one: int, other: int) -> int:
+    """How many moves from the base a swap adds; negative where it undoes some."""
+    here, there, more = state.rank[one], state.rank[other], 0
+    first, second = state.held[one], state.held[other]
     if first >= 0:
         more += int(state.resident[here, first]) - int(state.resident[there, first])
     if second >= 0:
         more += int(state.resident[there, second]) - int(state.resident[here, second])
-    gain, needed = costs.price * stays, costs.min_gain * max(more, 0) + ROUNDING
-    is_over_budget = costs.most_moves >= 0 and more > 0 and moves + more > costs.most_moves
-    if gain <= needed or is_over_budget:
-        return False, 0
-    return gain - _slower(state, slots, slot_map.ranks) > needed, more
+    return more
 
 
-@jit
-def _may_swap(state: LayerState, layer: int, slots: tuple[int, int], slot_map: SlotMap) -> bool:
-    one, other = slots
+@inner
+def _may_swap(state: LayerState, one: int, other: int) -> bool:
     here, there = state.rank[one], state.rank[other]
     first, second = state.held[one], state.held[other]
-    if first == second or not (slot_map.ready[here] and slot_map.ready[there]):
+    if first == second or not (state.may_change[one] and state.may_change[other]):
         return False
-    zone, room = slot_map.ranks.zone, slot_map.ranks.room
     # Zones differ only where groups stay on nodes: their experts are not swapped.
-    if zone[here] < 0 or zone[here] != zone[there]:
+    if state.zone[here] < 0 or state.zone[here] != state.zone[there]:
         return False
-    for slot, rank in ((one, here), (other, there)):
-        row = room[layer if len(room) > 1 else 0]
-        if slot - slot_map.ranks.first_slot[rank] >= row[rank]:
-            return False
-    if first >= 0 and (slot_map.stays[layer, first] or state.on_rank[there, first]):
+    if first >= 0 and (state.stays[first] or state.on_rank[there, first]):
         return False
-    return not (second >= 0 and (slot_map.stays[layer, second] or state.on_rank[here, second]))
+    return not (second >= 0 and (state.stays[second] or state.on_rank[here, second]))
 
 
-@jit
-def _update_saved(
-    state: LayerState, slot: int, slot_map: SlotMap, costs: CrossingCosts, layer: int
-) -> None:
+@inner
+def _update_saved(state: LayerState, slot: int) -> None:
     """Fill in what moving the replica of a slot to each node would save."""
-    expert, away = state.held[slot], slot_map.ranks.node[state.rank[slot]]
-    state.saved[slot] = 0.0
+    expert, away, starts, on_node = (
+        state.held[slot],
+        state.node[state.rank[slot]],
+        state.starts,
+        state.on_node,
+    )
+    for to in range(len(starts)):
+        state.saved[slot, to] = 0.0
     if expert < 0:
         return
-    count, starts, on_node = state.replicas[expert], costs.starts, state.on_node
+    count = state.replicas[expert]
     less = min(starts[away], on_node[away, expert] / count)
     less -= min(starts[away], (on_node[away, expert] - 1) / count)
     for to in range(len(starts)):
         if to != away:
             more = min(starts[to], (on_node[to, expert] + 1) / count)
             more -= min(starts[to], on_node[to, expert] / count)
-            state.saved[slot, to] = costs.heat[layer, expert] * (more - less)
+            state.saved[slot, to] = state.heat[expert] * (more - less)
 
 
-@jit
-def _slower(state: LayerState, slots: tuple[int, int], ranks: Ranks) -> float:
+@inner
+def _slower(state: LayerState, one: int, other: int) -> float:
     """Increase of the mean over windows of the busiest rank's time."""
-    one, other = slots
     here, there = state.rank[one], state.rank[other]
     first, second = state.held[one], state.held[other]
     rise = 0.0
@@ -321,31 +339,31 @@ def _slower(state: LayerState, slots: tuple[int, int], ranks: Ranks) -> float:
             time = state.time[window, rank]
             before = max(before, time)
             if rank == here:
-                time -= load * ranks.slowness[rank]
+                time -= load * state.slowness[rank]
             elif rank == there:
-                time += load * ranks.slowness[rank]
+                time += load * state.slowness[rank]
             after = max(after, time)
         rise += after - before
     return rise / len(state.work)
 
 
-@jit
-def _swap(
-    state: LayerState, slots: tuple[int, int], slot_map: SlotMap, costs: CrossingCosts, layer: int
-) -> None:
-    one, other = slots
-    for slot, to in ((one, state.rank[other]), (other, state.rank[one])):
-        expert, away = state.held[slot], state.rank[slot]
+@inner
+def _swap(state: LayerState, one: int, other: int) -> None:
+    held, node, slowness = state.held, state.node, state.slowness
+    for turn in range(2):
+        slot, to = (one, state.rank[other]) if turn == 0 else (other, state.rank[one])
+        expert, away = held[slot], state.rank[slot]
         if expert < 0:
             continue
         state.on_rank[away, expert] = False
         state.on_rank[to, expert] = True
-        state.on_node[slot_map.ranks.node[away], expert] -= 1
-        state.on_node[slot_map.ranks.node[to], expert] += 1
-        part = state.work[:, expert] / state.replicas[expert]
-        state.time[:, away] -= part * slot_map.ranks.slowness[away]
-        state.time[:, to] += part * slot_map.ranks.slowness[to]
-    state.held[one], state.held[other] = state.held[other], state.held[one]
-    for slot in range(len(state.held)):
-        if state.held[slot] == state.held[one] or state.held[slot] == state.held[other]:
-            _update_saved(state, slot, slot_map, costs, layer)
+        state.on_node[node[away], expert] -= 1
+        state.on_node[node[to], expert] += 1
+        for window in range(len(state.work)):
+            part = state.work[window, expert] / state.replicas[expert]
+            state.time[window, away] -= part * slowness[away]
+            state.time[window, to] += part * slowness[to]
+    held[one], held[other] = held[other], held[one]
+    for slot in range(len(held)):
+        if held[slot] == held[one] or held[slot] == held[other]:
+            _update_saved(state, slot)

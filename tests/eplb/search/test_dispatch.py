@@ -15,6 +15,7 @@ from eplb import (
     Constraints,
     Decision,
     DispatchRule,
+    ModelShape,
     Placement,
     Topology,
     effective_shares,
@@ -225,6 +226,25 @@ def test_replan_for_the_static_rule_keeps_to_its_budget_and_gains() -> None:
     assert found.num_moves <= 0.25 * serving.slot_to_expert.size
     stays = plan(load, ranks, current=serving, dispatch=STATIC)
     assert stays.decision is Decision.KEEP
+
+
+@pytest.mark.parametrize("rule", [STATIC, MOD])
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_replan_for_a_rule_with_groups_fills_slots_near_greedy(
+    rule: DispatchRule, num_nodes: int
+) -> None:
+    load, ranks = lognormal(4, 64), Topology.uniform(num_nodes, 8 // num_nodes, 10)
+    model = ModelShape(tuple(range(4)), 64, 8, 16, 8, num_expert_groups=8)
+    in_order = Placement(np.tile(np.arange(80) % 64, (4, 1)), 64, 1)  # two groups on two nodes
+    earlier = plan(load[:, ::-1], ranks, model=model, dispatch=rule).target
+
+    for serving in (in_order, earlier):
+        found = plan(load, ranks, model=model, current=serving, dispatch=rule)
+        greedy = plan(load, ranks, model=model, current=serving, dispatch=rule, policy="greedy")
+
+        assert (found.target.slot_to_expert >= 0).all()
+        assert found.after <= greedy.after + 5e-3
+        assert found.num_moves <= greedy.num_moves
 
 
 def test_plan_for_the_static_rule_keeps_constraints() -> None:
