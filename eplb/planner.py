@@ -42,7 +42,7 @@ from eplb.policies.baselines import contiguous_policy
 from eplb.policies.greedy import best_fresh
 from eplb.policies.incremental import BalanceCurve, thinned
 from eplb.policies.table import policy_named
-from eplb.search.by_rule import balanced_for_rule, starts_for_rule
+from eplb.search.by_rule import LARGEST_PRICE, balanced_for_rule, starts_for_rule
 from eplb.search.legality import illegal_layers, violations_of
 from eplb.search.local_search import step_ms
 from eplb.search.relabel import in_place
@@ -245,9 +245,14 @@ def _improved_for_rule(problem: Problem, serving: Option) -> tuple[Option, Balan
     """
     starts = starts_for_rule(problem, best_fresh)
     options = [option_of(problem, balanced_for_rule(problem, start)) for start in starts]
-    costs = [cost_of(problem, serving, option).mean() for option in options]
-    found = options[int(np.argmin(costs))]
-    moves = int(moves_per_layer(serving.placement, found.placement).sum())
+    # Without the floor of ``cost_of``: below it the start that fills all slots is better.
+    price = np.minimum(problem.price, LARGEST_PRICE)
+    moved = [moves_per_layer(serving.placement, option.placement) for option in options]
+    costs = [
+        (option.score + price * num).mean() for option, num in zip(options, moved, strict=True)
+    ]
+    best = int(np.argmin(costs))
+    found, moves = options[best], int(moved[best].sum())
     return found, ((0, float(serving.score.mean())), (moves, float(found.score.mean())))
 
 

@@ -163,7 +163,7 @@ def test_raw_policy_is_taken_where_the_gate_keeps_what_serves() -> None:
         return Placement(held, problem.num_experts)
 
     register_policy("in_reverse", in_reverse)
-    scenario = Scenario(repeated(HOT, 4), FOUR_RANKS)
+    scenario = Scenario(FOUR_RANKS, load=repeated(HOT, 4))
 
     gated, raw = replay_all(scenario, ["in_reverse", "raw:in_reverse"])
 
