@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tenso
 from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
 from rebalance.engines.common.records import Kept, capture
 from rebalance.weights.cache.cache_settings import HostCacheSettings
+from tests.support.limits import NEVER_S
 
 ROWS, SLOTS, EXPERTS = (3, 5), 6, 4
 HELD = np.array([[0, 1, 2, 3, 0, 1]] * len(ROWS))
@@ -100,6 +102,10 @@ class Checked:
     def has(self, kind: str) -> bool:
         return any(event == kind for event, _ in self.events)
 
+    def has_looked_at(self, *, row: int, slot: int) -> bool:
+        looked = self.check._check._looked
+        return looked is not None and (looked.row, looked.slot) == (row, slot)
+
     def go_round(self) -> None:
         last = self.check.num_checked + 2 * len(ROWS) * SLOTS
         self.until(lambda: self.check.num_checked >= last)
@@ -124,6 +130,24 @@ def test_damaged_slot_is_repaired_from_its_record_between_two_passes(
     checked.until(lambda: checked.has(REPAIRED))
 
     assert torch.equal(view.layers[3].weight, expected)
+    checked.go_round()
+    assert not checked.check.faults
+    assert [kind for kind, _ in checked.events].count(FAULT) == 1
+
+
+def test_slot_that_is_looked_at_while_its_record_arrives_is_no_fault_after_the_repair(
+    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = Checked(view, kept, monkeypatch)
+    view.layers[3].weight[4, 1] += 1
+    with kept._lock:  # the record does not come before the slot is looked at again
+        checked.until(lambda: checked.has(FAULT))
+        checked.until(lambda: checked.has_looked_at(row=3, slot=4))
+    (bringing,) = (one for one in threading.enumerate() if one.name == "eplb-repair")
+    bringing.join(NEVER_S)
+
+    checked.until(lambda: checked.has(REPAIRED))
+
     checked.go_round()
     assert not checked.check.faults
     assert [kind for kind, _ in checked.events].count(FAULT) == 1

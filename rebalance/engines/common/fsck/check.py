@@ -224,6 +224,10 @@ class PlacementCheck:
         self._cost_s = self._since - begin + self._device_s()
         return faults
 
+    def forget_look(self) -> None:
+        """Judge nothing of a slot that was looked at: slots have other bytes by now."""
+        self._looked = None
+
     def sweep(self) -> list[Fault]:
         """Look at every slot once, and wait for it: for a command, not for serving."""
         self._looked, faults = None, []

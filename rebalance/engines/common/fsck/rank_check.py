@@ -100,6 +100,8 @@ class RankCheck:
             return
         try:
             if self._repair is not None and (slot := self._repair.visit()) is not None:
+                # A look from before the repair would report bytes that are no longer there.
+                self._check.forget_look()
                 self._repaired(*slot)
             self._note(self._check.visit(is_idle=is_idle))
             if self._check.num_rounds != self._rounds:
