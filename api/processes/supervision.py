@@ -30,7 +30,7 @@ from telemetry.state.lease import Lease
 from telemetry.state.store import StateStore
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
-PAUSE_S = 60.0  # of a restart beyond the budget: its cause takes somebody minutes to repair
+PAUSE_S = 60.0  # delay of a restart beyond the budget: a repair of the cause takes minutes
 STEADY_S = 60.0  # a process that ran for so long begins with the first delay again
 REPORT_PERIOD_S = 0.5  # how often a process reports progress, about
 

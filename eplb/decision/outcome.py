@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def after(self) -> float:
-        """Mean imbalance of the target; of a KEEP, of what serves."""
+        """Mean imbalance of the target; for a KEEP, that of the serving placement."""
         return float(self.after_per_layer.mean())
 
     @cached_property
