@@ -395,31 +395,31 @@ def _swap_groups(
 ) -> bool:
     """Make the best swap of a group of the slowest node; False if none makes it faster."""
     slow = int(np.argmax(time))
-    best, best_node, best_mine, best_theirs = time[slow] * (1 - 1e-9), -1, -1, -1
+    best, best_node, best_member, best_other = time[slow] * (1 - 1e-9), -1, -1, -1
     for node in range(len(time)):
         if node == slow:
             continue
-        for mine in range(members.shape[1]):
-            for theirs in range(members.shape[1]):
-                members[slow, mine], members[node, theirs] = (
-                    members[node, theirs],
-                    members[slow, mine],
+        for member in range(members.shape[1]):
+            for other in range(members.shape[1]):
+                members[slow, member], members[node, other] = (
+                    members[node, other],
+                    members[slow, member],
                 )
                 slower = max(
                     _node_time(work, members[slow], nodes, layer, slow),
                     _node_time(work, members[node], nodes, layer, node),
                 )
-                members[slow, mine], members[node, theirs] = (
-                    members[node, theirs],
-                    members[slow, mine],
+                members[slow, member], members[node, other] = (
+                    members[node, other],
+                    members[slow, member],
                 )
                 if slower < best:
-                    best, best_node, best_mine, best_theirs = slower, node, mine, theirs
+                    best, best_node, best_member, best_other = slower, node, member, other
     if best_node < 0:
         return False
-    members[slow, best_mine], members[best_node, best_theirs] = (
-        members[best_node, best_theirs],
-        members[slow, best_mine],
+    members[slow, best_member], members[best_node, best_other] = (
+        members[best_node, best_other],
+        members[slow, best_member],
     )
     for node in (slow, best_node):
         time[node] = _node_time(work, members[node], nodes, layer, node)

@@ -28,7 +28,7 @@ def _gauge() -> Any:
         return None
 
 
-_parts: dict[str, bool] = {}  # of this process, which is of one engine
+_parts: dict[str, bool] = {}  # the parts of this process, which runs one engine
 
 
 def parts_off() -> list[str]:

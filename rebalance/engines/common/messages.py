@@ -28,7 +28,7 @@ class Identity:
     info: RunInfo
     spool: str = ""  # folder where samples wait on disk; "": they wait in memory
     planner: str = ""  # "module:class" of what plans in the process; "": the rank plans
-    terms: dict[str, Any] = field(default_factory=dict)  # of the planner
+    terms: dict[str, Any] = field(default_factory=dict)  # what the planner is asked to keep to
 
     @property
     def is_first(self) -> bool:

@@ -45,7 +45,7 @@ NOBODY = -1  # in place of an expert, or of a rank
 WORD_BYTES = 8  # a record is a whole number of them for its digest
 
 T = TypeVar("T")
-Tensors = Sequence[torch.Tensor]  # of one expert, one from each of the layer's weights
+Tensors = Sequence[torch.Tensor]  # the tensors of one expert, one from each of the layer's weights
 
 log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ class StoreProcess:
         self.why_kept = ""  # why nothing may move now, by the deployment's switches; on rank 0
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._state: dict[str, Any] = {}  # of this rank, as the store was told of it
+        self._state: dict[str, Any] = {}  # the state of this rank as the store was told it
         self._next_state = 0.0
         self._end = Event()
         set_part(engine, "store", is_on=False)

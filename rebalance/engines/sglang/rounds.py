@@ -95,7 +95,7 @@ class Rounds:
         if self._store is not None:
             self._store.flush()  # what the device had not copied before
         with self._collective():
-            if self._pass == 1:  # of the server's warm-up: nothing has moved yet
+            if self._pass == 1:  # the server's warm-up: nothing has moved yet
                 self._keep_records()
             if self._pass % self._every == 0:
                 self._round()
