@@ -30,7 +30,7 @@ FOLDS = 4
 SAMPLED = 16  # layers, at most, that are planned again
 PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, relative to it
 CAUTION = 0.5  # standard deviations that are subtracted at first
-LOOKS = 16  # windows after which one more is: repeated planning finds gains by chance
+LOOKS = 16  # windows of one load after which one more is: each look may find gains by chance
 MOST_CAUTION = 3.0
 
 
@@ -77,7 +77,8 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
     evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
     weight = doubt**2 / (error**2 + doubt**2)
     part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
-    looks = unseen if problem.unseen is None else problem.unseen
+    # A load that has not changed for long is looked at as often, whatever moved meanwhile.
+    looks = max(problem.unseen or 0, int(problem.complete.sum()))
     return Expected(part, part - min(CAUTION + looks / LOOKS, MOST_CAUTION) * doubt, True)
 
 
