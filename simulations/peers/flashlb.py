@@ -105,8 +105,9 @@ def _planned(problem: Problem, current: Placement, due: NDArray[np.bool_]) -> Pl
 def _ratios(problem: Problem, placement: Placement) -> NDArray[np.float64]:
     """[L] mean over busiest rank on the windows, as FlashLB scores them."""
     tables = table_of(placement, problem.topology)
+    windows = problem.history.tokens.astype(np.float64) + 1
     found = [
-        1 / mean_imbalance(problem.history.tokens[:, layer] + 1.0, count, tables[layer])
+        1 / mean_imbalance(windows[:, layer], count, tables[layer])
         for layer, count in enumerate(placement.replica_count.astype(np.int64))
     ]
     return np.array(found)
