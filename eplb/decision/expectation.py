@@ -2,8 +2,9 @@
 
 Two sources. The record of earlier plans gives the part of promised gains that was realised.
 Cross-fitting gives it for this plan: the windows that the serving placement was not fitted to are
-divided into runs; for each run the search plans on all other windows, at the same price, and is
-judged on the run. Both are combined by their variances. A later judgement compares the realised
+divided into runs; for each run the search plans on the other windows, at the same price, and is
+judged on the run. Windows next to a run share its requests: a gain on these ends with them, so they
+are not planned on. Both are combined by their variances. A later judgement compares the realised
 gain with the estimate; the decision uses less than the estimate, by a multiple of its deviation.
 
 Shapes:  T windows, L MoE layers, U unseen windows.
@@ -27,6 +28,7 @@ from eplb.policies.incremental import incremental
 ENOUGH = 4  # windows on which a plan is judged
 FEWEST = 3  # windows for cross-fitting
 FOLDS = 4
+GAP = 2  # windows on either side of a run that the search does not see, where enough remain
 SAMPLED = 16  # layers, at most, that are planned again
 PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, relative to it
 CAUTION = 0.5  # standard deviations that are subtracted at first
@@ -93,7 +95,9 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     unseen = np.arange(len(kept))[-problem.num_unseen :]
     gains = []
     for run in np.array_split(unseen, min(FOLDS, len(unseen))):
-        others = problem.history.of_windows(np.delete(kept, run))
+        near = np.arange(max(run[0] - GAP, 0), min(run[-1] + GAP + 1, len(kept)))
+        hidden = near if len(near) <= len(kept) // 2 + 1 else run
+        others = problem.history.of_windows(np.delete(kept, hidden))
         part = replace(problem, history=others, scenarios=None).of_layers(layers)
         held, _ = incremental(part)
         tested = replace(
