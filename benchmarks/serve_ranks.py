@@ -7,14 +7,17 @@ Three layers (hidden 7168, expert 2048, 256 experts and 32 replicas, top-8) in e
 
     contiguous, greedy, auto   placements planned on earlier routing, shares as planned
     split                      auto's replicas with the shares of the batch itself
+    memory                     the same, with counts exchanged through GPU memory, not by NCCL
+    pulls                      memory, and one spare slot of a rank for just-in-time replicas
     balanced                   slots in turn: what no placement can beat. Every rank gets the same
                                rows, which is checked
 
 Decode is a CUDA graph over DeepEP's low-latency mode, prefill is eager over its normal mode. Rows
 travel in FP8 with FP8 experts. Arms take turns, and each step has another batch. A step takes as
 long as its slowest rank: microseconds of a layer, median and 99th percentile over steps. *rows* is
-max/mean of rows received by a rank, the mean over layers and batches. Weights are made up; they are
-as fast as others, and stay where they are while placements change.
+max/mean of rows received by a rank, the mean over layers and batches; pulled rows count where they
+came from. Weights are made up; they are as fast as others, and stay where they are while placements
+change. The last two ways are measured with two GPUs or more.
 
 One GPU alone is a group of one rank, which has no balance to gain: it holds all 256 experts.
 ``--device cpu`` runs small shapes over gloo, to try the program.
@@ -39,15 +42,20 @@ from numpy.typing import NDArray
 
 from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing, read, topology_of
 from benchmarks.simulator.local_dispatch import LocalDispatcher
+from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.shares.switches import BatchSwitches
 from runtime.batch.counts import all_gather_counts
+from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
+from runtime.batch.pull_rule import PullRule
 from runtime.batch.split import BatchSplit
 from runtime.batch.split_rule import EVERY_BATCH
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
-from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
+from runtime.experts import Arena, ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group import gathered
+from runtime.memory.symmetric import SymmetricArena
 from runtime.model.compute import Experts, GroupedExperts, LoopExperts
 from runtime.model.expert_times import captured
 from runtime.model.moe import MoELayer
@@ -55,6 +63,10 @@ from runtime.routing import RoutingTable, TableLayers
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 SMALL_HIDDEN, SMALL_INTERMEDIATE = 64, 32  # on a CPU
+MODEL = ModelShape(
+    tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOP_K, hidden=HIDDEN, intermediate=INTERMEDIATE
+)
+SPARE_SLOTS, PULL_DEADLINE_S = 1, 10.0
 SIZES = {"decode": (32, 64, 128), "prefill": (1024, 4096)}  # tokens of a rank
 STEPS = {"decode": 100, "prefill": 20}
 WARM_UP, COUNTED_BATCHES, SEED = 3, 4, 3
@@ -91,6 +103,11 @@ class Group:
         """Whether ranks run on GPUs."""
         return self.device.type == "cuda"
 
+    @property
+    def maps_peers(self) -> bool:
+        """Whether ranks read each other's GPU memory."""
+        return self.is_cuda and self.size > 1
+
 
 def join(device: str) -> Group:
     """Join the group that torchrun describes, or be one rank alone."""
@@ -124,19 +141,25 @@ class Layers:
         topology = group.topology
         slots = int(topology.slots_of_rank[group.rank])
         self.bank = made_up_bank(group, precision, slots)
-        self.counter = SlotCounter(NUM_LAYERS, slots, group.device)
+        # One numbering of slots and one dispatcher for all arms; most leave the spare slot empty.
+        extra = SPARE_SLOTS if group.maps_peers else 0
+        self.topology = topology.widened(extra)
+        self.counter = SlotCounter(NUM_LAYERS, slots, group.device, extra_slots=extra)
         in_order = np.tile(np.arange(topology.num_slots, dtype=np.int32), (NUM_LAYERS, 1))
         start = Placement(in_order % NUM_EXPERTS, NUM_EXPERTS)
         spare = topology.num_slots - NUM_EXPERTS
-        self.table = RoutingTable(
-            start,
-            max_replicas=min(group.size, spare + 1),
-            device=group.device,
-            topology=topology,
-        )
-        self.in_order = RoutingTable(
-            Placement(in_order, topology.num_slots), max_replicas=1, device=group.device
-        )
+
+        def table(placement: Placement, max_replicas: int) -> RoutingTable:
+            return RoutingTable(
+                placement,
+                max_replicas=max_replicas,
+                device=group.device,
+                topology=topology,
+                extra_slots=extra,
+            )
+
+        self.table = table(start, min(group.size, spare + 1))
+        self.in_order = table(Placement(in_order, topology.num_slots), 1)
         self.split = BatchSplit(
             self.table,
             all_gather_counts(group.world),
@@ -145,12 +168,30 @@ class Layers:
             max_pairs=self.most_tokens * TOP_K,
             rule=EVERY_BATCH,
         )
+        self.pulling = self.parts() if extra else None
         self.dispatcher = self._dispatcher(
             dispatcher, mode, use_fp8=precision == "fp8" and group.is_cuda
         )
 
+    def parts(self, rule: PullRule | None = None) -> BatchParts:
+        """Exchange of counts through GPU memory, and pulls by the rule; None: the usual one."""
+        group = self.group
+        made_for = BatchRank(
+            group.rank,
+            group.topology,
+            group.world,
+            group.world,
+            self.bank,
+            self.table,
+            self.counter,
+            deadline_s=PULL_DEADLINE_S,
+        )
+        switches = BatchSwitches(split=True, exchange="peer_memory", pulls=SPARE_SLOTS)
+        rules = BatchRules(split=EVERY_BATCH, pull=rule or PullRule())
+        return make_batch_parts(switches, made_for, MODEL, max_tokens=self.most_tokens, rules=rules)
+
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
-        group, topology = self.group, self.group.topology
+        group, topology = self.group, self.topology
         if name == "auto" and group.size == 1:  # of which normal mode knows nothing
             name = "deepep" if group.is_cuda and mode == "decode" else "local"
         elif name == "auto":
@@ -165,22 +206,29 @@ class Layers:
         shape = DeepEPShape(topology, HIDDEN, TOP_K, self.most_tokens)
         return kind(shape, group.world, self.counter, use_fp8=use_fp8)
 
-    def experts(self, tokens: int) -> Experts:
-        """For batches of so many tokens of a rank."""
+    def experts(self, tokens: int, parts: BatchParts | None = None) -> Experts:
+        """For batches of so many tokens of a rank; with ``parts``, for pulled records too."""
         if not self.group.is_cuda:
             return LoopExperts(self.bank)
         rows = 2 * tokens * self.group.size * TOP_K // self.group.topology.num_slots
-        return GroupedExperts(self.bank, usual_rows=rows)
+        made = partial(GroupedExperts, usual_rows=rows)
+        return parts.experts(made) if parts else made(self.bank)
 
     def prepared(self, placement: Placement) -> TableLayers:
         """What makes a placement serve."""
         return self.table.prepare(placement, range(NUM_LAYERS))
 
-    def of(self, tokens: int, table: RoutingTable, split: BatchSplit | None) -> list[MoELayer]:
+    def of(
+        self,
+        tokens: int,
+        table: RoutingTable,
+        split: BatchSplit | None,
+        pulling: BatchParts | None = None,
+    ) -> list[MoELayer]:
         """Layers that choose slots in one way."""
-        experts = self.experts(tokens)
+        experts, pulls = self.experts(tokens, pulling), pulling.pulls if pulling else None
         return [
-            MoELayer(layer, TOP_K, experts, table, self.dispatcher, split=split)
+            MoELayer(layer, TOP_K, experts, table, self.dispatcher, split=split, pulls=pulls)
             for layer in range(NUM_LAYERS)
         ]
 
@@ -188,8 +236,12 @@ class Layers:
         """Layers and placement of each arm."""
         hidden, weights = made_up_tokens(self.group, tokens)
 
-        def run_of(table: RoutingTable, split: BatchSplit | None = None) -> Callable[[Batch], None]:
-            layers = self.of(tokens, table, split)
+        def run_of(
+            table: RoutingTable,
+            split: BatchSplit | None = None,
+            pulling: BatchParts | None = None,
+        ) -> Callable[[Batch], None]:
+            layers = self.of(tokens, table, split, pulling)
 
             def run(batch: Batch) -> None:
                 ids, seeds = batch
@@ -200,9 +252,13 @@ class Layers:
 
         planned = run_of(self.table)
         prepared = {name: self.prepared(placement) for name, placement in placements.items()}
+        by_batch = {"split": run_of(self.table, self.split)}
+        if parts := self.pulling:
+            by_batch["memory"] = run_of(self.table, parts.split)
+            by_batch["pulls"] = run_of(self.table, parts.split, parts)
         return {
             **{name: Arm(planned, table) for name, table in prepared.items()},
-            "split": Arm(run_of(self.table, self.split), prepared["auto"]),
+            **{name: Arm(run, prepared["auto"]) for name, run in by_batch.items()},
             "balanced": Arm(run_of(self.in_order), None),
         }
 
@@ -224,7 +280,10 @@ def made_up_bank(group: Group, precision: str, slots: int) -> ExpertBank:
         schema = ExpertSchema.swiglu_fp8(HIDDEN, INTERMEDIATE)
     else:
         schema = ExpertSchema.swiglu(HIDDEN, INTERMEDIATE, torch.bfloat16)
-    arena = PlainArena(bank_bytes(schema, NUM_LAYERS, slots, 0), group.device)
+    size = bank_bytes(schema, NUM_LAYERS, slots, 0)
+    arena: Arena = PlainArena(size, group.device)
+    if group.maps_peers:
+        arena = SymmetricArena(size, group.world, group.device)
     bank = ExpertBank(schema, NUM_LAYERS, slots, num_staging=0, arena=arena)
     for layer in range(NUM_LAYERS):
         for name, tensor in bank.weights(layer).items():
@@ -312,16 +371,17 @@ def between_us(group: Group, begin: Any, end: Any) -> float:
 
 def unevenness(step: Step, arm: Arm, routing: Routing) -> float:
     """Max/mean of rows that ranks receive, the mean over layers and batches."""
-    group, counter, found = step.layers.group, step.layers.counter, []
+    group, found = step.layers.group, []
+    counts = step.layers.counter.received[:, : step.layers.bank.num_slots]  # no spare slot's
     for number in range(COUNTED_BATCHES):
         step.feed(arm, routing, number)
         step.launch(arm)  # a first launch warms up and captures, and counts more than once
-        before = counter.received.clone()
+        before = counts.clone()
         step.launch(arm)
-        rows = (counter.received - before).sum(dim=1).tolist()
+        rows = (counts - before).sum(dim=1).tolist()
         by_rank = np.array(gathered(rows, group.world), dtype=np.float64)  # [R, L]
         sent = group.size * step.tokens * TOP_K
-        assert (by_rank.sum(axis=0) == sent).all(), "every row arrives once"
+        assert (by_rank.sum(axis=0) == sent).all(), f"{sent} rows were sent, found {by_rank}"
         found.append(by_rank.max(axis=0) / by_rank.mean(axis=0))
     return float(np.mean(found))
 

@@ -145,7 +145,7 @@ class BatchSplit:
 
     def layout(self, layer: int) -> SplitLayout:
         """The layout of a layer as the table has it now, on a CPU."""
-        named = {name: one[layer].numpy() for name, one in self.table.split.items()}
+        named = {name: one[layer].cpu().numpy() for name, one in self.table.split.items()}
         return SplitLayout(**{name: one for name, one in named.items() if name != "num_turns"})
 
     def positions(self, experts: torch.Tensor) -> torch.Tensor:

@@ -250,7 +250,8 @@ def run_exchange(rank: int, num_ranks: int) -> list[list[int]]:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     topology = Topology.uniform(1, num_ranks, 300 // num_ranks)
     placement = random_placement(topology, 4)
-    table = RoutingTable(placement, max_replicas=num_ranks, device=device, topology=topology)
+    most = int(placement.replica_count.max())
+    table = RoutingTable(placement, max_replicas=most, device=device, topology=topology)
     exchange = PeerCounts.join(EXPERTS, dist.group.WORLD, device)
     pairs = TOKENS * TOP_K
     split = BatchSplit(table, exchange, source=rank, num_sources=num_ranks, max_pairs=pairs)

@@ -24,7 +24,7 @@ from rebalance.weights.cache.address import HostCacheAddress
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
-from runtime.model.compute import LoopExperts
+from runtime.model.compute import GroupedExperts, LoopExperts
 from telemetry import open_store
 
 PUBLISH_AT = 8  # the step before which the first rank publishes a migration
@@ -73,7 +73,9 @@ def serve(rank: int, num_ranks: int, setup: EngineSetup) -> Embedded:
     )
     experts = own_weights(rank, setup) if setup.has_own_weights else setup.schema
     built = build_rank(setup.config, place, setup.model, experts, setup.store)
-    built.measure_experts(LoopExperts(built.bank))
+    # On GPUs the measurement is a CUDA graph, which a loop on the host cannot be captured in.
+    made = GroupedExperts(built.bank, usual_rows=64) if setup.on_gpus else LoopExperts(built.bank)
+    built.measure_experts(made)
     built.agent.start()
     num_steps = run_steps(rank, setup, built)
     found = Embedded(

@@ -194,7 +194,10 @@ def check_whole(store: StateStore) -> None:
     assert store.tasks("running") == []
     assert store.prune(1e9) == len(stored)
     assert store.samples("run-1") == []
-    assert store.add_event("again", {}) == store.version()
+    before = store.version()
+    event = store.add_event("again", {})
+    assert [again.id for again in store.latest_events(limit=1)] == [event]
+    assert store.version() > before
 
 
 CHANGES: dict[str, Callable[[StateStore], object]] = {
