@@ -145,7 +145,7 @@ def measure_swap(rank: int, num_ranks: int) -> list[Row]:
         ),
         (
             "memory of tables, 58 x 256 experts, at most 32 replicas",
-            f"{table.num_bytes / 1e6:.2f} MB",
+            f"{table._entries.nbytes / 1e6:.2f} MB",
             "<= 8 MB",
         ),
     ]

@@ -27,6 +27,8 @@ from runtime.group import gathered
 
 T = TypeVar("T")
 
+HOST_RANKS = 8  # of a host; deep_ep sends within it by other kernels than between hosts
+MOST_NORMAL_SLOTS = 128  # the threads of its ``notify_dispatch`` (csrc/kernels/intranode.cu)
 PREFILL_SMS = 24  # multiprocessors that normal mode may take; even, as the library demands
 
 
@@ -92,6 +94,19 @@ class DeepEPShape:
                 f"ranks disagree on (slots, hidden, top_k, max_tokens): {found}, expected the same"
             )
 
+    def check_normal(self, num_ranks: int) -> None:
+        """Refuse more slots than normal mode serves within a host, where it fails at a dispatch.
+
+        Raises:
+            ConfigError: a rank has too many slots.
+        """
+        slots = self.topology.num_slots // num_ranks
+        if num_ranks <= HOST_RANKS and slots > MOST_NORMAL_SLOTS:
+            raise ConfigError(
+                f"a rank has {slots} slots of a layer, expected at most {MOST_NORMAL_SLOTS}, which "
+                "deep_ep's normal mode serves within a host: take more ranks or all_to_all"
+            )
+
 
 class DeepEPNormal:
     """``deep_ep.Buffer`` in normal mode: any number of tokens, for prefill.
@@ -113,6 +128,7 @@ class DeepEPNormal:
     ) -> None:
         deep_ep = load_deep_ep()
         shape.check(group)
+        shape.check_normal(group.size())
         self._shape, self._counter, self._use_fp8 = shape, counter, use_fp8
         self._num_slots = int(shape.topology.slots_of_rank[0])
         deep_ep.Buffer.set_num_sms(PREFILL_SMS)

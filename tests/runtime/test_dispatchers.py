@@ -14,6 +14,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Received
+from runtime.dispatch.deepep import DeepEPShape
 from runtime.dispatch.table import Trial, check_dispatcher, choose_dispatcher
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
@@ -94,3 +95,11 @@ def test_dispatcher_that_was_asked_for_by_name_is_not_replaced(run_ranks: RunRan
     for said in run_ranks(3, ask):
         assert "deepep_normal refused: rank 0: deep_ep cannot be imported" in said
         assert "unknown dispatcher 'fastest', expected auto or one of" in said
+
+
+def test_normal_mode_is_refused_for_more_slots_of_a_rank_than_a_host_serves() -> None:
+    shape = DeepEPShape(Topology.uniform(1, 2, 129), hidden=128, top_k=2, max_tokens=8)
+
+    with pytest.raises(ConfigError, match="a rank has 129 slots of a layer, expected at most 128"):
+        shape.check_normal(2)
+    DeepEPShape(Topology.uniform(1, 2, 128), hidden=128, top_k=2, max_tokens=8).check_normal(2)
