@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb import Placement, Topology, imbalance
+from eplb.core.cost import CostModel
 from eplb.core.load import LoadHistory, LoadSample
 from eplb.core.model import ModelShape
-from eplb.core.placement import moves_per_layer
+from eplb.core.placement import changed_slots, moves_per_layer
 from eplb.core.problem import Problem
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.policies.baselines import contiguous_policy
@@ -63,6 +64,16 @@ class Replayed:
     def moves(self) -> int:
         """Weights moved in all."""
         return sum(change.moves for change in self.changes)
+
+
+def net_seconds(found: Replayed, topology: Topology, cost: CostModel) -> float:
+    """Serving time lost by imbalance and by what moved, by the project's own prices."""
+    lost = WINDOW_SECONDS * cost.expert_part * float((found.per_window - 1).sum())
+    for change in found.changes:
+        per_slot = changed_slots(change.old, change.new).sum(axis=0)
+        received = np.bincount(topology.rank_of_slot, per_slot, topology.num_ranks).max()
+        lost += cost.seconds_per_rebalance + float(received) * cost.move_seconds(0)
+    return lost
 
 
 def start_of(topology: Topology, window: Tokens) -> Placement:

@@ -45,14 +45,20 @@ class CostModel:
     """The cost of a rebalance, and the time within which it must pay back.
 
     ``pay_back_s`` is the operator's setting. Zero: no move ever pays; infinite: every gain does.
+    ``Problem.priced`` has the part of it that counts while a load is new.
 
     Raises:
         ConfigError: a figure that is negative or not a number.
     """
 
     pay_back_s: Annotated[
-        float, Setting("serving time within which a move must save what it costs", live=True)
-    ] = 60.0
+        float,
+        Setting(
+            "serving time within which a move must save what it costs, once the load has not "
+            "changed suddenly for four windows; a quarter of it after one window",
+            live=True,
+        ),
+    ] = 240.0
     expert_part: Annotated[
         float,
         Setting(

@@ -1,8 +1,7 @@
-"""The load to balance: windows of the past with their noise reduced, and scenarios.
+"""The load to balance: windows of the past as they were, and scenarios.
 
-Windows differ partly by chance: a window of n tokens is a random sample. A plan that is fitted to
-the sample is worse on the next window, so each window is shrunk towards the mean of all, by the
-part of their variance that chance explains; where it explains all, windows equal their mean.
+Windows differ partly by chance, and the next one will differ as much. A plan on windows with their
+noise gives replicas to experts whose load fluctuates; one on their mean does not.
 
 Two objectives. ``tokens``: the time of a rank is proportional to its tokens. ``time``: the time of
 a replica is that of a measured curve at its tokens per step, and every rank also computes the
@@ -29,7 +28,6 @@ from eplb.errors import ConfigError, HistoryError
 
 TAIL = 0.05  # weight of the worst windows in the score; more made held-out windows worse
 TAIL_SIZE = 0.125  # part of all windows that counts as the worst
-SURE = 2.0  # standard deviations above chance before windows count as different
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,38 +75,6 @@ def as_scenarios(scenarios: Scenarios | ArrayLike, num_windows: int) -> Scenario
     windows = np.asarray(on_host(scenarios), dtype=np.float64)
     each = 1.0 / (num_windows + len(windows)) if windows.ndim == 3 else 1.0
     return Scenarios(windows, np.full(len(windows), each))
-
-
-def without_noise(work: NDArray[np.float64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Windows ``work`` [T, L, E] shrunk towards their mean by the variance that chance explains.
-
-    Args:
-        work: tokens times their cost; only proportional to ``tokens`` within an expert.
-        tokens: [T, L] tokens of each window and layer, as drawn.
-    """
-    num_windows, _, num_experts = work.shape
-    total = work.sum(axis=2, keepdims=True)
-    share = np.divide(work, total, out=np.zeros(work.shape), where=total > 0)
-    mean = work.sum(axis=0) / np.maximum(total.sum(axis=0), 1e-300)  # [L, E]
-    busy = (total[:, :, 0] > 0).sum(axis=0)  # [L] windows
-    off = np.where(total > 0, share - mean, 0.0)
-    freedom = np.maximum(busy - 1, 1)
-    variance = np.square(off).sum(axis=(0, 2)) / freedom
-    drawn = np.maximum(tokens, 1.0)
-    by_chance = (
-        (mean * (1 - mean)).sum(axis=1)
-        * np.where(tokens > 0, 1.0 / drawn, 0.0).sum(axis=0)
-        / np.maximum(busy, 1)
-    )
-    # Standard deviation of a sum of squares of that many draws, relative to its mean.
-    sure = 1.0 + SURE * np.sqrt(2.0 / (freedom * max(num_experts - 1, 1)))
-    real = np.where(
-        variance > by_chance * sure, 1.0 - by_chance / np.maximum(variance, 1e-300), 0.0
-    )
-    # sqrt: keeps the variance of the real part, because windows stand for future ones.
-    keep = np.sqrt(np.maximum(real, 0.0))[:, None]
-    smooth: NDArray[np.float64] = total * (mean + keep * off)
-    return smooth if num_windows > 1 else work
 
 
 class Demand(NamedTuple):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eplb.core.arrays import whole
 from eplb.core.constraints import ConstraintArrays, Constraints, constraint_arrays, room_of
 from eplb.core.cost import CostModel, Objective
-from eplb.core.demand import Demand, Scenarios, demand_of, without_noise
+from eplb.core.demand import Demand, Scenarios, demand_of
 from eplb.core.dispatch import DispatchRule, check_topology
 from eplb.core.jit import BoolArray, FloatArray, IntArray
 from eplb.core.load import LoadHistory, Phase
@@ -35,6 +35,7 @@ PRIOR = 0.5  # part of a promise that is realised, without a record
 PRIOR_GAIN = 0.1  # weight of the prior, as promised imbalance
 FORGOTTEN = 0.9  # factor on the record for each further plan
 LEAST, MOST = 0.1, 1.0
+SETTLED_WINDOWS = 4  # without a sudden change, after which the whole pay-back time counts
 
 
 @dataclass(frozen=True)
@@ -344,10 +345,11 @@ class Problem:
 
     @cached_property
     def demand(self) -> Demand:
-        """The load to balance by the objective: windows without noise, and scenarios."""
-        windows, drawn = np.empty(self.work.shape), self.routed.astype(np.float64)
-        for part in self.parts:
-            windows[part] = without_noise(self.work[part], drawn[part])
+        """The load to balance by the objective: windows and scenarios.
+
+        Windows keep their noise: the next one has as much, and replicas reduce what it costs.
+        """
+        windows = self.work
         weight = np.full(len(windows), 1.0 / len(windows))
         steps = self._steps
         if self.scenarios is not None:
@@ -433,6 +435,16 @@ class Problem:
     # ---- prices
 
     @cached_property
+    def priced(self) -> CostModel:
+        """The cost model with the time that this load is expected to last as pay-back time.
+
+        A load that has lasted for n windows is expected to last as long again: the history begins
+        at the latest sudden change, and the operator's time is the bound.
+        """
+        part = min(self.history.num_windows / SETTLED_WINDOWS, 1.0)
+        return replace(self.cost, pay_back_s=self.cost.pay_back_s * part)
+
+    @cached_property
     def price(self) -> FloatArray:
         """[L] imbalance that each move in a layer must remove to pay back in time.
 
@@ -452,7 +464,7 @@ class Problem:
         """
         seconds = self.cost.move_seconds(self.expert_bytes) / int(self.topology.alive.sum())
         num_layers = self.history.num_layers / self.part
-        return self.cost.gain_worth(seconds) * num_layers / self.record.kept
+        return self.priced.gain_worth(seconds) * num_layers / self.record.kept
 
     @cached_property
     def layer_weight(self) -> FloatArray:

@@ -246,12 +246,12 @@ def choose(
     outlook, part = _outlook(problem, serving, proposed), 1.0
     # A gain that was judged on unseen windows needs no deduction for noise; others do.
     judged, moves = outlook, splits and outlook.num_moves > 0
-    if moves and decide(replace(outlook, noise=0.0), problem.cost)[0] is Decision.MOVE:
+    if moves and decide(replace(outlook, noise=0.0), problem.priced)[0] is Decision.MOVE:
         promised = (serving.score - proposed.score) * problem.layer_weight
         found = expected_part(problem, promised, moved > 0)
         part, outlook = found.part, replace(outlook, sure=found.sure)
         judged = replace(outlook, noise=0.0) if found.is_judged else outlook
-    decision, reason = decide(judged, problem.cost)
+    decision, reason = decide(judged, problem.priced)
     gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * part
     move = Choice(decision, reason, proposed, gain)
     is_noise = outlook.before <= 1.0 + outlook.noise  # new shares would fit noise too
@@ -278,7 +278,7 @@ def ordered(problem: Problem, serving: Option, wanted: Option, why: str) -> Choi
     ):
         return Choice(Decision.KEEP, f"{why}: it is the current placement", serving)
     outlook = _outlook(problem, serving, wanted)
-    judged, figures = decide(outlook, problem.cost)
+    judged, figures = decide(outlook, problem.priced)
     decision = Decision.MOVE if outlook.num_moves else Decision.RESPLIT
     note = "" if judged is decision else f", by itself a {judged.value}"
     return Choice(decision, f"{why}: {figures}{note}", wanted, _gain(serving, wanted))
@@ -288,10 +288,10 @@ def _first_shares(problem: Problem, move: Choice, alone: Option, outlook: Outloo
     """RESPLIT where new shares pay and moves in addition do not; else ``move``."""
     after = _mean(problem, alone.score)
     shares = replace(outlook, after=after, num_moves=0, cost_s=0.0, sure=1.0)
-    decision, reason = decide(shares, problem.cost)
+    decision, reason = decide(shares, problem.priced)
     if decision is not Decision.RESPLIT:
         return move
-    onward, why = decide(replace(outlook, before=after), problem.cost)
+    onward, why = decide(replace(outlook, before=after), problem.priced)
     if onward is Decision.MOVE:
         return move
     if outlook.num_moves:
@@ -318,7 +318,7 @@ def _moving_pays_anyway(
 
     def pays(alone: FloatArray) -> bool:
         before = float(np.minimum(alone, serving.score[sample]).mean())
-        onward, _ = decide(replace(outlook, before=before, after=after), problem.cost)
+        onward, _ = decide(replace(outlook, before=before, after=after), problem.priced)
         return onward is Decision.MOVE
 
     # What pays beyond the bound for any shares pays beyond the best ones, which take much longer.

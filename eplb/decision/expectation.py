@@ -2,8 +2,9 @@
 
 Two sources. The record of earlier plans gives the part of promised gains that was realised.
 Cross-fitting gives it for this plan: the windows that the serving placement was not fitted to are
-divided into runs; for each run the search plans on all other windows, at the same price, and is
-judged on the run. Both are combined by their variances. A later judgement compares the realised
+divided into runs; for each run the search plans on the other windows, at the same price, and is
+judged on the run. Windows next to a run share its requests: a gain on these ends with them, so they
+are not planned on. Both are combined by their variances. A later judgement compares the realised
 gain with the estimate; the decision uses less than the estimate, by a multiple of its deviation.
 
 Shapes:  T windows, L MoE layers, U unseen windows.
@@ -27,10 +28,11 @@ from eplb.policies.incremental import incremental
 ENOUGH = 4  # windows on which a plan is judged
 FEWEST = 3  # windows for cross-fitting
 FOLDS = 4
+GAP = 2  # windows on either side of a run that the search does not see, where enough remain
 SAMPLED = 16  # layers, at most, that are planned again
 PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, relative to it
 CAUTION = 0.5  # standard deviations that are subtracted at first
-LOOKS = 16  # windows after which one more is: repeated planning finds gains by chance
+LOOKS = 16  # windows of one load after which one more is: each look may find gains by chance
 MOST_CAUTION = 3.0
 
 
@@ -77,7 +79,8 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
     evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
     weight = doubt**2 / (error**2 + doubt**2)
     part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
-    looks = unseen if problem.unseen is None else problem.unseen
+    # A load that has not changed for long is looked at as often, whatever moved meanwhile.
+    looks = max(problem.unseen or 0, int(problem.complete.sum()))
     return Expected(part, part - min(CAUTION + looks / LOOKS, MOST_CAUTION) * doubt, True)
 
 
@@ -92,7 +95,9 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     unseen = np.arange(len(kept))[-problem.num_unseen :]
     gains = []
     for run in np.array_split(unseen, min(FOLDS, len(unseen))):
-        others = problem.history.of_windows(np.delete(kept, run))
+        near = np.arange(max(run[0] - GAP, 0), min(run[-1] + GAP + 1, len(kept)))
+        hidden = near if len(near) <= len(kept) // 2 + 1 else run
+        others = problem.history.of_windows(np.delete(kept, hidden))
         part = replace(problem, history=others, scenarios=None).of_layers(layers)
         held, _ = incremental(part)
         tested = replace(

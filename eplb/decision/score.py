@@ -78,7 +78,7 @@ def dead_zone(problem: Problem) -> float:
     mean = demand.tokens.sum(axis=1).mean() / slots  # tokens of a replica in a step
     ratio = np.linspace(1.0, MOST_IMBALANCE, 6301)
     time = time_of(ratio * mean, demand)
-    least = problem.cost.gain_worth(problem.cost.seconds_per_rebalance)
+    least = problem.priced.gain_worth(problem.cost.seconds_per_rebalance)
     wasted = np.flatnonzero(time / max(time[0], 1e-300) - 1.0 <= least)
     return float(ratio[wasted[-1]])
 

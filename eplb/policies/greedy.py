@@ -35,13 +35,17 @@ from eplb.search.packing import pack
 
 GOOD_ENOUGH = 1.0025  # swaps stop here: windows differ by more than could still be gained
 REFINED = 1.0005
+RISK = 0.67  # standard deviations over windows that count for replicas: the upper quartile
 STUCK = 1.002  # a layer that ends above its bound by this factor is perturbed
 FINEST_TIME_GAIN = 1e-4
 
 
 def greedy(problem: Problem) -> IntArray:
     """[L, S] a fresh plan on the sum of the windows."""
-    held = _packed(problem)
+    return _swapped(problem, _packed(problem, problem.total))
+
+
+def _swapped(problem: Problem, held: IntArray) -> IntArray:
     demand, target = problem.total_demand, np.full(len(held), GOOD_ENOUGH)
     rules = rules_for(problem, demand, target, FINEST_GAIN, COPIES_NEVER)
     improve(problem, problem.frame, demand, held, rules)
@@ -52,11 +56,13 @@ def refined(problem: Problem) -> IntArray:
     """[L, S] greedy, then a search over the single windows that may change replica counts."""
     demand = problem.demand
     if len(demand.weight) > 1:
-        held, min_gain = greedy(problem), WINDOWS_GAIN
-        # Below the noise of all windows together a search would fit noise.
-        target = stuck = np.maximum(REFINED, 1.0 + problem.noise)
+        # The busiest rank of a window is decided by what its experts get at most, not on average.
+        risk = problem.total + RISK * len(problem.work) * problem.work.std(axis=0)
+        held, min_gain = _swapped(problem, _packed(problem, risk)), WINDOWS_GAIN
+        target = stuck = np.full(len(held), REFINED)
     else:
-        held, min_gain = _packed(problem), FINEST_GAIN  # no swaps: the search makes them first
+        # No swaps: the search makes them first.
+        held, min_gain = _packed(problem, problem.total), FINEST_GAIN
         bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), problem.frame.zones)
         target, stuck = REFINED * bound, STUCK * bound
     rules = rules_for(problem, demand, target, min_gain, COPIES_LAST, stuck)
@@ -83,11 +89,12 @@ def best_fresh(problem: Problem) -> IntArray:
     return found
 
 
-def _packed(problem: Problem) -> IntArray:
-    """[L, S] replicas, heaviest first, without swaps."""
+def _packed(problem: Problem, heat: FloatArray) -> IntArray:
+    """[L, S] replicas by heat [L, E], packed by load, heaviest first, without swaps."""
     zones, work = problem.frame.zones, np.ascontiguousarray(problem.total)
     least = least_replicas(*problem.frame)
-    count = replicate(work, zones.of_expert, zones.num_slots, zones.num_ranks, least)
+    heat = np.ascontiguousarray(heat)
+    count = replicate(heat, zones.of_expert, zones.num_slots, zones.num_ranks, least)
     return _legally_packed(problem, work, count, problem.total_demand)
 
 

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from eplb.policies.table import Policy, register_policy
-from simulations.peers.flashlb import flashlb
+from simulations.peers.flashlb import FlashlbWhenDue, flashlb
 from simulations.peers.replans import greedy_on_average, greedy_on_last, greedy_on_sum
 from simulations.peers.swift import swift_balancer
 
 PEERS: dict[str, Policy] = {
-    "flashlb": flashlb,
+    "flashlb": flashlb,  # a plan after every window
+    "flashlb_when_due": FlashlbWhenDue(),
     "greedy_on_average": greedy_on_average,
     "greedy_on_last": greedy_on_last,
     "greedy_on_sum": greedy_on_sum,

@@ -34,6 +34,7 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.policies.baselines import contiguous_policy
 from simulations.peers.tables import placement_of, table_of
+from simulations.peers.triggers import FlashlbRule
 
 Z = NormalDist().inv_cdf(0.75)
 DEPTH, WIDTH = 4, 8  # groups of heat, and how far from the greedy count each is tried
@@ -64,12 +65,52 @@ def flashlb(problem: Problem) -> Placement:
         PlacementError: ranks of different sizes, which FlashLB does not know.
     """
     current = problem.current if problem.current is not None else contiguous_policy(problem)
+    return _planned(problem, current, np.ones(current.num_layers, dtype=np.bool_))
+
+
+class FlashlbWhenDue:
+    """FlashLB as vllm-ascend runs it: only layers whose balance fell are planned (``FlashlbRule``).
+
+    What each layer was planned for is kept with the placement that then serves, so that one object
+    may plan for several deployments in turn.
+    """
+
+    def __init__(self) -> None:
+        self._promised: dict[str, NDArray[np.float64]] = {}  # by hash of what serves: [L] ratios
+
+    def __call__(self, problem: Problem) -> Placement:
+        """Plan the layers that are due.
+
+        Raises:
+            PlacementError: as ``flashlb``.
+        """
+        current = problem.current if problem.current is not None else contiguous_policy(problem)
+        promised = self._promised.pop(current.hash, np.zeros(current.num_layers))
+        ratio = _ratios(problem, current)
+        rule = FlashlbRule.for_ranks(problem.topology.num_ranks)
+        due = rule.due_layers(ratio, promised)
+        found = _planned(problem, current, due)
+        reached = _ratios(problem, found)
+        self._promised[found.hash] = np.where(due & (reached > ratio), reached, promised)
+        return found
+
+
+def _planned(problem: Problem, current: Placement, due: NDArray[np.bool_]) -> Placement:
     tables = table_of(current, problem.topology)
-    planned = [
-        plan_layer(samples(problem.history.tokens[:, layer]), table)
-        for layer, table in enumerate(tables)
+    for layer in np.flatnonzero(due):
+        tables[layer] = plan_layer(samples(problem.history.tokens[:, layer]), tables[layer])
+    return placement_of(tables, current)
+
+
+def _ratios(problem: Problem, placement: Placement) -> NDArray[np.float64]:
+    """[L] mean over busiest rank on the windows, as FlashLB scores them."""
+    tables = table_of(placement, problem.topology)
+    windows = problem.history.tokens.astype(np.float64) + 1
+    found = [
+        1 / mean_imbalance(windows[:, layer], count, tables[layer])
+        for layer, count in enumerate(placement.replica_count.astype(np.int64))
     ]
-    return placement_of(np.array(planned), current)
+    return np.array(found)
 
 
 def samples(tokens: NDArray[np.int64]) -> NDArray[np.float64]:

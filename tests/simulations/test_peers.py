@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from eplb import Topology, plan
@@ -10,6 +13,7 @@ from eplb.core.problem import Problem
 from eplb.errors import ConfigError
 from eplb.policies.table import POLICIES, greedy_policy, register_policy
 from simulations.peers import PEERS, register_peers
+from simulations.peers.flashlb import FlashlbWhenDue, flashlb
 from simulations.peers.replans import moving_average
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -44,3 +48,19 @@ def test_greedy_on_last_window_ignores_earlier_windows() -> None:
 def test_moving_average_weighs_a_window_by_its_age() -> None:
     # 0.36 of the first window, 0.24 of the second, 0.4 of the last.
     assert moving_average(SWITCHED)[0].round(6).tolist() == [46.0, 10.0, 10.0, 34.0]
+
+
+def test_flashlb_when_due_plans_the_layers_whose_balance_fell() -> None:
+    steady, moved = [40, 30, 20, 10], [10, 20, 30, 400]
+    first = Problem(LoadHistory([[steady, steady]] * 4), TWO_RANKS)
+    when_due = FlashlbWhenDue()
+
+    planned = when_due(first)
+    same = when_due(replace(first, current=planned))
+    other = LoadHistory([[steady, moved]] * 4)
+    after = when_due(replace(first, history=other, current=same))
+
+    assert planned.hash == flashlb(first).hash  # nothing was promised yet: every layer is due
+    assert same.hash == planned.hash
+    changed = (after.slot_to_expert != same.slot_to_expert).any(axis=1)
+    assert np.flatnonzero(changed).tolist() == [1]

@@ -284,7 +284,7 @@ def test_live_pay_back_time_applies_from_the_next_turn(deployment: Deployment) -
     controller.turn()
 
     assert decisions(deployment.store) == ["KEEP", "MOVE"]
-    assert "in 60 s" in deployment.last_plan()["reason"]
+    assert "in 30 s" in deployment.last_plan()["reason"]  # half of it: the load is two windows old
 
 
 def test_removed_live_value_gives_way_to_the_static_one(deployment: Deployment) -> None:
