@@ -20,7 +20,7 @@ Shapes:  L MoE layers, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.constraints import Constraints, Which
+from eplb.core.model import spans
 from eplb.core.placement import EMPTY, Placement, slots_in_use
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups, nodes_of_groups
@@ -181,6 +182,7 @@ def fitting_pins(
     num_experts: int,
     num_groups: int = 1,
     kept: Mapping[tuple[int, int], tuple[int, ...]] = MappingProxyType({}),
+    layer_ids: Sequence[int] = (),
 ) -> FittingPins:
     """Take pins one by one, by expert, layer and rank, as far as they fit.
 
@@ -191,9 +193,10 @@ def fitting_pins(
         num_experts: E.
         num_groups: the model's expert groups.
         kept: ranks that keep an expert, by (layer, expert): these are taken first.
+        layer_ids: [L] numbers by which ``pins`` and what is unmet name layers; empty: 0, 1, 2, ...
     """
     pinned, unmet = dict[Which, tuple[int, ...]](), list[str]()
-    num_layers, left = len(room), room.copy()
+    numbers, left = tuple(layer_ids) or tuple(range(len(room))), room.copy()
     free = room.sum(axis=1) - num_experts  # beyond one for each expert
     for (layer, expert), those in kept.items():
         pinned[layer, expert] = those
@@ -206,23 +209,22 @@ def fitting_pins(
         )
         return FittingPins(pinned, left, (why,))
     for which, ranks in pins.items():
-        layers, expert = (
-            (range(num_layers), which) if isinstance(which, int) else ([which[0]], which[1])
-        )
-        for layer in layers:
-            if not (layer < num_layers and expert < num_experts):
+        named, expert = (numbers, which) if isinstance(which, int) else ((which[0],), which[1])
+        for number in named:
+            if not (number in numbers and expert < num_experts):
                 unmet.append(
-                    f"layer {layer} expert {expert}: expected layers 0..{num_layers - 1} and "
+                    f"layer {number} expert {expert}: expected layers {spans(numbers)} and "
                     f"experts 0..{num_experts - 1}"
                 )
                 continue
+            layer = numbers.index(number)
             held = pinned.get((layer, expert), ())
             for rank in sorted(set(ranks) - set(held)):
                 why = _why_no_pin(layer, rank, left, topology)
                 if not why and held and free[layer] < 1:
                     why = "every slot that may be used is needed by an expert without another"
                 if why:
-                    unmet.append(f"layer {layer} expert {expert} on rank {rank}: {why}")
+                    unmet.append(f"layer {number} expert {expert} on rank {rank}: {why}")
                     continue
                 free[layer] -= bool(held)  # the first replica is the one that it needs anyhow
                 left[layer, rank] -= 1

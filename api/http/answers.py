@@ -116,7 +116,7 @@ def plan_end(store: StateStore, plan_id: int) -> PlanEnd | None:
 class LayerText:
     """What a plan changes in one layer, and why."""
 
-    layer: int
+    layer: Annotated[int, Meaning("the model's layer number")]
     sentences: list[str]
 
 
@@ -127,7 +127,7 @@ class ProposalDetail(Proposal):
     plan: Annotated[dict[str, Any], Meaning("figures per layer, before and after, and by link")]
     move_list: Annotated[
         list[tuple[int, int, int, str, int]],
-        Meaning("layer, expert, to slot, source, from slot; the first 5,000"),
+        Meaning("the model's layer number, expert, to slot, source, from slot; the first 5,000"),
     ]
     explanation: Annotated[list[LayerText], Meaning("the layers that gain most")]
     slot_to_expert: Annotated[list[list[int]], Meaning("[L, S] of the target, -1 is empty")]

@@ -190,7 +190,7 @@ def _text(row: LoadRow, values: NDArray[Any], form: Format, *, is_first: bool) -
         return (f"{head}\n" if is_first else "").encode() + f"{about}\n".encode()
     if is_first:
         head = f"{head},layer,{','.join(map(str, range(values.shape[1])))}\n"
-    by_layer = enumerate(values.tolist())
+    by_layer = zip(row.layer_ids, values.tolist(), strict=True)
     lines = [f"{about},{layer},{','.join(map(str, found))}" for layer, found in by_layer]
     return (head if is_first else "").encode() + ("\n".join(lines) + "\n").encode()
 

@@ -86,8 +86,7 @@ class ShareChange:
 class LayerDiff:
     """What differs in one layer."""
 
-    layer: Annotated[int, Meaning("index in the placement, from 0")]
-    layer_id: Annotated[int, Meaning("number of the layer in the model")]
+    layer: Annotated[int, Meaning("the model's layer number")]
     bytes: Annotated[int, Meaning("bytes of the experts that ranks did not hold")]
     ranks: Annotated[list[RankChange], Meaning("ranks with a change alone")]
     shares: list[ShareChange]
@@ -132,7 +131,7 @@ def _layer_diff(
         for rank, expert in np.argwhere(stays & (np.abs(after - before) > LEAST_SHARE)).tolist()
     ]
     num_bytes = int(added.sum()) * model.expert_bytes
-    return LayerDiff(layer, model.layer_ids[layer], num_bytes, changes, shares)
+    return LayerDiff(model.layer_ids[layer], num_bytes, changes, shares)
 
 
 def _changed(base: Placement, target: Placement) -> list[int]:

@@ -246,12 +246,13 @@ def _telemetry(seen: Reading, samples_stored: int, backend: str) -> Iterator[Met
 
 def _per_layer(seen: Reading, received: NDArray[np.int64] | None) -> Iterator[Metric]:
     even_help = "Inverse of the imbalance of the latest window, layer by layer."
-    even = enumerate((1 / _imbalance(seen)).tolist())
+    numbers = seen.state.layer_ids
+    even = zip(numbers, (1 / _imbalance(seen)).tolist(), strict=False)
     by_layer = {str(layer): figure for layer, figure in even if not isnan(figure)}
     yield _gauge("layer_balancedness", even_help, by_layer, "layer")
     if received is not None:
         tokens: dict[tuple[str, ...], Figure] = {
-            (str(layer), str(rank)): float(count)
+            (str(numbers[layer]), str(rank)): float(count)
             for (layer, rank), count in np.ndenumerate(received)
         }
         tokens_help = "Tokens that each rank received, over all samples that were read."

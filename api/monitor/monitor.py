@@ -44,6 +44,7 @@ from api.monitor.verdict import STALLED_AFTER_S, judged, leadership
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
+from eplb.core.model import ModelShape
 from eplb.decision.expert_times import chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
 from eplb.errors import HistoryError
@@ -353,7 +354,7 @@ class Monitor:
             sample_age_s=self._samples.age_s(now),
             sample_every_s=self._sample_every_s(),
             phase=_slowest_phase(self._states),
-            migration=_progress_of(self._published, self._states),
+            migration=_progress_of(self._published, self._states, model),
             pace=self._pace(float(effective.get("step_time_budget", 0.0))),
             expert_curve=self._expert_curve(self._live.text("curve")),
             # Alike on all ranks unless an engine is not.
@@ -442,7 +443,7 @@ def _slowest_phase(states: Iterable[RankState]) -> str:
 
 
 def _progress_of(
-    migration: Migration | None, states: Iterable[RankState]
+    migration: Migration | None, states: Iterable[RankState], model: ModelShape | None
 ) -> MigrationProgress | None:
     """Return how far the ranks are with the open migration."""
     if migration is None:
@@ -465,7 +466,11 @@ def _progress_of(
         applied=applied,
         num_moves=len(migration.moves),
         staged_part=staged,
-        layers=tuple(layer for txn in migration.transactions for layer in txn.layers),
+        layers=tuple(
+            model.layer_ids[layer] if model else layer
+            for txn in migration.transactions
+            for layer in txn.layers
+        ),
         fraction=(staged + applied / total) / 2 if total else 1.0,
     )
 

@@ -164,7 +164,7 @@ class MigrationProgress:
     applied: Annotated[int, Meaning("transactions that serve on every rank")]
     num_moves: int
     staged_part: Annotated[float, Meaning("part of the bytes that is staged, 0 to 1")]
-    layers: tuple[int, ...]
+    layers: Annotated[tuple[int, ...], Meaning("the model's layer numbers")]
     # Staging is one half, because what is staged does not serve.
     fraction: Annotated[float, Meaning("part that is done, 0 to 1")]
 

@@ -40,7 +40,7 @@ GROUP = (
 )
 Layer = Annotated[
     int | None,
-    Meaning("layer, from 0; null: every layer", at_least=0, at_most=MOST_NUMBER),
+    Meaning("the model's layer number; null: every layer", at_least=0, at_most=MOST_NUMBER),
 ]
 Expert = Annotated[int, Meaning("a logical expert", at_least=0, at_most=MOST_NUMBER)]
 Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_NUMBER)]
@@ -146,12 +146,19 @@ def _unmet(store: StateStore, state: LiveState, wanted: Pins) -> list[str]:
     cordons = FittingCordons(topology)
     if committed is not None:
         cordons = asked.cordoned(committed.placement, topology, model.num_expert_groups)
-    slots = asked.slots(cordons.topology, model.num_layers, model.num_experts)
+    slots = asked.slots(cordons.topology, model)
     room = room_of(Constraints(slots=slots), cordons.topology, model.num_layers)
     if committed is not None:
         room = cordons.limited(room, committed.placement)
-    groups = model.num_expert_groups
-    found = fitting_pins(wanted, room, cordons.topology, model.num_experts, groups, cordons.kept)
+    found = fitting_pins(
+        wanted,
+        room,
+        cordons.topology,
+        model.num_experts,
+        model.num_expert_groups,
+        cordons.kept,
+        model.layer_ids,
+    )
     return list(found.unmet)
 
 

@@ -158,13 +158,18 @@ def placement_diff(
     `limit` at most.
     """
     from api.http.placement_answers import PlacementDiff, layer_diffs, line_of
+    from eplb.errors import ConfigError
 
     before, now = (_placement(call.store, one) for one in (base, target))
     model, topology = shape_of_run(call.store)
     for one in (before, now):
         _check_fits(one.placement, model, topology)
     every = layer_diffs(before.placement, now.placement, model, topology)
-    left = [one for one in every if after is None or one.layer > after]
+    try:
+        first = 0 if after is None else model.position_of(after) + 1
+    except ConfigError as exc:
+        raise Refused(ProblemType.INVALID_REQUEST, f"after: {exc}") from exc
+    left = [one for one in every if model.layer_ids.index(one.layer) >= first]
     page = Page.of(left, limit, lambda one: one.layer)
     return PlacementDiff(
         base=line_of(before),
@@ -235,9 +240,9 @@ def show_diff(found: dict[str, Any]) -> None:
         for rank, texts in shares.items():
             cells.setdefault(rank, ["", "", ""])[2] = _first(texts)
         for rank, of_rank in sorted(cells.items()):
-            rows.append([layer["layer"], layer["layer_id"], rank, *of_rank])
+            rows.append([layer["layer"], rank, *of_rank])
     if rows:
-        table(("layer", "of the model", "rank", "gains", "loses"), rows, "shares")
+        table(("layer", "rank", "gains", "loses"), rows, "shares")
     if found["next"] is not None:
         line(f"more layers differ: --after {found['next']}")
 

@@ -24,7 +24,6 @@ from api.operations.declaration import (
     Before,
     Call,
     Id,
-    Index,
     Limit,
     Page,
     Policy,
@@ -461,7 +460,7 @@ def show_rejected(found: dict[str, Any]) -> None:
 class ExplainRequest(Arguments):
     """Ask the controller to explain where a plan made now places an expert, and why."""
 
-    layer: Index
+    layer: Annotated[int, Meaning("the model's layer number", at_least=0, at_most=MAX_INDEX)]
     expert: Annotated[int, Meaning("a logical expert", at_least=0, at_most=MAX_INDEX)]
     policy: Policy = None
 
@@ -502,7 +501,8 @@ def ask_to_explain(
         int | None, Meaning("number of a proposal", at_least=0, at_most=MAX_ID)
     ] = None,
     layer: Annotated[
-        int | None, Meaning("layer, from 0; with --expert", at_least=0, at_most=MAX_INDEX)
+        int | None,
+        Meaning("the model's layer number; with --expert", at_least=0, at_most=MAX_INDEX),
     ] = None,
     expert: Annotated[
         int | None, Meaning("a logical expert", at_least=0, at_most=MAX_INDEX)

@@ -95,7 +95,7 @@ def ask_for_ranks(ask: Ask) -> Answer:
 class UncoveredExpert:
     """An expert that no rank would hold."""
 
-    layer: int
+    layer: Annotated[int, Meaning("the model's layer number")]
     expert: int
 
 
@@ -152,7 +152,10 @@ def feasibility(
     is_left[lost] = False
     spare = int(topology.usable_slots[is_left].sum()) - model.num_experts
     uncovered = uncovered_experts(committed.placement, topology, is_left)
-    shown = [UncoveredExpert(*one) for one in uncovered[:MOST_UNCOVERED]]
+    shown = [
+        UncoveredExpert(model.layer_ids[layer], expert)
+        for layer, expert in uncovered[:MOST_UNCOVERED]
+    ]
     return LossAnswer(lost, spare >= 0, spare, len(uncovered), shown)
 
 

@@ -74,7 +74,7 @@ def render(seen: Look, width: int = 100, height: int = 30) -> RenderableType:
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
     used = len(head) + len(plot) + len(tail) + 3
     num_decisions = min(4, max(1, height - used - state.num_layers - 2))
-    heat = _heatmap(seen.heat, width, height - used - num_decisions)
+    heat = _heatmap(seen.heat, state.layer_ids, width, height - used - num_decisions)
     blank = Text()
     parts = [*head, blank, *heat, LEGEND.copy(), *plot, blank, *tail]
     for decision in reversed(state.decisions[-num_decisions:]):
@@ -147,7 +147,7 @@ def in_time(seconds: float) -> str:
     return f"{value:.0f} d"
 
 
-def _heatmap(heat: Heat, width: int, num_rows: int) -> list[Text]:
+def _heatmap(heat: Heat, layer_ids: Sequence[int], width: int, num_rows: int) -> list[Text]:
     """Rows of layers, one cell for each rank; only the first layers where not all fit."""
     num_layers, num_ranks = len(heat.ranks), max((len(row or ()) for row in heat.ranks), default=0)
     if not num_ranks:
@@ -157,7 +157,7 @@ def _heatmap(heat: Heat, width: int, num_rows: int) -> list[Text]:
     ranks = "".join(name.format(rank)[-cell:].center(cell) for rank in range(num_ranks))
     lines = [Text(f" {'layer':>6} {ranks}", style=QUIET, no_wrap=True)]
     shown = num_layers if num_layers < num_rows else max(1, num_rows - 2)
-    for layer, row in enumerate(heat.ranks[:shown]):
+    for layer, row in zip(layer_ids, heat.ranks[:shown], strict=False):
         line = Text(f" {layer:>6} ", style=QUIET, no_wrap=True)
         for ratio in row or (None,) * num_ranks:
             shown_ratio = "-" if ratio is None else f"{ratio:.2f}"

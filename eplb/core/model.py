@@ -5,6 +5,7 @@ Shapes:  L MoE layers, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -67,6 +68,29 @@ class ModelShape:
     def num_layers(self) -> int:
         """L."""
         return len(self.layer_ids)
+
+    def position_of(self, layer_id: int) -> int:
+        """Give the index among the MoE layers of the layer with this number in the model.
+
+        Raises:
+            ConfigError: no MoE layer has the number.
+        """
+        if layer_id not in self.layer_ids:
+            raise ConfigError(
+                f"layer {layer_id} is no MoE layer, expected one of {spans(self.layer_ids)}"
+            )
+        return self.layer_ids.index(layer_id)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Write ascending runs of numbers as their ends: ``3..60, 62``."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("..".join(map(str, run)) for run in runs)
 
 
 def _preset(

@@ -227,6 +227,11 @@ class Problem:
         return self.history.num_experts
 
     @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """[L] numbers of the layers in the model; without a model 0, 1, 2, ..."""
+        return self.model.layer_ids if self.model else tuple(range(self.history.num_layers))
+
+    @property
     def num_groups(self) -> int:
         """The model's expert groups; 1 without groups, without a model, or if they are not kept."""
         if self.model is None or self.constraints.keep_groups is False:

@@ -36,7 +36,7 @@ class RankLoad:
 class Explanation:
     """The explanation of one expert of one layer; ``str()`` gives it as text."""
 
-    layer: int
+    layer: int  # its number in the model
     expert: int
     num_experts: int
     decision: str  # on the whole plan
@@ -69,7 +69,7 @@ class Explanation:
 class LayerExplanation:
     """The changes of a plan to one layer; ``str()`` gives them as text."""
 
-    layer: int
+    layer: int  # its number in the model
     decision: str  # on the whole plan
     reason: str
     before: float  # imbalance
@@ -100,7 +100,8 @@ def _json_ready(explanation: Explanation | LayerExplanation) -> dict[str, Any]:
     fields = asdict(explanation)
     fields |= {name: finite(it) for name, it in fields.items() if isinstance(it, float)}
     fields["moves"] = [
-        {**asdict(move), "source": move.source.name.lower()} for move in explanation.moves
+        {**asdict(move), "layer": explanation.layer, "source": move.source.name.lower()}
+        for move in explanation.moves
     ]
     return fields
 

@@ -247,7 +247,7 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
     without, with_more = marginal(plan, layer, expert)
     held = plan.target.slot_to_expert[layer] == expert
     found = Explanation(
-        layer=layer,
+        layer=plan.problem.layer_ids[layer],
         expert=expert,
         num_experts=len(view.work),
         decision=plan.decision.value,
@@ -284,7 +284,7 @@ def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
     busiest = max(view.rank_loads, key=lambda at: at.before)
     held = plan.base.slot_to_expert[layer, plan.topology.slots_on(busiest.rank)].tolist()
     found = LayerExplanation(
-        layer=layer,
+        layer=plan.problem.layer_ids[layer],
         decision=plan.decision.value,
         reason=plan.reason,
         before=view.before,

@@ -79,18 +79,19 @@ def violations_of(problem: Problem, placement: Placement) -> dict[int, str]:
         except PlacementError as exc:
             why = str(exc)
         return dict.fromkeys(found, why)
+    numbers = problem.layer_ids
     if problem.constraints.keep_groups:
         for layer, held in enumerate(placement.slot_to_expert):
             num_groups, num_experts = problem.num_groups, problem.num_experts
             if nodes_of_groups(held, problem.topology, num_groups, num_experts) is None:
-                found[layer] = f"layer {layer}: an expert group is on several nodes"
+                found[layer] = f"layer {numbers[layer]}: an expert group is on several nodes"
     if problem.constraints.binds_experts:
         found |= _broken_constraints(problem, placement)
     return found
 
 
 def _broken_constraints(problem: Problem, placement: Placement) -> dict[int, str]:
-    topology = problem.topology
+    topology, numbers = problem.topology, problem.layer_ids
     constraints = problem.frame.constraints
     shape = (placement.num_layers, topology.num_ranks, problem.num_experts)
     holds = np.zeros(shape, dtype=np.bool_)
@@ -102,14 +103,15 @@ def _broken_constraints(problem: Problem, placement: Placement) -> dict[int, str
     found = {}
     for layer, expert in np.argwhere(domains < constraints.spread).tolist():
         found[layer] = (
-            f"layer {layer}: expert {expert} is in {domains[layer, expert]} failure domains, "
-            f"expected {constraints.spread[layer, expert]}"
+            f"layer {numbers[layer]}: expert {expert} is in {domains[layer, expert]} failure "
+            f"domains, expected {constraints.spread[layer, expert]}"
         )
     for layer, expert in np.argwhere(~holds[:, constraints.ready].any(axis=1)).tolist():
-        found[layer] = f"layer {layer}: expert {expert} is only on ranks that are joining"
+        found[layer] = f"layer {numbers[layer]}: expert {expert} is only on ranks that are joining"
     for layer, rank, expert in np.argwhere(constraints.pinned & ~holds).tolist():
         found[layer] = (
-            f"layer {layer}: expert {expert} is pinned to rank {rank}, which does not hold it"
+            f"layer {numbers[layer]}: expert {expert} is pinned to rank {rank}, "
+            "which does not hold it"
         )
     return found
 
@@ -185,8 +187,8 @@ def enforce(problem: Problem, frame: Frame, held: IntArray, demand: Demand) -> N
     failed = _enforce(demand, held, frame.zones.ranks, constraints, order)
     for layer in np.flatnonzero(failed >= 0)[:1]:
         raise PlacementError(
-            f"layer {layer}: no slot for expert {failed[layer]} meets all constraints, "
-            "expected fewer constraints or more slots"
+            f"layer {problem.layer_ids[layer]}: no slot for expert {failed[layer]} "
+            "meets all constraints, expected fewer constraints or more slots"
         )
 
 

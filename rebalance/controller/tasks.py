@@ -119,7 +119,8 @@ class Tasks:
         if task.kind == "explain":
             layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
             try:
-                return TaskResult(detail=proposal.explain(layer, expert).to_dict())
+                found = proposal.explain(group.model.position_of(layer), expert)
+                return TaskResult(detail=found.to_dict())
             except ConfigError as exc:
                 raise TaskRefused(Refusal.NO_SUCH_EXPERT, str(exc)) from exc
         if task.kind == "propose":

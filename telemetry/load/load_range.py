@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample, Phase
+from eplb.core.model import ModelShape
 from eplb.declared import Meaning
 from eplb.errors import HistoryError
 from telemetry.load.folder import Window, common_phase
@@ -65,6 +66,7 @@ class LoadRow(LoadSpan):
 
     tokens: NDArray[np.int64]  # [L, E] received by each expert
     received: NDArray[np.int64]  # [L, R] received by each rank
+    layer_ids: tuple[int, ...]  # [L] numbers of the layers in the model
 
 
 def load_rows(
@@ -94,7 +96,7 @@ def load_rows(
             if parts and reader is not None and not is_known:
                 load = joined(parts, seconds, start, common_phase({part.phase for part in parts}))
                 num_missing = reader.topology.num_ranks - len(load.ranks)
-                yield _row(load, start + seconds, seconds, num_missing)
+                yield _row(load, start + seconds, seconds, num_missing, reader.model)
             if seconds == HOUR:
                 covered.add((run, start))
     begun = min((info.time for info in runs.values()), default=until)
@@ -172,17 +174,22 @@ class _Windows:
 
     def rows(self, *, below: float = inf, older_than: float = inf) -> Iterator[LoadRow]:
         """Give windows in order, up to the first whose index or newest sample is past a limit."""
-        folder = None if self._reader is None else self._reader.folder
-        for window in () if folder is None else folder.windows(self._phase):
+        reader = self._reader
+        if reader is None:
+            return
+        for window in reader.folder.windows(self._phase):
             if window.index <= self._given:
                 continue
             if window.index >= below or self._times[window.index] >= older_than:
                 return
             self._given = window.index
-            yield _row(window, self._times.pop(window.index), 0, len(window.missing_ranks))
+            time, num_missing = self._times.pop(window.index), len(window.missing_ranks)
+            yield _row(window, time, 0, num_missing, reader.model)
 
 
-def _row(load: Window | Rollup, time: float, seconds: int, num_missing: int) -> LoadRow:
+def _row(
+    load: Window | Rollup, time: float, seconds: int, num_missing: int, model: ModelShape
+) -> LoadRow:
     return LoadRow(
         load.run,
         time,
@@ -194,4 +201,5 @@ def _row(load: Window | Rollup, time: float, seconds: int, num_missing: int) -> 
         num_missing,
         load.tokens,
         load.received,
+        model.layer_ids,
     )

@@ -145,13 +145,14 @@ class Deployment:
 
 
 @contextmanager
-def planned_by_request(store: StateStore) -> Iterator[Deployment]:
+def planned_by_request(store: StateStore, model: ModelShape = MODEL) -> Iterator[Deployment]:
     """Give ranks that served skewed load, with a controller at work that plans when it is asked.
 
     Movement is off, so that it publishes no plan of its own.
     """
-    store.commit(START, expected=None, reason="start")
-    served = Deployment(store)
+    start = Placement(np.repeat(START.slot_to_expert, model.num_layers, axis=0), num_experts=4)
+    store.commit(start, expected=None, reason="start")
+    served = Deployment(store, model=model)
     served.serve(SKEWED)
     store.set_control(Control(movement=False), reason="no plan of its own")
     controller = Controller(store, replace(SETTINGS, stage="propose", task_expiry_s=0.0))

@@ -49,13 +49,13 @@ function made({ layer }) {
     element("td", { class: "orders" }, button));
   button.addEventListener("click", () => {
     const { at, expert } = line.shown;
-    run(button, "Requesting a plan from the controller.", () => explain(at, layer, expert), $("explained"));
+    run(button, "Requesting a plan from the controller.", () => explain(layer, expert), $("explained"));
   });
   return line;
 }
 
-async function explain(at, layer, expert) {
-  const task = await send("POST", "explanations", { layer: at, expert });
+async function explain(layer, expert) {
+  const task = await send("POST", "explanations", { layer, expert });
   const title = element("h3", {}, `Layer ${layer}, expert ${expert}`);
   if (task.state !== "done") return [title, element("p", {}, `Task ${task.id} is ${task.state}: no answer of the controller yet.`)];
   return [title, element("ul", {}, ...task.result.sentences.map((one) => element("li", {}, one)))];

@@ -18,6 +18,7 @@ from eplb.core.constraints import Constraints, Which, room_of
 from eplb.core.cost import GROUPED_GEMM_H200, CostModel, Curve
 from eplb.core.dispatch import DispatchRuleName
 from eplb.core.load import LoadHistory
+from eplb.core.model import ModelShape, spans
 from eplb.core.placement import Placement
 from eplb.core.problem import AskedObjective
 from eplb.core.topology import Topology
@@ -224,8 +225,8 @@ class PlannerRequest:
     redundancy: Annotated[
         str,
         Setting(
-            "redundant slots that a layer uses, `layer:slots, ...`, layers from 0; those without "
-            "one use all",
+            "redundant slots that a layer uses, `layer:slots, ...`, by the model's layer "
+            "numbers; those without one use all",
             max_length=20_000,
             pattern=_list_of(rf"{_NUMBER}:{_NUMBER}"),
             check=redundancy_of,
@@ -235,8 +236,8 @@ class PlannerRequest:
     pins: Annotated[
         str,
         Setting(
-            "ranks that must hold an expert, `layer/expert:rank+rank, ...`, layers from 0, `*`: "
-            "each layer; see /api/v1/pins",
+            "ranks that must hold an expert, `layer/expert:rank+rank, ...`, by the model's layer "
+            "numbers, `*`: each layer; see /api/v1/pins",
             max_length=20_000,
             pattern=_list_of(_PIN),
             check=read_pins,
@@ -289,7 +290,7 @@ class PlannerRequest:
         return fitting_cordons(read_cordons(self.cordons), current, topology, num_groups)
 
     def coverage(
-        self, past: LoadHistory, current: Placement, cordons: FittingCordons, num_groups: int
+        self, past: LoadHistory, current: Placement, cordons: FittingCordons, model: ModelShape
     ) -> Coverage:
         """Constraints on slots, pins and failure domains that fit, and what is left out.
 
@@ -297,45 +298,46 @@ class PlannerRequest:
             past: load, by which experts are covered.
             current: the placement that serves.
             cordons: with the topology, as ``cordoned`` gives them for ``current``.
-            num_groups: the model's expert groups.
+            model: has the layers and the expert groups.
 
         Raises:
             ConfigError: ``redundancy`` of a layer that is not there, or of more slots.
         """
         tokens, topology = past.tokens.sum(axis=0), cordons.topology
-        slots = self.slots(topology, *tokens.shape)
+        slots, num_groups = self.slots(topology, model), model.num_expert_groups
         room = room_of(Constraints(slots=slots), topology, len(tokens))
         room = cordons.limited(room, current)
         asked = read_pins(self.pins)
-        pins = fitting_pins(asked, room, topology, tokens.shape[1], num_groups, cordons.kept)
+        pins = fitting_pins(
+            asked, room, topology, model.num_experts, num_groups, cordons.kept, model.layer_ids
+        )
         # Further failure domains are asked for in the slots that pins leave.
         found = coverage_of(tokens, pins.left, topology, self.min_domains, num_groups)
         limits = slots if slots is None and not cordons.cordoned else room
         return replace(
             found,
             constraints=replace(found.constraints, slots=limits, pinned=pins.pinned),
+            uncovered=tuple((model.layer_ids[layer], expert) for layer, expert in found.uncovered),
             releases_groups=found.releases_groups or cordons.releases_groups,
             unmet_pins=pins.unmet,
             unmet_cordons=cordons.unmet,
         )
 
-    def slots(
-        self, topology: Topology, num_layers: int, num_experts: int
-    ) -> NDArray[np.int64] | None:
+    def slots(self, topology: Topology, model: ModelShape) -> NDArray[np.int64] | None:
         """[L, R] slots that layers may use; None: all. Those of dead or drained ranks are not
         missed."""
         asked = redundancy_of(self.redundancy)
         if not asked:
             return None
         live = int(topology.usable_slots.sum())
-        counts, most = np.full(num_layers, live), topology.num_slots - num_experts
+        counts, most = np.full(model.num_layers, live), topology.num_slots - model.num_experts
         for layer, redundant in asked.items():
-            if layer >= num_layers or redundant > most:
+            if layer not in model.layer_ids or redundant > most:
                 raise ConfigError(
                     f"redundancy gives layer {layer} {redundant} redundant slots, expected layers "
-                    f"0..{num_layers - 1} and 0..{most} slots"
+                    f"{spans(model.layer_ids)} and 0..{most} slots"
                 )
-            counts[layer] = min(num_experts + redundant, live)
+            counts[model.position_of(layer)] = min(model.num_experts + redundant, live)
         return slots_per_layer(counts, topology)
 
     def recorded(self, coverage: Coverage) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Planning:
             current, topology = compact(current, topology, settings.spare_slots)
         groups = group.model.num_expert_groups
         cordons = settings.request.cordoned(current, topology, groups)
-        coverage = settings.request.coverage(past, current, cordons, groups)
+        coverage = settings.request.coverage(past, current, cordons, group.model)
         begun = self._clock()
         proposal = plan(
             past,
@@ -339,9 +339,9 @@ def _against(
     placement: Placement,
 ) -> str:
     """Name the constraints that a placement breaks, as the end of a reason; "": it breaks none."""
-    request, groups = settings.request, problem.num_groups
+    assert problem.model is not None, "the controller plans for the model of a run"
     try:
-        coverage = request.coverage(problem.history, current, cordons, groups)
+        coverage = settings.request.coverage(problem.history, current, cordons, problem.model)
         constrained = replace(problem, constraints=coverage.constraints)
         broken = violations_of(constrained, placement)
     except ConfigError as exc:

@@ -69,8 +69,9 @@ def drafted(
         plan_reason=figures["reason"],
         **{name: figures[name] for name in FIGURES},
     )
+    layer_ids = plan.problem.layer_ids
     moves = [
-        [move.layer, move.expert, move.dst_slot, move.source.name.lower(), move.src_slot]
+        [layer_ids[move.layer], move.expert, move.dst_slot, move.source.name.lower(), move.src_slot]
         for move in plan.moves[:KEPT_MOVES]
     ]
     detail = {"plan": plan.to_dict(), "move_list": moves, "explanation": _explained(plan)}
@@ -84,7 +85,8 @@ def _explained(plan: Plan) -> list[dict[str, Any]]:
     best = np.argsort(-np.where(changes, gain, -np.inf), kind="stable")
     taken = [int(layer) for layer in best[:EXPLAINED_LAYERS] if changes[layer]]
     return [
-        {"layer": layer, "sentences": list(explain_layer(plan, layer).sentences)} for layer in taken
+        {"layer": found.layer, "sentences": list(found.sentences)}
+        for found in (explain_layer(plan, layer) for layer in taken)
     ]
 
 

@@ -74,15 +74,15 @@ def test_history_is_listed_newest_first_page_by_page(place: list[str]) -> None:
 def test_difference_shows_experts_and_shares_by_rank(place: list[str]) -> None:
     status, text = run(place, "diff", "1", "2")
     page = run(place, "diff", "1", "2", "--layers", "1")[1]
-    rest = json.loads(run(place, "diff", "1", "2", "--after", "0", "--json")[1])
+    rest = json.loads(run(place, "diff", "1", "2", "--after", "3", "--json")[1])
 
     assert status == 0, text
     rows = [line.split() for line in text.splitlines()]
     assert text.startswith("generation 1 to 2: 2 moves, 0.000 GB, in 2 layers")
-    assert [row[:5] for row in rows[2:4]] == [["0", "3", "0", "2", "1"], ["0", "3", "1", "1", "2"]]
+    assert [row[:4] for row in rows[2:4]] == [["3", "0", "2", "1"], ["3", "1", "1", "2"]]
     assert text.splitlines()[4].endswith("0: 0.500 to 0.250")
-    assert page.endswith("more layers differ: --after 0\n")
-    assert [one["layer"] for one in rest["layers"]] == [1]
+    assert page.endswith("more layers differ: --after 3\n")
+    assert [one["layer"] for one in rest["layers"]] == [5]
 
 
 def test_exported_file_is_read_back_and_losses_are_printed(

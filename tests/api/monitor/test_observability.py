@@ -71,6 +71,7 @@ def metrics() -> dict[str, Metric]:
         read(MemoryStore("d")),
         latest=Window("a", 0, 0, 1, "mixed", none, none, tokens, tokens),
         scale=Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1),
+        layer_ids=(0,),
         swap_pauses_ms=(1.0,),
         controller=Leadership("one", 9.0, "", "", turn_age_s=1.0),
         supervision=SupervisionView(tuple(processes), 0.1),

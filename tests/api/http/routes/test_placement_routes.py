@@ -85,8 +85,7 @@ def test_difference_names_experts_bytes_and_shares_by_rank(client: httpx.Client)
     assert (found["base"]["generation"], found["target"]["reason"]) == (1, "hot expert")
     assert (found["changed_layers"], found["moves"], found["bytes"]) == (3, 2, 48)
     assert found["layers"][0] == {
-        "layer": 0,
-        "layer_id": 3,
+        "layer": 3,
         "bytes": 48,
         "ranks": [
             {"rank": 0, "added": [2], "removed": [1]},
@@ -109,8 +108,10 @@ def test_difference_is_given_by_pages_of_layers(client: httpx.Client) -> None:
     page = client.get(f"{PATH}/diff", params=asked).json()
     rest = client.get(f"{PATH}/diff", params=asked | {"after": page["next"]}).json()
 
-    assert [one["layer"] for one in page["layers"] + rest["layers"]] == [0, 1, 2]
-    assert (page["next"], rest["next"], rest["moves"]) == (1, None, 2)
+    assert [one["layer"] for one in page["layers"] + rest["layers"]] == [3, 5, 6]
+    assert (page["next"], rest["next"], rest["moves"]) == (5, None, 2)
+    no_layer = client.get(f"{PATH}/diff", params=asked | {"after": 4})
+    assert problem_of(no_layer)[1] == "after: layer 4 is no MoE layer, expected one of 3, 5..6"
 
 
 def test_placement_of_other_ranks_has_no_difference(client: httpx.Client) -> None:

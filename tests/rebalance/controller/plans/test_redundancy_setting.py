@@ -36,7 +36,7 @@ def test_layer_uses_only_its_redundant_slots_and_the_plan_records_it(
     deployment: Deployment,
 ) -> None:
     controller = deployment.controller()
-    deployment.store.change_live({"redundancy": "1:0"}, reason="layer 1 is even")
+    deployment.store.change_live({"redundancy": "4:0"}, reason="layer 4 is even")
     deployment.serve(SKEWED)
     controller.turn()
 
@@ -44,7 +44,7 @@ def test_layer_uses_only_its_redundant_slots_and_the_plan_records_it(
 
     assert num_held(few.target)[0] > 4
     assert num_held(few.target)[1] == 4
-    assert deployment.last_plan()["asked"]["redundancy"] == "1:0"
+    assert deployment.last_plan()["asked"]["redundancy"] == "4:0"
 
     deployment.store.change_live({"redundancy": None}, reason="all of them again")
     deployment.serve(SKEWED)
@@ -58,7 +58,7 @@ def test_layer_gives_slots_up_whatever_that_costs_in_balance(deployment: Deploym
     controller.turn()
     deployment.swap()
 
-    deployment.store.change_live({"redundancy": "0:0, 1:1"}, reason="fewer bytes to move")
+    deployment.store.change_live({"redundancy": "3:0, 4:1"}, reason="fewer bytes to move")
     deployment.serve(SKEWED)
     controller.turn()
     assert num_held(deployment.swap().target) == [4, 5]
@@ -71,22 +71,22 @@ def test_layer_gives_slots_up_whatever_that_costs_in_balance(deployment: Deploym
 
 
 def test_spare_slots_of_flip_mode_are_no_redundant_ones(deployment: Deployment) -> None:
-    deployment.store.change_live({"redundancy": "0:1"}, reason="a test")
+    deployment.store.change_live({"redundancy": "3:1"}, reason="a test")
     deployment.serve(SKEWED)
 
     deployment.controller(pace=Pace(mode="flip", spare_slots=1)).turn()
 
     assert deployment.store.published() is None
     (error,) = events(deployment.store, "error")
-    assert "layer 0 1 redundant slots" in error.detail["message"]
+    assert "layer 3 1 redundant slots" in error.detail["message"]
 
 
 def test_slots_of_dead_ranks_are_not_missed() -> None:
     alive = np.array([True, True, False])
     ranks = replace(Topology.uniform(1, 3, slots_per_rank=3), alive=alive)
-    request = PlannerRequest(redundancy="0:5, 1:1")
+    request = PlannerRequest(redundancy="2:5, 3:1")
 
-    slots = request.slots(ranks, num_layers=3, num_experts=4)
+    slots = request.slots(ranks, ModelShape((2, 3, 5), 4, 1, hidden=2, intermediate=2))
 
     assert slots is not None
     assert slots.tolist() == [[3, 3, 0], [3, 2, 0], [3, 3, 0]]
