@@ -33,7 +33,7 @@ function worstLayers(state, heat) {
   return heat.ranks.flatMap((row, at) => {
     if (row === null) return [];
     const [ratio, rank] = largest(row), [most, expert] = largest(heat.experts[at]);
-    return [{ at, layer: state.layer_ids[at], ratio, rank, heat: most, expert }];
+    return [{ layer: state.layer_ids[at], ratio, rank, heat: most, expert }];
   }).sort((a, b) => b.ratio - a.ratio);
 }
 
@@ -48,7 +48,7 @@ function made({ layer }) {
   const line = element("tr", {}, element("th", { scope: "row" }, layer), ...[0, 1, 2].map(() => element("td")),
     element("td", { class: "orders" }, button));
   button.addEventListener("click", () => {
-    const { at, expert } = line.shown;
+    const { expert } = line.shown;
     run(button, "Requesting a plan from the controller.", () => explain(layer, expert), $("explained"));
   });
   return line;
