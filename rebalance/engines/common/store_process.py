@@ -114,18 +114,19 @@ class StoreProcess:
         self.is_asked = True
         self.tell(question)
 
-    def tell(self, told: Told) -> None:
-        """Hand over anything else. Never waits and never raises."""
+    def tell(self, told: Told) -> bool:
+        """Hand over anything else; False if it was dropped. Never waits and never raises."""
         if isinstance(told, MapChange):
             self._map = told
-        self._offer(lambda: told, None)
+        return self._offer(lambda: told, None)
 
-    def _offer(self, make: Make, copied: Any) -> None:
+    def _offer(self, make: Make, copied: Any) -> bool:
         if len(self._waiting) >= MOST_WAITING:
             self.num_dropped += 1
-            return
+            return False
         self._waiting.append((copied, make))
         self.flush()
+        return True
 
     def flush(self) -> None:
         """Write what the connection takes now. Never waits and never raises."""
@@ -238,8 +239,9 @@ class StoreProcess:
             "store_failures": self.num_failures,
         }
         if state != self._state:
-            self._state, self._next_state = state, time.monotonic() + STATE_S
-            self.tell(Noted(PARTS, {"run": self.run, "rank": self._identity.rank, **state}))
+            detail = {"run": self.run, "rank": self._identity.rank, **state}
+            if self.tell(Noted(PARTS, detail)):  # else again, once there is room
+                self._state, self._next_state = state, time.monotonic() + STATE_S
 
     def _take(self, reply: Reply) -> None:
         if isinstance(reply, Question):
