@@ -34,16 +34,26 @@ def add_key(
     name: Name,
     role: Annotated[str, typer.Option(help="viewer, operator or admin.")] = "viewer",
     reason: Reason = "added from the command line",
+    force: Annotated[bool, typer.Option("--force", help="Also while no admin has a key.")] = False,
 ) -> None:
     """Add a key and print it, once: the file has its salted hash alone.
 
-    The first key closes a service that was open to every user of this host.
+    The first key closes a service that was open to every user of this host, page and commands
+    included, and is an admin's.
     """
     state_dir, deployment = _place(configured)
     note(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason, "asked")
-    key = AccessKeys(state_dir).add(name, role)
+    kept = AccessKeys(state_dir)
+    is_first = not kept.exists
+    key = kept.add(name, role, force=force)
     typer.echo(key)
     typer.echo(f"eplb: {name} is {role}, by {local_actor()}; the key is not shown again", err=True)
+    if is_first:
+        typer.echo(
+            "eplb: from now on page, REST API and `--service` ask for a key or the deployment's "
+            "token (EPLB_KEY); to open the service again, remove " + str(kept.path),
+            err=True,
+        )
 
 
 @keys.command("remove")
@@ -52,11 +62,12 @@ def remove_key(
     configured: Configured,
     name: Name,
     reason: Reason = "removed from the command line",
+    force: Annotated[bool, typer.Option("--force", help="Also the last key of an admin.")] = False,
 ) -> None:
     """Remove a key; the next request with it is refused."""
     state_dir, deployment = _place(configured)
     note(state_dir, deployment, f"keys remove {name[:100]}", reason, "asked")
-    AccessKeys(state_dir).remove(name)
+    AccessKeys(state_dir).remove(name, force=force)
     typer.echo(f"{name} is removed, by {local_actor()}: {printable(reason)}")
 
 

@@ -48,6 +48,7 @@ class Role(IntEnum):
 
 
 ROLES = {role.label: role for role in Role}
+ADMIN = Role.ADMIN.label
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Actor:
 
     name: str
     role: Role
+
+
+def _has_admin(keys: Mapping[str, AccessKey]) -> bool:
+    return any(key.role == ADMIN for key in keys.values())
 
 
 def _hash(salt: str, secret: str) -> str:
@@ -106,11 +111,15 @@ class AccessKeys:
         is_right = hmac.compare_digest(_hash(key.salt if key else "", secret), expected)
         return Actor(key.name, ROLES[key.role]) if key is not None and is_right else None
 
-    def add(self, name: str, role: str) -> str:
+    def add(self, name: str, role: str, *, force: bool = False) -> str:
         """Add a key and return it; it is in no file.
 
+        Args:
+            force: add it though no admin has a key.
+
         Raises:
-            ConfigError: the name cannot be used or is taken, or there is no such role.
+            ConfigError: the name cannot be used or is taken, there is no such role, or the service
+                would ask for keys and no admin have one.
         """
         if not NAME.fullmatch(name):
             raise ConfigError(
@@ -123,19 +132,33 @@ class AccessKeys:
         with self._changing() as keys:
             if name in keys:
                 raise ConfigError(f"there is a key {name!r}, expected another name")
+            if not (force or role == ADMIN or _has_admin(keys)):
+                raise ConfigError(
+                    f"the key {name!r} is of a {role} and no admin has a key, expected --role "
+                    f"{ADMIN} first, or --force: with a key the service is closed to all others"
+                )
             keys[name] = AccessKey(name, role, salt, _hash(salt, secret), time.time())
         return f"{PREFIX}_{name}_{secret}"
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, force: bool = False) -> None:
         """Remove a key: requests with it are refused from now on.
 
+        Args:
+            force: remove the last key of an admin too.
+
         Raises:
-            ConfigError: there is no such key.
+            ConfigError: there is no such key, or it is the last one of an admin.
         """
         with self._changing() as keys:
-            if keys.pop(name, None) is None:
+            removed = keys.pop(name, None)
+            if removed is None:
                 known = ", ".join(sorted(keys)) or "none"
                 raise ConfigError(f"there is no key {name!r}, expected one of: {known}")
+            if removed.role == ADMIN and not (force or _has_admin(keys)):
+                raise ConfigError(
+                    f"{name!r} is the last key of an admin, expected another one before it is "
+                    f"removed, or --force: the way back is to remove {self.path}"
+                )
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, AccessKey]]:

@@ -52,7 +52,7 @@ def test_each_role_may_do_what_those_before_it_may_and_no_more(
     service: httpx.Client, tmp_path: Path
 ) -> None:
     keys = {
-        role: bearer(AccessKeys(tmp_path).add(role, role))
+        role: bearer(AccessKeys(tmp_path).add(role, role, force=True))
         for role in ("viewer", "operator", "admin")
     }
 
@@ -76,7 +76,7 @@ def test_removed_key_and_unknown_key_are_refused_at_the_next_request(
     service: httpx.Client, tmp_path: Path
 ) -> None:
     assert service.get("/api/v1/state").status_code == 200  # no file of keys: open to this host
-    key = bearer(AccessKeys(tmp_path).add("alice", "viewer"))
+    key = bearer(AccessKeys(tmp_path).add("alice", "viewer", force=True))
     assert service.get("/api/v1/state").status_code == 401
     assert service.get("/api/v1/state", headers=key).status_code == 200
     browser = service.get("/", auth=("any", key["authorization"].split()[1]))
@@ -138,7 +138,7 @@ def test_address_with_too_many_failed_logins_is_told_so_and_a_right_key_still_se
     service: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(authentication, "FAILURES_S", NEVER_S)
-    key = bearer(AccessKeys(tmp_path).add("alice", "viewer"))
+    key = bearer(AccessKeys(tmp_path).add("alice", "viewer", force=True))
     answers = [service.get("/api/v1/state", headers=bearer("wrong")) for _ in range(FAILURES + 1)]
 
     kinds = [problem_of(answer)[0] for answer in answers]
@@ -157,7 +157,7 @@ def test_reads_need_a_viewer_and_unknown_changes_an_operator() -> None:
 def test_change_is_in_the_audit_before_and_after_it_is_done(
     service: httpx.Client, tmp_path: Path
 ) -> None:
-    key = AccessKeys(tmp_path).add("alice", "operator")
+    key = AccessKeys(tmp_path).add("alice", "operator", force=True)
     done = service.post("/api/v1/pause", json=PAUSE, headers=bearer(key))
     refused = service.post("/api/v1/pause", json={}, headers=bearer(key))
     service.get("/api/v1/state", headers=bearer(key))
@@ -289,7 +289,8 @@ def run(folder: Path, *words: str) -> tuple[int, str]:
 
 
 def test_commands_add_list_and_remove_keys_and_the_audit_has_each(tmp_path: Path) -> None:
-    status, shown = run(tmp_path, "keys", "add", "alice", "--role", "operator", "--reason", "new")
+    words = ("--role", "operator", "--reason", "new", "--force")
+    status, shown = run(tmp_path, "keys", "add", "alice", *words)
     actor = AccessKeys(tmp_path).actor(shown.split()[0])
     listed = run(tmp_path, "keys", "list")[1]
     removed = run(tmp_path, "keys", "remove", "alice")
@@ -303,8 +304,25 @@ def test_commands_add_list_and_remove_keys_and_the_audit_has_each(tmp_path: Path
     assert "keys add alice operator asked: new" in told
 
 
+def test_first_key_is_an_admin_s_and_the_last_one_of_an_admin_stays(tmp_path: Path) -> None:
+    viewer = run(tmp_path, "keys", "add", "bob")
+    first = run(tmp_path, "keys", "add", "alice", "--role", "admin")
+    second = run(tmp_path, "keys", "add", "bob")
+    last = run(tmp_path, "keys", "remove", "alice")
+    left = [key.name for key in AccessKeys(tmp_path).all()]
+    forced = run(tmp_path, "keys", "remove", "alice", "--force")
+
+    assert (viewer[0], first[0], second[0], last[0], forced[0]) == (2, 0, 0, 2, 0)
+    assert "no admin has a key, expected --role admin first, or --force" in viewer[1]
+    assert "to open the service again, remove" in first[1]
+    assert "to open the service again" not in second[1]
+    assert "'alice' is the last key of an admin, expected another one" in last[1]
+    assert left == ["alice", "bob"]
+    assert [key.name for key in AccessKeys(tmp_path).all()] == ["bob"]
+
+
 def test_audit_command_verifies_the_chain_against_a_noted_line(tmp_path: Path) -> None:
-    run(tmp_path, "keys", "add", "alice")
+    run(tmp_path, "keys", "add", "alice", "--role", "admin")
     run(tmp_path, "keys", "add", "bob")
     status, shown = run(tmp_path, "audit", "--verify")
     mark = shown.split()[-1]

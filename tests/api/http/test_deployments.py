@@ -179,7 +179,7 @@ def test_lists_of_events_and_tasks_are_read_page_by_page(shown: Shown) -> None:
 
 
 def test_keys_and_roles_hold_below_the_prefix(shown: Shown) -> None:
-    key = {"authorization": f"Bearer {AccessKeys(shown.folder).add('alice', 'viewer')}"}
+    key = {"authorization": f"Bearer {AccessKeys(shown.folder).add('alice', 'viewer', force=True)}"}
 
     nobody = shown.client.get("/deployments/nobody/api/v1/state")
     assert kind_of(nobody) is ProblemType.NOT_AUTHENTICATED

@@ -77,7 +77,7 @@ def test_token_of_one_address_is_refused_at_the_other_and_a_viewer_may_scrape(
     assert metrics.get("/metrics", headers=bearer(ADMIN)).status_code == 401
     for path in ("/metrics", "/api/v1/state"):
         assert admin.get(path, headers=bearer(SCRAPE)).status_code == 401
-    key = AccessKeys(tmp_path).add("scraper", "viewer")
+    key = AccessKeys(tmp_path).add("scraper", "viewer", force=True)
     assert metrics.get("/metrics", headers=bearer(key)).status_code == 200
 
 
