@@ -158,18 +158,14 @@ def placement_diff(
     `limit` at most.
     """
     from api.http.placement_answers import PlacementDiff, layer_diffs, line_of
-    from eplb.errors import ConfigError
 
     before, now = (_placement(call.store, one) for one in (base, target))
     model, topology = shape_of_run(call.store)
     for one in (before, now):
         _check_fits(one.placement, model, topology)
     every = layer_diffs(before.placement, now.placement, model, topology)
-    try:
-        first = 0 if after is None else model.position_of(after) + 1
-    except ConfigError as exc:
-        raise Refused(ProblemType.INVALID_REQUEST, f"after: {exc}") from exc
-    left = [one for one in every if model.layer_ids.index(one.layer) >= first]
+    every.sort(key=lambda one: one.layer)
+    left = [one for one in every if after is None or one.layer > after]
     page = Page.of(left, limit, lambda one: one.layer)
     return PlacementDiff(
         base=line_of(before),
