@@ -260,7 +260,7 @@ def test_plan_uses_the_latest_windows_and_none_before_a_change() -> None:
 def test_ignoring_load_before_a_change_saves_moves_and_imbalance() -> None:
     moves, imbalance = {}, {}
     for cuts in (False, True):
-        found = [replay(after_a_switch(seed, cuts=cuts), "auto") for seed in range(3)]
+        found = [replay(after_a_switch(seed, cuts=cuts), "auto") for seed in range(8)]
         moves[cuts] = sum(one.moves for one in found)
         imbalance[cuts] = np.mean([one.per_window[SWITCH:] for one in found])
 
