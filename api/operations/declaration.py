@@ -92,7 +92,6 @@ class Arguments:
 
 
 Id = Annotated[int, Meaning("its number", at_least=0, at_most=MAX_ID)]
-Index = Annotated[int, Meaning("index, from 0", at_least=0, at_most=MAX_INDEX)]
 Limit = Annotated[int, Meaning("most that are returned", at_least=1, at_most=1000)]
 Before = Annotated[
     int | None, Meaning("only those before this number; null: all", at_least=0, at_most=MAX_ID)

@@ -27,7 +27,7 @@ from runtime.group import gathered
 
 T = TypeVar("T")
 
-HOST_RANKS = 8  # of a host; deep_ep sends within it by other kernels than between hosts
+HOST_RANKS = 8  # most ranks of one host, within which deep_ep has kernels of its own
 MOST_NORMAL_SLOTS = 128  # the threads of its ``notify_dispatch`` (csrc/kernels/intranode.cu)
 PREFILL_SMS = 24  # multiprocessors that normal mode may take; even, as the library demands
 

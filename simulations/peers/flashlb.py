@@ -76,7 +76,9 @@ class FlashlbWhenDue:
     """
 
     def __init__(self) -> None:
-        self._promised: dict[str, NDArray[np.float64]] = {}  # by hash of what serves: [L] ratios
+        self._promised: dict[
+            str, NDArray[np.float64]
+        ] = {}  # [L] ratios, by hash of the serving placement
 
     def __call__(self, problem: Problem) -> Placement:
         """Plan the layers that are due.

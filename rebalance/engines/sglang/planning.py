@@ -46,9 +46,7 @@ RULES = {
 }
 ANSWER = "sglang-plan"
 PLAN_WINDOWS = 16
-LIST_LENGTH = (
-    64  # entries of a list with uneven shares, which are then within 1 % of the planned ones
-)
+LIST_LENGTH = 64  # entries of a list with uneven shares: within 1 % of the planned ones
 GOAL = 1.01  # imbalance of a row that a plan with free moves need not improve by swaps
 ARRAYS = ("slot_to_expert", "weights", "sources")
 FIGURES = ("moves", "reason", "before", "after", "booked", "effective")  # for display
