@@ -124,12 +124,13 @@ def main() -> None:
     group = join("cuda")
     if not group.maps_peers:
         raise SystemExit(f"link_parts: found {group.size} GPU, expected two or more")
-    layers = Layers(group, asked.precision, "decode", TOKENS, "local")
+    traces = read(asked.file, group.size)
+    layers = Layers(group, traces[0].num_experts, asked.precision, "decode", TOKENS, "local")
     parts = layers.parts(ANY_GAIN)
     runs = runs_of(layers, parts)
     if not group.rank:
         print(f"{'tokens':>6} {'trace':9}{'part':18}{'us':>9}{'p99':>9}{'pulled':>8}", flush=True)
-    for tokens, routing in product(asked.tokens or TOKENS, read(asked.file, group.size)):
+    for tokens, routing in product(asked.tokens or TOKENS, traces):
         table = layers.prepared(routing.placements["contiguous"])
         arms = {name: Arm(run, table) for name, run in runs.items()}
         show(group, Step(layers, tokens, in_graph=True), arms, routing, parts)

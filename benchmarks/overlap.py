@@ -17,20 +17,18 @@ travels, so only what the interleaving costs is seen. Other dispatchers transfer
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from benchmarks.migration.decode import VOCABULARY, dense_weights
-from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing
+from benchmarks.routing_file import Routing
 from benchmarks.serve_ranks import (
-    HIDDEN,
-    INTERMEDIATE,
     SEED,
     SMALL_HIDDEN,
     SMALL_INTERMEDIATE,
     Arm,
     Batch,
-    Group,
     Layers,
     arguments,
     join,
@@ -44,26 +42,19 @@ SIZES = {"decode": (64, 128), "prefill": (2048,)}  # tokens of a rank, of both h
 SEQUENCES = 2  # of a half
 
 
-def dense(group: Group) -> tuple[ModelShape, dict[str, torch.Tensor]]:
+def dense(layers: Layers) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     """The model, and its weights beside the experts'."""
-    sizes = (HIDDEN, INTERMEDIATE) if group.is_cuda else (SMALL_HIDDEN, SMALL_INTERMEDIATE)
-    model = ModelShape(
-        tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOP_K, hidden=sizes[0], intermediate=sizes[1]
-    )
+    group, model = layers.group, layers.model
+    if group.is_cuda:
+        return model, dense_weights(model, group.device)
+    model = replace(model, hidden=SMALL_HIDDEN, intermediate=SMALL_INTERMEDIATE)
     weights = dense_weights(model, group.device)
-    if not group.is_cuda:
-        weights = {name: tensor.float() for name, tensor in weights.items()}
-    return model, weights
+    return model, {name: tensor.float() for name, tensor in weights.items()}
 
 
-def arms_of(
-    layers: Layers,
-    tokens: int,
-    routing: Routing,
-    model: ModelShape,
-    weights: dict[str, torch.Tensor],
-) -> dict[str, Arm]:
+def arms_of(layers: Layers, tokens: int, routing: Routing) -> dict[str, Arm]:
     """Every way under every placement."""
+    model, weights = dense(layers)
     shape = (2 * SEQUENCES, tokens // (2 * SEQUENCES))
     random = torch.Generator().manual_seed(SEED + layers.group.rank)
     words = torch.randint(VOCABULARY, shape, generator=random).to(layers.group.device)
@@ -106,14 +97,7 @@ def arms_of(
 def main() -> None:
     """Measure every trace at every size."""
     asked = arguments(__doc__).parse_args()
-    group = join(asked.device)
-    model, weights = dense(group)
-    measure(
-        asked,
-        group,
-        SIZES,
-        lambda layers, tokens, routing: arms_of(layers, tokens, routing, model, weights),
-    )
+    measure(asked, join(asked.device), SIZES, arms_of)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Routing of 256 experts, top-8, and placements for it: the input of ``benchmarks.serve_ranks``.
 
-    python -m benchmarks.routing_file --file routing.npz [--ranks 1 2 4 8]
+    python -m benchmarks.routing_file --file routing.npz [--experts 128] [--ranks 1 2 4 8]
 
 Placements are planned on the first half of each trace; serving runs the second half. No GPU is
-needed here, and neither traces nor a planner there. Traces:
+needed here, and neither traces nor a planner there. *time* is ``auto`` with ``objective="time"``,
+for steps of 64 tokens a rank; the other placements balance tokens. DeepEP's normal mode serves at
+most 128 slots of a rank within a host, so two ranks need a file of 128 experts for prefill. Traces:
 
-    gpt-oss, V2-Lite  recorded routing, widened: eight layers of 32 experts, or four of 64, make one
-                      of 256 (``batch_split``). A recorded token is four tokens, or three,
-                      which take one choice of every layer each, or two. Experts are numbered
+    gpt-oss, V2-Lite  recorded routing, widened: layers of 32 experts, or of 64, make one of 256
+                      (``batch_split``). The choices of a recorded token are those of several
+                      tokens, which take as many from every layer. Experts are numbered
                       anew at random: in order, each layer would be one rank of eight, and every
                       rank would get the same. Blocks of 32 recorded tokens are mixed, as in a
                       batch of many requests.
@@ -26,12 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.batch_split import Case, expert_ids
-from eplb import Placement, Topology, plan
+from eplb import LoadHistory, Placement, Topology, plan
 
-NUM_EXPERTS, TOP_K, NUM_LAYERS, REDUNDANT = 256, 8, 3, 32
-POLICIES = ("contiguous", "greedy", "auto")
-RECORDED = {"gpt-oss": Case("gpt-oss", 8, 1, 256), "V2-Lite": Case("V2-Lite", 4, 1, 256)}
+NUM_EXPERTS, TOP_K, NUM_LAYERS = 256, 8, 3
+SLOTS_OF_EXPERT = 9 / 8  # the mean
+POLICIES = ("contiguous", "greedy", "auto", "time")
+RECORDED = {"gpt-oss": 32, "V2-Lite": 64}  # experts of a layer
 MOST_TOKENS = 65_536  # of a trace
+TIMED_TOKENS = 64  # of a rank in a step, under "time"
 BLOCK, HISTORY_WINDOWS = 32, 8
 GAMMA_SHAPE, DRIFT, SEED = 0.7, 0.3, 7
 
@@ -45,6 +49,11 @@ class Routing:
     name: str
     unseen: Ids  # [L, tokens, K] experts of tokens that no placement was planned on
     placements: dict[str, Placement]  # by policy
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return next(iter(self.placements.values())).num_experts
 
     def window(self, number: int, rank: int, num_ranks: int, tokens: int) -> Ids:
         """[L, tokens, K] of one rank in a step; steps go round over the trace.
@@ -62,21 +71,25 @@ class Routing:
         return self.unseen[:, begin : begin + tokens]
 
 
-def topology_of(num_ranks: int) -> Topology:
+def topology_of(num_ranks: int, num_experts: int) -> Topology:
     """All ranks on one node; one rank alone has no use for a replica."""
-    slots = NUM_EXPERTS + (REDUNDANT if num_ranks > 1 else 0)
+    slots = round(num_experts * SLOTS_OF_EXPERT) if num_ranks > 1 else num_experts
     return Topology.uniform(1, num_ranks, slots // num_ranks)
 
 
-def recorded(case: Case) -> Ids:
+def recorded(name: str, num_experts: int) -> Ids:
     """[L, tokens, K] of a recorded model, mixed."""
+    case = Case(name, num_experts // RECORDED[name], 1, num_experts)
     rng = np.random.default_rng(SEED)
-    number = rng.permutation(NUM_EXPERTS)
+    number = rng.permutation(num_experts)
     ids = number[expert_ids(case)[:NUM_LAYERS]]  # [L, recorded tokens, wide * choices of a layer]
     num_layers, num_tokens, _ = ids.shape
     by_layer = ids.reshape(num_layers, num_tokens, case.wide, -1)
-    made = by_layer.shape[3] * case.wide // TOP_K  # tokens of each recorded one
-    parts = by_layer.reshape(num_layers, num_tokens, case.wide, made, TOP_K // case.wide)
+    choices = TOP_K // case.wide  # of a layer, by one token
+    made = by_layer.shape[3] // choices  # tokens of each recorded one; choices left over are unused
+    parts = by_layer[..., : made * choices].reshape(
+        num_layers, num_tokens, case.wide, made, choices
+    )
     tokens = parts.transpose(0, 1, 3, 2, 4).reshape(num_layers, num_tokens, made, TOP_K)
     blocks = num_tokens // BLOCK
     order = rng.permutation(blocks)
@@ -84,41 +97,49 @@ def recorded(case: Case) -> Ids:
     return mixed.reshape(num_layers, -1, TOP_K)[:, :MOST_TOKENS].astype(np.uint8)
 
 
-def drawn() -> Ids:
+def drawn(num_experts: int) -> Ids:
     """[L, tokens, K] of seeded loads, by Gumbel top-k; the second half has drifted."""
     rng = np.random.default_rng(SEED)
-    load = rng.gamma(GAMMA_SHAPE, 1.0, (NUM_LAYERS, NUM_EXPERTS)) + 1e-3
+    load = rng.gamma(GAMMA_SHAPE, 1.0, (NUM_LAYERS, num_experts)) + 1e-3
     halves = []
     for part in (load, load * rng.lognormal(0.0, DRIFT, load.shape)):
         for layer in np.log(part).astype(np.float32):
-            noise = rng.gumbel(size=(MOST_TOKENS // 2, NUM_EXPERTS)).astype(np.float32)
+            noise = rng.gumbel(size=(MOST_TOKENS // 2, num_experts)).astype(np.float32)
             halves.append(np.argpartition(layer + noise, -TOP_K, axis=1)[:, -TOP_K:])
     layers = np.stack(halves).reshape(2, NUM_LAYERS, -1, TOP_K)
     return np.concatenate([layers[0], layers[1]], axis=1).astype(np.uint8)
 
 
-def loads(ids: Ids) -> NDArray[np.int64]:
-    """[T, L, E] tokens of each expert in windows of equal length."""
-    return np.array(
-        [
-            [np.bincount(layer.ravel(), minlength=NUM_EXPERTS) for layer in part]
-            for part in np.array_split(ids, HISTORY_WINDOWS, axis=1)
-        ]
-    )
+def loads(ids: Ids, num_experts: int, num_ranks: int) -> LoadHistory:
+    """Windows of equal length, in steps of ``TIMED_TOKENS`` a rank."""
+    parts = np.array_split(ids, HISTORY_WINDOWS, axis=1)
+    tokens = [
+        [np.bincount(layer.ravel(), minlength=num_experts) for layer in part] for part in parts
+    ]
+    steps = max(1, ids.shape[1] // (HISTORY_WINDOWS * TIMED_TOKENS * num_ranks))
+    first = np.arange(HISTORY_WINDOWS) * steps
+    return LoadHistory(np.array(tokens), first, first + steps - 1)
 
 
-def write(path: Path, ranks: list[int]) -> None:
+def write(path: Path, ranks: list[int], num_experts: int) -> None:
     """Write all traces with their placements."""
     arrays: dict[str, Any] = {}
-    for name, ids in {**{n: recorded(c) for n, c in RECORDED.items()}, "gamma": drawn()}.items():
+    traces = {name: recorded(name, num_experts) for name in RECORDED}
+    for name, ids in {**traces, "gamma": drawn(num_experts)}.items():
         half = ids.shape[1] // 2
-        history, arrays[f"{name}/unseen"] = loads(ids[:, :half]), ids[:, half:]
+        arrays[f"{name}/unseen"] = ids[:, half:]
         for num_ranks in ranks:
+            history = loads(ids[:, :half], num_experts, num_ranks)
+            topology = topology_of(num_ranks, num_experts)
             for policy in POLICIES:
-                made = plan(history, topology_of(num_ranks), policy=policy).target
+                made = (
+                    plan(history, topology, policy="auto", objective="time")
+                    if policy == "time"
+                    else plan(history, topology, policy=policy, objective="tokens")
+                ).target
                 arrays[f"{name}/{num_ranks}/{policy}/experts"] = made.slot_to_expert
                 arrays[f"{name}/{num_ranks}/{policy}/shares"] = made.slot_share
-    np.savez_compressed(path, **arrays)
+    np.savez_compressed(path, num_experts=num_experts, **arrays)
 
 
 def read(path: Path, num_ranks: int) -> list[Routing]:
@@ -138,7 +159,7 @@ def read(path: Path, num_ranks: int) -> list[Routing]:
                 {
                     policy: Placement(
                         file[f"{name}/{num_ranks}/{policy}/experts"],
-                        NUM_EXPERTS,
+                        int(file["num_experts"]),
                         slot_share=file[f"{name}/{num_ranks}/{policy}/shares"],
                     )
                     for policy in POLICIES
@@ -153,8 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--experts", type=int, choices=(128, 256), default=NUM_EXPERTS)
     asked = parser.parse_args()
-    write(asked.file, asked.ranks)
+    write(asked.file, asked.ranks, asked.experts)
 
 
 if __name__ == "__main__":

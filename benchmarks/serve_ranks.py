@@ -6,6 +6,7 @@
 Three layers (hidden 7168, expert 2048, 256 experts and 32 replicas, top-8) in every arm:
 
     contiguous, greedy, auto   placements planned on earlier routing, shares as planned
+    time                       the same, planned for the time of experts in decode
     split                      auto's replicas with the shares of the batch itself
     memory                     the same, with counts exchanged through GPU memory, not by NCCL
     pulls                      memory, and one spare slot of a rank for just-in-time replicas
@@ -40,11 +41,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.routing_file import NUM_EXPERTS, NUM_LAYERS, TOP_K, Routing, read, topology_of
+from benchmarks.routing_file import NUM_LAYERS, TOP_K, Routing, read, topology_of
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.core.topology import Topology
 from eplb.shares.switches import BatchSwitches
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
@@ -63,9 +63,6 @@ from runtime.routing import RoutingTable, TableLayers
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 SMALL_HIDDEN, SMALL_INTERMEDIATE = 64, 32  # on a CPU
-MODEL = ModelShape(
-    tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOP_K, hidden=HIDDEN, intermediate=INTERMEDIATE
-)
 SPARE_SLOTS, PULL_DEADLINE_S = 1, 10.0
 SIZES = {"decode": (32, 64, 128), "prefill": (1024, 4096)}  # tokens of a rank
 STEPS = {"decode": 100, "prefill": 20}
@@ -92,11 +89,6 @@ class Group:
     size: int
     world: dist.ProcessGroup
     device: torch.device
-
-    @property
-    def topology(self) -> Topology:
-        """Of all ranks."""
-        return topology_of(self.size)
 
     @property
     def is_cuda(self) -> bool:
@@ -135,10 +127,23 @@ class Layers:
     """The layers of this rank, once for each way to choose slots."""
 
     def __init__(
-        self, group: Group, precision: str, mode: str, tokens: Sequence[int], dispatcher: str
+        self,
+        group: Group,
+        num_experts: int,
+        precision: str,
+        mode: str,
+        tokens: Sequence[int],
+        dispatcher: str,
     ) -> None:
         self.group, self.most_tokens = group, max(tokens)
-        topology = group.topology
+        self.model = ModelShape(
+            tuple(range(NUM_LAYERS)),
+            num_experts,
+            TOP_K,
+            hidden=HIDDEN,
+            intermediate=INTERMEDIATE,
+        )
+        self.planned = topology = topology_of(group.size, num_experts)
         slots = int(topology.slots_of_rank[group.rank])
         self.bank = made_up_bank(group, precision, slots)
         # One numbering of slots and one dispatcher for all arms; most leave the spare slot empty.
@@ -146,8 +151,8 @@ class Layers:
         self.topology = topology.widened(extra)
         self.counter = SlotCounter(NUM_LAYERS, slots, group.device, extra_slots=extra)
         in_order = np.tile(np.arange(topology.num_slots, dtype=np.int32), (NUM_LAYERS, 1))
-        start = Placement(in_order % NUM_EXPERTS, NUM_EXPERTS)
-        spare = topology.num_slots - NUM_EXPERTS
+        start = Placement(in_order % num_experts, num_experts)
+        spare = topology.num_slots - num_experts
 
         def table(placement: Placement, max_replicas: int) -> RoutingTable:
             return RoutingTable(
@@ -178,7 +183,7 @@ class Layers:
         group = self.group
         made_for = BatchRank(
             group.rank,
-            group.topology,
+            self.planned,
             group.world,
             group.world,
             self.bank,
@@ -188,7 +193,9 @@ class Layers:
         )
         switches = BatchSwitches(split=True, exchange="peer_memory", pulls=SPARE_SLOTS)
         rules = BatchRules(split=EVERY_BATCH, pull=rule or PullRule())
-        return make_batch_parts(switches, made_for, MODEL, max_tokens=self.most_tokens, rules=rules)
+        return make_batch_parts(
+            switches, made_for, self.model, max_tokens=self.most_tokens, rules=rules
+        )
 
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
         group, topology = self.group, self.topology
@@ -210,7 +217,7 @@ class Layers:
         """For batches of so many tokens of a rank; with ``parts``, for pulled records too."""
         if not self.group.is_cuda:
             return LoopExperts(self.bank)
-        rows = 2 * tokens * self.group.size * TOP_K // self.group.topology.num_slots
+        rows = 2 * tokens * self.group.size * TOP_K // self.planned.num_slots
         made = partial(GroupedExperts, usual_rows=rows)
         return parts.experts(made) if parts else made(self.bank)
 
@@ -301,7 +308,7 @@ class Step:
         device = layers.group.device
         ids = torch.zeros((NUM_LAYERS, tokens, TOP_K), dtype=torch.int64, device=device)
         self.batch = (ids, torch.zeros(NUM_LAYERS, dtype=torch.int64, device=device))
-        self._even = torch.from_numpy(even_slots(layers.group, tokens)).to(device)
+        self._even = torch.from_numpy(even_slots(layers, tokens)).to(device)
         self._launches: dict[Callable[[Batch], object], Callable[[], object]] = {}
 
     def feed(self, arm: Arm, routing: Routing, number: int) -> None:
@@ -323,13 +330,13 @@ class Step:
         self._launches[arm.run]()
 
 
-def even_slots(group: Group, tokens: int) -> NDArray[np.int64]:
+def even_slots(layers: Layers, tokens: int) -> NDArray[np.int64]:
     """[tokens, K] distinct slots of each token, every slot as often as any other."""
-    num_slots = group.topology.num_slots
+    num_slots = layers.planned.num_slots
     stride = num_slots // TOP_K + 1
     while np.gcd(stride, num_slots) > 1:
         stride += 1
-    pairs = np.arange(tokens * TOP_K) + group.rank * tokens * TOP_K
+    pairs = np.arange(tokens * TOP_K) + layers.group.rank * tokens * TOP_K
     return (pairs * stride % num_slots).reshape(tokens, TOP_K)
 
 
@@ -446,7 +453,14 @@ def measure(
         print(f"{'speed':>8}{'rows':>7}", flush=True)
     for mode in asked.modes:
         tokens_of_rank = asked.tokens or sizes[mode]
-        layers = Layers(group, asked.precision, mode, tokens_of_rank, asked.dispatcher)
+        layers = Layers(
+            group,
+            traces[0].num_experts,
+            asked.precision,
+            mode,
+            tokens_of_rank,
+            asked.dispatcher,
+        )
         # The sizes of the all-to-all are on the host, which no graph can hold.
         has_sizes_on_host = isinstance(layers.dispatcher, AllToAllDispatcher)
         in_graph = group.is_cuda and mode == "decode" and not has_sizes_on_host
