@@ -10,7 +10,7 @@ from eplb.packages import check_packages, lazy_exports
 if TYPE_CHECKING:
     from rebalance.agent import RankAgent
     from rebalance.controller.loop import Controller, ControllerSettings
-    from rebalance.rank.parts import AgentSettings, Links, RankParts
+    from rebalance.rank.parts import AgentSettings, Links
     from rebalance.stage.stage_settings import LinkSettings, StageSettings
 
 __all__ = [
@@ -20,14 +20,13 @@ __all__ = [
     "LinkSettings",
     "Links",
     "RankAgent",
-    "RankParts",
     "StageSettings",
 ]
 
 _EXPORTS = {
     "rebalance.agent": "RankAgent",
     "rebalance.controller.loop": "Controller ControllerSettings",
-    "rebalance.rank.parts": "AgentSettings Links RankParts",
+    "rebalance.rank.parts": "AgentSettings Links",
     "rebalance.stage.stage_settings": "LinkSettings StageSettings",
 }
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -8,16 +8,14 @@
 ``step`` reads the counters, votes, and applies swaps that a vote decided. Slow work runs on the
 agent's own threads: one loads bytes, two access the store. A store outage or a failed migration
 never fails a step. A dead peer always does, because its tokens would be lost.
-
-The parts (``rebalance.rank.core``): ``voting`` (ballots and verdicts), ``swapper`` (the serving
-placement), ``update`` (new weights), ``recovery`` (after a death), ``scrub_schedule`` (idle steps),
-``report``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,42 +27,112 @@ from eplb.errors import BrokenGroup, ConfigError, RankError
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
-from rebalance.protocol.voter import Exchange
-from rebalance.rank.core import make_core
-from rebalance.rank.parts import AgentSettings, Links, RankParts
-from rebalance.rank.step_times import LOAD_PHASES
-from rebalance.recovery.survivors import REPORT_DEADLINE_S
-from rebalance.swap.swapper import StepFigures
+from rebalance.protocol.ballot import NO_PLAN
+from rebalance.protocol.journal import JournalRecorder
+from rebalance.protocol.phases import RankPhase
+from rebalance.protocol.voter import Exchange, Voter
+from rebalance.rank.parts import AgentSettings, Links, RankParts, StepCount
+from rebalance.rank.sampling import Sampler
+from rebalance.rank.step_times import LOAD_PHASES, StepTimer
+from rebalance.rank.watcher import ReadAhead
+from rebalance.stage.mover import Mover
+from rebalance.stage.share import RankSlots
+from rebalance.swap.scrub_schedule import ScrubSchedule
+from rebalance.swap.swapper import StepFigures, Swapper
+from rebalance.swap.verdicts import Voting
+from rebalance.swap.weight_update import WeightUpdate
+from rebalance.threads.waiting import SharedPhase
+from rebalance.threads.watchdog import Watchdog
+from rebalance.types import StepCounter
 from rebalance.weights.link.server import LinkServer
+from rebalance.weights.rank_link import GroupName, Served, serve_slots
+from runtime.counters import SlotCounter
 from runtime.streams import Completion
 from telemetry.state.live import Control
-from telemetry.state.runs import EXPERT_TIMES, REPORT_EVERY_S, RankState
+from telemetry.state.runs import (
+    BATCH_FAULTS,
+    EXPERT_TIMES,
+    REPORT_EVERY_S,
+    STEP_TIMES,
+    RankState,
+)
+
+REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its survivor report
+REPORTED_PAUSES = 256  # of the latest swaps
 
 
 class RankAgent:
-    """A rank's part in balancing: counts out, migrations in, swaps by vote."""
+    """A rank's part in balancing: counts out, migrations in, swaps by vote.
+
+    Args:
+        settings: alike on every rank.
+        slots: the rank's slots, and what they must hold.
+        counter: counts what each slot of the rank receives.
+        links: the rank's ways to the outside.
+        placement: what serves at the start.
+        steps: counts forward passes; None where the engine numbers each call of ``step``.
+    """
 
     def __init__(
-        self, settings: AgentSettings, parts: RankParts, links: Links, placement: Placement
+        self,
+        settings: AgentSettings,
+        slots: RankSlots,
+        counter: SlotCounter,
+        links: Links,
+        placement: Placement,
+        steps: StepCounter | None = None,
     ) -> None:
-        self._settings, self._parts = settings, parts
+        self.table, self.counter, self._steps = slots.table, counter, steps
+        self._settings, self._links = settings, links
+        self._rank = slots.rank
         self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
         self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.expert_times: ExpertTimes | None = None  # measured before the start; None: it was not
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
-        # For reports and inspection; an engine needs none of it.
-        self.core = core = make_core(settings, parts, links, placement, self)
-        self._shared, self._watchdog, self._sampler = core.shared, core.watchdog, core.sampler
-        self._swapper, self._voting, self._scrub_schedule = (
-            core.swapper,
-            core.voting,
-            core.scrub_schedule,
+
+        self._last = StepCount()
+        self._watchdog = watchdog = Watchdog(settings.config.plan_deadline_s, links.monotonic)
+        self._recorder = recorder = JournalRecorder(links.journal, self._last)
+        initial = RankPhase(generation=placement.generation)
+        self.shared = shared = SharedPhase(initial, recorder.note_change)
+        self.mover = mover = Mover(
+            slots,
+            links.sources,
+            settings.stage,
+            dead=links.votes.dead,
+            clock=links.monotonic,
+            beat=watchdog.mover,
         )
-        self._update, self._recovery = core.update, core.recovery
+        self.watcher = watcher = links.threads(
+            links.store, self, mover, shared, links.reporter, watchdog
+        )
+        # For reports and inspection, as all that has no underscore below; an engine needs none of
+        # it.
+        self.parts = parts = RankParts(
+            settings, links, slots, self._last, recorder, shared, watchdog, mover, watcher
+        )
+        self.voter = Voter(
+            self._rank, links.votes, settings.config.vote_deadline_s, links.monotonic
+        )
+        self._sampler = Sampler(parts, counter)
+        self.swapper = Swapper(parts, placement, self._sampler.cut)
+        self.voting = Voting(parts, self.voter, self.swapper)
+        self.scrub_schedule = ScrubSchedule(parts, self.swapper)
+        self.update = WeightUpdate(
+            parts, self.voter, self.swapper, self.voting, self.scrub_schedule
+        )
+        self._read_ahead = ReadAhead(
+            self._rank,
+            settings.topology,
+            links.store,
+            lambda records: watcher.do(partial(mover.read_ahead, records)),
+        )
+        self._step_timer = StepTimer(links.monotonic)
         self._link_server: LinkServer | None = None
+        self._is_recovering = False  # after a death: no step may follow
         self._has_ended = False  # on every rank, by vote
         self._has_failed = False  # the last call, by an error of this rank's own
-        self._watchdog.step.busy("before the first step")
+        watchdog.step.busy("before the first step")
 
     # -- what the serving process calls
 
@@ -74,8 +142,18 @@ class RankAgent:
         Raises:
             MigrationError: the address at which they ask cannot be listened on.
         """
-        self._link_server = self.core.listen()
-        self.core.watcher.start()
+        if (addresses := self._settings.config.rank_links) is not None:
+            slots, settings = self.parts.slots, self._settings
+            group = GroupName(settings.run, settings.membership)
+
+            def served() -> Served:
+                # The state first: if no update was under way then, its version is what serves.
+                state = self.shared.state
+                held = slots.held(self.placement)
+                return Served(held, state.weights_version, state.next_weights is None)
+
+            self._link_server = serve_slots(addresses, self._rank, group, slots.bank, served)
+        self.watcher.start()
 
     def step(self, step: int | None = None, phase: LoadPhase | None = None) -> bool:
         """Do what is due between two forward passes; False when serving ends on every rank.
@@ -86,7 +164,7 @@ class RankAgent:
         Args:
             step: number of the forward pass that is about to begin, from 0 on, alike on every rank.
                 Micro-batches, speculative steps and dummy batches are part of one pass. None: the
-                count of ``RankParts.steps``; with both, they must agree.
+                count of ``steps``; with both, they must agree.
             phase: what the pass is; None: ``RankConfig.load_phase``. A sample of passes that
                 differ is "mixed".
 
@@ -126,7 +204,7 @@ class RankAgent:
     def _step(self, step: int | None, phase: LoadPhase | None) -> bool:
         if phase is not None and phase not in LOAD_PHASES:
             raise ConfigError(
-                f"rank {self._parts.rank}: a forward pass of phase {phase!r}, "
+                f"rank {self._rank}: a forward pass of phase {phase!r}, "
                 f"expected one of: {', '.join(LOAD_PHASES)}"
             )
         if self._has_ended:
@@ -134,36 +212,36 @@ class RankAgent:
         step = self._number(step)
         if not self._may_begin(step):
             return True
-        self.core.steps.last = step
+        self._last.last = step
         load_phase = phase or self._settings.config.load_phase
-        self.core.step_timer.at_step(self._shared.state, load_phase)
+        self._step_timer.at_step(self.shared.state, load_phase)
         self._watchdog.step.busy(f"before step {step}")
-        self.core.voter.raise_if_peer_dead(f"before step {step}")
+        self.voter.raise_if_peer_dead(f"before step {step}")
         if step % self._settings.config.sample_steps == 0:
             self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.config.vote_every == 0
-        self._voting.read(step, must_finish=is_vote_due)
-        if step == self._voting.halt_at:
+        self.voting.read(step, must_finish=is_vote_due)
+        if step == self.voting.halt_at:
             self._sampler.cut(step, self.placement)
-            self.core.voter.wait_for_device(self._sampler.arrival, step, is_halting=True)
+            self.voter.wait_for_device(self._sampler.arrival, step, is_halting=True)
             self._sampler.hand_over(wait=True)
             self._watchdog.step.idle("serving has ended")
             self._has_ended = True
             self.on_halt()
             return False
         self._sampler.hand_over()
-        self._scrub_schedule.at_step()
+        self.scrub_schedule.at_step()
         if is_vote_due:
             self._watch_over()
-            self._voting.cast(step)
+            self.voting.cast(step)
         self._sampler.begin_pass(load_phase)
         self._watchdog.step.busy(f"in step {step}")
         return True
 
     def _number(self, given: int | None) -> int:
         """The number of the step that is about to begin: the engine's, the counter's, or both."""
-        rank = self._parts.rank
-        counted = None if self._parts.steps is None else self._parts.steps.steps
+        rank = self._rank
+        counted = None if self._steps is None else self._steps.steps
         if given is None and counted is None:
             raise RankError(
                 f"rank {rank}: step() without a number, expected one: "
@@ -178,12 +256,12 @@ class RankAgent:
 
     def _may_begin(self, step: int) -> bool:
         """Return whether a step is new; reject one that must not run."""
-        rank, last = self._parts.rank, self.core.steps.last
-        if self._recovery.is_recovering:
+        rank, last = self._rank, self._last.last
+        if self._is_recovering:
             raise RankError(f"rank {rank}: no step may follow a death in the group")
         if step == last:
             return False
-        if not self.core.fence.is_open:
+        if self.shared.state.next_weights is not None:
             raise RankError(
                 f"rank {rank}: step {step} before end_update, expected no forward pass "
                 "while the weights are being replaced"
@@ -197,16 +275,16 @@ class RankAgent:
 
     def _watch_over(self) -> None:
         """Detect stopped threads and stalled plans: freeze migrations, or request an abort."""
-        rank, state, ended = self._parts.rank, self._shared.state, self.core.watcher.ended()
+        rank, state, ended = self._rank, self.shared.state, self.watcher.ended()
         if ended:
             reason = f"rank {rank}: thread {' and '.join(ended)} exited unexpectedly"
-            self._shared.update(phases.freeze, reason)
+            self.shared.update(phases.freeze, reason)
         objection = self._watchdog.objection(state)
         if objection and state.plan is not None:
-            self._shared.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
+            self.shared.update(phases.want_abort, state.plan.plan_id, f"rank {rank}: {objection}")
         if ended or self._watchdog.is_watcher_stuck:
             # Otherwise the watcher's task, which has stopped.
-            self.core.links.reporter.state(self.describe())
+            self._links.reporter.state(self.describe())
 
     def wait(self, completion: Completion) -> None:
         """Wait for the device; raise as soon as a peer is known to be dead.
@@ -217,7 +295,7 @@ class RankAgent:
         Raises:
             BrokenGroup: a peer is dead, or the device is not done before the vote's deadline.
         """
-        self.core.voter.wait_for_device(completion, self.core.steps.last)
+        self.voter.wait_for_device(completion, self._last.last)
 
     def wait_for_exchange(self, exchange: Exchange) -> None:
         """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
@@ -225,7 +303,7 @@ class RankAgent:
         Raises:
             BrokenGroup: a peer is dead.
         """
-        self.core.voter.wait_for_exchange(exchange, self.core.steps.last)
+        self.voter.wait_for_exchange(exchange, self._last.last)
 
     def begin_update(self, version: int) -> None:
         """Stop moving experts, on every rank, so that the engine can replace all weights.
@@ -238,14 +316,14 @@ class RankAgent:
             RankError: not every rank updates now, or one is dead or late.
         """
         with self._failures():
-            self._update.begin(version)
+            self.update.begin(version)
 
     def held(self) -> Iterator[tuple[int, int, int]]:
         """Return (layer, slot of this rank, expert) of every live slot: where weights belong now.
 
         Not where they belonged at the start: experts have moved since.
         """
-        return self._update.held()
+        return self.update.held()
 
     def end_update(self) -> None:
         """Serve the weights that the engine has loaded; every rank again, before the next step.
@@ -255,22 +333,22 @@ class RankAgent:
             RankError: a rank is dead or late.
         """
         with self._failures():
-            self._update.end()
+            self.update.end()
 
     @property
     def placement(self) -> Placement:
         """The serving placement; valid also in the middle of a migration."""
-        return self._swapper.placement
+        return self.swapper.placement
 
     @property
     def figures(self) -> StepFigures:
         """Statistics of this rank's swaps."""
-        return self._swapper.figures
+        return self.swapper.figures
 
     @property
     def phase(self) -> str:
         """Phase of the migration that this rank works on; "idle" without one."""
-        return self._shared.state.phase.value
+        return self.shared.state.phase.value
 
     @property
     def num_samples(self) -> int:
@@ -279,7 +357,7 @@ class RankAgent:
 
     def request_halt(self) -> None:
         """Ask all ranks to stop serving, at one step; ``step`` then returns False on each."""
-        self._voting.wants_halt = True
+        self.voting.wants_halt = True
 
     def pause_staging(self, of: object = None) -> None:
         """Pause staging, for example during a prefill or a transfer of KV cache. Thread-safe.
@@ -290,54 +368,96 @@ class RankAgent:
         Args:
             of: whose pause it is, such as the id of a transfer; a second call restarts that one.
         """
-        self.core.mover.pause(of)
+        self.mover.pause(of)
 
     def resume_staging(self, of: object = None) -> None:
         """End the pause of ``of``. Thread-safe."""
-        self.core.mover.resume(of)
-        self._shared.wake()
+        self.mover.resume(of)
+        self.shared.wake()
 
     def close(self) -> None:
         """Stop the threads and leave the group. The caller flushes the reporter.
 
         After an error of this rank's own the others detect a death; else it is an orderly leave.
         """
-        self.core.watcher.close()
-        self.core.links.sources.close()
+        self.watcher.close()
+        self._links.sources.close()
         if self._link_server is not None:
             self._link_server.close()
-        self.core.links.votes.close(is_failure=self._has_failed)
+        self._links.votes.close(is_failure=self._has_failed)
 
     # -- after a death (rebalance.recovery.survivors)
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
-        return self.core.links.votes.dead()
+        return self._links.votes.dead()
 
     def survivor_report(self, deadline_s: float = REPORT_DEADLINE_S) -> SurvivorReport:
-        """Stop adopting and swapping; return this rank's survivor report within the deadline."""
-        return self._recovery.survivor_report(deadline_s)
+        """Stop adopting, swapping and repairing; return how far this rank has come.
+
+        Args:
+            deadline_s: for the running check of the scrubber to end. The report is written by then
+                in any case, because a rank without a report counts as dead.
+        """
+        self._is_recovering = True
+        self._watchdog.step.busy("recovering after a death")
+        self.shared.update(phases.freeze, "a rank died")
+        # What was found corrupted is not repaired, and slots that are rolled forward are not looked
+        # at.
+        has_ended = self.scrub_schedule.end_look(deadline_s)
+        with self.shared.changed:
+            state, closed = self.shared.state, self.swapper.closed
+            # An aborted plan counts as none, as in the votes.
+            voted = phases.ballot(state, step=0, membership=self._settings.membership, halt=False)
+            report = SurvivorReport(
+                run=self._settings.run,
+                rank=self._rank,
+                membership=voted.membership,
+                generation=state.generation,
+                weights_version=state.weights_version,
+                plan_id=voted.plan_id,
+                plan_hash=voted.plan_hash,
+                swapped=state.swapped if voted.plan_id != NO_PLAN else 0,
+                prepared=voted.prepared,
+                closed_plan_id=closed[0],
+                closed_applied=closed[1],
+                dead=tuple(sorted(self.dead())),
+                time=self._links.clock(),
+            )
+        # The mover's thread looks, and stages only after it: nothing can be rolled forward here.
+        assert has_ended or not report.prepared, "who looks at a slot has staged nothing"
+        self._recorder.note("death detected", state, dead=list(report.dead))
+        self._recorder.note(
+            "survivor report", state, swapped=report.swapped, prepared=report.prepared
+        )
+        return report
 
     def apply_recovery(self, record: Recovery) -> None:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
-        self._recovery.apply_recovery(record)
+        state = self.shared.state
+        self._recorder.note("recovery", state, membership=record.membership, reason=record.reason)
+        verdicts = phases.missed_verdicts(state, record)
+        if verdicts:
+            self.shared.update(lambda found: replace(found, abort_reason=record.reason))
+        for cast, verdict in verdicts:
+            self.voting.apply_verdict(cast, verdict, self._last.last)
 
     # -- what the watcher calls, on its own thread
 
     def on_store_update(self, control: Control, published: Migration | None) -> bool:
         """Process an update of the store; return False to be called again soon."""
-        state = self._shared.state
+        state = self.shared.state
         if state.plan is not None:
             if not control.movement:
-                self._shared.update(
+                self.shared.update(
                     phases.want_abort, state.plan.plan_id, "movement is switched off"
                 )
             elif not self._is_open(state.plan.plan_id, published):
-                self._shared.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
+                self.shared.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
         elif published is not None and control.movement:
-            return self._swapper.adopt(published)
+            return self.swapper.adopt(published)
         elif control.movement:
-            self.core.read_ahead.look()
+            self._read_ahead.look()
         return True
 
     def _is_open(self, plan_id: int, published: Migration | None) -> bool:
@@ -347,15 +467,52 @@ class RankAgent:
         """
         if published is not None and published.plan_id == plan_id:
             return True
-        committed = self.core.links.store.committed()
+        committed = self._links.store.committed()
         return committed is not None and committed.plan_id == plan_id
 
     def settled(self) -> tuple[Placement, int]:
         """Return the committed placement and the newest plan id, as known to this rank."""
-        return self._swapper.settled()
+        return self.swapper.settled()
 
     def describe(self) -> RankState:
         """Return how this rank stands, for the store."""
+        with self.shared.changed:
+            state = self.shared.state
+            share = self.swapper.share if state.plan is not None else None
+        stage, oldest = self.mover.figures(), self._watchdog.oldest()
+        figures, scrubber = self.figures, self.scrub_schedule.scrubber
         times = {} if self.expert_times is None else {EXPERT_TIMES: vars(self.expert_times)}
-        own = {REPORT_EVERY_S: self.report_every_s} | times
-        return self.core.report(own | self.notes)
+        return RankState(
+            run=self._settings.run,
+            rank=self._rank,
+            time=self._links.clock(),
+            step=max(self._last.last, 0),
+            generation=state.generation,
+            phase=state.phase.value,
+            plan_id=state.plan.plan_id if state.plan else 0,
+            applied=state.applied,
+            sequence=self._sampler.num_cut,
+            weights_version=state.weights_version,
+            prepared=state.prepared,
+            frozen=state.frozen_reason,
+            digest_failures=stage.num_wrong_digests + scrubber.num_digest_failures,
+            mover_failures=self.watcher.num_mover_failures,
+            progress_age_s=round(oldest.age_s, 3),
+            progress_of=str(oldest),
+            detail={
+                "to_stage": sum(map(len, share.moves)) if share is not None else 0,
+                "bytes_by_source": dict(stage.bytes_by_source),
+                BATCH_FAULTS: dict(self._sampler.faults.counts),
+                "experts_moved": figures.experts_moved,
+                "rebalances": figures.rebalances,
+                "staged": stage.num_staged,
+                "stage": stage.as_detail(),
+                STEP_TIMES: vars(self._step_timer.figures()),
+                "swap_pauses_ms": figures.swap_pauses_ms[-REPORTED_PAUSES:],
+                "scrubbed": dict(scrubber.counts),
+                "sweeps": scrubber.num_sweeps,
+                REPORT_EVERY_S: self.report_every_s,
+            }
+            | times
+            | self.notes,
+        )

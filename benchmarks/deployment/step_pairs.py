@@ -20,9 +20,9 @@ from benchmarks.migration.decode import TOKENS, VOCABULARY, decode_step, dense_w
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import HeldExperts, WiredAgent, wire_agent
+from rebalance.assembly.rank import wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.parts import AgentSettings, Links
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.model.compute import Experts, GroupedExperts, LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
@@ -82,10 +82,10 @@ class Clockwork:
         assert isinstance(control, dist.ProcessGroup), "every rank is a member"
         self._control = control
         self.sides = Sides()
-        wired = self._wired()
-        self._table, self._counter = wired.table, wired.counter
-        self._agent: RankAgent | None = wired.agent  # the first block's
-        self._forward = _forward(self._big, wired, run)
+        agent = self._first_agent()
+        self._slots, self._counter = agent.parts.slots, agent.counter
+        self._agent: RankAgent | None = agent  # the first block's
+        self._forward = _forward(self._big, agent, run)
 
     def _links(self) -> Links:
         self._store = open_store(self._run.store, DEPLOYMENT)
@@ -93,10 +93,16 @@ class Clockwork:
         votes = GlooVotes(self._control)
         return Links(votes, self._big.sources(), self._store, self._reporter)
 
-    def _wired(self) -> WiredAgent:
+    def _first_agent(self) -> RankAgent:
         big = self._big
-        held = HeldExperts(big.rank, big.bank, big.digests, big.placement)
-        return wire_agent(self._settings(), held, self._links())
+        return wire_agent(
+            self._settings(),
+            self._links(),
+            rank=big.rank,
+            bank=big.bank,
+            digests=big.digests,
+            placement=big.placement,
+        )
 
     def _settings(self) -> AgentSettings:
         return AgentSettings(RankConfig(DEPLOYMENT, SAMPLE_STEPS, 1), "bench", self._big.topology)
@@ -106,9 +112,8 @@ class Clockwork:
         if (first := self._agent) is not None:
             self._agent = None
             return first
-        big = self._big
-        parts = RankParts(big.rank, big.bank, self._table, self._counter, None, big.digests)
-        return RankAgent(self._settings(), parts, self._links(), big.placement)
+        start = self._big.placement
+        return RankAgent(self._settings(), self._slots, self._counter, self._links(), start)
 
     def agreed(self, value: float) -> float:
         """The largest value of any rank; also has all ranks meet."""
@@ -193,24 +198,24 @@ def threads_cpu_s() -> float:
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
-def _forward(big: BigRank, wired: WiredAgent, run: Run) -> Callable[[int], None]:
+def _forward(big: BigRank, agent: RankAgent, run: Run) -> Callable[[int], None]:
     """A pass of the resident layers; the same in blocks of both kinds."""
     if run.load != "full":
         pause_s = IDLE_STEP_S if run.load == "idle" else 0.0
         return lambda _: time.sleep(pause_s)
     if run.dispatcher == "deepep":
-        return decode_step(big, wired)
+        return decode_step(big, agent)
     model, device = run.shapes.model, big.device
     group, is_cuda = dist.group.WORLD, device.type == "cuda"
     assert group is not None, "launch joins one"
-    dispatcher = AllToAllDispatcher(big.topology, group, big.rank, wired.counter)
+    dispatcher = AllToAllDispatcher(big.topology, group, big.rank, agent.counter)
     tokens = TOKENS if is_cuda else CPU_TOKENS
     usual = 2 * tokens * big.topology.num_ranks * model.top_k // big.topology.num_slots
     experts: Experts = LoopExperts(big.bank)
     if is_cuda:
         experts = GroupedExperts(big.bank, usual_rows=usual)
     layers = [
-        MoELayer(layer, model.top_k, experts, wired.table, dispatcher)
+        MoELayer(layer, model.top_k, experts, agent.table, dispatcher)
         for layer in range(model.num_layers)
     ]
     dense = dense_weights(model, device)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.migration.big_rank import BigRank, Shapes, first_slots
 from benchmarks.publishing import Publisher
 from eplb.core.placement import EMPTY, Placement
@@ -21,11 +23,13 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.migration.transactions import copy_transactions
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import HeldExperts, WiredAgent, most_replicas, wire_agent
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.assembly.rank import most_replicas, wire_agent
+from rebalance.rank.parts import AgentSettings, Links
+from rebalance.stage.share import RankSlots
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
+from runtime.experts import ExpertBank
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
@@ -55,40 +59,48 @@ def begin_store(path: Path, shapes: Shapes, num_ranks: int) -> None:
     store.close()
 
 
-def agent_of(big: BigRank, path: Path, transport: Any) -> tuple[WiredAgent, Clockwork]:
+def agent_of(big: BigRank, path: Path, transport: Any) -> tuple[RankAgent, Clockwork]:
     """The real agent, over a clock that counts whole steps."""
     store, clock = open_store(path, DEPLOYMENT), Clockwork()
     budget = big.shapes.bytes_per_second
     stage = StageSettings() if budget == math.inf else StageSettings.while_serving(budget)
     settings = AgentSettings(RankConfig(DEPLOYMENT, 16, 1, stage=stage), "bench", big.topology)
-    held = HeldExperts(big.rank, big.bank, big.digests, big.placement)
+    held: dict[str, Any] = {
+        "rank": big.rank,
+        "bank": big.bank,
+        "digests": big.digests,
+        "placement": big.placement,
+    }
     links = Links(big.votes, transport, store, Reporter(store))
     if big.shapes.ranks_per_gpu > 1:
-        return wire_emulated(settings, held, links, big.group, clock), clock
-    return wire_agent(settings, held, links, clock), clock
+        return wire_emulated(settings, links, group=big.group, steps=clock, **held), clock
+    return wire_agent(settings, links, steps=clock, **held), clock
 
 
 def wire_emulated(
     settings: AgentSettings,
-    held: HeldExperts,
     links: Links,
+    *,
     group: Topology,
+    rank: int,
+    bank: ExpertBank,
+    digests: torch.Tensor,
+    placement: Placement,
     steps: StepCounter | None = None,
-) -> WiredAgent:
+) -> RankAgent:
     """The agent of one rank whose slots stand for those of all ranks of ``group``.
 
     As ``wire_agent``, but the routing table knows the group: batches are split among its ranks.
     """
-    placement, device = held.placement, held.bank.device
     table = RoutingTable(
         placement,
         max_replicas=most_replicas(placement, group),
-        device=device,
+        device=bank.device,
         topology=group,
     )
-    counter = SlotCounter(placement.num_layers, held.bank.num_slots, device)
-    parts = RankParts(held.rank, held.bank, table, counter, steps, held.digests)
-    return WiredAgent(RankAgent(settings, parts, links, placement), table, counter)
+    counter = SlotCounter(placement.num_layers, bank.num_slots, bank.device)
+    slots = RankSlots(rank, settings.topology, bank, table, digests)
+    return RankAgent(settings, slots, counter, links, placement, steps)
 
 
 def emulated_migration(

@@ -23,7 +23,6 @@ from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
 from rebalance.agent import RankAgent
-from rebalance.assembly.rank import WiredAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.split import BatchSplit
@@ -42,8 +41,8 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     """Steps without, with and again without migrations, in one run."""
     big = build(rank, num_ranks, shapes)
     host_cache = host_cache_of_both_ends(big) if mode == "host" else None
-    wired, clock = agent_of(big, path, big.sources(host_cache))
-    agent, forward = wired.agent, decode_step(big, wired)
+    agent, clock = agent_of(big, path, big.sources(host_cache))
+    forward = decode_step(big, agent)
     publisher = publisher_of(big, path, mode) if rank == 0 else None
     agent.start()
     marks: list[Any] = []
@@ -127,7 +126,7 @@ def decode_rows(
     ]
 
 
-def decode_step(big: BigRank, wired: WiredAgent) -> Callable[[int], None]:
+def decode_step(big: BigRank, agent: RankAgent) -> Callable[[int], None]:
     """A captured graph of all resident layers."""
     from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
     from runtime.model.compute import GroupedExperts
@@ -138,18 +137,18 @@ def decode_step(big: BigRank, wired: WiredAgent) -> Callable[[int], None]:
     group = dist.group.WORLD
     assert group is not None, "launch joins one"
     dispatcher = DeepEPLowLatency(
-        DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, wired.counter
+        DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, agent.counter
     )
     split = None
     if big.shapes.ranks_per_gpu > 1:
         pairs, exchange = TOKENS * model.top_k, all_gather_counts(group)
         split = BatchSplit(
-            wired.table, exchange, source=0, num_sources=1, max_pairs=pairs, rule=EVERY_BATCH
+            agent.table, exchange, source=0, num_sources=1, max_pairs=pairs, rule=EVERY_BATCH
         )
     usual = 2 * TOKENS * big.topology.num_ranks * model.top_k // big.topology.num_slots
     experts = GroupedExperts(big.bank, usual_rows=usual)
     layers = [
-        MoELayer(layer, model.top_k, experts, wired.table, dispatcher, split=split)
+        MoELayer(layer, model.top_k, experts, agent.table, dispatcher, split=split)
         for layer in range(model.num_layers)
     ]
     stack = MoEStack(model, dense_weights(model, device), layers)

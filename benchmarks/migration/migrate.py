@@ -97,8 +97,7 @@ def measure_whole(
 ) -> list[Row]:
     """From published to committed, four experts a rank in every layer, steps of ``step_s``."""
     big = build(rank, num_ranks, shapes)
-    wired, clock = agent_of(big, path, big.sources())
-    agent = wired.agent
+    agent, clock = agent_of(big, path, big.sources())
     publisher = publisher_of(big, path, "copy") if rank == 0 else None
     agent.start()
     for _ in range(FIRST_STEPS):

@@ -486,9 +486,9 @@ def used_memory(built: Rank) -> int:
 
 def look_at_slots(built: Rank) -> tuple[int, int]:
     """(live slots of this rank, those whose bytes are not those of the expert that they hold)."""
-    bank, digests = built.agent.core.parts.bank, built.agent.core.parts.digests
+    slots = built.agent.parts.slots
     is_wrong = [
-        bank.digest(layer, slot) != tuple(digests[layer, expert].tolist())
+        slots.bank.digest(layer, slot) != tuple(slots.digests[layer, expert].tolist())
         for layer, slot, expert in built.agent.held()
     ]
     return len(is_wrong), sum(is_wrong)

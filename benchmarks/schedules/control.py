@@ -293,12 +293,13 @@ class Control:
         return is_old and not self._store.is_down and is_open
 
     def _has_updated(self) -> bool:
-        return all(rank.core.fence.version == self.version for rank in self._schedule.ranks)
+        ranks = self._schedule.ranks
+        return all(rank.shared.state.weights_version == self.version for rank in ranks)
 
     def wants_update(self, rank: Rank) -> bool:
         """Say whether a rank's weights are to be replaced before its next step."""
         is_here = self.updates_at == rank.steps.steps
-        return is_here and rank.core.fence.version < self.version
+        return is_here and rank.shared.state.weights_version < self.version
 
     def _may(self, doing: Doing) -> bool:
         if doing is Doing.PUBLISH:
@@ -354,7 +355,7 @@ class Control:
 
     def _served_version(self) -> int:
         """As a controller reads it in the ranks' reports, which may be old."""
-        versions = [rank.core.fence.version for rank in self._schedule.ranks]
+        versions = [rank.shared.state.weights_version for rank in self._schedule.ranks]
         return 0 if self._rng.random() < 0.1 else min(versions)
 
     def _withdraw(self, why: str) -> None:
@@ -445,7 +446,7 @@ class Control:
         schedule.counts["recoveries"] += any(rank.life is Life.RECOVERED for rank in held)
         schedule.counts["updates"] += self.version
         schedule.counts["bytes refused"] += any(
-            rank.core.mover.figures().num_wrong_digests for rank in schedule.ranks
+            rank.agent.mover.figures().num_wrong_digests for rank in schedule.ranks
         )
 
     def _check_rank(self, rank: Rank) -> None:
@@ -459,10 +460,10 @@ class Control:
             )
         if rank.table.rows.tobytes() != named.slot_to_expert.tobytes():
             raise Violation(f"rank {rank.number} routes otherwise than its placement says")
-        if rank.core.mover.ring.num_free != rank.bank.num_staging:
+        if rank.agent.mover.ring.num_free != rank.bank.num_staging:
             raise Violation(f"rank {rank.number} leaves staging entries in use")
         if not self._had_update_at_death:
-            claims, version = self._schedule.claims, rank.core.fence.version
+            claims, version = self._schedule.claims, rank.shared.state.weights_version
             claims.check_bytes(rank, rank.table.rows, version, "the end")
         if rank.shared.state.frozen_reason and not self._schedule.votes.dead:
             raise Violation(f"rank {rank.number} is frozen: {rank.shared.state.frozen_reason}")

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import rebalance.recovery.rank
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import RankPhase, Swap
@@ -117,7 +116,5 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "adopted early": lambda: _replaced(Swapper, "adopt", adopts_early),
     "skipped when prepared": lambda: _replaced(Voter, "read", skips_when_prepared),
     "not drained": lambda: _replaced(Mover, "_settle", never_drains),
-    "not rolled forward": lambda: _replaced(
-        rebalance.recovery.rank, "missed_verdicts", forgets_forward
-    ),
+    "not rolled forward": lambda: _replaced(phases, "missed_verdicts", forgets_forward),
 }

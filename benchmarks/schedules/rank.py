@@ -30,10 +30,10 @@ from eplb.errors import RankError
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
 from rebalance.protocol.phases import Phase
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import Watcher, Writing
 from rebalance.recovery.survivors import Deadlines, recover
-from rebalance.stage.share import Share
+from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.threads.waiting import WAIT_S, Wait
 from runtime.counters import SlotCounter
@@ -138,14 +138,14 @@ def make_agent(
         "run",
         deployment.topology,
     )
-    parts = RankParts(
+    slots = RankSlots(
         number,
+        deployment.topology,
         bank,  # type: ignore[arg-type]
         Table(deployment.start),  # type: ignore[arg-type]
-        SlotCounter(layers, bank.num_slots),
-        steps,
         digest_table(0, layers, experts).clone(),
     )
+    counter = SlotCounter(layers, bank.num_slots)
     links = Links(
         member,
         transport,
@@ -156,7 +156,7 @@ def make_agent(
         monotonic=clock,
         threads=PlayedWatcher,
     )
-    return RankAgent(settings, parts, links, deployment.start)
+    return RankAgent(settings, slots, counter, links, deployment.start, steps)
 
 
 class Life(Enum):
@@ -180,13 +180,12 @@ class Rank:
         self.columns, self.steps = deployment.topology.slots_on(number), StepCounter()
         self.life, self.why = Life.SERVING, ""
         self.agent = make_agent(number, world, member, transport, self.steps)
-        self.core = self.agent.core
-        table: object = self.core.parts.table
+        table: object = self.agent.table
         assert isinstance(table, Table), "made by make_agent"
         self.table = table
-        watcher = self.core.watcher
+        watcher = self.agent.watcher
         assert isinstance(watcher, PlayedWatcher), "the links name the class"
-        self.watcher, self.shared = watcher, self.core.shared
+        self.watcher, self.shared = watcher, self.agent.shared
         self.seen_version, self.polls_at = -1, 0.0
         self._work: Iterator[Wait] | None = None
         self.wait: Wait | None = None
@@ -220,10 +219,10 @@ class Rank:
 
     def would_wait(self) -> bool:
         """Say whether the next step would wait for a vote that others have yet to cast."""
-        pending = self.core.voter.pending
+        pending = self.agent.voter.pending
         if pending is None or self.member.result is not None or self.member.can_arrive:
             return False
-        is_vote_due = self.steps.steps % self.core.settings.config.vote_every == 0
+        is_vote_due = self.steps.steps % self.agent.parts.settings.config.vote_every == 0
         return is_vote_due or pending[0].prepared > self.shared.state.swapped
 
     def step(self) -> Step:
@@ -231,7 +230,7 @@ class Rank:
         number = self.steps.steps
         if not self.agent.step():
             raise Violation(f"rank {self.number} halts without a request")
-        rows, version = self.table.rows, self.core.fence.version
+        rows, version = self.table.rows, self.shared.state.weights_version
         if self.table.generation != self.agent.placement.generation and not self._is_moving():
             raise Violation(f"rank {self.number}: table and placement differ in generation")
         step = Step(number, rows, (rows.tobytes(), version))
@@ -288,7 +287,7 @@ class Rank:
     def move(self) -> None:
         """The mover's thread, from one wait to the next."""
         if self._work is None:
-            self._work = self.core.mover.work(self.watcher.shares.popleft(), self.shared)
+            self._work = self.agent.mover.work(self.watcher.shares.popleft(), self.shared)
         self._seen = self.shared.version
         self.wait = next(self._work, None)
         # Who waits for news alone looks again after WAIT_S, should some be lost. None may be: here
@@ -297,7 +296,7 @@ class Rank:
         self._is_for_news = self.wait is not None and self.wait.until == until
         if self.wait is None:
             self._work = None
-            self.core.mover.beat.idle()
+            self.agent.mover.beat.idle()
 
     def device_is_free(self) -> bool:
         """Say whether the device can get on without the others."""
@@ -319,7 +318,7 @@ class Rank:
         self._update = self._updating(version)
 
     def _updating(self, version: int) -> Iterator[str]:
-        update = self.core.update
+        update = self.agent.update
         yield from update.begin_steps(version)
         for layer, slot, expert in self.agent.held():
             row = layer * self.bank.num_slots + slot
@@ -336,11 +335,11 @@ class Rank:
         if self.life is not Life.UPDATING:
             return False
         if self.update_waits_for in ("vote", "digests"):
-            has_vote = self.core.voter.pending is not None or self.update_waits_for == "digests"
+            has_vote = self.agent.voter.pending is not None or self.update_waits_for == "digests"
             is_there = self.member.result is not None or self.member.can_arrive
             return is_there or not has_vote
         if self.update_waits_for == "rest":
-            is_done = self.core.swapper.last_swap.is_complete() or self.member.known_dead
+            is_done = self.agent.swapper.last_swap.is_complete() or self.member.known_dead
             return self.shared.state.phase is Phase.IDLE and bool(is_done)
         return True
 

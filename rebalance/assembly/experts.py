@@ -52,16 +52,6 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class FirstExperts:
-    """What a rank holds of the experts at the start, and how it gets more."""
-
-    bank: ExpertBank
-    digests: torch.Tensor  # [L, E, 2] of every expert
-    votes: GlooVotes
-    sources: WeightSources
-
-
-@dataclass(frozen=True)
 class _Memory:
     bank: ExpertBank
     is_filled: bool  # by the engine
@@ -76,8 +66,12 @@ def take_experts(
     placement: Placement,
     *,
     membership: int,
-) -> FirstExperts:
+) -> tuple[ExpertBank, torch.Tensor, GlooVotes, WeightSources]:
     """Have this rank's slots hold what the placement says, and agree on it; collective.
+
+    Returns:
+        The rank's slots, digests [L, E, 2] of every expert, the ranks' votes, and the sources of
+        further records.
 
     Raises:
         ConfigError: bank, placement and topology do not fit together.
@@ -122,7 +116,7 @@ def take_experts(
             group=place.groups.votes,
         )
     log.info("rank %d: sources: %s", rank, why)
-    return FirstExperts(bank, digests, votes, sources)
+    return bank, digests, votes, sources
 
 
 def fill_bank(

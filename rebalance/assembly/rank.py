@@ -32,9 +32,10 @@ from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
-from rebalance.rank.parts import AgentSettings, Links, RankParts
+from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import POLL_S
 from rebalance.recovery.survivors import membership_of_start
+from rebalance.stage.share import RankSlots
 from rebalance.types import StepCounter
 from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
 from runtime.counters import SlotCounter
@@ -170,7 +171,9 @@ def build_rank(
     placement = committed_placement(opened)
     _check_fit(model, placement, place, experts)
     membership = membership_of_start(opened)
-    first = take_experts(config, place, model, experts, placement, membership=membership)
+    bank, digests, votes, sources = take_experts(
+        config, place, model, experts, placement, membership=membership
+    )
     reporting = config.reporting
     reporter = Reporter(
         opened, spool=reporting.spool_of(place.rank), tempo=reporting.tempo, seed=place.rank
@@ -178,32 +181,26 @@ def build_rank(
     journal = None
     if config.journal_dir is not None:
         journal = Journal(config.journal_dir, place.run, place.rank)
-    wired = wire_agent(
+    agent = wire_agent(
         AgentSettings(
             replace(config, stage=config.stage_on(place.device.type)),
             place.run,
             place.topology,
             membership,
         ),
-        HeldExperts(place.rank, first.bank, first.digests, placement),
-        Links(first.votes, first.sources, opened, reporter, journal=journal or NoJournal()),
-        passes,
+        Links(votes, sources, opened, reporter, journal=journal or NoJournal()),
+        rank=place.rank,
+        bank=bank,
+        digests=digests,
+        placement=placement,
+        steps=passes,
     )
     tempo = reporting.tempo
     if config.batch.split:
-        wired.agent.notes[BATCH] = f"{config.batch}: configured, and not made by this engine"
-    wired.agent.report_every_s = POLL_S + tempo.store_interval + tempo.state_interval
+        agent.notes[BATCH] = f"{config.batch}: configured, and not made by this engine"
+    agent.report_every_s = POLL_S + tempo.store_interval + tempo.state_interval
     return BuiltRank(
-        wired.agent,
-        first.bank,
-        wired.table,
-        wired.counter,
-        opened,
-        reporter,
-        journal,
-        config,
-        place,
-        model,
+        agent, bank, agent.table, agent.counter, opened, reporter, journal, config, place, model
     )
 
 
@@ -273,50 +270,41 @@ def _check_fit(
             )
 
 
-@dataclass(frozen=True)
-class HeldExperts:
-    """What a rank holds when it begins to serve."""
-
-    rank: int
-    bank: ExpertBank  # filled as the placement says
-    digests: torch.Tensor  # [L, E, 2] of every expert, agreed by all ranks
-    placement: Placement  # of all ranks
-
-
-@dataclass(frozen=True)
-class WiredAgent:
-    """An agent that is not started yet, and what the model needs of it."""
-
-    agent: RankAgent
-    table: RoutingTable  # chooses the slot of each routed token
-    counter: SlotCounter  # counts what each slot of this rank receives
-
-
 def wire_agent(
-    settings: AgentSettings, held: HeldExperts, links: Links, steps: StepCounter | None = None
-) -> WiredAgent:
-    """Make the agent of a rank, its routing table and its counters.
+    settings: AgentSettings,
+    links: Links,
+    *,
+    rank: int,
+    bank: ExpertBank,
+    digests: torch.Tensor,
+    placement: Placement,
+    steps: StepCounter | None = None,
+) -> RankAgent:
+    """Make the agent of a rank, its routing table and its counters; it is not started yet.
 
     Args:
         settings: alike on every rank.
-        held: what the rank holds.
         links: the rank's ways to the outside.
+        rank: this one.
+        bank: its slots, filled as the placement says.
+        digests: [L, E, 2] of every expert, agreed by all ranks.
+        placement: of all ranks.
         steps: counts forward passes, if ``RankAgent.step`` is to be called without a number.
     """
-    placement, device, batch = held.placement, held.bank.device, settings.config.batch
+    topology, device, batch = settings.topology, bank.device, settings.config.batch
     table = RoutingTable(
         placement,
-        max_replicas=most_replicas(placement, settings.topology),
-        source_node=int(settings.topology.node_of_rank[held.rank]),
+        max_replicas=most_replicas(placement, topology),
+        source_node=int(topology.node_of_rank[rank]),
         device=device,
-        topology=settings.topology if batch.split else None,
+        topology=topology if batch.split else None,
         extra_slots=batch.extra_slots,
     )
     counter = SlotCounter(
-        placement.num_layers, held.bank.num_slots, device, extra_slots=batch.extra_slots
+        placement.num_layers, bank.num_slots, device, extra_slots=batch.extra_slots
     )
-    parts = RankParts(held.rank, held.bank, table, counter, steps, held.digests)
-    return WiredAgent(RankAgent(settings, parts, links, placement), table, counter)
+    slots = RankSlots(rank, topology, bank, table, digests)
+    return RankAgent(settings, slots, counter, links, placement, steps)
 
 
 def most_replicas(placement: Placement, topology: Topology) -> int:

@@ -30,7 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from eplb.errors import RankError
+from eplb.errors import ConfigError, RankError
+from eplb.migration.recovery import Recovery
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 
 ELSEWHERE = "requested by another rank"  # the only reason of an abort that a verdict carries
@@ -84,6 +85,7 @@ class RankPhase:
     refused_up_to: int = NO_PLAN  # plans with ids up to this are never adopted (again)
     frozen_reason: str = ""  # why this rank adopts no plan any more
     weights_version: int = 0  # of the weights that this rank serves
+    next_weights: int | None = None  # their version while they are being replaced, else None
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,29 @@ def freeze(state: RankPhase, reason: str) -> RankPhase:
     return want_abort(frozen, state.plan.plan_id, reason) if state.plan else frozen
 
 
-def serve_weights(state: RankPhase, version: int) -> RankPhase:
-    """Note that other weights serve: no plan made for the old ones is adopted any more."""
+def begin_update(state: RankPhase, version: int) -> RankPhase:
+    """Start to replace the weights: no step runs and no plan is adopted until the new ones serve.
+
+    Raises:
+        ConfigError: an update is under way, or versions do not grow.
+    """
+    if state.next_weights is not None:
+        raise ConfigError(
+            f"an update to weights version {state.next_weights} is under way, expected it to "
+            f"end before one to version {version} begins"
+        )
+    if version <= state.weights_version:
+        raise ConfigError(
+            f"weights version {version} follows {state.weights_version}, expected a greater one"
+        )
+    return replace(state, next_weights=version)
+
+
+def serve_weights(state: RankPhase) -> RankPhase:
+    """Serve the new weights: no plan made for the old ones is adopted any more."""
     assert state.phase is Phase.IDLE, "weights are replaced while nothing moves"
-    return replace(state, weights_version=version)
+    assert state.next_weights is not None, "only an update that began can end"
+    return replace(state, weights_version=state.next_weights, next_weights=None)
 
 
 def aborted(state: RankPhase) -> RankPhase:
@@ -171,13 +192,18 @@ def aborted(state: RankPhase) -> RankPhase:
 
 
 def ballot(state: RankPhase, *, step: int, membership: int, halt: bool) -> Ballot:
-    """Cast this rank's vote. An aborted plan is voted on as none: its copies only drain."""
+    """Cast this rank's vote. An aborted plan is voted on as none: its copies only drain.
+
+    The weights' version is negative while they are being replaced. If not all ranks update at once,
+    the versions differ, and every rank detects the disagreement.
+    """
     plan = state.plan if state.phase is not Phase.ABORTED else None
+    version = state.weights_version if state.next_weights is None else -state.next_weights
     return Ballot(
         step=step,
         generation=state.generation,
         membership=membership,
-        weights_version=state.weights_version,
+        weights_version=version,
         plan_id=plan.plan_id if plan else NO_PLAN,
         plan_hash=plan.plan_hash if plan else 0,
         prepared=state.prepared if plan else 0,
@@ -250,6 +276,26 @@ def drop(state: RankPhase, up_to: int, reason: str) -> RankPhase:
         return state  # the verdict is about a plan before it
     generation = state.generation + (1 if state.swapped else 0)
     return transition(replace(state, generation=generation, abort_reason=reason), Phase.ABORTED)
+
+
+def missed_verdicts(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:
+    """Return the verdicts that bring a survivor of a death to the record, as if read in time.
+
+    First the swap that others have made and this rank has not, then the abort of the rest.
+    """
+    verdicts: list[tuple[Ballot, Verdict]] = []
+    if state.plan is None or state.phase is Phase.ABORTED:
+        return verdicts
+    cast = ballot(state, step=0, membership=record.membership, halt=False)
+    if state.plan.plan_id == record.plan_id and record.applied > state.swapped:
+        verdicts.append(_unanimous(replace(cast, prepared=record.applied, abort=False)))
+        if record.applied == state.plan.num_transactions:
+            return verdicts
+    return [*verdicts, _unanimous(replace(cast, abort=True))]
+
+
+def _unanimous(cast: Ballot) -> tuple[Ballot, Verdict]:
+    return cast, Verdict.decode(cast.encode())
 
 
 def _forget(state: RankPhase) -> RankPhase:

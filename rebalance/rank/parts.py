@@ -1,4 +1,4 @@
-"""Parts of a rank agent: settings equal on every rank, live objects, links."""
+"""What a rank's agent is given, and what the pieces of one agent share."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from eplb.clock import Clock
 from eplb.core.topology import Topology
 from rebalance.assembly.config import RankConfig
-from rebalance.protocol.journal import JournalSink, NoJournal
+from rebalance.protocol.journal import JournalRecorder, JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
+from rebalance.stage.mover import Mover
+from rebalance.stage.share import RankSlots
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.types import StepCounter, VoteGroup
+from rebalance.threads.waiting import SharedPhase
+from rebalance.threads.watchdog import Watchdog
+from rebalance.types import VoteGroup
 from rebalance.weights.sources import WeightSources
-from runtime.counters import SlotCounter
-from runtime.experts import ExpertBank
-from runtime.routing import RoutingTable
 from telemetry.state.store import StateStore
 
 
@@ -42,21 +41,6 @@ class AgentSettings:
 
 
 @dataclass(frozen=True)
-class RankParts:
-    """The live pieces of one rank that the agent reads and changes between steps.
-
-    ``steps`` counts forward passes; None where the engine numbers each call of ``step``.
-    """
-
-    rank: int
-    bank: ExpertBank
-    table: RoutingTable
-    counter: SlotCounter
-    steps: StepCounter | None
-    digests: torch.Tensor  # [L, E, 2] of every expert
-
-
-@dataclass(frozen=True)
 class Links:
     """The agent's ways to the outside."""
 
@@ -68,3 +52,29 @@ class Links:
     journal: JournalSink = field(default_factory=NoJournal)
     monotonic: Clock = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself
+
+
+@dataclass
+class StepCount:
+    """Where serving is."""
+
+    last: int = -1  # the step that was begun last
+
+    def __call__(self) -> int:
+        """The same, for pieces that only read it."""
+        return self.last
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What the pieces of one rank's agent share: its state, its threads, and what they work on."""
+
+    settings: AgentSettings
+    links: Links
+    slots: RankSlots
+    steps: StepCount
+    recorder: JournalRecorder
+    shared: SharedPhase
+    watchdog: Watchdog
+    mover: Mover
+    watcher: Watcher

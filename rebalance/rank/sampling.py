@@ -14,8 +14,8 @@ from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
 from eplb.errors import RankError
 from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
-from rebalance.rank.parts import AgentSettings, Links, RankParts
-from runtime.counters import Cut
+from rebalance.rank.parts import RankParts
+from runtime.counters import Cut, SlotCounter
 from runtime.streams import Completion
 
 NONE = np.zeros(1, dtype=np.int64)
@@ -67,12 +67,12 @@ class BatchFaults:
 class Sampler:
     """Makes samples without stopping the compute stream: figures are read once they arrive."""
 
-    def __init__(self, settings: AgentSettings, parts: RankParts, links: Links) -> None:
-        self._settings, self._parts, self._links = settings, parts, links
-        self._slots, self._strays = settings.topology.slots_on(parts.rank), parts.table.strays
+    def __init__(self, parts: RankParts, counter: SlotCounter) -> None:
+        self._settings, self._links, self._counter = parts.settings, parts.links, counter
+        self._slots, self._strays = parts.slots, parts.slots.table.strays
         self._last_strays = Cut(self._strays, NONE)
         self._first_unsampled = 0
-        self.faults = BatchFaults(parts.rank)
+        self.faults = BatchFaults(parts.slots.rank)
         # Samples without their tokens, and the figures that are copied to the host.
         self._on_the_way: deque[tuple[Callable[..., LoadSample], Cut, Mapping[str, Cut], Cut]] = (
             deque()
@@ -93,16 +93,16 @@ class Sampler:
             LoadSample,
             deployment=self._settings.config.deployment,
             run=self._settings.run,
-            rank=self._parts.rank,
+            rank=self._slots.rank,
             sequence=self.num_cut,
             time=self._links.clock(),
             first_step=self._first_unsampled,
             last_step=step - 1,
             phase=self._phase,
             generation=placement.generation,
-            slot_to_expert=placement.slot_to_expert[:, self._slots],
+            slot_to_expert=self._slots.held(placement),
         )
-        cut, faults = self._parts.counter.cut(), self.faults.cut()
+        cut, faults = self._counter.cut(), self.faults.cut()
         # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
         self._on_the_way.append((make_sample, cut, faults, self._last_strays))
@@ -126,7 +126,7 @@ class Sampler:
             sample = make_sample(tokens=cut.tokens())
             if num_strays := int(strays.tokens()[0]):
                 raise RankError(
-                    f"rank {self._parts.rank}: {num_strays} expert ids of steps "
+                    f"rank {self._slots.rank}: {num_strays} expert ids of steps "
                     f"{sample.first_step} to {sample.last_step} are too high, expected them below "
                     "the number of experts: their tokens were dropped"
                 )

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,37 +26,20 @@ from eplb.clock import Clock, Deadline
 from eplb.core.placement import Placement
 from eplb.errors import RankError, StaleGeneration, StoreError
 from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
+from rebalance.agent import REPORT_DEADLINE_S, RankAgent
 from rebalance.protocol import phases
-from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
+from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.protocol.phases import Phase, RankPhase
-from rebalance.types import Outcome, PendingVote, VoteGroup
+from rebalance.protocol.phases import RankPhase
+from rebalance.types import Outcome, VoteGroup
 from runtime.group import gloo_listeners_closed
 from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
-REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its report
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
-class Survivor(Protocol):
-    """A rank agent, as its recovery sees it."""
-
-    @property
-    def placement(self) -> Placement:
-        """What this rank holds."""
-
-    def survivor_report(self, deadline_s: float) -> SurvivorReport:
-        """Stop adopting and swapping; return this rank's survivor report within the deadline."""
-
-    def dead(self) -> frozenset[int]:
-        """Ranks that are known to be dead."""
-
-    def apply_recovery(self, record: Recovery) -> None:
-        """Apply what the record includes beyond this rank's swaps, and end the migration."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +58,7 @@ def membership_of_start(store: StateStore) -> int:
 
 
 def recover(
-    survivor: Survivor,
+    survivor: RankAgent,
     store: StateStore,
     *,
     num_ranks: int,
@@ -129,7 +112,7 @@ def recover(
 
 
 def _agree(
-    survivor: Survivor,
+    survivor: RankAgent,
     store: StateStore,
     report: SurvivorReport,
     num_ranks: int,
@@ -163,7 +146,7 @@ def _agree(
 
 
 def _written_end(
-    survivor: Survivor, store: StateStore, report: SurvivorReport
+    survivor: RankAgent, store: StateStore, report: SurvivorReport
 ) -> WrittenEnd | None:
     """The end of this rank's migration in the store, if a dead rank has written it."""
     committed = store.committed()
@@ -185,7 +168,7 @@ def _own_run(record: Recovery, report: SurvivorReport) -> Recovery:
 
 
 def _await_commit(
-    store: StateStore, survivor: Survivor, record: Recovery, retries: _Retries
+    store: StateStore, survivor: RankAgent, record: Recovery, retries: _Retries
 ) -> None:
     """Wait until the store names what the survivors hold. Their commit writers write it."""
     mine = survivor.placement
@@ -231,49 +214,7 @@ class _Retries:
                 time.sleep(RETRY_S)  # a failing store sends no notification when it works again
 
 
-# -- rolling forward
-
-
-def missed_verdicts(state: RankPhase, record: Recovery) -> list[tuple[Ballot, Verdict]]:
-    """Return the verdicts that bring a survivor to the record, as if read in time.
-
-    First the swap that others have made and this rank has not, then the abort of the rest.
-    """
-    verdicts = []
-    if state.plan is None or state.phase is Phase.ABORTED:
-        return []
-    cast = phases.ballot(state, step=0, membership=record.membership, halt=False)
-    if state.plan.plan_id == record.plan_id and record.applied > state.swapped:
-        verdicts.append(_unanimous(replace(cast, prepared=record.applied, abort=False)))
-        if record.applied == state.plan.num_transactions:
-            return verdicts
-    return [*verdicts, _unanimous(replace(cast, abort=True))]
-
-
-def _unanimous(ballot: Ballot) -> tuple[Ballot, Verdict]:
-    return ballot, Verdict.decode(ballot.encode())
-
-
 # -- the new group
-
-
-class SurvivorVotes:
-    """Votes of the survivors; ranks keep the numbers that they had among all."""
-
-    def __init__(self, votes: VoteGroup, survivors: Sequence[int]) -> None:
-        self._votes, self._survivors = votes, survivors
-
-    def cast(self, ballot: Sequence[int]) -> PendingVote:
-        """Start a vote."""
-        return self._votes.cast(ballot)
-
-    def dead(self) -> frozenset[int]:
-        """Survivors that died since."""
-        return frozenset(self._survivors[place] for place in self._votes.dead())
-
-    def close(self, *, is_failure: bool = False) -> None:
-        """Leave the group."""
-        self._votes.close(is_failure=is_failure)
 
 
 def rejoin(
@@ -283,8 +224,8 @@ def rejoin(
     *,
     host: str | None = None,
     deadline_s: float = 20.0,
-) -> SurvivorVotes:
-    """Form the group of the survivors, separate from the broken one.
+) -> GlooVotes:
+    """Form the group of the survivors, separate from the broken one: ranks by their order in it.
 
     Args:
         record: names the survivors; each of them calls this function.
@@ -308,7 +249,7 @@ def rejoin(
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     except RuntimeError as exc:
         raise RankError(f"rank {rank} cannot join the other survivors: {exc}") from exc
-    return SurvivorVotes(GlooVotes(group, host=host, deadline_s=deadline_s), record.survivors)
+    return GlooVotes(group, host=host, deadline_s=deadline_s)
 
 
 def end_together(

@@ -27,17 +27,15 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 
-from eplb.clock import Clock, Deadline
+from eplb.clock import Deadline
 from eplb.core.placement import Placement
 from eplb.errors import MigrationError, RankError
 from rebalance.protocol import phases
-from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase
-from rebalance.rank.watcher import Watcher
-from rebalance.stage.mover import Mover
+from rebalance.rank.parts import RankParts
 from rebalance.swap.scrubber import Damage, LiveSlot, Loan, Scrubber
 from rebalance.swap.swapper import Swapper
-from rebalance.threads.waiting import WAIT_S, SharedPhase
+from rebalance.threads.waiting import WAIT_S
 from rebalance.types import Digest
 from runtime.streams import Completion
 
@@ -50,31 +48,17 @@ class ScrubSchedule:
     """Passes the work from the step to the mover's thread and back.
 
     Args:
-        scrubber: looks at slots.
+        parts: those of the rank's agent.
         swapper: says what serves, and writes the right bytes.
-        mover: fetches them, and lends the room for them.
-        shared: the rank's phase.
-        orders: have the mover's thread look.
-        recorder: notes what is found.
-        every_steps: idle steps from one look to the next; 0: never.
-        clock: of deadlines.
     """
 
-    def __init__(
-        self,
-        scrubber: Scrubber,
-        swapper: Swapper,
-        mover: Mover,
-        shared: SharedPhase,
-        orders: Watcher,
-        *,
-        recorder: JournalRecorder,
-        every_steps: int,
-        clock: Clock,
-    ) -> None:
-        self._scrubber, self._swapper, self._mover = scrubber, swapper, mover
-        self._shared, self._orders, self._recorder = shared, orders, recorder
-        self._every_steps, self._clock = every_steps, clock
+    def __init__(self, parts: RankParts, swapper: Swapper) -> None:
+        slots = parts.slots
+        self.scrubber = Scrubber(slots.rank, slots.topology, slots.bank, slots.digests)
+        self._swapper, self._mover = swapper, parts.mover
+        self._shared, self._orders, self._recorder = parts.shared, parts.watcher, parts.recorder
+        self._every_steps = parts.settings.config.scrub_every_steps  # idle steps; 0: never
+        self._clock = parts.links.monotonic
         self._idle_steps = 0
         self.is_looking = False  # set by the step, cleared by the mover's thread
         self._is_stopping = False
@@ -90,7 +74,7 @@ class ScrubSchedule:
             self._repair(*self._staged)
             return
         self._idle_steps += self._shared.state.phase is Phase.IDLE
-        is_due = self._idle_steps >= self._every_steps or self._scrubber.suspects
+        is_due = self._idle_steps >= self._every_steps or self.scrubber.suspects
         if is_due and self._orders.has_mover():
             with self._shared.changed:
                 if self._swapper.at_rest() is not None:
@@ -105,7 +89,7 @@ class ScrubSchedule:
         """
         if not self.end_look(deadline_s):
             raise RankError(
-                f"rank {self._scrubber.rank}: the check of a live slot did not end within "
+                f"rank {self.scrubber.rank}: the check of a live slot did not end within "
                 f"{deadline_s:.0f} s ({self._mover.beat.standing()})"
             )
 
@@ -127,7 +111,7 @@ class ScrubSchedule:
             if self._staged is not None:
                 self._give_back(self._staged[1])
             self._staged = None
-            self._scrubber.suspects.clear()
+            self.scrubber.suspects.clear()
             return True
 
     def _repair(self, where: LiveSlot, loan: Loan) -> None:
@@ -135,9 +119,9 @@ class ScrubSchedule:
         with self._shared.changed:
             self._staged, done = None, None
             serving = self._swapper.at_rest()
-            if serving is not None and self._scrubber.holds(serving, where):
+            if serving is not None and self.scrubber.holds(serving, where):
                 done = self._swapper.put_back(where, loan)
-                self._scrubber.suspects[where] = self._scrubber.suspects.get(where, 0) + 1
+                self.scrubber.suspects[where] = self.scrubber.suspects.get(where, 0) + 1
             self._give_back(loan, done)
             self._shared.wake()  # the mover may be waiting for the entry
 
@@ -151,7 +135,7 @@ class ScrubSchedule:
         try:
             with self._shared.changed:
                 serving = None if self._shared.is_closing else self._swapper.at_rest()
-            where = self._scrubber.next_slot(serving) if serving else None
+            where = self.scrubber.next_slot(serving) if serving else None
             if serving is not None and where is not None:
                 self._look_at(where, serving)
         finally:
@@ -160,7 +144,7 @@ class ScrubSchedule:
                 self._shared.wake()
 
     def _look_at(self, where: LiveSlot, serving: Placement) -> None:
-        scrubber = self._scrubber
+        scrubber = self.scrubber
         self._mover.beat.busy(f"scrubbing {where}")
         damage = scrubber.check(where.layer, where.slot, where.expert)
         if damage is None:
@@ -182,7 +166,7 @@ class ScrubSchedule:
         try:
             loan = self._borrow(where, serving)
             if loan is not None:
-                pull = self._scrubber.right_bytes(where, serving, loan)
+                pull = self.scrubber.right_bytes(where, serving, loan)
                 is_right = self._mover.fetch(pull, self._shared, self._is_wanted)
         except MigrationError as exc:
             self._give_up(where, f"{where}: digest mismatch, repair failed: {exc}")
@@ -205,8 +189,8 @@ class ScrubSchedule:
             with self._shared.changed:
                 entry = ring.borrow()
             # A suspect is looked at again at once.
-            return None if entry is None else self._scrubber.staging(entry)
-        spare = self._scrubber.spare(where.layer, serving)
+            return None if entry is None else self.scrubber.staging(entry)
+        spare = self.scrubber.spare(where.layer, serving)
         if spare is None:
             raise MigrationError(
                 f"no memory for the repair: found 0 staging entries and no EMPTY slot in "
@@ -219,15 +203,15 @@ class ScrubSchedule:
 
     def _give_up(self, where: LiveSlot, why: str) -> None:
         """Freeze migrations on this rank: the slot cannot be repaired."""
-        del self._scrubber.suspects[where]
+        del self.scrubber.suspects[where]
         self._report("lost", where, why)
-        self._shared.update(phases.freeze, f"rank {self._scrubber.rank}: {why}")
+        self._shared.update(phases.freeze, f"rank {self.scrubber.rank}: {why}")
 
     def _report(
         self, result: str, where: LiveSlot, words: str, damage: Damage | None = None
     ) -> None:
-        self._scrubber.counts[result] += 1
-        rank = self._scrubber.rank
+        self.scrubber.counts[result] += 1
+        rank = self.scrubber.rank
         log.warning("rank %d: scrub=%s %s: %s", rank, result, where, words)
         detail = {"rank": rank, "result": result, "reason": words} | asdict(where)
         if damage is not None:

@@ -10,18 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from eplb.clock import Clock
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.rank.watcher import Watcher
-from rebalance.stage.mover import Mover
-from rebalance.stage.share import RankSlots, Share
+from rebalance.rank.parts import RankParts
+from rebalance.stage.share import Share
 from rebalance.swap.scrubber import LiveSlot, Loan
-from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import SharedPhase
 from runtime.streams import Completion
 
 KEPT_PAUSES = 4096  # a rank serves for months
@@ -50,33 +46,20 @@ class Swapper:
     """One rank's placement, and the migration that is on its way to change it.
 
     Args:
+        parts: those of the rank's agent.
         placement: what serves at the start.
-        slots: what is swapped into.
-        shared: the rank's phase.
-        fence: closed while the weights are being replaced.
-        mover: has staged what is swapped.
-        orders: takes what need not be done in the step.
         cut: called with (step, placement) before a swap: what was counted is of that placement.
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        slots: RankSlots,
-        shared: SharedPhase,
-        fence: Fence,
-        mover: Mover,
-        *,
-        orders: Watcher,
-        cut: Callable[[int, Placement], None],
-        clock: Clock,
+        self, parts: RankParts, placement: Placement, cut: Callable[[int, Placement], None]
     ) -> None:
         self.placement = placement  # a legal mix in mid-migration
-        self._slots, self._shared, self._fence = slots, shared, fence
-        self._mover, self._orders, self._cut, self._clock = mover, orders, cut, clock
+        self._slots, self._shared, self._mover = parts.slots, parts.shared, parts.mover
+        self._orders, self._cut, self._clock = parts.watcher, cut, parts.links.monotonic
         self.figures = StepFigures()
         self.share: Share | None = None  # of the newest migration that was adopted
-        self.last_swap = slots.bank.mark()
+        self.last_swap = self._slots.bank.mark()
         self.closed = (NO_PLAN, 0)  # the migration that made this generation, how much of it
 
     def adopt(self, migration: Migration) -> bool:
@@ -90,7 +73,7 @@ class Swapper:
             migration.weights_version,
         )
         with self._shared.changed:
-            if not self._fence.is_open:
+            if self._shared.state.next_weights is not None:
                 return False  # called again once the new weights serve
             if migration.base.hash != self.placement.hash:
                 return True  # made for another placement: withdrawn once its maker sees the commit
@@ -163,7 +146,8 @@ class Swapper:
 
     def at_rest(self) -> Placement | None:
         """The serving placement if nothing writes live slots, else None."""
-        is_idle = self._shared.state.phase is Phase.IDLE and self._fence.is_open
+        state = self._shared.state
+        is_idle = state.phase is Phase.IDLE and state.next_weights is None
         return self.placement if is_idle and self.last_swap.is_complete() else None
 
     def put_back(self, where: LiveSlot, loan: Loan) -> Completion:

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import Ballot, Verdict
-from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
+from rebalance.rank.parts import RankParts
 from rebalance.swap.swapper import Swapper
-from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import SharedPhase
 
 
 class Voting:
     """One rank's votes, on the step's thread.
 
     Args:
+        parts: those of the rank's agent.
         voter: casts and reads.
         swapper: does what a verdict orders.
-        shared: the rank's phase.
-        fence: of which weights this rank serves.
-        recorder: notes ballots and verdicts.
-        membership: number of the group of ranks.
-        vote_every: steps from one vote to the next.
     """
 
-    def __init__(
-        self,
-        voter: Voter,
-        swapper: Swapper,
-        shared: SharedPhase,
-        fence: Fence,
-        recorder: JournalRecorder,
-        *,
-        membership: int,
-        vote_every: int,
-    ) -> None:
-        self._voter, self._swapper, self._shared = voter, swapper, shared
-        self._fence, self._recorder = fence, recorder
-        self._membership, self._vote_every = membership, vote_every
+    def __init__(self, parts: RankParts, voter: Voter, swapper: Swapper) -> None:
+        self._voter, self._swapper = voter, swapper
+        self._shared, self._recorder, self._settings = parts.shared, parts.recorder, parts.settings
         self.wants_halt = False
         self.halt_at: int | None = None  # the step before which all ranks stop
 
@@ -52,8 +33,8 @@ class Voting:
                 # Only now: peers that read this may write what the swap freed.
                 state = phases.completed(state, state.plan.plan_id, state.swapped)
                 self._shared.state = state
-        ballot = phases.ballot(state, step=step, membership=self._membership, halt=self.wants_halt)
-        ballot = replace(ballot, weights_version=self._fence.ballot)
+        membership, halt = self._settings.membership, self.wants_halt
+        ballot = phases.ballot(state, step=step, membership=membership, halt=halt)
         self._recorder.note_ballot(ballot)
         self._voter.cast(ballot)
 
@@ -75,7 +56,7 @@ class Voting:
         self._recorder.note_verdict(cast, verdict)
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
-            self.halt_at = cast.step + self._vote_every
+            self.halt_at = cast.step + self._settings.config.vote_every
         with self._shared.changed:
             before = self._shared.state
             state, order = phases.read_verdict(before, cast, verdict)

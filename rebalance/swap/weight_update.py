@@ -1,13 +1,20 @@
-"""Replaces all weights of a rank while it serves: nothing moves until the new ones are agreed on.
+"""Replaces all weights of a rank while it serves: nothing of old ones is swapped in over new ones.
 
-The order of the calls, and what goes wrong without the fence, is in
-``rebalance/swap/weights_fence.py``.
+    agent.begin_update(version=7)          # on every rank, between the same two steps
+    for layer, slot, expert in agent.held():  # by the placement that serves, not the first one
+        load(layer, expert, into=bank.live(layer, slot))
+    agent.end_update()
+
+vLLM issue 55228 shows two failures: weights reloaded by the first placement after experts have
+moved, and a staged buffer of old weights written over the new ones. Here the engine reads from
+``held`` what each slot holds, a running migration is dropped by vote before the first byte is
+written, every migration names its weights version, and ranks vote with the version.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -19,15 +26,12 @@ from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
-from rebalance.rank.parts import Links
+from rebalance.rank.parts import RankParts
 from rebalance.stage.digest_table import agreed_digests, cast_digests
-from rebalance.stage.share import RankSlots
 from rebalance.swap.scrub_schedule import ScrubSchedule
 from rebalance.swap.swapper import Swapper
 from rebalance.swap.verdicts import Voting
-from rebalance.swap.weights_fence import Fence
-from rebalance.threads.waiting import WAIT_S, SharedPhase
-from rebalance.threads.watchdog import Heartbeat
+from rebalance.threads.waiting import WAIT_S
 
 log = logging.getLogger(__name__)
 
@@ -36,38 +40,25 @@ class WeightUpdate:
     """One rank's side of an update, on the step's thread.
 
     Args:
-        slots: what the engine writes the new weights to.
+        parts: those of the rank's agent.
+        voter: waits for the device.
         swapper: says what serves.
         voting: has a migration under way dropped.
         scrub_schedule: stopped for the update.
-        links: by what ranks agree; the host forgets the records of older weights.
-        voter: waits for the device.
-        deadline_s: for the other ranks.
-        shared: the rank's phase.
-        fence: closed by the update.
-        beat: of the step's thread.
-        last_step: says which step was begun last.
     """
 
     def __init__(
         self,
-        slots: RankSlots,
+        parts: RankParts,
+        voter: Voter,
         swapper: Swapper,
         voting: Voting,
         scrub_schedule: ScrubSchedule,
-        links: Links,
-        voter: Voter,
-        *,
-        deadline_s: float,
-        shared: SharedPhase,
-        fence: Fence,
-        beat: Heartbeat,
-        last_step: Callable[[], int],
     ) -> None:
-        self._slots, self._swapper, self._voting = slots, swapper, voting
-        self._scrub_schedule, self._links = scrub_schedule, links
-        self._voter, self._deadline_s = voter, deadline_s
-        self._shared, self._fence, self._beat, self._last_step = shared, fence, beat, last_step
+        self._voter, self._swapper, self._voting = voter, swapper, voting
+        self._scrub_schedule, self._slots, self._links = scrub_schedule, parts.slots, parts.links
+        self._deadline_s = parts.settings.config.vote_deadline_s  # for the other ranks
+        self._shared, self._beat, self._last_step = parts.shared, parts.watchdog.step, parts.steps
 
     def begin(self, version: int) -> None:
         """Stop moving experts, on every rank; see RankAgent.begin_update."""
@@ -77,9 +68,7 @@ class WeightUpdate:
     def begin_steps(self, version: int) -> Iterator[str]:
         """``begin`` in steps: names what the next one may have to wait for."""
         step = self._last_step()
-        with self._shared.changed:
-            self._fence.begin(version)
-            plan = self._shared.state.plan
+        plan = self._shared.update(phases.begin_update, version).plan
         self._beat.busy(f"updating the weights to version {version}")
         self._scrub_schedule.stop(self._deadline_s)
         if plan is not None:
@@ -116,13 +105,10 @@ class WeightUpdate:
         agreed = agreed_digests(vote, *shape, deadline_s=self._deadline_s)
         self._report_unchanged((self._slots.digests == agreed).all(dim=-1))
         self._slots.digests.copy_(agreed)
-        version = self._fence.next_version
+        version = self._shared.state.next_weights
         assert version is not None, "an update ends that has begun"
         links.sources.invalidate(version, deadline_s=self._deadline_s)
-        with self._shared.changed:
-            self._fence.end()
-            self._shared.state = phases.serve_weights(self._shared.state, self._fence.version)
-            self._shared.changed.notify_all()
+        self._shared.update(phases.serve_weights)
         self._beat.busy(f"after the update to weights version {version}")
 
     def _report_unchanged(self, is_same: torch.Tensor) -> None:
@@ -139,7 +125,7 @@ class WeightUpdate:
                 "before, first layer %d expert %d, expected new ones: unless the update leaves "
                 "them, a rank did not load them",
                 self._slots.rank,
-                self._fence.next_version,
+                self._shared.state.next_weights,
                 len(unchanged),
                 is_same.numel(),
                 layer,
@@ -152,7 +138,7 @@ class WeightUpdate:
         if verdict.weights_version is None:
             raise RankError(
                 f"rank {self._slots.rank}: not every rank updates its weights to version "
-                f"{self._fence.next_version} after step {step}, expected all to"
+                f"{self._shared.state.next_weights} after step {step}, expected all to"
             )
         return verdict
 

@@ -30,7 +30,6 @@ from benchmarks.migration.agent import emulated_migration, wire_emulated
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import HeldExperts, WiredAgent
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.batch.counts import all_gather_counts
@@ -79,7 +78,7 @@ class OneGpu:
 
     bank: ExpertBank
     digests: torch.Tensor
-    wired: WiredAgent
+    agent: RankAgent
     stack: MoEStack
     store: QuickStore
     device: torch.device
@@ -117,30 +116,33 @@ def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
     store = QuickStore("test")
     store.commit(start, expected=None, reason="start")
     sources = WeightSources(MappedSlots(0, bank), LocalHost({}))
-    wired = wire_emulated(
+    agent = wire_emulated(
         AgentSettings(RankConfig("test", 4, 1), "run", OWN),
-        HeldExperts(0, bank, digests, start),
         Links(LocalVotes(1).member(0), sources, store, Sink(store)),
-        GROUP,
+        group=GROUP,
+        rank=0,
+        bank=bank,
+        digests=digests,
+        placement=start,
     )
     group = dist.group.WORLD
     assert group is not None
-    sends: Dispatcher = LocalDispatcher(GROUP.num_slots, wired.counter)
+    sends: Dispatcher = LocalDispatcher(GROUP.num_slots, agent.counter)
     if dispatcher == "low_latency":
         deep_ep_shape = DeepEPShape(OWN, MODEL.hidden, MODEL.top_k, NUM_TOKENS)
-        sends = DeepEPLowLatency(deep_ep_shape, group, wired.counter)
+        sends = DeepEPLowLatency(deep_ep_shape, group, agent.counter)
     pairs = NUM_TOKENS * MODEL.top_k
     exchange = all_gather_counts(group)
     split = BatchSplit(
-        wired.table, exchange, source=0, num_sources=1, max_pairs=pairs, rule=EVERY_BATCH
+        agent.table, exchange, source=0, num_sources=1, max_pairs=pairs, rule=EVERY_BATCH
     )
     experts = GroupedExperts(bank, usual_rows=64)
     layers = [
-        MoELayer(layer, MODEL.top_k, experts, wired.table, sends, split=split)
+        MoELayer(layer, MODEL.top_k, experts, agent.table, sends, split=split)
         for layer in range(MODEL.num_layers)
     ]
     dense = {name: t.to(device) for name, t in checkpoint.dense_weights().items()}
-    return OneGpu(bank, digests, wired, MoEStack(MODEL, dense, layers), store, device)
+    return OneGpu(bank, digests, agent, MoEStack(MODEL, dense, layers), store, device)
 
 
 @dataclass
@@ -158,7 +160,7 @@ class Served:
 
 def serve(rank: int, num_ranks: int, path: Path, precision: str, dispatcher: str) -> Served:
     made = build(path, precision, dispatcher)
-    agent, counter = made.wired.agent, made.wired.counter
+    agent, counter = made.agent, made.agent.counter
     on_device = {n: t.to(made.device) for n, t in Checkpoint(path).reference_weights().items()}
     reference = ReferenceModel(MODEL, on_device, tie=TIE[precision])
     captured = made.captured()
@@ -183,7 +185,7 @@ def serve(rank: int, num_ranks: int, path: Path, precision: str, dispatcher: str
     served.captures = captured.num_captures
     served.migrations, served.experts_moved = agent.figures.rebalances, agent.figures.experts_moved
     served.wrong_slots = wrong_slots(made, agent)
-    served.strays = int(made.wired.table.strays)
+    served.strays = int(made.agent.table.strays)
     agent.close()
     return served
 

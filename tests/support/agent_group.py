@@ -20,7 +20,7 @@ from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import HeldExperts, wire_agent
+from rebalance.assembly.rank import wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank import watcher
 from rebalance.rank.parts import AgentSettings, Links
@@ -166,19 +166,22 @@ class AgentGroup:
         links = Links(votes, sources, self.store, sink, journal=journal, monotonic=self.time)
         membership = settings.pop("membership", 0)
         given = {"sample_steps": 4, "staging_experts": 1} | FAR_OFF | settings
-        wired = wire_agent(
+        agent = wire_agent(
             AgentSettings(RankConfig("test", **given), "run", self.topology, membership),
-            HeldExperts(rank, self.banks[rank], digests, self.start),
             links,
-            clock,
+            rank=rank,
+            bank=self.banks[rank],
+            digests=digests,
+            placement=self.start,
+            steps=clock,
         )
-        self.agents.append(wired.agent)
+        self.agents.append(agent)
         self.clocks.append(clock)
         self.sinks.append(sink)
-        self.tables.append(wired.table)
-        self.counters.append(wired.counter)
+        self.tables.append(agent.table)
+        self.counters.append(agent.counter)
         self.rank_digests.append(digests)
-        return wired.agent
+        return agent
 
     def add_all(
         self,

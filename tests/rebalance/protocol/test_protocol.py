@@ -36,8 +36,7 @@ from eplb.errors import RankError
 from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
-from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.recovery.survivors import missed_verdicts
+from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap, missed_verdicts
 
 VOTE_EVERY = 2
 NONE = -9  # no vote, no transaction, no step

@@ -378,7 +378,7 @@ def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
                 counter.received[layer, slot] += 1
 
     group.publish(FULL)
-    pending = [agent.core.voter for agent in group.agents]
+    pending = [agent.voter for agent in group.agents]
     while not all(one.pending and one.pending[0].prepared for one in pending):
         step()
 
@@ -447,7 +447,7 @@ def test_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group: G
 
     def update_or_step(agent: RankAgent) -> None:
         agent.begin_update(1) if agent is group.agents[0] else agent.step()
-        agent.core.voting.read(3, must_finish=True)
+        agent.voting.read(3, must_finish=True)
 
     told = at_once(group, update_or_step)
 

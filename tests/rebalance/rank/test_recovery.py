@@ -20,12 +20,11 @@ from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
-from rebalance.protocol.phases import PlanRef, RankPhase
+from rebalance.protocol.phases import PlanRef, RankPhase, missed_verdicts
 from rebalance.recovery.survivors import (
     Deadlines,
     end_together,
     membership_of_start,
-    missed_verdicts,
     recover,
 )
 from runtime.experts import ExpertSchema
@@ -272,7 +271,7 @@ def group() -> Iterator[Group]:
 
 
 def swapped(agent: RankAgent) -> int:
-    return agent.core.shared.state.swapped
+    return agent.shared.state.swapped
 
 
 def kill_after_one_has_swapped(group: Group, number: int) -> Migration:

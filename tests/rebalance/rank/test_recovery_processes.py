@@ -39,7 +39,7 @@ from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import HeldExperts, wire_agent
+from rebalance.assembly.rank import wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
@@ -207,7 +207,6 @@ class Ranks:
                 TOPOLOGY,
                 membership_of_start(store),
             ),
-            HeldExperts(rank, bank, digests_of(RECORDS), placement),
             Links(
                 votes,
                 WeightSources(local_slots(TOPOLOGY, rank, self.banks), LocalHost(RECORDS)),
@@ -215,8 +214,12 @@ class Ranks:
                 Sink(),
                 journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),
             ),
-            tokens,
-        ).agent
+            rank=rank,
+            bank=bank,
+            digests=digests_of(RECORDS),
+            placement=placement,
+            steps=tokens,
+        )
 
 
 def publish_next(store: StateStore) -> None:

@@ -14,7 +14,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import HeldExperts, wire_agent
+from rebalance.assembly.rank import wire_agent
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
@@ -101,7 +101,7 @@ def test_rank_without_a_counter_needs_a_step_number() -> None:
     sources = WeightSources(local_slots(TOPOLOGY, 0, [bank, bank]), LocalHost(RECORDS))
     links = Links(group.votes.member(0), sources, group.store, Sink(group.store))
     digests = torch.zeros((1, 3, 2), dtype=torch.int64)
-    agent = wire_agent(settings, HeldExperts(0, bank, digests, START), links).agent
+    agent = wire_agent(settings, links, rank=0, bank=bank, digests=digests, placement=START)
 
     with (
         closing(group),  # it patches a module

@@ -15,7 +15,7 @@ from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import HeldExperts, WiredAgent, wire_agent
+from rebalance.assembly.rank import wire_agent
 from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import WeightSources
@@ -57,21 +57,17 @@ class Serving:
     """Two ranks that route the same tokens in every step."""
 
     store: StateStore
-    wired: list[WiredAgent]
+    agents: list[RankAgent]
     banks: list[ExpertBank]
     num_steps: int = 0
-
-    @property
-    def agents(self) -> list[RankAgent]:
-        return [wired.agent for wired in self.wired]
 
     def step(self) -> list[int]:
         """One step of every rank; tokens that each received."""
         assert all(agent.step(self.num_steps) for agent in self.agents)
-        slots = self.wired[0].table.choose(0, TOKENS, salt=self.num_steps)
+        slots = self.agents[0].table.choose(0, TOKENS, salt=self.num_steps)
         received = torch.bincount(slots.flatten(), minlength=4).view(2, 2).to(torch.int32)
-        for wired, mine in zip(self.wired, received, strict=True):
-            wired.counter.add(0, mine)
+        for agent, mine in zip(self.agents, received, strict=True):
+            agent.counter.add(0, mine)
         self.num_steps += 1
         return [int(each) for each in received.sum(dim=1)]
 
@@ -101,7 +97,8 @@ def serving() -> Iterator[Serving]:
             bank.live(0, slot).copy_(records[0, expert])
         sources = WeightSources(local_slots(TOPOLOGY, rank, banks), LocalHost(records))
         links = Links(votes.member(rank), sources, store, Sink(store))
-        made.wired.append(wire_agent(known, HeldExperts(rank, bank, digests, START), links))
+        held = {"bank": bank, "digests": digests, "placement": START}
+        made.agents.append(wire_agent(known, links, rank=rank, **held))
     for agent in made.agents:
         agent.start()
     yield made
@@ -125,8 +122,8 @@ def test_new_shares_serve_under_a_new_generation_and_no_weight_moves(serving: Se
     assert serving.step() == pytest.approx([5000, 5000], abs=100)
     assert [agent.figures.experts_moved for agent in serving.agents] == [0, 0]
     assert [int(bank.live(0, 1)[0]) for bank in serving.banks] == [1, 2]
-    for wired in serving.wired:
-        share = float(wired.table.cumulative[0, 0, 0]) / SHARE_ONE
+    for agent in serving.agents:
+        share = float(agent.table.cumulative[0, 0, 0]) / SHARE_ONE
         assert share == pytest.approx(placement.slot_share[0, 0], abs=1e-4)
 
 

@@ -99,7 +99,7 @@ class Group(AgentGroup):
         return dict(self.report(rank).detail)
 
     def is_looking(self, rank: int) -> bool:
-        return self.agents[rank].core.scrub_schedule.is_looking
+        return self.agents[rank].scrub_schedule.is_looking
 
     def scrubs(self, result: str) -> list[Event]:
         events = [event for event in self.store.events() if event.kind == "scrub"]
@@ -402,7 +402,7 @@ def test_survivor_report_waits_for_the_check_and_stops_repairs(
         group.gates[0].set()
         assert said.result().generation == 0
 
-    assert group.agents[0].core.mover.ring.num_in_use == 0
+    assert group.agents[0].mover.ring.num_in_use == 0
     assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])
     with pytest.raises(RankError, match="rank 0: no step may follow a death"):
         group.agents[0].step()
@@ -417,10 +417,10 @@ def test_survivor_report_is_in_time_while_the_host_is_reading(group: Group) -> N
     group.gates[0].set()
 
     assert (said.generation, said.prepared) == (0, 0)
-    done = group.agents[0].core.shared
+    done = group.agents[0].shared
     with done.changed:  # it ends as soon as it can, and repairs nothing
         done.changed.wait_for(lambda: not group.is_looking(0))
-    assert group.agents[0].core.mover.ring.num_in_use == 0
+    assert group.agents[0].mover.ring.num_in_use == 0
     assert not torch.equal(group.banks[0].live(1, 2), RECORDS[1, 1])
 
 
@@ -495,7 +495,7 @@ def test_mover_that_fails_twice_freezes_the_rank_and_serving_continues(group: Gr
 def test_exited_thread_is_reported_and_weights_can_still_be_updated(
     group: Group,
 ) -> None:
-    watcher = group.agents[1].core.watcher
+    watcher = group.agents[1].watcher
     watcher.do(lambda: (_ for _ in ()).throw(SystemExit))  # the only way to end a thread unheard
     group.step_until(lambda: bool(group.report(1).frozen))
 

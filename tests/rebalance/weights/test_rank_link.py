@@ -28,7 +28,7 @@ from eplb.migration.build import Move, Pace, Source, build_migration
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.experts import fill_bank
-from rebalance.assembly.rank import HeldExperts, wire_agent
+from rebalance.assembly.rank import wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.phases import RankPhase
 from rebalance.rank.parts import AgentSettings, Links
@@ -647,10 +647,13 @@ def live_rank(
                 name.run,
                 TWO_RANKS,
             ),
-            HeldExperts(rank, bank, digests, START),
             Links(votes, sources, store, Sink()),
-            clock,
-        ).agent
+            rank=rank,
+            bank=bank,
+            digests=digests,
+            placement=START,
+            steps=clock,
+        )
         agent.start()
         yield LiveRank(rank, agent, bank, store, clock)
 
