@@ -37,7 +37,7 @@ from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link.link_settings import HostLinkSettings
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.listener import ConnectionListener, listen
 from rebalance.weights.link.wire import Wire, client_handshake, connect
 from rebalance.weights.rank_link import PROTOCOL as RANKS
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -306,10 +306,13 @@ def _deep_frames(folder: Path) -> Outcome:
         rank = _free_address()
         listener = ConnectionListener(
             listen(rank, "rank"),
-            ListenerSettings("rank", RANKS, secret, 2.0),
-            dict,
-            lambda wire: None,
-            is_closing,
+            "rank",
+            RANKS,
+            secret,
+            hello=dict,
+            serve=lambda wire: None,
+            silence_s=2.0,
+            is_closing=is_closing,
         )
         stack.enter_context(closing(listener))
         for address in (host, rank):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from eplb.errors import RankError
+from eplb.settings.addresses import is_loopback
 from rebalance.assembly.config import NetworkConfig
-from rebalance.protocol.liveness import is_loopback
 from runtime.group import gloo_listeners_closed
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h

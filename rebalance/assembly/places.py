@@ -11,17 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 
 from eplb.errors import RankError
+from rebalance.weights.link import local
 
 HALT_FILE_VARIABLE = "EPLB_HALT_FILE"  # a pipe of eplb launch, below /proc
 LOOPBACK = "127.0.0.1"
 
 log = logging.getLogger(__name__)
-
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def claim_place(deployment: str, rank: int, address: str = LOOPBACK) -> socket.socket:
@@ -35,31 +33,20 @@ def claim_place(deployment: str, rank: int, address: str = LOOPBACK) -> socket.s
 
     Raises:
         RankError: another process has it.
+        MigrationError: the kernel refuses.
     """
-    place = socket.socket(socket.AF_UNIX)
-    try:
-        place.bind(_socket_of(deployment, rank, address))
-        place.listen(1)
-    except OSError as exc:
-        place.close()
+    place = local.listen_under(_socket_of(deployment, rank, address))
+    if place is None:
         raise RankError(
             f"rank {rank} of deployment {deployment!r} is run by process "
             f"{holder_of(deployment, rank, address) or 'unknown'} of this host, expected none"
-        ) from exc
+        )
     return place
 
 
 def holder_of(deployment: str, rank: int, address: str = LOOPBACK) -> int | None:
     """Process id of who has the place of a rank on this host; None: no process."""
-    with socket.socket(socket.AF_UNIX) as end:
-        end.settimeout(1.0)
-        try:
-            end.connect(_socket_of(deployment, rank, address))
-        except OSError:
-            return None
-        raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid: int = _CREDENTIALS.unpack(raw)[0]
-    return pid
+    return local.holder_of(_socket_of(deployment, rank, address))
 
 
 def report_halt(rank: int, environ: Mapping[str, str]) -> None:

@@ -14,7 +14,6 @@ A vanished host closes nothing; keep-alive probes detect it after about ``SILENC
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import os
 import secrets
@@ -27,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from eplb.errors import RankError
+from eplb.settings.addresses import is_loopback
 
 SILENCE_S = 30  # a host that answers no probe for so long is dead: as long as a vote may take
 # So many in a row: two were lost once, on all lines of one rank of a machine with ten processes for
@@ -113,14 +113,6 @@ class LivenessConnections:
                 deadline_s,
             )
 
-    @staticmethod
-    def _announce_leave(line: object) -> None:
-        assert isinstance(line, socket.socket), "only sockets are registered for ranks"
-        try:
-            line.send(LEAVING)
-        except OSError:
-            log.debug("a rank closed its liveness connection before this one left")
-
     def _connect(
         self, listening: socket.socket, addresses: Sequence[Address], deadline: float
     ) -> None:
@@ -188,8 +180,12 @@ class LivenessConnections:
                         assert isinstance(ready.fileobj, socket.socket), "ranks are sockets"
                         self._read(ready.data, ready.fileobj)
             for registered in self._selector.get_map().values():
-                if registered.data >= 0 and not self._is_failure:
-                    self._announce_leave(registered.fileobj)
+                line = registered.fileobj
+                if isinstance(line, socket.socket) and not self._is_failure:
+                    try:
+                        line.send(LEAVING)
+                    except OSError:
+                        log.debug("a rank closed its liveness connection before this one left")
 
     def _read(self, rank: int, line: socket.socket) -> None:
         try:
@@ -206,14 +202,6 @@ class LivenessConnections:
         if rank not in self._leaving:
             self._dead |= {rank}
             log.warning("rank %d: rank %d is dead: liveness connection closed", self._rank, rank)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is a loopback address; False for a name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def address_towards(host: str, port: int) -> str:

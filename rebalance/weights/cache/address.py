@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import socket
@@ -11,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from eplb.errors import MigrationError
-from rebalance.weights.link.admission import peer_of
+from rebalance.weights.link.local import holder_of, listen_under, peer_of
 from rebalance.weights.link.secret import Secret
 from rebalance.weights.link.wire import Message, Wire, client_handshake
 
@@ -46,39 +45,14 @@ def listen(address: HostCacheAddress) -> socket.socket:
     Raises:
         MigrationError: another process has it.
     """
-    listening = try_listen(address)
+    listening = listen_under(address.socket)
     if listening is None:
         raise MigrationError(
             f"the preload process of host {address.name} cannot listen: process "
-            f"{_holder(address) or 'unknown'} of this host has its place, expected none"
+            f"{holder_of(address.socket) or 'unknown'} of this host has its place, "
+            "expected none"
         )
     return listening
-
-
-def try_listen(address: HostCacheAddress) -> socket.socket | None:
-    """As ``listen``; None where another process has the address.
-
-    Raises:
-        MigrationError: the kernel refuses.
-    """
-    try:
-        return socket.create_server(address.socket, family=socket.AF_UNIX, backlog=64)
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:
-            return None
-        raise MigrationError(
-            f"the preload process of host {address.name} cannot listen: {exc.strerror}"
-        ) from exc
-
-
-def _holder(address: HostCacheAddress) -> int | None:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.settimeout(1.0)
-        try:
-            end.connect(address.socket)
-        except OSError:
-            return None
-        return peer_of(end).pid
 
 
 def connect(

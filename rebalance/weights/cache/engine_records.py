@@ -27,15 +27,14 @@ from rebalance.weights.cache.address import (
     HostCacheAddress,
     connect,
     listen,
-    try_listen,
 )
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.offered_records import short_name
 from rebalance.weights.disk.record_origin import RecordOrigin
-from rebalance.weights.link.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
+from rebalance.weights.link.listener import ConnectionListener
+from rebalance.weights.link.local import listen_under
 from rebalance.weights.link.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -69,19 +68,19 @@ class EngineRecords:
         self._origin: RecordOrigin | None = None
         self.server = server
         self._listener: ConnectionListener | None = None
-        listening = listen(place) if server is None else try_listen(place)
+        listening = listen(place) if server is None else listen_under(place.socket)
         if listening is None:  # several hosts of a deployment may be one machine: it has one place
             log.info("no records of an engine are kept: another process of this host has the place")
             return
         self._listener = ConnectionListener(
             listening,
-            ListenerSettings(
-                "local rank", PROTOCOL, place.key, MESSAGE_DEADLINE_S, HANDSHAKE_DEADLINE_S
-            ),
-            lambda: {"version": announcement_to_dict(Announcement(HOST_CACHE, ""))},
-            self._serve,
-            threading.Event(),
-            LocalAdmission(),
+            "local rank",
+            PROTOCOL,
+            place.key,
+            hello=lambda: {"version": announcement_to_dict(Announcement(HOST_CACHE, ""))},
+            serve=self._serve,
+            silence_s=MESSAGE_DEADLINE_S,
+            handshake_s=MESSAGE_DEADLINE_S,
         )
 
     def _serve(self, wire: Wire) -> None:

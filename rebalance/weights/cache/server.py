@@ -43,8 +43,7 @@ from rebalance.weights.cache.session import HostCacheParts, HostCacheSession, Re
 from rebalance.weights.disk.offered_records import OfferedRecords
 from rebalance.weights.disk.record_loader import Loaded, RecordLoader, WriteBehind, Written
 from rebalance.weights.disk.record_origin import RecordOrigin
-from rebalance.weights.link.admission import HANDSHAKE_DEADLINE_S, LocalAdmission
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
+from rebalance.weights.link.listener import ConnectionListener
 from rebalance.weights.link.server import LinkServer
 from rebalance.weights.link.wire import Message, Wire
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -129,13 +128,13 @@ class HostCacheServer:
             self._start_readers(settings.num_readers)
             self._listener = ConnectionListener(
                 listening,
-                ListenerSettings(
-                    "local rank", PROTOCOL, address.key, MESSAGE_DEADLINE_S, HANDSHAKE_DEADLINE_S
-                ),
-                self._hello,
-                self._serve_rank,
-                threading.Event(),
-                LocalAdmission(),
+                "local rank",
+                PROTOCOL,
+                address.key,
+                hello=self._hello,
+                serve=self._serve_rank,
+                silence_s=MESSAGE_DEADLINE_S,
+                handshake_s=MESSAGE_DEADLINE_S,
             )
             undo.pop_all()  # from here on ``close`` ends it all
 

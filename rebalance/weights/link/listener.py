@@ -12,61 +12,63 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from eplb.errors import MigrationError
-from rebalance.weights.link.admission import MAX_CLIENTS, Admission, ClientLimit
+from rebalance.weights.link.local import LocalAdmission
 from rebalance.weights.link.tls import refusal
 from rebalance.weights.link.wire import Message, Wire, break_off, server_handshake
 
-HANDSHAKE_DEADLINE_S = 5.0
+MAX_CLIENTS = 64  # open connections of one TCP listener; further clients are refused
+MAX_SESSIONS = 1024  # of one Unix socket
+REFUSAL_TIMEOUT_S = 0.1
+HANDSHAKE_DEADLINE_S = 5.0  # for all of it, however slowly bytes come
 ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ListenerSettings:
-    """Protocol and limits of a listener."""
-
-    peer_kind: str  # "host", "rank" or "local rank", for messages and for the names of threads
-    protocol: str
-    secret: bytes = field(repr=False)
-    silence_s: float  # without a byte, after which the connection is closed
-    handshake_s: float = HANDSHAKE_DEADLINE_S  # for all of it, however slowly bytes come
-    tls: ssl.SSLContext | None = None  # None: plain
-
-
 class ConnectionListener:
     """Accepts on ``listening``, which it closes, until ``close``.
 
     Args:
-        listening: a socket of ``listen``, or a Unix socket.
-        settings: protocol and limits.
+        listening: a socket of ``listen`` or ``listen_under``.
+        kind: "host", "rank" or "local rank", for messages and for the names of threads.
+        protocol: of this kind of listener.
+        secret: that clients prove to have.
         hello: what an authenticated client receives about the owner.
         serve: serves one client, on that client's thread; it sets its own deadline.
+        silence_s: time without a byte after which a connection is closed.
+        handshake_s: for the whole handshake.
+        tls: None: plain.
         is_closing: set on close, so that waits in ``serve`` can end.
-        admission: which clients are served; by default ``ClientLimit``.
     """
 
     def __init__(
         self,
         listening: socket.socket,
-        settings: ListenerSettings,
+        kind: str,
+        protocol: str,
+        secret: bytes,
+        *,
         hello: Callable[[], Message],
         serve: Callable[[Wire], None],
-        is_closing: threading.Event,
-        admission: Admission | None = None,
+        silence_s: float,
+        handshake_s: float = HANDSHAKE_DEADLINE_S,
+        tls: ssl.SSLContext | None = None,
+        is_closing: threading.Event | None = None,
     ) -> None:
-        self._settings, self._hello, self._serve = settings, hello, serve
-        self._is_closing = is_closing
-        self._admission = admission or ClientLimit(is_tls=settings.tls is not None)
+        self._kind, self._protocol, self._secret = kind, protocol, secret
+        self._hello, self._serve, self._tls = hello, serve, tls
+        self._silence_s, self._handshake_s = silence_s, handshake_s
+        self._is_closing = is_closing or threading.Event()
+        is_local = listening.family == socket.AF_UNIX
+        self._local = LocalAdmission() if is_local else None
+        self._max_clients = MAX_SESSIONS if is_local else MAX_CLIENTS
         self._lock = threading.Lock()
         self._clients: dict[socket.socket, threading.Thread] = {}
         self._listening = listening
-        name = f"{settings.peer_kind}-accept"
-        self._accepting = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._accepting = threading.Thread(target=self._accept, name=f"{kind}-accept", daemon=True)
         self._accepting.start()
 
     @property
@@ -79,27 +81,44 @@ class ConnectionListener:
         while not self._is_closing.is_set():
             try:
                 client, address = self._listening.accept()
-                is_admitted = self._admission.admit(client)
+                is_admitted = self._is_admitted(client)
             except OSError as exc:
                 if not self._is_closing.is_set():
-                    log.warning(
-                        "cannot accept the connection of a %s: %s", self._settings.peer_kind, exc
-                    )
+                    log.warning("cannot accept the connection of a %s: %s", self._kind, exc)
                     self._is_closing.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
                 continue
-            if is_admitted:
-                kind = self._settings.peer_kind
-                self._start(client, f"{kind} {address[0]}" if address else kind)  # Unix has none
+            if is_admitted:  # Unix addresses are empty
+                self._start(client, f"{self._kind} {address[0]}" if address else self._kind)
             else:
                 client.close()
 
-    def _start(self, accepted: socket.socket, name: str) -> None:
-        try:
-            client = self._wrapped(accepted)
-        except OSError as exc:  # disconnected already
-            accepted.close()
-            self._admission.leave(accepted, f"{name}: connection failed: {refusal(exc)}")
-            return
+    def _is_admitted(self, client: socket.socket) -> bool:
+        """Return whether a client gets a thread; a refusal is sent where that takes no time."""
+        is_full = self.num_clients >= self._max_clients
+        full = f"connection limit reached: {self._max_clients} clients connected" if is_full else ""
+        if self._local is not None:
+            return self._local.admit(client, full)
+        if full and self._tls is not None:  # its handshake would have to be waited for
+            log.warning("%s", full)
+        elif full:
+            try:
+                # Nothing was sent before, so there is room for this: it never waits.
+                wire = Wire(client, time.monotonic() + REFUSAL_TIMEOUT_S, REFUSAL_TIMEOUT_S)
+                wire.send({"refused": full})
+            except (MigrationError, OSError) as exc:
+                log.warning("%s, refusal not sent: %s", full, exc)
+        return not full
+
+    def _start(self, client: socket.socket, name: str) -> None:
+        if self._tls is not None:
+            try:  # nothing is sent or received before the client's thread
+                client = self._tls.wrap_socket(
+                    client, server_side=True, do_handshake_on_connect=False
+                )
+            except OSError as exc:  # disconnected already
+                client.close()
+                log.warning("%s: connection failed: %s", name, refusal(exc))
+                return
 
         def run() -> None:
             try:
@@ -109,32 +128,24 @@ class ConnectionListener:
                 with self._lock:
                     self._clients.pop(client, None)
 
-        thread_name = f"{self._settings.peer_kind}-client"
-        thread = threading.Thread(target=run, name=thread_name, daemon=True)
+        thread = threading.Thread(target=run, name=f"{self._kind}-client", daemon=True)
         with self._lock:
             self._clients[client] = thread
         thread.start()
 
-    def _wrapped(self, client: socket.socket) -> socket.socket:
-        """Prepare TLS, if there is any; nothing is sent or received before the client's thread."""
-        if self._settings.tls is None:
-            return client
-        return self._settings.tls.wrap_socket(
-            client, server_side=True, do_handshake_on_connect=False
-        )
-
     def _serve_client(self, client: socket.socket, name: str) -> None:
         """Serve one client, on its own thread."""
-        settings, failure, is_authenticated = self._settings, "", False
-        deadline = time.monotonic() + settings.handshake_s
+        failure, is_authenticated = "", False
+        deadline = time.monotonic() + self._handshake_s
         try:
             if isinstance(client, ssl.SSLSocket):
-                client.settimeout(settings.handshake_s)  # for the whole handshake
+                client.settimeout(self._handshake_s)
                 client.do_handshake()
-            wire = Wire(client, deadline, settings.silence_s)
-            server_handshake(wire, settings.secret, self._hello(), protocol=settings.protocol)
+            wire = Wire(client, deadline, self._silence_s)
+            server_handshake(wire, self._secret, self._hello(), protocol=self._protocol)
             is_authenticated = True
-            self._admission.authenticated(client)
+            if self._local is not None:
+                self._local.authenticated(client)
             self._serve(wire)
         except (MigrationError, OSError) as exc:
             why = refusal(exc) if isinstance(exc, OSError) else exc
@@ -144,9 +155,10 @@ class ConnectionListener:
         finally:
             if self._is_closing.is_set():
                 failure = ""
-            elif failure and is_authenticated:
+            if self._local is not None and not is_authenticated:
+                self._local.leave(client, failure)
+            elif failure:
                 log.warning("%s", failure)
-            self._admission.leave(client, "" if is_authenticated else failure)
 
     def stop(self) -> None:
         """Stop accepting connections; the address is free then."""

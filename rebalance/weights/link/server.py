@@ -27,7 +27,7 @@ from rebalance.weights.link.bounce import Bounce
 from rebalance.weights.link.client import KEPT_S
 from rebalance.weights.link.limits import Budget
 from rebalance.weights.link.link_settings import HostAddress, LinkSettings
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.listener import ConnectionListener, listen
 from rebalance.weights.link.wire import Message, RefusedError, Wire
 from rebalance.weights.link.wire import field as field_of
 
@@ -89,13 +89,16 @@ class LinkServer:
         self._turns: queue.SimpleQueue[Bounce | None] = queue.SimpleQueue()
         for _ in range(settings.max_transfers):
             self._turns.put(Bounce(device, PIECE_BYTES) if device.type == "cuda" else None)
-        tls = settings.tls.server_context() if settings.tls else None
         self._listener = ConnectionListener(
             listen(address, kind),
-            ListenerSettings(kind, protocol, settings.secret, settings.silence_s, tls=tls),
-            hello,
-            self._serve,
-            is_closing,
+            kind,
+            protocol,
+            settings.secret,
+            hello=hello,
+            serve=self._serve,
+            silence_s=settings.silence_s,
+            tls=settings.tls.server_context() if settings.tls else None,
+            is_closing=is_closing,
         )
 
     def _serve(self, wire: Wire) -> None:

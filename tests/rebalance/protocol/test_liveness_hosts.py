@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
+from eplb.settings.addresses import is_loopback
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.protocol.liveness import LivenessConnections, address_towards, is_loopback
+from rebalance.protocol.liveness import LivenessConnections, address_towards
 from rebalance.types import Outcome
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess
@@ -196,12 +197,3 @@ def test_rank_at_a_remote_loopback_address_gets_advice(own: str, is_advised: boo
         LivenessConnections(1, lambda mine: [nobody, mine], host=host, deadline_s=NEVER_S)
 
     assert ("configure" in str(refusal.value)) == is_advised
-
-
-def test_only_numeric_loopback_addresses_are_known_as_such() -> None:
-    assert [is_loopback(host) for host in ("127.0.1.1", "::1", "192.0.2.1", "localhost")] == [
-        True,
-        True,
-        False,
-        False,
-    ]

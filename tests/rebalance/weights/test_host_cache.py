@@ -30,7 +30,7 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_loader import make_all
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
+from rebalance.weights.link.listener import ConnectionListener
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory.shared import digest
@@ -349,9 +349,14 @@ def test_connect_to_a_suspended_host_cache_times_out(silent: HostCacheAddress) -
 
 def test_rank_refuses_a_host_cache_whose_greeting_has_no_version() -> None:
     address = HostCacheAddress(f"greeting-{os.getpid()}", b"key")
-    settings = ListenerSettings("local rank", PROTOCOL, b"key", NEVER_S)
     other = ConnectionListener(
-        listen(address), settings, dict, lambda wire: None, threading.Event()
+        listen(address),
+        "local rank",
+        PROTOCOL,
+        b"key",
+        hello=dict,
+        serve=lambda wire: None,
+        silence_s=NEVER_S,
     )
 
     with closing(other), pytest.raises(MigrationError, match=r"malformed response: .*version"):

@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -19,14 +18,14 @@ from eplb.errors import MigrationError
 from rebalance.weights.cache.address import HostCacheAddress, listen
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link import admission as host_cache_admission
-from rebalance.weights.link.admission import (
+from rebalance.weights.link import local
+from rebalance.weights.link.listener import ConnectionListener
+from rebalance.weights.link.local import (
     MAX_UNAUTHENTICATED,
     MAX_UNAUTHENTICATED_OF_PROCESS,
     LocalAdmission,
     Peer,
 )
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from tests.support.limits import NEVER_S
@@ -51,7 +50,7 @@ def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Peer]:
     """Peers of the clients that are admitted, by turns: one test process cannot be many."""
     given: list[Peer] = []
-    monkeypatch.setattr(host_cache_admission, "peer_of", lambda end: given.pop(0))
+    monkeypatch.setattr(local, "peer_of", lambda end: given.pop(0))
     return given
 
 
@@ -115,9 +114,15 @@ def test_client_that_proves_nothing_is_closed_at_the_deadline(
     byte_s: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = HostCacheAddress(f"test-{os.getpid()}-deadline", b"key")
-    settings = ListenerSettings("rank", "test-1", b"key", NEVER_S, handshake_s=0.5)
     listener = ConnectionListener(
-        listen(address), settings, dict, lambda wire: None, threading.Event(), LocalAdmission()
+        listen(address),
+        "rank",
+        "test-1",
+        b"key",
+        hello=dict,
+        serve=lambda wire: None,
+        silence_s=NEVER_S,
+        handshake_s=0.5,
     )
     with closing(listener), socket.socket(socket.AF_UNIX) as slow:
         slow.connect(address.socket)

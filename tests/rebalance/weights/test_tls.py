@@ -18,7 +18,7 @@ import torch
 
 from eplb.errors import ConfigError, MigrationError
 from rebalance.weights.link.link_settings import RankLinkSettings
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.listener import ConnectionListener, listen
 from rebalance.weights.link.tls import Certificate, TlsFiles
 from rebalance.weights.link.wire import Wire, client_handshake, connect
 from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
@@ -119,16 +119,18 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., int]]:
     with ExitStack() as stack:
 
         def start(tls: TlsFiles | None) -> int:
-            ended = threading.Event()
             bound = listen((HERE, 0), "host")
             port = int(bound.getsockname()[1])
-            server = tls.server_context() if tls is not None else None
             listener = ConnectionListener(
                 bound,
-                ListenerSettings("host", "echo-1", SECRET, NEVER_S, NEVER_S, tls=server),
-                dict,
-                echo,
-                ended,
+                "host",
+                "echo-1",
+                SECRET,
+                hello=dict,
+                serve=echo,
+                silence_s=NEVER_S,
+                handshake_s=NEVER_S,
+                tls=tls.server_context() if tls is not None else None,
             )
             stack.callback(listener.close)
             return port

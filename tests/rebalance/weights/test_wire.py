@@ -13,8 +13,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from eplb.errors import MigrationError
-from rebalance.weights.link.admission import MAX_CLIENTS
-from rebalance.weights.link.listener import ConnectionListener, ListenerSettings, listen
+from rebalance.weights.link.listener import MAX_CLIENTS, ConnectionListener, listen
 from rebalance.weights.link.wire import (
     MAX_PROOF_BYTES,
     DisconnectedError,
@@ -41,10 +40,13 @@ def address() -> Iterator[tuple[str, int]]:
         address = free.getsockname()[:2]
     listener = ConnectionListener(
         listen(address, "rank"),
-        ListenerSettings("rank", PROTOCOL, SECRET, NEVER_S, handshake_s=NEVER_S),
-        lambda: {"rank": 7},
-        lambda wire: None,
-        threading.Event(),
+        "rank",
+        PROTOCOL,
+        SECRET,
+        hello=lambda: {"rank": 7},
+        serve=lambda wire: None,
+        silence_s=NEVER_S,
+        handshake_s=NEVER_S,
     )
     yield address
     listener.close()
