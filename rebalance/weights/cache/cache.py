@@ -10,6 +10,7 @@ the same hint.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.entries import Entry, EntryTable, State
+from rebalance.weights.disk.record_loader import LoadedFrom
 
 WAIT_S = 1.0  # a lost wake-up costs this long, not for ever
 # The holder that keeps records until they are written behind, and offered ones that are on no
@@ -97,6 +99,7 @@ class HostCache:
         self._hinted: OrderedDict[Record, int] = OrderedDict()  # number of the hint
         self._num_hints = 0
         self._is_closed = False
+        self.holders = itertools.count(WRITER + 1)  # a new number for each client
 
     # -- ranks
 
@@ -262,33 +265,19 @@ class HostCache:
             self.counts["hints_dropped"] += 1
         return None
 
-    def is_allocated(self, entry: Entry) -> bool:
-        """Return whether the memory of an entry was allocated before."""
-        with self._changed:
-            return self.table.is_allocated(entry)
-
     def loaded(
-        self,
-        entry: Entry,
-        digest: Digest,
-        *,
-        is_repacked: bool,
-        is_from_host: bool = False,
-        is_offered: bool = False,
-        for_writer: bool = False,
+        self, entry: Entry, digest: Digest, source: LoadedFrom, *, for_writer: bool = False
     ) -> None:
         """Mark an entry as loaded and answer its requests; the writer may lease it."""
         with self._changed:
-            from_disk = "repacked" if is_repacked else "from_record_file"
-            from_disk = "offered" if is_offered else from_disk
-            self.counts["from_hosts" if is_from_host else from_disk] += 1
-            self.table.mark_allocated(entry)
+            self.counts[source] += 1
+            self.table.allocated.add(entry.index)
             entry.state, entry.digest = State.READY, digest
             if for_writer:
                 self.table.lease(entry, WRITER)
             for request in self._loading.pop(entry, []):
                 request.missing.discard(entry.record)
-                if is_from_host and entry.record in request.fetched:
+                if source == "other_hosts" and entry.record in request.fetched:
                     request.num_from_disk -= 1
                     request.num_from_hosts += 1
                 request.found[entry.record] = digest, entry.index

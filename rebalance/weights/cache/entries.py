@@ -48,7 +48,7 @@ class EntryTable:
         self.num_leases: Counter[int] = Counter()  # leases of each holder
         self.num_evicted = 0
         self.free_indices = list(range(num_entries - 1, -1, -1))
-        self._allocated: set[int] = set()
+        self.allocated: set[int] = set()  # indices of entries whose memory is allocated
         self.evictable: OrderedDict[Record, Entry] = OrderedDict()  # oldest first
         self.voided: list[Entry] = []  # void entries that holders may still read
 
@@ -147,17 +147,9 @@ class EntryTable:
             for entry in chain(self.entries.values(), self.voided)
         )
 
-    def is_allocated(self, entry: Entry) -> bool:
-        """Return whether the memory of an entry is allocated."""
-        return entry.index in self._allocated
-
-    def mark_allocated(self, entry: Entry) -> None:
-        """Mark the memory of an entry as allocated."""
-        self._allocated.add(entry.index)
-
     def shrink(self, entry: Entry) -> None:
         """Drop the entries whose memory was not allocated yet, including this one."""
-        allocated = [index for index in self.free_indices if index in self._allocated]
+        allocated = [index for index in self.free_indices if index in self.allocated]
         self.num_entries -= len(self.free_indices) - len(allocated) + 1
         self.free_indices = allocated
         entry.index = -1

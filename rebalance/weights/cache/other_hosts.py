@@ -1,4 +1,4 @@
-"""The host caches of other hosts as a source of records, between local memory and local disk.
+"""The host caches of other hosts: a source of records, between local memory and local disk.
 
 Each host is asked at most once a second which records it has in memory, and only such a host is
 asked for one. Received bytes are verified: their digest must be the one that the other host
@@ -11,19 +11,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
-from eplb.errors import MigrationError
+from eplb.errors import CheckpointError, ConfigError, MigrationError
 from rebalance.types import Digest, Record
+from rebalance.weights.cache.cache import HostCache, Request
+from rebalance.weights.cache.cache_settings import HostCacheSettings
+from rebalance.weights.disk.offered_records import OfferedRecords
+from rebalance.weights.disk.record_loader import Loaded, RecordLoader
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.client import LinkClient, StoppedError
 from rebalance.weights.link.limits import CHUNK_BYTES, Budget
 from rebalance.weights.link.link_settings import HostAddress, HostLinkSettings
+from rebalance.weights.link.server import Lent
 from rebalance.weights.link.wire import Message, RefusedError, Wire, field
-from runtime.memory.shared import RunningDigest
+from runtime.memory.shared import RunningDigest, digest
 
 PROTOCOL = "eplb-hosts-2"
 INVENTORY_AGE_S = 1.0  # maximum age of a host's list of records in memory
@@ -221,3 +228,188 @@ class OtherHosts:
         self._is_closing.set()
         for host in self._hosts:
             host.link.close()
+
+
+class RecordsForHosts:
+    """Lends the records of a host cache to the caches of other hosts (``link/server.py``).
+
+    Another host asks for one record at a time, which is leased like a rank's while its bytes are
+    sent. Its request is never forwarded to a third host, only to the local disk, so hosts that lack
+    the same record never wait for each other in a cycle.
+
+    Args:
+        cache: the book of the host cache.
+        origin: of the records.
+        record_at: returns the bytes [record_bytes] of an entry, by its index.
+    """
+
+    def __init__(
+        self, cache: HostCache, origin: RecordOrigin, record_at: Callable[[int], torch.Tensor]
+    ) -> None:
+        self._cache, self._origin, self._record_at = cache, origin, record_at
+        self._lock = threading.Lock()
+        self.num_sent = 0  # records
+
+    @contextmanager
+    def lend(self, ask: Message, answer_at: float) -> Iterator[Lent]:
+        """Have in memory what another host asks for, until the context ends.
+
+        Raises:
+            RefusedError: it cannot be had, or not in time.
+        """
+        if ask["ask"] == "inventory":
+            yield Lent(self._inventory())
+            return
+        if ask["ask"] != "record":
+            raise ValueError(f"unknown request {ask['ask']!r}")
+        layer, expert = map(int, ask["record"])
+        holder = next(self._cache.holders)
+        try:
+            self._origin.number_of((layer, expert))
+            found, data = self._lease(holder, (layer, expert), ask, answer_at)
+            yield Lent(data, {"digest": found})
+        except CheckpointError as exc:
+            raise RefusedError(str(exc)) from exc
+        finally:
+            self._cache.drop(holder)
+        with self._lock:
+            self.num_sent += 1
+
+    def _inventory(self) -> torch.Tensor:
+        """Which records are in memory: a bit each, in their order."""
+        origin = self._origin
+        bits = bytearray(-(-origin.num_records // 8))
+        for record in self._cache.ready():
+            number = origin.number_of(record)
+            bits[number // 8] |= 1 << number % 8
+        return torch.frombuffer(bits, dtype=torch.uint8)
+
+    def _lease(
+        self, holder: int, record: Record, ask: Message, answer_at: float
+    ) -> tuple[Digest, torch.Tensor]:
+        """Lease a record; look at its bytes first if the other host has received wrong ones."""
+        cache, version = self._cache, field(ask, "weights_version", int)
+        ask_cache = cache.ask if field(ask, "from_disk", bool) else cache.lease_ready
+
+        def ended(ask_cache: Callable[[Request], None]) -> tuple[Digest, torch.Tensor]:
+            has_ended = threading.Event()
+            request = Request(
+                holder, 1, [record], lambda _: has_ended.set(), version, is_for_host=True
+            )
+            ask_cache(request)
+            if not has_ended.wait(max(0.0, answer_at - time.monotonic())):
+                cache.expire(request)
+            if request.error is not None:
+                raise RefusedError(request.error)
+            found, place = request.found[record]
+            return found, self._record_at(place)
+
+        found, data = ended(ask_cache)
+        if field(ask, "is_suspect", bool) and digest(data) != found:
+            log.error(
+                "layer %d expert %d: checksum mismatch in the host cache; reloading from disk",
+                *record,
+            )
+            return ended(cache.reload)
+        return found, data
+
+
+class CacheSources:
+    """What fills a host cache: other hosts' memory, its own disk, other hosts' disks. Thread-safe.
+
+    Without a disk other hosts must have the records.
+
+    Args:
+        disk: a checkpoint with its record file, or the records that an engine has offered.
+        origin: of the records.
+        settings: of the host cache.
+        weights_version: returns the current version of the host cache.
+
+    Raises:
+        ConfigError: there is neither a disk nor another host.
+    """
+
+    def __init__(
+        self,
+        disk: RecordLoader | OfferedRecords | None,
+        origin: RecordOrigin,
+        settings: HostCacheSettings,
+        weights_version: Callable[[], int],
+    ) -> None:
+        links = settings.links
+        if disk is None and (links is None or not links.others or settings.record_file):
+            raise ConfigError(
+                "a host cache without a checkpoint has no disk to read, expected other hosts, "
+                "and no record file"
+            )
+        self.disk, self._own_origin = disk, origin
+        self.hosts: OtherHosts | None = None
+        if links is not None and links.others:
+            self.hosts = OtherHosts(links, self._own_origin, weights_version)
+        # A host cache without a disk asks memories first too: no host is to read what another has.
+        self._asks_hosts_first = links is not None and (
+            links.order == "before_disk" or self.disk is None
+        )
+        self._brought: dict[Record, Digest] = {}  # digests of records from other hosts
+
+    def origin(self) -> RecordOrigin:
+        """Return the origin of the records, as far as it is known."""
+        return self.hosts.origin if self.hosts is not None else self._own_origin
+
+    @property
+    def num_damaged(self) -> int:
+        """Records that had another digest than they must, wherever they came from."""
+        on_disk = self.disk.num_damaged if self.disk is not None else 0
+        return on_disk + (self.hosts.num_wrong if self.hosts is not None else 0)
+
+    def load(
+        self, record: Record, into: torch.Tensor, *, is_for_host: Callable[[], bool]
+    ) -> Loaded:
+        """Fill ``into`` [record_bytes], page-aligned, from the first source that has the record.
+
+        Args:
+            record: which.
+            into: where to.
+            is_for_host: returns whether only another host requests it: then no third host is asked.
+
+        Raises:
+            CheckpointError: no source has it; with the reason of each.
+        """
+        failures: list[Exception] = []
+        for load, is_host in self._in_order():
+            if is_host and is_for_host():
+                continue
+            try:
+                return load(record, into)
+            except (CheckpointError, MigrationError, OSError) as exc:
+                failures.append(exc)
+        raise CheckpointError("; ".join(map(str, failures))) from failures[-1]
+
+    def _in_order(self) -> list[tuple[Callable[[Record, torch.Tensor], Loaded], bool]]:
+        """Loaders to try one after the other, and whether each asks other hosts."""
+        in_memory, on_disk = (partial(self._from_hosts, from_disk=disk) for disk in (False, True))
+        if self.hosts is None:
+            return [(self._from_own_disk, False)]
+        if self._asks_hosts_first:
+            return [(in_memory, True), (self._from_own_disk, False), (on_disk, True)]
+        return [(self._from_own_disk, False), (on_disk, True)]
+
+    def _from_own_disk(self, record: Record, into: torch.Tensor) -> Loaded:
+        if self.disk is None:
+            raise CheckpointError("layer {} expert {}: no checkpoint on this host".format(*record))
+        return self.disk.load(record, into)
+
+    def _from_hosts(self, record: Record, into: torch.Tensor, *, from_disk: bool) -> Loaded:
+        assert self.hosts is not None, "only called with other hosts"
+        expected = self.disk.digest_of(record) if self.disk else self._brought.get(record)
+        found = self.hosts.bring(record, into, expected, from_disk=from_disk)
+        if self.disk is not None:
+            self.disk.learn(record, found)  # a later read of the disk must have this digest
+        else:
+            self._brought[record] = found
+        return Loaded(found, "other_hosts")
+
+    def close(self) -> None:
+        """Close the files. No thread may be loading."""
+        if self.disk is not None:
+            self.disk.close()

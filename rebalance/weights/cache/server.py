@@ -12,19 +12,23 @@ record's entry, and read the entries directly for as long as they hold a lease.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
+import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
+from multiprocessing.connection import wait
 
 import torch
 
+from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.core.model import ModelShape
-from eplb.errors import CheckpointError, ConfigError, EplbError, MigrationError
+from eplb.errors import CheckpointError, EplbError, MigrationError
 from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import (
@@ -33,22 +37,21 @@ from rebalance.weights.cache.address import (
     HostCacheAddress,
     listen,
 )
-from rebalance.weights.cache.cache import WRITER, HostCache
+from rebalance.weights.cache.cache import WRITER, HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheStats
 from rebalance.weights.cache.entries import Entry
 from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
-from rebalance.weights.cache.other_hosts import OtherHosts
-from rebalance.weights.cache.session import HostCacheParts, HostCacheSession, RecordsForHosts
+from rebalance.weights.cache.other_hosts import CacheSources, RecordsForHosts
 from rebalance.weights.disk.offered_records import OfferedRecords
-from rebalance.weights.disk.record_loader import Loaded, RecordLoader, WriteBehind, Written
+from rebalance.weights.disk.record_loader import RecordLoader, WriteBehind
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.listener import ConnectionListener
 from rebalance.weights.link.server import LinkServer
-from rebalance.weights.link.wire import Message, Wire
+from rebalance.weights.link.wire import DisconnectedError, Message, Wire
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
+from runtime.memory.shared import PAGE_BYTES, SharedArena, attach, digest
 
 CLOSE_DEADLINE_S = 10.0
 
@@ -81,7 +84,6 @@ class HostCacheServer:
         settings: HostCacheSettings,
         open_disk: Callable[[], RecordLoader | OfferedRecords | None],
     ) -> None:
-        self._record_bytes = origin.record_bytes
         self._num_entries = settings.num_entries(origin.num_records)
         self._link_server: LinkServer | None = None
         self._is_closed = threading.Event()
@@ -92,22 +94,15 @@ class HostCacheServer:
             num_bytes = self._num_entries * origin.record_bytes
             self.arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
             undo.callback(self.arena.close)
-            self._cache = cache = HostCache(self._num_entries)
+            self.cache = cache = HostCache(self._num_entries)
             disk = open_disk()
             self._sources = sources = CacheSources(
                 disk, origin, settings, lambda: cache.weights_version
             )
             undo.callback(sources.close)
             links = settings.links
-            self._parts = HostCacheParts(
-                cache,
-                self.arena,
-                sources.origin(),
-                lambda: asdict(self.stats()),
-                itertools.count(WRITER + 1),
-                self if isinstance(disk, OfferedRecords) else None,
-            )
-            self._for_hosts = RecordsForHosts(self._parts)
+            self.origin = origin
+            self._for_hosts = RecordsForHosts(cache, origin, self.record_at)
             self.writer = self._new_writer(settings)
             if self.writer is not None:
                 undo.callback(self.writer.close)
@@ -186,14 +181,14 @@ class HostCacheServer:
             self._readers.append(reader)
 
     def _end_readers(self) -> None:
-        self._cache.close()
+        self.cache.close()
         for reader in self._readers:
             reader.join(CLOSE_DEADLINE_S)
 
     # -- ranks
 
     def _hello(self) -> Message:
-        origin = self._parts.origin
+        origin = self._sources.origin()
         return {
             "handle": self.arena.handle,
             "num_bytes": len(self.arena.bytes),
@@ -205,67 +200,72 @@ class HostCacheServer:
     def _serve_rank(self, wire: Wire) -> None:
         """Serve one rank, on its own thread."""
         wire.deadline = math.inf
-        HostCacheSession(self._parts, wire).run()
+        HostCacheSession(self, wire).run()
 
     # -- disk
 
     def _read(self) -> None:
-        while (entry := self._cache.take()) is not None:
+        while (entry := self.cache.take()) is not None:
             try:
                 self._load(entry)
             except (EplbError, OSError) as exc:
-                self._cache.failed(entry, str(exc))
+                self.cache.failed(entry, str(exc))
             except Exception as exc:
                 # A bug here must reach the rank that waits, and not only this process's log.
                 log.exception("loading a record failed")
-                self._cache.failed(entry, f"{type(exc).__name__}: {exc}")
+                self.cache.failed(entry, f"{type(exc).__name__}: {exc}")
 
     def _is_allocated(self, entry: Entry) -> bool:
         """Allocate the memory of an entry; False where there is none, which ends its requests."""
-        size = self._record_bytes
-        if not self._cache.is_allocated(entry):
+        size = self.origin.record_bytes
+        if entry.index not in self.cache.table.allocated:  # an entry has one thread that fills it
             try:
                 self.arena.reserve(entry.index * size, size)
             except MigrationError as exc:
                 log.error("%s", exc)
-                self._cache.out_of_memory(entry, str(exc))
+                self.cache.out_of_memory(entry, str(exc))
                 return False
         return True
 
     def _load(self, entry: Entry) -> None:
         if not self._is_allocated(entry):
             return
-        target = self._parts.record_at(entry.index)
+        target, writer = self.record_at(entry.index), self.writer
         loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
-        is_to_write = loaded.is_repacked and self.writer is not None
-        self._cache.loaded(
-            entry,
-            loaded.digest,
-            is_repacked=loaded.is_repacked,
-            is_from_host=loaded.is_from_host,
-            for_writer=is_to_write,
-        )
-        if is_to_write:
-            self._write_behind(entry, target, loaded.digest)
+        is_to_write = loaded.source == "checkpoint" and writer is not None
+        self.cache.loaded(entry, loaded.digest, loaded.source, for_writer=is_to_write)
+        if is_to_write and writer is not None:
+            done = partial(self.cache.release, WRITER, [entry.record])
+            writer.offer(entry.record, target, loaded.digest, done)
 
-    def _write_behind(self, entry: Entry, data: torch.Tensor, digest: Digest) -> None:
-        assert self.writer is not None, "only called with a writer"
-        done = partial(self._cache.release, WRITER, [entry.record])
-        if not self.writer.offer(Written(entry.record, data, digest, done)):
-            done()
+    def record_at(self, place: int) -> torch.Tensor:
+        """Bytes [record_bytes] of an entry, by its index."""
+        size = self.origin.record_bytes
+        return self.arena.bytes[place * size : (place + 1) * size]
 
-    # -- offers: the ``Shelf`` of sessions
+    # -- offers of ranks
+
+    def _offers(self) -> OfferedRecords:
+        if not isinstance(self._sources.disk, OfferedRecords):
+            raise CheckpointError("this host cache has a checkpoint, expected no offers")
+        return self._sources.disk
 
     def lacks(self, records: Sequence[Record]) -> list[Record]:
         """Return those records that are neither in memory nor on a disk."""
-        disk, here = self._sources.disk, frozenset(self._cache.ready())
-        assert disk is not None, "offers have a disk, or a place of it"
+        disk, here = self._offers(), frozenset(self.cache.ready())
         return [r for r in records if r not in here and disk.digest_of(r) is None]
 
     def keep(self, offered: Sequence[tuple[Record, Digest]], data: torch.Tensor) -> list[str]:
-        """Keep offered records. See ``Shelf``."""
-        disk = self._sources.disk
-        assert isinstance(disk, OfferedRecords), "only its sessions pass offers on"
+        """Keep records, each a row of ``data`` [n, record_bytes].
+
+        Returns:
+            [n] where each is now: "memory" (and on the disk, where there is one), "disk" where
+            memory is full, "" where it is nowhere.
+
+        Raises:
+            CheckpointError: a row has not the digest that it was offered with.
+        """
+        disk = self._offers()
         places = [
             self._keep(record, found, row, disk)
             for (record, found), row in zip(offered, data, strict=True)
@@ -282,13 +282,11 @@ class HostCacheServer:
                 f"found {found}"
             )
         is_on_disk = disk.keep(record, data, expected)
-        entry = self._cache.begin_offer(record)
+        entry = self.cache.begin_offer(record)
         if entry is not None and self._is_allocated(entry):
-            self._parts.record_at(entry.index).copy_(data)
+            self.record_at(entry.index).copy_(data)
             # What is on no disk keeps its entry: evicted, it would be lost.
-            self._cache.loaded(
-                entry, expected, is_repacked=False, is_offered=True, for_writer=not is_on_disk
-            )
+            self.cache.loaded(entry, expected, "offered", for_writer=not is_on_disk)
             return "memory"
         return "disk" if is_on_disk else ""
 
@@ -301,7 +299,7 @@ class HostCacheServer:
 
     def stats(self) -> HostCacheStats:
         """Count what was done so far, and what is held now."""
-        found, size = self._cache.figures(), self._record_bytes
+        found, size = self.cache.figures(), self.origin.record_bytes
         return HostCacheStats(
             hits=found.get("hits", 0),
             misses=found.get("misses", 0),
@@ -309,9 +307,9 @@ class HostCacheServer:
             refusals=found.get("refusals", 0),
             evictions=found["evictions"],
             hints_dropped=found.get("hints_dropped", 0),
-            bytes_from_checkpoint=found.get("repacked", 0) * size,
-            bytes_from_record_file=found.get("from_record_file", 0) * size,
-            bytes_from_other_hosts=found.get("from_hosts", 0) * size,
+            bytes_from_checkpoint=found.get("checkpoint", 0) * size,
+            bytes_from_record_file=found.get("record_file", 0) * size,
+            bytes_from_other_hosts=found.get("other_hosts", 0) * size,
             bytes_offered=found.get("offered", 0) * size,
             bytes_to_other_hosts=self._for_hosts.num_sent * size,
             host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
@@ -324,7 +322,7 @@ class HostCacheServer:
 
     def invalidate(self, weights_version: int) -> None:
         """Invalidate the records of older weights; those of the checkpoint are version 0."""
-        self._cache.invalidate(weights_version)
+        self.cache.invalidate(weights_version)
 
     def close(self) -> None:
         """Stop answering; twice is no harm."""
@@ -332,7 +330,7 @@ class HostCacheServer:
             return
         self._is_closed.set()
         self._listener.stop()
-        self._cache.close()
+        self.cache.close()
         if self._link_server is not None:
             self._link_server.close()
         if self._sources.hosts is not None:
@@ -348,102 +346,137 @@ class HostCacheServer:
         self.arena.close()
 
 
-class CacheSources:
-    """What fills a host cache: other hosts' memory, its own disk, other hosts' disks. Thread-safe.
+class HostCacheSession:
+    """A connected rank, on the thread that serves it.
 
-    Without a disk other hosts must have the records.
-
-    Args:
-        disk: a checkpoint with its record file, or the records that an engine has offered.
-        origin: of the records.
-        settings: of the host cache.
-        weights_version: returns the current version of the host cache.
-
-    Raises:
-        ConfigError: there is neither a disk nor another host.
+    It receives requests, and answers when they are complete. While records are loaded it keeps
+    receiving, so that the leases of a rank that dies or cancels end at once.
     """
 
-    def __init__(
-        self,
-        disk: RecordLoader | OfferedRecords | None,
-        origin: RecordOrigin,
-        settings: HostCacheSettings,
-        weights_version: Callable[[], int],
-    ) -> None:
-        links = settings.links
-        if disk is None and (links is None or not links.others or settings.record_file):
-            raise ConfigError(
-                "a host cache without a checkpoint has no disk to read, expected other hosts, "
-                "and no record file"
-            )
-        self.disk, self._own_origin = disk, origin
-        self.hosts: OtherHosts | None = None
-        if links is not None and links.others:
-            self.hosts = OtherHosts(links, self._own_origin, weights_version)
-        # A host cache without a disk asks memories first too: no host is to read what another has.
-        self._asks_hosts_first = links is not None and (
-            links.order == "before_disk" or self.disk is None
-        )
-        self._brought: dict[Record, Digest] = {}  # digests of records from other hosts
+    def __init__(self, server: HostCacheServer, wire: Wire) -> None:
+        self._server, self._cache, self._origin = server, server.cache, server.origin
+        self._wire, self._holder = wire, next(server.cache.holders)
+        self._wake = os.eventfd(0)
+        self._ended: deque[Request] = deque()
+        self._deadlines: dict[Request, float] = {}  # deadlines of unanswered requests
+        self._last: Request | None = None  # the newest request, which the rank may give up
 
-    def origin(self) -> RecordOrigin:
-        """Return the origin of the records, as far as it is known."""
-        return self.hosts.origin if self.hosts is not None else self._own_origin
+    def run(self) -> None:
+        """Serve until the connection closes."""
+        try:
+            with suppress(DisconnectedError):
+                while self._turn():
+                    pass
+        finally:
+            self._cache.drop(self._holder)
+            os.close(self._wake)
 
-    @property
-    def num_damaged(self) -> int:
-        """Records that had another digest than they must, wherever they came from."""
-        on_disk = self.disk.num_damaged if self.disk is not None else 0
-        return on_disk + (self.hosts.num_wrong if self.hosts is not None else 0)
+    def _turn(self) -> bool:
+        """Wait for a message, a request's end or a deadline; False at the connection's end."""
+        left_s = None
+        if self._deadlines:
+            left_s = max(0.0, min(self._deadlines.values()) - time.monotonic())
+        happened = wait([self._wire.fileno(), self._wake], left_s)
+        if self._wake in happened:
+            os.eventfd_read(self._wake)
+        if self._wire.fileno() in happened:
+            if not self._wire.wait_for_data(0.0):
+                return False
+            self._handle(self._wire.receive(max_bytes=MAX_JSON_BYTES))
+        now = time.monotonic()
+        for request in [r for r, deadline in self._deadlines.items() if deadline <= now]:
+            self._cache.expire(request)
+        while self._ended:
+            request = self._ended.popleft()
+            del self._deadlines[request]
+            self._wire.send({"number": request.number} | self._answer(request))
+        return True
 
-    def load(
-        self, record: Record, into: torch.Tensor, *, is_for_host: Callable[[], bool]
-    ) -> Loaded:
-        """Fill ``into`` [record_bytes], page-aligned, from the first source that has the record.
-
-        Args:
-            record: which.
-            into: where to.
-            is_for_host: returns whether only another host requests it: then no third host is asked.
-
-        Raises:
-            CheckpointError: no source has it; with the reason of each.
-        """
-        failures: list[Exception] = []
-        for load, is_host in self._in_order():
-            if is_host and is_for_host():
-                continue
-            try:
-                return load(record, into)
-            except (CheckpointError, MigrationError, OSError) as exc:
-                failures.append(exc)
-        raise CheckpointError("; ".join(map(str, failures))) from failures[-1]
-
-    def _in_order(self) -> list[tuple[Callable[[Record, torch.Tensor], Loaded], bool]]:
-        """Loaders to try one after the other, and whether each asks other hosts."""
-        in_memory, on_disk = (partial(self._from_hosts, from_disk=disk) for disk in (False, True))
-        if self.hosts is None:
-            return [(self._from_own_disk, False)]
-        if self._asks_hosts_first:
-            return [(in_memory, True), (self._from_own_disk, False), (on_disk, True)]
-        return [(self._from_own_disk, False), (on_disk, True)]
-
-    def _from_own_disk(self, record: Record, into: torch.Tensor) -> Loaded:
-        if self.disk is None:
-            raise CheckpointError("layer {} expert {}: no checkpoint on this host".format(*record))
-        return self.disk.load(record, into)
-
-    def _from_hosts(self, record: Record, into: torch.Tensor, *, from_disk: bool) -> Loaded:
-        assert self.hosts is not None, "only called with other hosts"
-        expected = self.disk.digest_of(record) if self.disk else self._brought.get(record)
-        found = self.hosts.bring(record, into, expected, from_disk=from_disk)
-        if self.disk is not None:
-            self.disk.learn(record, found)  # a later read of the disk must have this digest
+    def _handle(self, message: Message) -> None:
+        what, cache = message["ask"], self._cache
+        if what in ("load", "reload"):
+            self._load(message)
+        elif what == "release":
+            cache.release(self._holder, _records(message))
+        elif what == "hint":
+            cache.hint(_records(message), message["weights_version"])
+        elif what == "give up":
+            if self._last is not None and self._last.number == message["number"]:
+                cache.withdraw(self._last)
+        elif what == "invalidate":
+            cache.invalidate(message["weights_version"])
+            self._wire.send({"number": message["number"]})
+        elif what in ("lacks", "offer"):
+            self._wire.send({"number": message["number"]} | self._offered(message))
+        elif what == "stats":
+            self._wire.send({"number": message["number"], "figures": asdict(self._server.stats())})
         else:
-            self._brought[record] = found
-        return Loaded(found, is_from_host=True)
+            raise ValueError(f"unknown request {what!r}")
 
-    def close(self) -> None:
-        """Close the files. No thread may be loading."""
-        if self.disk is not None:
-            self.disk.close()
+    def _load(self, message: Message) -> None:
+        request = Request(
+            self._holder,
+            message["number"],
+            _records(message),
+            self._note_end,
+            message["weights_version"],
+        )
+        try:
+            for record in request.records:
+                self._origin.number_of(record)
+        except CheckpointError as exc:
+            self._wire.send({"number": request.number, "error": str(exc)})
+            return
+        self._last = request
+        self._deadlines[request] = time.monotonic() + message["deadline_s"]
+        if message["ask"] == "load":
+            self._cache.ask(request)
+        elif found := self._intact(request):
+            request.found[request.records[0]] = found
+            request.is_ended = True  # without the cache, which would end it again if given up
+            self._note_end(request)
+        else:
+            self._cache.reload(request)
+
+    def _offered(self, message: Message) -> Message:
+        """Answer an offer, or which records are worth one."""
+        server, records = self._server, _records(message)
+        try:
+            for record in records:
+                self._origin.number_of(record)
+            if message["ask"] == "lacks":
+                return {"records": server.lacks(records)}
+            # Writable, although nothing writes: torch maps no other memory.
+            data = torch.from_numpy(attach(message["handle"], message["num_bytes"], for_gpu=True))
+            digests = [(int(plain), int(weighted)) for plain, weighted in message["digests"]]
+            rows = data.view(-1, self._origin.record_bytes)
+            return {"places": server.keep(list(zip(records, digests, strict=True)), rows)}
+        except (CheckpointError, MigrationError) as exc:
+            return {"error": str(exc)}
+
+    def _intact(self, request: Request) -> tuple[Digest, int] | None:
+        """Return a leased record's digest and place if its bytes still digest to it."""
+        (record,) = request.records
+        found = self._cache.held(self._holder, record)
+        if found is None:
+            return None
+        return found if digest(self._server.record_at(found[1])) == found[0] else None
+
+    def _note_end(self, request: Request) -> None:
+        self._ended.append(request)
+        os.eventfd_write(self._wake, 1)
+
+    def _answer(self, request: Request) -> Message:
+        if request.error is not None:
+            return {"error": request.error}
+        found = [request.found[record] for record in request.records]
+        return {
+            "digests": [digest for digest, _ in found],
+            "places": [place for _, place in found],
+            "from_disk": request.num_from_disk * self._origin.record_bytes,
+            "from_other_hosts": request.num_from_hosts * self._origin.record_bytes,
+        }
+
+
+def _records(message: Message) -> Sequence[Record]:
+    return [(int(layer), int(expert)) for layer, expert in message["records"]]

@@ -16,9 +16,8 @@ import errno
 import logging
 import os
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,10 @@ from runtime.memory.shared import RunningDigest, whole_pages
 CHUNK_BYTES = 8 * 2**20  # size of one request; 2 to 16 MB measured alike
 NUM_THREADS = max(4, min(16, os.cpu_count() or 1))
 WARN_S, CLOSE_DEADLINE_S = 30.0, 10.0
+
+# Where a part of a read goes to, where the read begins in the file, the part's first byte in it,
+# and who waits for the part's digest.
+_Part = tuple[NDArray[np.uint8], int, int, "SimpleQueue[RunningDigest | Exception]"]
 
 log = logging.getLogger(__name__)
 
@@ -110,36 +113,6 @@ class DirectFile:
         os.close(self.buffered)
 
 
-@dataclass(eq=False)
-class _Whole:
-    """A read that is split into parts."""
-
-    num_left: int
-    digest: RunningDigest = field(default_factory=RunningDigest)
-    error: Exception | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def add(self, found: RunningDigest | Exception) -> None:
-        """Add the result of one part."""
-        with self.changed:
-            if isinstance(found, Exception):
-                self.error = found
-            else:
-                self.digest.join(found)
-            self.num_left -= 1
-            self.changed.notify_all()
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Bytes ``first`` .. ``first + len(into)`` of a whole, which begins at ``offset``."""
-
-    whole: _Whole
-    into: NDArray[np.uint8]
-    offset: int
-    first: int
-
-
 class ParallelReader:
     """Reads one file for any number of callers; its threads start with the first read.
 
@@ -176,19 +149,28 @@ class ParallelReader:
         # Whole pages, as alike as can be: a short last part would be a request for little.
         size = whole_pages(max(1, -(-len(into) // num_parts)))
         starts = range(0, len(into), size)
-        whole = _Whole(len(starts))
+        results: SimpleQueue[RunningDigest | Exception] = SimpleQueue()
         for first in starts:
-            self._parts.put(_Part(whole, into[first : first + size], offset, first))
-        with whole.changed:
-            # No deadline ends it, as none would end a plain read: the memory is still written to.
-            while not whole.changed.wait_for(lambda: not whole.num_left, WARN_S):
+            self._parts.put((into[first : first + size], offset, first, results))
+        whole, error, num_left = RunningDigest(), None, len(starts)
+        while num_left:
+            try:
+                # No deadline ends it, as none would end a plain read: the memory is still written.
+                found = results.get(timeout=WARN_S)
+            except Empty:
                 log.warning(
                     "%s: still reading %d parts of %d bytes at offset %d after another %g s",
-                    *(self._name, whole.num_left, len(into), offset, WARN_S),
+                    *(self._name, num_left, len(into), offset, WARN_S),
                 )
-        if whole.error is not None:
-            raise whole.error
-        return whole.digest.value
+                continue
+            num_left -= 1
+            if isinstance(found, Exception):
+                error = found
+            else:
+                whole.join(found)
+        if error is not None:
+            raise error
+        return whole.value
 
     def _start(self) -> None:
         with self._lock:
@@ -200,16 +182,14 @@ class ParallelReader:
 
     def _run(self) -> None:
         while (part := self._parts.get()) is not None:
-            part.whole.add(self._read(part))
-
-    def _read(self, part: _Part) -> RunningDigest | Exception:
-        found = RunningDigest(part.first)
-        try:
-            self._file.read_into(part.into, part.offset + part.first)
-            found.add(part.into)
-            return found
-        except Exception as exc:  # raised again on the caller's thread
-            return exc
+            into, offset, first, results = part
+            found = RunningDigest(first)
+            try:
+                self._file.read_into(into, offset + first)
+                found.add(into)
+                results.put(found)
+            except Exception as exc:  # raised again on the caller's thread
+                results.put(exc)
 
     def close(self) -> None:
         """Stop the threads; no read may be waiting."""

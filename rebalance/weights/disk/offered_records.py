@@ -45,7 +45,6 @@ class OfferedRecords:
         self.origin, self._folder, self._lock = origin, folder, threading.Lock()
         self._files: list[RecordFile] = []  # by number
         self._own: RecordFile | None = None
-        self.num_damaged = 0  # records of a file that had another digest
         while folder is not None and self._own is None:
             if len(self._files) == MAX_FILES:
                 raise CheckpointError(
@@ -55,6 +54,11 @@ class OfferedRecords:
             file = RecordFile.open_or_make(self._path(len(self._files)), origin)
             self._files.append(file)
             self._own = file if file.may_write else None
+
+    @property
+    def num_damaged(self) -> int:
+        """Records of a file that had another digest."""
+        return sum(file.num_damaged for file in self._files)
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None, "there is a disk"
@@ -81,20 +85,11 @@ class OfferedRecords:
         Raises:
             CheckpointError: no file has them.
         """
-        layer, expert = record
         for file in self._all():
-            expected = file.digest_of(record)
-            if expected is None:
-                continue
-            try:
-                found = file.read(record, into)
-            except OSError as exc:
-                log.error("%s: layer %d expert %d: %s", file.path, layer, expert, exc)
-            else:
-                if found == expected:
-                    return Loaded(found)
-                log.error("%s: layer %d expert %d: wrong bytes", file.path, layer, expert)
-            self.num_damaged += 1
+            found = file.digest_of(record)
+            if found is not None and file.is_read(record, into):
+                return Loaded(found, "record_file")
+        layer, expert = record
         raise CheckpointError(f"layer {layer} expert {expert} is in no record file of this host")
 
     def keep(self, record: Record, data: torch.Tensor, digest: Digest) -> bool:
@@ -132,7 +127,4 @@ class OfferedRecords:
     def close(self) -> None:
         """Close the files. No thread may be loading."""
         for file in self._files:
-            try:
-                file.close()
-            except OSError as exc:
-                log.error("record file %s: the last records were not saved: %s", file.path, exc)
+            file.close()

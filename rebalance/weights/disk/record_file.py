@@ -125,6 +125,7 @@ class RecordFile:
         self._lock = threading.Lock()
         self._unmarked: dict[Record, Digest] = {}  # written, not known to be on the disk
         self._complete: dict[Record, Digest] = {}
+        self.num_damaged = 0  # records that were read with another digest, or not at all
         try:
             self._file = DirectFile(path, os.O_RDWR)
         except OSError as exc:
@@ -205,6 +206,20 @@ class RecordFile:
         """
         return self._reader.read(into.numpy(), self._layout.record_offset(record))
 
+    def is_read(self, record: Record, into: torch.Tensor) -> bool:
+        """Read a complete record; False, and logged, where the file has other bytes, or none."""
+        expected = self.digest_of(record)
+        try:
+            found = self.read(record, into)
+            if found == expected:
+                return True
+            what = f"digest {found}, expected {expected}"
+        except OSError as exc:
+            what = str(exc)
+        self.num_damaged += 1
+        log.error("%s: layer %d expert %d: %s", self.path, *record, what)
+        return False
+
     def write(self, record: Record, data: torch.Tensor, digest: Digest) -> None:
         """Write an expert record; it counts as complete once it is on the disk.
 
@@ -236,13 +251,11 @@ class RecordFile:
             self._complete[record] = digest
 
     def close(self) -> None:
-        """Mark what is written and close.
-
-        Raises:
-            OSError: the disk is full or fails.
-        """
+        """Mark what is written and close; an error is logged."""
         try:
             self.flush()
+        except OSError as exc:
+            log.error("record file %s: the last records were not saved: %s", self.path, exc)
         finally:
             self._reader.close()
             self._file.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -28,16 +29,20 @@ from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
 
 CLOSE_DEADLINE_S = 30.0  # to write one record to a busy disk, and the marks
 
+_Waiting = tuple[Record, torch.Tensor, Digest, Callable[[], None]]
+
 log = logging.getLogger(__name__)
+
+
+LoadedFrom = Literal["checkpoint", "record_file", "other_hosts", "offered"]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A record that is in memory now."""
+    """A record that is in memory now, and what it came from."""
 
     digest: Digest
-    is_repacked: bool = False  # else it came from the record file, or from another host
-    is_from_host: bool = False
+    source: LoadedFrom
 
 
 class RecordLoader:
@@ -55,7 +60,7 @@ class RecordLoader:
         self.origin = RecordOrigin.of(checkpoint, model, schema)
         self._digests: dict[Record, Digest] = {}
         self.file = self._open(record_file)
-        self.num_damaged = 0  # records of the file, or repacked ones, that had another digest
+        self._num_damaged = 0
 
     def _open(self, path: Path | None) -> RecordFile | None:
         if path is None:
@@ -87,12 +92,13 @@ class RecordLoader:
         in_file = self.file.digest_of(record) if self.file is not None else None
         if in_file is not None and expected in (None, in_file):
             expected = in_file
-            if self._is_read(record, into, expected):
+            if self.file is not None and self.file.is_read(record, into):
                 self._digests[record] = expected
-                return Loaded(expected, is_repacked=False)
+                return Loaded(expected, "record_file")
+            log.warning("layer %d expert %d is repacked from the checkpoint", *record)
         found = self._repack(record, into)
         if expected is not None and found != expected and in_file is None:
-            self.num_damaged += 1
+            self._num_damaged += 1
             found = self._repack(record, into)  # memory or disk may have erred once
         if expected is not None and found != expected:
             raise CheckpointError(
@@ -100,7 +106,12 @@ class RecordLoader:
                 f" expected {expected} as in the first read"
             )
         self._digests[record] = found
-        return Loaded(found, is_repacked=True)
+        return Loaded(found, "checkpoint")
+
+    @property
+    def num_damaged(self) -> int:
+        """Records of the file, or repacked ones, that had another digest."""
+        return self._num_damaged + (self.file.num_damaged if self.file is not None else 0)
 
     def digest_of(self, record: Record) -> Digest | None:
         """Return the digest that a record must have; None of one that was never seen."""
@@ -110,27 +121,6 @@ class RecordLoader:
         """Set the digest of a record that came from another source."""
         self._digests[record] = digest
 
-    def _is_read(self, record: Record, into: torch.Tensor, expected: Digest) -> bool:
-        """Read from the record file; False when its bytes are not those that were written."""
-        assert self.file is not None, "only called for a record in the file"
-        layer, expert = record
-        try:
-            found = self.file.read(record, into)
-            if found == expected:
-                return True
-            what = f"digest {found}, expected {expected}"
-        except OSError as exc:
-            what = str(exc)
-        self.num_damaged += 1
-        log.error(
-            "%s: layer %d expert %d: %s; repacking from the checkpoint",
-            self.file.path,
-            layer,
-            expert,
-            what,
-        )
-        return False
-
     def _repack(self, record: Record, into: torch.Tensor) -> Digest:
         layer, expert = record
         self._checkpoint.repack(self._layer_ids[layer], expert, self._schema, into)
@@ -139,22 +129,7 @@ class RecordLoader:
     def close(self) -> None:
         """Mark completed records and close the files. No thread may be loading."""
         if self.file is not None:
-            try:
-                self.file.close()
-            except OSError as exc:
-                log.error(
-                    "record file %s: the last records were not saved: %s", self.file.path, exc
-                )
-
-
-@dataclass(frozen=True)
-class Written:
-    """An expert record that waits to be written; ``done`` releases its memory."""
-
-    record: Record
-    data: torch.Tensor
-    digest: Digest
-    done: Callable[[], None]
+            self.file.close()
 
 
 class WriteBehind:
@@ -165,29 +140,31 @@ class WriteBehind:
 
     def __init__(self, file: RecordFile, room: int) -> None:
         self._file = file
-        self._queue: queue.Queue[Written | None] = queue.Queue(room)
+        self._queue: queue.Queue[_Waiting | None] = queue.Queue(room)
         self._is_stopping = False
         self.num_skipped = 0
         self.is_failed = False
         self._thread = threading.Thread(target=self._run, name="preload-write", daemon=True)
         self._thread.start()
 
-    def offer(self, written: Written) -> bool:
-        """Queue a record; False when it is left out."""
+    def offer(
+        self, record: Record, data: torch.Tensor, digest: Digest, done: Callable[[], None]
+    ) -> None:
+        """Queue a record, or leave it out; ``done`` releases its memory, on any thread."""
         try:
-            if self.is_failed:
-                return False
-            self._queue.put_nowait(written)
+            if not self.is_failed:
+                self._queue.put_nowait((record, data, digest, done))
+                return
         except queue.Full:
             self.num_skipped += 1
-            return False
-        return True
+        done()
 
     def _run(self) -> None:
-        while (written := self._queue.get()) is not None:
+        while (waiting := self._queue.get()) is not None:
+            record, data, digest, done = waiting
             try:
                 if not (self.is_failed or self._is_stopping):
-                    self._file.write(written.record, written.data, written.digest)
+                    self._file.write(record, data, digest)
                     if self._queue.empty():
                         self._file.flush()
             except OSError as exc:
@@ -198,7 +175,7 @@ class WriteBehind:
                     exc,
                 )
             finally:
-                written.done()
+                done()
 
     def close(self) -> None:
         """Finish the record that is being written; those behind it are left out."""
@@ -242,6 +219,7 @@ def make_all(
         with ThreadPoolExecutor(num_threads) as pool:
             for made in [pool.submit(_make_some, loader, file, share) for share in shares]:
                 made.result()
+        file.flush()
     except OSError as exc:
         raise CheckpointError(f"record file {path}: {exc}") from exc
     finally:

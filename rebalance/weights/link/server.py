@@ -6,8 +6,8 @@
       | <------ confirmation ---------------------- |   or the reason why the bytes are invalid
       | ------- the next request, or nothing -----> |
 
-What is served is the owner's: ``lend`` gives records of a host cache (``cache/session.py``) or live
-slots of a rank (``rank_link.py``). A dead or slow client costs one waiting thread, up to a
+What is served is the owner's: ``lend`` gives records of a host cache (``cache/other_hosts.py``) or
+live slots of a rank (``rank_link.py``). A dead or slow client costs one waiting thread, up to a
 deadline.
 """
 

@@ -7,7 +7,7 @@ Messages are JSON with a length prefix; bytes of records follow a message that a
       | <------ protocol, nonce ---------------- |   or: connection limit reached
       | ------- nonce, proof of the secret ----> |
       | <------ proof, hello ------------------- |   or: the secrets differ
-      | ------- requests ----------------------> |   see ``server.py`` and ``cache/session.py``
+      | ------- requests ----------------------> |   see ``server.py`` and ``cache/server.py``
 
 Both sides prove that they have the deployment's secret. Each kind of listener has its own protocol
 name, which ends in a version.

@@ -24,7 +24,7 @@ def load_one(cache: HostCache, record: Record) -> Entry:
     entry = cache.take()
     assert entry is not None
     assert entry.record == record
-    cache.loaded(entry, record, is_repacked=True)
+    cache.loaded(entry, record, "checkpoint")
     return entry
 
 
@@ -154,7 +154,7 @@ def test_late_request_leaves_no_lease_behind() -> None:
 
     assert late.error == "timed out: 2 records are still being read"
     assert entry is not None
-    cache.loaded(entry, (0, 0), is_repacked=True)
+    cache.loaded(entry, (0, 0), "checkpoint")
     assert asked_and_loaded(cache, 2, (0, 0), (0, 1)).num_from_disk == 1
 
 
@@ -234,7 +234,7 @@ def test_record_of_older_weights_is_never_handed_out_again() -> None:
     assert entry is not None
 
     cache.invalidate(1)
-    cache.loaded(entry, (0, 1), is_repacked=True)
+    cache.loaded(entry, (0, 1), "checkpoint")
 
     assert under_way.error == "weights version 0 was invalidated by version 1"
     assert str(ask(cache, 2, (0, 0)).error).startswith(f"{under_way.error}: ranks replaced the")
@@ -338,7 +338,7 @@ def finish_one(
         cache.failed(entry, "the disk is damaged")
         return
     is_pinned = may_pin and rng.random() < 0.3
-    cache.loaded(entry, entry.record, is_repacked=True, for_writer=is_pinned)
+    cache.loaded(entry, entry.record, "checkpoint", for_writer=is_pinned)
     if is_pinned:
         pinned.append(entry.record)
 

@@ -31,7 +31,8 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
-from rebalance.weights.cache.server import CacheSources, HostCacheServer
+from rebalance.weights.cache.other_hosts import CacheSources
+from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.limits import CHUNK_BYTES, BackOff
 from rebalance.weights.link.link_settings import HostLinkSettings
@@ -301,8 +302,8 @@ def test_shared_request_may_be_served_by_any_host() -> None:
     assert not entry.is_for_host
 
     assert cache.ready() == []
-    cache.loaded(entry, (1, 2), is_repacked=False, is_from_host=True)
-    assert (cache.ready(), cache.counts["from_hosts"]) == ([(0, 0)], 1)
+    cache.loaded(entry, (1, 2), "other_hosts")
+    assert (cache.ready(), cache.counts["other_hosts"]) == ([(0, 0)], 1)
 
 
 # -- damage
