@@ -479,7 +479,7 @@ class RankAgent:
         with self.shared.changed:
             state = self.shared.state
             share = self.swapper.share if state.plan is not None else None
-        stage, oldest = self.mover.figures(), self._watchdog.oldest()
+        stage, oldest = self.mover.figures, self._watchdog.oldest()
         figures, scrubber = self.figures, self.scrub_schedule.scrubber
         times = {} if self.expert_times is None else {EXPERT_TIMES: vars(self.expert_times)}
         return RankState(
@@ -506,7 +506,6 @@ class RankAgent:
                 "experts_moved": figures.experts_moved,
                 "rebalances": figures.rebalances,
                 "staged": stage.num_staged,
-                "stage": stage.as_detail(),
                 STEP_TIMES: vars(self._step_timer.figures()),
                 "swap_pauses_ms": figures.swap_pauses_ms[-REPORTED_PAUSES:],
                 "scrubbed": dict(scrubber.counts),

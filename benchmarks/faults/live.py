@@ -230,7 +230,7 @@ def suffer(demo: FaultyDemo, fault: Fault) -> dict[str, Any]:
         "recovered_s": round(recovered_s, 2),
         "wrong": sum(detail["where"] == "reference" for detail in errors),
         "errors": [f"{detail['where']}: {detail['message']}" for detail in errors],
-        "wrong_digests": sum(s.detail["stage"]["num_wrong_digests"] for s in states),
+        "wrong_digests": sum(s.digest_failures for s in states),
         "orphans": len(demo.orphaned_memory()),
         "descriptors": demo.num_descriptors(),
         "processes": len(demo.processes()),

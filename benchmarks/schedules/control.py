@@ -446,7 +446,7 @@ class Control:
         schedule.counts["recoveries"] += any(rank.life is Life.RECOVERED for rank in held)
         schedule.counts["updates"] += self.version
         schedule.counts["bytes refused"] += any(
-            rank.agent.mover.figures().num_wrong_digests for rank in schedule.ranks
+            rank.agent.mover.figures.num_wrong_digests for rank in schedule.ranks
         )
 
     def _check_rank(self, rank: Rank) -> None:

@@ -68,5 +68,4 @@ class KeptRecords:
     @property
     def bytes_by_source(self) -> dict[str, int]:
         """Bytes so far: "host" taken from this host, for it "other_host" and "disk"."""
-        found = self._stager.meter.snapshot(num_quarantined=0, ring_in_use=0, ring_entries=0)
-        return dict(found.bytes_by_source)
+        return dict(self._stager.figures.bytes_by_source)

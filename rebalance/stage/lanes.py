@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.stage.figures import StageMeter
 from rebalance.stage.stage_settings import (
     BURST_CHUNKS,
     SERVING_BYTES_PER_SECOND,
@@ -136,18 +135,16 @@ class Hold:
 class Lane:
     """One kind of link of one rank."""
 
-    def __init__(self, link: Link, settings: StageSettings, meter: StageMeter, hold: Hold) -> None:
+    def __init__(self, link: Link, settings: StageSettings, hold: Hold) -> None:
         own: LinkSettings = getattr(settings, link.value)
-        self.link, self.chunk_bytes = link, own.chunk_bytes
+        self.chunk_bytes = own.chunk_bytes
         self.flying: deque[Chunk] = deque()
         self._queue: deque[Pull] = deque()
         self._in_flight, self._deadline_s = settings.in_flight, settings.pull_deadline_s
-        self._meter, self._hold, self._clock = meter, hold, hold.clock
+        self._hold, self._clock = hold, hold.clock
         burst_bytes = BURST_CHUNKS * own.chunk_bytes
         self._own_rate = own.bytes_per_second
         self._bucket = TokenBucket(own.bytes_per_second, burst_bytes, hold.clock)
-        self._active_since: float | None = None
-        self._held_since: float | None = None
 
     @property
     def is_active(self) -> bool:
@@ -168,22 +165,10 @@ class Lane:
     def add(self, pull: Pull) -> None:
         """Queue a record."""
         self._queue.append(pull)
-        if self._active_since is None:
-            self._active_since = self._clock()
 
     def next(self) -> Pull | None:
         """The record whose next chunk may go now, if there is one."""
-        if not self._queue or len(self.flying) >= self._in_flight:
-            return None
-        now = self._clock()
-        if self.ready_at() > now:
-            if self._held_since is None:
-                self._held_since = now
-            return None
-        if self._held_since is not None:
-            self._meter.spent(self.link, throttled_s=now - self._held_since)
-            self._held_since = None
-        return self._queue[0]
+        return self._queue[0] if self.ready_at() <= self._clock() else None
 
     def ready_at(self) -> float:
         """When the next chunk may go, by the budget and the engine's hold; never for none."""
@@ -207,7 +192,6 @@ class Lane:
         """Remove the first record of the queue."""
         assert self._queue[0] is pull, "only the record whose turn it is can fail"
         self._queue.popleft()
-        self.rest()
 
     def land(self) -> Pull | None:
         """Return the record of the oldest chunk if that has arrived.
@@ -227,24 +211,13 @@ class Lane:
             )
         self.flying.popleft()
         chunk.pull.num_flying -= 1
-        self._meter.landed(self.link, chunk.num_bytes)
         return chunk.pull
 
     def clear(self) -> None:
         """Forget everything; nothing may be under way any more."""
         self._queue.clear()
         self.flying.clear()
-        self.rest()
 
     def stop(self) -> None:
         """Order nothing more."""
         self._queue.clear()
-
-    def rest(self) -> None:
-        """Stop the watch if there is nothing left to do."""
-        if self.is_active or self._active_since is None:
-            return
-        now = self._clock()
-        held_s = 0.0 if self._held_since is None else now - self._held_since
-        self._meter.spent(self.link, active_s=now - self._active_since, throttled_s=held_s)
-        self._active_since = self._held_since = None

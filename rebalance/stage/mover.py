@@ -22,13 +22,12 @@ from eplb.errors import MigrationError, PlacementError
 from eplb.migration.build import Mode, Move
 from rebalance.protocol import phases
 from rebalance.protocol.phases import Phase
-from rebalance.stage.figures import StageFigures
 from rebalance.stage.lanes import Pull
 from rebalance.stage.ring import StagingRing
 from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.stage.stager import Stager
+from rebalance.stage.stager import StageFigures, Stager
 from rebalance.threads.waiting import WAIT_S, SharedPhase, Wait, drive
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.types import CalledOff, IsWanted, Record
@@ -81,13 +80,10 @@ class Mover:
 
     # -- from any thread
 
+    @property
     def figures(self) -> StageFigures:
-        """Return the statistics of staging."""
-        return self._stager.meter.snapshot(
-            num_quarantined=self._choice.num_quarantined,
-            ring_in_use=self.ring.num_in_use,
-            ring_entries=self.ring.num_entries,
-        )
+        """The statistics of staging."""
+        return self._stager.figures
 
     def pause(self, of: object = None) -> None:
         """Order no further chunk until ``resume``, or until the hold's deadline."""
@@ -119,7 +115,7 @@ class Mover:
         raised.
         """
         plan_id, failure = share.migration.plan_id, None
-        self._stager.meter.restart()
+        self._stager.figures.num_staged = 0
         self._stager.use(share.migration.pace.link_part)
         try:
             yield from self._load(share, shared)
@@ -302,7 +298,7 @@ class Mover:
             yield from self._settle(shared)
 
         drive(work(), shared, self._clock)
-        self._stager.meter.restart()  # it counts what a migration has staged: this was none
+        self._stager.figures.num_staged = 0  # it counts what a migration has staged: this was none
         if failure is not None:
             raise failure
         return is_there and self.is_drained

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from eplb.clock import Clock
 from eplb.errors import MigrationError
 from eplb.migration.build import Move
-from rebalance.stage.figures import StageMeter
 from rebalance.stage.lanes import Hold, Lane, Pull
 from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import StageSettings
@@ -36,6 +35,17 @@ from runtime.memory.digests import TOGETHER, PendingDigests, RecordDigests, even
 from runtime.streams import Completion
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class StageFigures:
+    """Statistics of staging on one rank: counted by one thread, read by any."""
+
+    # Of records that were proven; "rejected": of wrong digests.
+    bytes_by_source: Counter[str] = field(default_factory=Counter)
+    num_staged: int = 0  # moves of the present migration that are staged and verified
+    num_retries: int = 0  # records that were restarted from another source
+    num_wrong_digests: int = 0
 
 
 class Stager:
@@ -53,9 +63,9 @@ class Stager:
     ) -> None:
         self._sources, self._choice = sources, choice
         self._settings, self._clock = settings, clock
-        self.meter, self.hold = StageMeter(), Hold(clock)
+        self.figures, self.hold = StageFigures(), Hold(clock)
         self._beat = beat or Heartbeat("mover", clock)
-        self._lanes = {link: Lane(link, settings, self.meter, self.hold) for link in Link}
+        self._lanes = {link: Lane(link, settings, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
         self._has_reported_wait = False  # the heartbeat names the present wait
         self._is_wanted: IsWanted = always  # whether the present records are wanted
@@ -95,7 +105,7 @@ class Stager:
         deadline_s = self._settings.preload_deadline_s
         brought = self._sources.host.lease(records, deadline_s=deadline_s, is_wanted=is_wanted)
         for source, num_bytes in brought.items():
-            self.meter.add_bytes(source, num_bytes)
+            self.figures.bytes_by_source[source] += num_bytes
 
     def _reload(self, pull: Pull) -> bool:
         """Have the host reload a record with a wrong digest from disk; once for each pull."""
@@ -191,7 +201,7 @@ class Stager:
         self._lanes[places[0].link].add(pull)
 
     def _again(self, pull: Pull) -> None:
-        self.meter.add("num_retries")
+        self.figures.num_retries += 1
         self._begin(pull)
 
     def _feed(self, waiting: deque[Pull]) -> bool:
@@ -245,7 +255,6 @@ class Stager:
             return False
         if not pull.num_flying and pull.has_failed:
             self._again(pull)
-        lane.rest()
         return True
 
     def _prove(self, *, is_more_coming: bool) -> bool:
@@ -261,8 +270,8 @@ class Stager:
         place = pull.places[0]
         if len(pull.places) == 1:
             self._choice.right(pull.move, place, pull.suspected)
-        self.meter.add_bytes(place.name, pull.num_bytes)
-        self.meter.add("num_staged")
+        self.figures.bytes_by_source[place.name] += pull.num_bytes
+        self.figures.num_staged += 1
 
     def _reject(self, pull: Pull) -> None:
         is_of_host = pull.places == (HOST,)
@@ -272,8 +281,8 @@ class Stager:
                 pull.failed[pull.places[0]] = "digest mismatch"
             else:
                 pull.suspected = pull.places
-        self.meter.add_bytes("rejected", pull.num_bytes)
-        self.meter.add("num_wrong_digests")
+        self.figures.bytes_by_source["rejected"] += pull.num_bytes
+        self.figures.num_wrong_digests += 1
         self._again(pull)
 
     def _report_wait(self) -> None:

@@ -187,12 +187,12 @@ class Target:
     def events(self, after: int = 0) -> list[Any]:
         return self.store.events(after=after, limit=1_000_000)
 
-    def wrong_digests(self) -> int:
-        """What the ranks have rejected of what was staged, by their own reports."""
+    def rejected_bytes(self) -> int:
+        """Bytes that ranks have rejected of what was staged, by their own reports."""
         info = self.store.current_run()
         assert info is not None
         states = self.store.rank_states(info.run)
-        return sum(int(state.detail["stage"]["num_wrong_digests"]) for state in states)
+        return sum(int(state.detail["bytes_by_source"].get("rejected", 0)) for state in states)
 
     def errors(self) -> list[str]:
         return deaths_in(self.store)
@@ -283,7 +283,7 @@ def test_outputs_stay_right_with_a_bad_host_a_slow_rank_and_no_controller(
     with target.held_in("swap"):
         target.demo.kill("controller")
         target.hears_of_errors(1)
-    target.wait_for("a damaged record to be met", lambda: target.wrong_digests() > 0)
+    target.wait_for("a damaged record to be met", lambda: target.rejected_bytes() > 0)
     target.rebalances_again()
     target.all_hold_what_is_committed()
 

@@ -129,7 +129,7 @@ class Group(AgentGroup):
         return "; ".join(agent.describe().progress_of for agent in self.agents)
 
     def stage(self, name: str) -> int:
-        return sum(int(agent.describe().detail["stage"][name]) for agent in self.agents)
+        return sum(int(getattr(agent.mover.figures, name)) for agent in self.agents)
 
 
 def migration_to(base: Placement, target: Placement, plan_id: int) -> Migration:
