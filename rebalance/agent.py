@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
@@ -30,16 +31,15 @@ from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.journal import JournalRecorder
 from rebalance.protocol.phases import RankPhase
-from rebalance.protocol.voter import Exchange, Voter
+from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import AgentSettings, Links, RankParts, StepCount
 from rebalance.rank.sampling import Sampler
 from rebalance.rank.step_times import LOAD_PHASES, StepTimer
 from rebalance.rank.watcher import ReadAhead
 from rebalance.stage.mover import Mover
 from rebalance.stage.share import RankSlots
-from rebalance.swap.scrub_schedule import ScrubSchedule
-from rebalance.swap.swapper import StepFigures, Swapper
-from rebalance.swap.verdicts import Voting
+from rebalance.swap.scrubber import ScrubSchedule
+from rebalance.swap.swapper import StepFigures, Swapper, Voting
 from rebalance.swap.weight_update import WeightUpdate
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
@@ -98,7 +98,7 @@ class RankAgent:
         self.mover = mover = Mover(
             slots,
             links.sources,
-            settings.stage,
+            settings.config.stage_on(slots.bank.device.type),
             dead=links.votes.dead,
             clock=links.monotonic,
             beat=watchdog.mover,
@@ -297,7 +297,7 @@ class RankAgent:
         """
         self.voter.wait_for_device(completion, self._last.last)
 
-    def wait_for_exchange(self, exchange: Exchange) -> None:
+    def wait_for_exchange(self, exchange: dist.Work) -> None:
         """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
 
         Raises:

@@ -295,7 +295,7 @@ class Bank:
 
     def __init__(self, num_layers: int, num_slots: int, num_staging: int, stream: Stream) -> None:
         self.num_layers, self.num_slots, self.num_staging = num_layers, num_slots, num_staging
-        self.num_live = num_layers * num_slots
+        self.num_live, self.device = num_layers * num_slots, torch.device("cpu")
         self.words = np.zeros((self.num_live + num_staging, LANES), dtype=np.int32)
         whole = torch.from_numpy(self.words.view(np.uint8))
         self.records = list(whole.unbind())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -51,13 +51,6 @@ class RankPlace:
     host_cache: HostCacheAddress  # of this rank's host
 
 
-@dataclass(frozen=True)
-class _Memory:
-    bank: ExpertBank
-    is_filled: bool  # by the engine
-    unmapped: str = ""  # why peers cannot map it
-
-
 def take_experts(
     config: RankConfig,
     place: RankPlace,
@@ -80,8 +73,8 @@ def take_experts(
     """
     network, rank = config.network, place.rank
     with torch_failures(place, "its memory for experts"):
-        memory = _memory(config, place, model, experts)
-    bank, size = memory.bank, memory.bank.schema.record_bytes
+        bank, unmapped = _memory(config, place, model, experts)
+    size, is_filled = bank.schema.record_bytes, isinstance(experts, ExpertBank)
     cache = HostCacheClient(
         place.host_cache,
         model.num_experts,
@@ -96,7 +89,7 @@ def take_experts(
         place.groups.votes, host=config.host_of(rank), deadline_s=network.join_deadline_s
     )
     with torch_failures(place, "its first experts", votes):
-        if memory.is_filled:
+        if is_filled:
             found = _digests_of(bank, held)
         else:
             found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
@@ -111,7 +104,7 @@ def take_experts(
             bank,
             cache,
             others,
-            open_peers=lambda: _open_peers(place, memory, dict(enumerate(handles))),
+            open_peers=lambda: _open_peers(place, bank, unmapped, handles),
             known=KnownRecords(placement, place.topology, digests),
             group=place.groups.votes,
         )
@@ -198,18 +191,21 @@ def torch_failures(place: RankPlace, what: str, votes: GlooVotes | None = None) 
 
 def _memory(
     config: RankConfig, place: RankPlace, model: ModelShape, experts: ExpertSchema | ExpertBank
-) -> _Memory:
+) -> tuple[ExpertBank, str]:
     """The engine's bank, or memory that every rank of the host maps, or the rank's own alone.
 
     GPU memory that cannot be mapped is refused on every rank alike; all weights then come through
     the host.
+
+    Returns:
+        The bank, and why peers cannot map it; "": they can.
     """
     if isinstance(experts, ExpertBank):
-        return _Memory(experts, is_filled=True)
+        return experts, ""
     slots, num_staging = place.topology.slots_of_rank, config.staging_experts
     shape = (experts, model.num_layers, int(slots[place.rank]))
     if place.device.type != "cuda":
-        return _Memory(ExpertBank(*shape, num_staging=num_staging), is_filled=False)
+        return ExpertBank(*shape, num_staging=num_staging), ""
     from runtime.memory.symmetric import SymmetricArena  # not there on a CPU
 
     num_bytes = bank_bytes(experts, model.num_layers, int(slots.max()), num_staging)
@@ -219,8 +215,7 @@ def _memory(
         arena = SymmetricArena(num_bytes, place.groups.tokens, place.device)
     except ConfigError as exc:
         arena, unmapped = PlainArena(num_bytes, place.device), str(exc)
-    bank = ExpertBank(*shape, num_staging=num_staging, arena=arena)
-    return _Memory(bank, is_filled=False, unmapped=unmapped)
+    return ExpertBank(*shape, num_staging=num_staging, arena=arena), unmapped
 
 
 def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Digest]:
@@ -232,7 +227,7 @@ def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Diges
 
 
 def _open_peers(
-    place: RankPlace, memory: _Memory, handles: Mapping[int, str]
+    place: RankPlace, bank: ExpertBank, unmapped: str, handles: Sequence[str]
 ) -> dict[int, PeerBank]:
     """Map the slots of the other ranks of this host.
 
@@ -240,9 +235,8 @@ def _open_peers(
         ConfigError: they cannot be mapped.
         MigrationError: a peer's memory cannot be attached.
     """
-    bank = memory.bank
-    if memory.unmapped:
-        raise ConfigError(memory.unmapped)
+    if unmapped:
+        raise ConfigError(unmapped)
     if bank.device.type != "cuda":
         return map_peers(place.rank, place.topology, bank, handles.__getitem__)
     from runtime.memory.symmetric import SymmetricArena

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -167,28 +167,24 @@ def build_rank(
         MigrationError: experts cannot be loaded, or ranks hold different bytes of one.
     """
     config.check_ranks(place.topology.num_ranks)
-    opened = _opened(store, config)
-    placement = committed_placement(opened)
+    if isinstance(store, Path | str):
+        store = open_store(store, config.deployment)
+    placement = committed_placement(store)
     _check_fit(model, placement, place, experts)
-    membership = membership_of_start(opened)
+    membership = membership_of_start(store)
     bank, digests, votes, sources = take_experts(
         config, place, model, experts, placement, membership=membership
     )
     reporting = config.reporting
     reporter = Reporter(
-        opened, spool=reporting.spool_of(place.rank), tempo=reporting.tempo, seed=place.rank
+        store, spool=reporting.spool_of(place.rank), tempo=reporting.tempo, seed=place.rank
     )
     journal = None
     if config.journal_dir is not None:
         journal = Journal(config.journal_dir, place.run, place.rank)
     agent = wire_agent(
-        AgentSettings(
-            replace(config, stage=config.stage_on(place.device.type)),
-            place.run,
-            place.topology,
-            membership,
-        ),
-        Links(votes, sources, opened, reporter, journal=journal or NoJournal()),
+        AgentSettings(config, place.run, place.topology, membership),
+        Links(votes, sources, store, reporter, journal=journal or NoJournal()),
         rank=place.rank,
         bank=bank,
         digests=digests,
@@ -200,7 +196,7 @@ def build_rank(
         agent.notes[BATCH] = f"{config.batch}: configured, and not made by this engine"
     agent.report_every_s = POLL_S + tempo.store_interval + tempo.state_interval
     return BuiltRank(
-        agent, bank, agent.table, agent.counter, opened, reporter, journal, config, place, model
+        agent, bank, agent.table, agent.counter, store, reporter, journal, config, place, model
     )
 
 
@@ -241,12 +237,6 @@ def committed_placement(store: StateStore) -> Placement:
             "expected one to start from"
         )
     return committed.placement
-
-
-def _opened(store: StateStore | Path | str, config: RankConfig) -> StateStore:
-    if not isinstance(store, Path | str):
-        return store
-    return open_store(store, config.deployment)
 
 
 def _check_fit(

@@ -45,15 +45,6 @@ class Due:
         self.state = TriggerState(is_member_change=not is_first)
         self._seen, self._looked_upto, self._changed = -1, -1, False
 
-    @property
-    def memory(self) -> tuple[TriggerState, int, int, bool]:
-        """All that is remembered; a caller that could not plan puts it back."""
-        return self.state, self._seen, self._looked_upto, self._changed
-
-    @memory.setter
-    def memory(self, memory: tuple[TriggerState, int, int, bool]) -> None:
-        self.state, self._seen, self._looked_upto, self._changed = memory
-
     def trigger(
         self,
         rules: TriggerRules,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from copy import copy
 
 from eplb.clock import Clock
 from eplb.core.cost import Decision
@@ -180,12 +181,12 @@ class Controller:
     # -- plans
 
     def _plan_if_due(self, group: Group) -> None:
-        before, due = self._planned_window, self._due.memory
+        before, due = self._planned_window, copy(self._due)
         try:
             self._plan_on_new_window(group)
         except StoreError:
             # Not planned: this window remains due. What was published may have reached the store.
-            self._planned_window, self._due.memory = before, due
+            self._planned_window, self._due = before, due
             self._planning.forget()
             raise
         except EplbError as exc:  # no plan for this load; the next window is another

@@ -189,19 +189,17 @@ class JournalRecorder:
         news = _differences(self._last_ballot, ballot)
         self._last_ballot = ballot
         if news:
-            self._note_vote("vote cast", ballot, ballot.generation, news)
+            self._sink.note("vote cast", self._place(ballot), news)
 
     def note_verdict(self, cast: Ballot, verdict: Verdict) -> None:
         """Record a verdict that differs from the last one."""
         news = _differences(self._last_verdict, verdict)
         self._last_verdict = verdict
         if news:
-            self._note_vote("verdict", cast, cast.generation, {"of_step": cast.step} | news)
+            self._sink.note("verdict", self._place(cast), {"of_step": cast.step} | news)
 
-    def _note_vote(
-        self, what: str, ballot: Ballot, generation: int, news: Mapping[str, Any]
-    ) -> None:
-        self._sink.note(what, (self._step(), generation, ballot.plan_id), news)
+    def _place(self, ballot: Ballot) -> tuple[int, int, int]:
+        return self._step(), ballot.generation, ballot.plan_id
 
 
 def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Protocol
+
+import torch.distributed as dist
 
 from eplb.clock import Clock, Deadline
 from eplb.errors import BrokenGroup
@@ -14,16 +15,6 @@ from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6
 VOTE_POLL_S = 0.02  # poll interval for dead ranks during a late vote
-
-
-class Exchange(Protocol):
-    """A collective under way (torch.distributed.Work)."""
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended, successfully or not."""
-
-    def wait(self, timeout: timedelta = ...) -> bool:
-        """Wait for its end; raises RuntimeError when it is late or has failed."""
 
 
 class Voter:
@@ -98,7 +89,7 @@ class Voter:
         if dead:
             raise BrokenGroup(f"rank {self._rank}: rank {min(dead)} died {when}")
 
-    def wait_for_exchange(self, exchange: Exchange, step: int) -> None:
+    def wait_for_exchange(self, exchange: dist.Work, step: int) -> None:
         """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
 
         Raises:

@@ -13,7 +13,6 @@ from rebalance.protocol.journal import JournalRecorder, JournalSink, NoJournal
 from rebalance.rank.watcher import SampleSink, Watcher
 from rebalance.stage.mover import Mover
 from rebalance.stage.share import RankSlots
-from rebalance.stage.stage_settings import StageSettings
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from rebalance.types import VoteGroup
@@ -29,15 +28,6 @@ class AgentSettings:
     run: str
     topology: Topology
     membership: int = 0  # of this group of ranks; see ``membership_of_start``
-
-    def __post_init__(self) -> None:
-        if self.config.rank_links is not None:
-            self.config.rank_links.check(self.topology.num_ranks)
-
-    @property
-    def stage(self) -> StageSettings:
-        """Limits of staging; without any in the configuration, those of a CPU."""
-        return self.config.stage or StageSettings()
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,6 @@ class RankSlots:
         return placement.slot_to_expert[:, self.topology.slots_on(self.rank)]
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Placement and table once a transaction is applied."""
-
-    placement: Placement
-    table: TableLayers
-
-
 class Share:
     """One rank's share of a migration, computed once and read by the mover, the swap and reports.
 
@@ -56,7 +48,8 @@ class Share:
 
     def __init__(self, migration: Migration, slots: RankSlots) -> None:
         self.migration, self._slots = migration, slots
-        self.serving: list[Serving] = []  # after each transaction, once it is prepared
+        # What serves after each transaction, once it is prepared.
+        self.serving: list[tuple[Placement, TableLayers]] = []
 
     @cached_property
     def moves(self) -> list[list[Move]]:
@@ -83,7 +76,7 @@ class Share:
         for number, transaction in enumerate(migration.transactions):
             placement = migration.placement_after(number + 1)
             table = self._slots.table.prepare(placement, transaction.layers)
-            self.serving.append(Serving(placement, table))
+            self.serving.append((placement, table))
         if not migration.transactions:
             raise MigrationError(f"plan {migration.plan_id} has no transactions, expected one")
         for number, moves in enumerate(self.moves):
@@ -111,7 +104,7 @@ class Share:
         """[L, S] experts in the slots once so many transactions are applied."""
         if not num_transactions:
             return self.migration.base.slot_to_expert
-        return self.serving[num_transactions - 1].placement.slot_to_expert
+        return self.serving[num_transactions - 1][0].slot_to_expert
 
     def readable(self, number: int) -> NDArray[np.int32]:
         """[L, S] experts in the slots that a transaction may read, EMPTY in all others.

@@ -1,6 +1,6 @@
-"""Phase three, swap: what serves on this rank, and how migrations change it between two steps.
+"""Phase three, swap: what serves on this rank, and how verdicts change it between two steps.
 
-Everything here happens with the phase machine's shared state held, on the step's thread, but for
+The swapper works with the phase machine's shared state held, on the step's thread, but for
 ``adopt``, which the watcher's thread calls.
 """
 
@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from eplb.core.placement import Placement
 from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
-from rebalance.protocol.ballot import NO_PLAN
+from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
+from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import RankParts
 from rebalance.stage.share import Share
-from rebalance.swap.scrubber import LiveSlot, Loan
 from runtime.streams import Completion
 
 KEPT_PAUSES = 4096  # a rank serves for months
@@ -40,6 +42,26 @@ class StepFigures:
     def swap_pauses_ms(self) -> list[float]:
         """Of the latest swaps, oldest first."""
         return list(self._pauses_ms)
+
+
+@dataclass(frozen=True)
+class LiveSlot:
+    """A slot of this rank, and the expert that it holds by the placement."""
+
+    layer: int
+    slot: int  # of this rank, 0..C-1
+    expert: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} slot {self.slot} expert {self.expert}"
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Borrowed memory for a repair: a staging entry, or an EMPTY slot of the layer."""
+
+    record: torch.Tensor  # [record_bytes]
+    entry: int | None = None  # None: an EMPTY slot
 
 
 class Swapper:
@@ -103,9 +125,9 @@ class Swapper:
                 if is_copied:
                     bank.swap(move.layer, move.dst_slot - self._slots.first_slot, ring.entry(move))
                 moved.append(move)
-            serving = share.serving[number]
-            self._slots.table.swap(serving.table)
-            self.placement = serving.placement
+            placement, table = share.serving[number]
+            self._slots.table.swap(table)
+            self.placement = placement
         self.last_swap = bank.mark()
         if is_copied:
             ring.release(moved, self.last_swap)
@@ -161,3 +183,61 @@ class Swapper:
         # mover may write to what it was copied from.
         self.last_swap = bank.mark()
         return self.last_swap
+
+
+class Voting:
+    """One rank's votes, on the step's thread.
+
+    Args:
+        parts: those of the rank's agent.
+        voter: casts and reads.
+        swapper: does what a verdict orders.
+    """
+
+    def __init__(self, parts: RankParts, voter: Voter, swapper: Swapper) -> None:
+        self._voter, self._swapper = voter, swapper
+        self._shared, self._recorder, self._settings = parts.shared, parts.recorder, parts.settings
+        self.wants_halt = False
+        self.halt_at: int | None = None  # the step before which all ranks stop
+
+    def cast(self, step: int) -> None:
+        """Vote by how this rank stands."""
+        with self._shared.changed:
+            state = self._shared.state
+            if state.plan is not None and self._swapper.last_swap.is_complete():
+                # Only now: peers that read this may write what the swap freed.
+                state = phases.completed(state, state.plan.plan_id, state.swapped)
+                self._shared.state = state
+        membership, halt = self._settings.membership, self.wants_halt
+        ballot = phases.ballot(state, step=step, membership=membership, halt=halt)
+        self._recorder.note_ballot(ballot)
+        self._voter.cast(ballot)
+
+    def read(self, step: int, *, must_finish: bool) -> Verdict | None:
+        """Read the vote under way and apply its verdict; None if it may be read later.
+
+        Raises:
+            RankError: a rank is dead or too late, or ranks are at different steps.
+        """
+        swapped = self._shared.state.swapped
+        found = self._voter.read(step, swapped=swapped, must_finish=must_finish)
+        if found is None:
+            return None
+        self.apply_verdict(*found, step)
+        return found[1]
+
+    def apply_verdict(self, cast: Ballot, verdict: Verdict, step: int) -> None:
+        """Apply a verdict on this rank's ballot, before ``step``."""
+        self._recorder.note_verdict(cast, verdict)
+        if verdict.halt and self.halt_at is None:
+            # The next vote boundary: by then every rank has read this verdict, a late one too.
+            self.halt_at = cast.step + self._settings.config.vote_every
+        with self._shared.changed:
+            before = self._shared.state
+            state, order = phases.read_verdict(before, cast, verdict)
+            self._shared.state = state
+            if order is not None:
+                self._swapper.swap(order, step)
+            elif state.phase is Phase.ABORTED and before.phase is not state.phase:
+                self._swapper.drop(state)
+            self._shared.changed.notify_all()

@@ -28,9 +28,8 @@ from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import RankParts
 from rebalance.stage.digest_table import agreed_digests, cast_digests
-from rebalance.swap.scrub_schedule import ScrubSchedule
-from rebalance.swap.swapper import Swapper
-from rebalance.swap.verdicts import Voting
+from rebalance.swap.scrubber import ScrubSchedule
+from rebalance.swap.swapper import Swapper, Voting
 from rebalance.threads.waiting import WAIT_S
 
 log = logging.getLogger(__name__)

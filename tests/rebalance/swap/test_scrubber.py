@@ -17,7 +17,8 @@ from eplb.core.topology import Topology
 from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace
 from rebalance.swap.scrub_schedule import in_hex
-from rebalance.swap.scrubber import LiveSlot, Loan, Scrubber
+from rebalance.swap.scrubber import Scrubber
+from rebalance.swap.swapper import LiveSlot, Loan
 from rebalance.types import Record
 from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
@@ -183,7 +184,7 @@ def test_first_empty_slot_of_a_layer_is_lent() -> None:
 
     assert lent is not None
     lent.record.copy_(RECORDS[0, 2])
-    assert scrubber.check(0, 1, 2) is None  # slot 1 of rank 0
+    assert scrubber.damage(LiveSlot(0, 1, 2)) is None  # slot 1 of rank 0
     assert scrubber.spare(0, FULL) is None
 
 

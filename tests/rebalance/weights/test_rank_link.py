@@ -705,7 +705,7 @@ def test_addresses_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="one address"):
         RankLinkSettings((("127.0.0.1", PORT),) * 2, secret=SECRET)
     with pytest.raises(ConfigError, match=r"3 ranks, .* of 2"):
-        AgentSettings(RankConfig("test", 4, 1, rank_links=links(3)), "run", TWO_HOSTS)
+        RankConfig("test", 4, 1, rank_links=links(3)).check_ranks(TWO_HOSTS.num_ranks)
 
 
 def test_address_that_is_taken_is_named(start: Start) -> None:
