@@ -8,6 +8,9 @@
 ``step`` reads the counters, votes, and applies swaps that a vote decided. Slow work runs on the
 agent's own threads: one loads bytes, two access the store. A store outage or a failed migration
 never fails a step. A dead peer always does, because its tokens would be lost.
+
+Its pieces: ``voting`` (ballots and verdicts), ``swapper`` (the serving placement), ``update`` (new
+weights), ``scrub_schedule`` (idle steps), ``mover`` (bytes) and ``watcher`` (threads).
 """
 
 from __future__ import annotations
@@ -386,7 +389,7 @@ class RankAgent:
             self._link_server.close()
         self._links.votes.close(is_failure=self._has_failed)
 
-    # -- after a death (rebalance.recovery.survivors)
+    # -- after a death (rebalance.recovery)
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be dead."""

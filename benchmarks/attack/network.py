@@ -30,7 +30,7 @@ from benchmarks.attack import Attack, Outcome
 from eplb.core.model import ModelShape
 from eplb.errors import EplbError
 from eplb.migration.recovery import Recovery
-from rebalance.recovery.survivors import rejoin
+from rebalance.recovery import rejoin
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient

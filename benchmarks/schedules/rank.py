@@ -32,7 +32,7 @@ from rebalance.assembly.config import RankConfig
 from rebalance.protocol.phases import Phase
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import Watcher, Writing
-from rebalance.recovery.survivors import Deadlines, recover
+from rebalance.recovery import Deadlines, recover
 from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.stage_settings import LinkSettings, StageSettings
 from rebalance.threads.waiting import WAIT_S, Wait

@@ -42,7 +42,7 @@ from rebalance.assembly.rank import (
     new_run_name,
     record_start,
 )
-from rebalance.recovery.survivors import end_together, recover, rejoin
+from rebalance.recovery import end_together, recover, rejoin
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher

@@ -34,7 +34,7 @@ from rebalance.assembly.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import POLL_S
-from rebalance.recovery.survivors import membership_of_start
+from rebalance.recovery import membership_of_start
 from rebalance.stage.share import RankSlots
 from rebalance.types import StepCounter
 from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts

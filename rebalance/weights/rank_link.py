@@ -151,29 +151,25 @@ class OtherRanks:
         self, settings: RankLinkSettings, rank: int, group: GroupName, record_bytes: int
     ) -> None:
         self._deadline_s, self._group = settings.deadline_s, group
-        self._record_bytes, self._weights_version = record_bytes, 0
+        self._weights_version = 0
         tls = settings.tls.client_context() if settings.tls else None
 
         def link(number: int) -> LinkClient:
+            def check(hello: Message) -> None:
+                found = field(hello, "rank", int), field(hello, "record_bytes", int)
+                if found != (number, record_bytes):
+                    raise MigrationError(
+                        f"found rank {found[0]} with records of {found[1]} bytes, "
+                        f"expected rank {number} with records of {record_bytes} bytes"
+                    )
+
             name = "rank {} at {} port {}".format(number, *settings.addresses[number])
-            address, check = settings.addresses[number], self._checks(number)
-            return LinkClient(name, address, PROTOCOL, settings, tls, check)
+            return LinkClient(name, settings.addresses[number], PROTOCOL, settings, tls, check)
 
         others = [number for number in range(len(settings.addresses)) if number != rank]
         self._links: Mapping[int, LinkClient] = {number: link(number) for number in others}
         self.ranks = frozenset(self._links)
         self._bounces: list[Bounce] = []  # pinned memory, on a GPU; the next one to use is first
-
-    def _checks(self, rank: int) -> Callable[[Message], None]:
-        def check(hello: Message) -> None:
-            found = field(hello, "rank", int), field(hello, "record_bytes", int)
-            if found != (rank, self._record_bytes):
-                raise MigrationError(
-                    f"found rank {found[0]} with records of {found[1]} bytes, "
-                    f"expected rank {rank} with records of {self._record_bytes} bytes"
-                )
-
-        return check
 
     def begin(self, back: torch.cuda.Stream | None) -> None:
         """Nothing to do: bytes arrive on streams of their own."""

@@ -320,10 +320,6 @@ class HostCacheServer:
             room_bytes=found["room"] * size,
         )
 
-    def invalidate(self, weights_version: int) -> None:
-        """Invalidate the records of older weights; those of the checkpoint are version 0."""
-        self.cache.invalidate(weights_version)
-
     def close(self) -> None:
         """Stop answering; twice is no harm."""
         if self._is_closed.is_set():

@@ -17,7 +17,7 @@ In flip mode there is one layer, which every transaction changes, and a rank's s
 The device is then a third clock: a swap is ordered at a boundary and complete some time after it.
 
 In every state with a dead rank the survivors could stop where they are and recover: what
-``eplb/migration/recovery.py`` decides then, and ``rebalance/recovery/survivors.py`` has each of
+``eplb/migration/recovery.py`` decides then, and ``rebalance/recovery.py`` has each of
 them do, is worked out there and then, and must bring all of them and the store to one placement.
 """
 

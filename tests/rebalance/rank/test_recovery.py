@@ -21,7 +21,7 @@ from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import PlanRef, RankPhase, missed_verdicts
-from rebalance.recovery.survivors import (
+from rebalance.recovery import (
     Deadlines,
     end_together,
     membership_of_start,

@@ -43,7 +43,7 @@ from rebalance.assembly.rank import wire_agent
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.recovery.survivors import (
+from rebalance.recovery import (
     Deadlines,
     end_together,
     membership_of_start,

@@ -1,1 +1,0 @@
-"""After the death of a rank: survivors agree on one placement."""
