@@ -16,8 +16,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace
-from rebalance.swap.scrub_schedule import in_hex
-from rebalance.swap.scrubber import Scrubber
+from rebalance.swap.scrubber import Scrubber, in_hex
 from rebalance.swap.swapper import LiveSlot, Loan
 from rebalance.types import Record
 from rebalance.weights.sources import HOST, Place, WeightSources
