@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from rebalance.engines.common.fsck.check import PART, PlacementCheck, agreed, digests_of
-from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.tensors import EngineView
 
 ROWS, RANKS, EACH, EXPERTS = 58, 4, 9, 32
 SLOTS, PLANTED, PASS_S = RANKS * EACH, 50, 0.050
@@ -45,27 +45,20 @@ class Experts(torch.nn.Module):
 class Rank:
     """One rank; the engine moves weights and scales."""
 
-    num_ranks, num_experts = RANKS, EXPERTS
-
     def __init__(self, rank: int, maps: NDArray[np.int64]) -> None:
-        self.rank, self.maps, self.rows = rank, maps, range(ROWS)
+        self.rank, self.maps = rank, maps
         self.load(maps)
+        self.view = EngineView(range(ROWS), self.layer, lambda row: maps[row], rank, RANKS)
 
     def load(self, maps: NDArray[np.int64]) -> None:
         """Load all slots as a map says."""
         own = slice(self.rank * EACH, (self.rank + 1) * EACH)
-        self.layers = [Experts(row, maps[row, own]) for row in self.rows]
+        self.layers = [Experts(row, maps[row, own]) for row in range(ROWS)]
 
-    def tensors(self, row: int) -> LayerTensors:
-        """Return what the layer is computed with."""
+    def layer(self, row: int) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+        """A layer, and what the engine moves of it."""
         layer = self.layers[row]
-        moved = [layer.w13, layer.w2, layer.w13_scale, layer.w2_scale]
-        return tensors_of(moved, layer, owners_of(layer, moved), self.rank, RANKS)
-
-    def held(self, row: int) -> NDArray[np.int64]:
-        """Return experts by slot."""
-        found: NDArray[np.int64] = self.maps[row]
-        return found
+        return layer, [layer.w13, layer.w2, layer.w13_scale, layer.w2_scale]
 
 
 def detection(kind: str, seed: int) -> tuple[int, int, int]:
@@ -79,12 +72,12 @@ def detection(kind: str, seed: int) -> tuple[int, int, int]:
         at_start = {(int(row), -1) for row in random.choice(ROWS, PLANTED, replace=False)}
         for row, _ in at_start:
             ranks[int(random.integers(RANKS))].layers[row].factor += 1
-    references, faults = agreed(ranks[0], [digests_of(rank) for rank in ranks])
+    references, faults = agreed(ranks[0].view, [digests_of(rank.view) for rank in ranks])
     for rank in ranks:
         rank.maps[:] = after
         rank.load(after)
     planted = at_start or _planted(kind, ranks, first, random)
-    checks = [PlacementCheck(rank, references, lambda: 0.0, PART) for rank in ranks]
+    checks = [PlacementCheck(rank.view, references, lambda: 0.0, PART) for rank in ranks]
     faults = faults + [fault for check in checks for fault in check.sweep()]
     found = {(fault.row, fault.slot) for fault in faults}
     return len(planted), len(planted & found), len(found - planted)
@@ -129,36 +122,18 @@ class BigLayer(torch.nn.Module):
             self.register_buffer(f"{name}_scale", torch.rand(blocks))
 
 
-class BigRank:
-    """58 layers that share the memory of one: the check reads as much in each."""
-
-    rank, num_ranks, num_experts, rows = 0, 1, EACH, range(ROWS)
-
-    def __init__(self) -> None:
-        self._layer = BigLayer()
-        self._moved = list(self._layer.buffers())
-        self._held = np.arange(EACH)
-
-    def tensors(self, row: int) -> LayerTensors:
-        """Return what the layer is computed with."""
-        return tensors_of(self._moved, self._layer, [""], 0, 1)
-
-    def held(self, row: int) -> NDArray[np.int64]:
-        """Return experts by slot."""
-        return self._held
-
-
 def cost(visits: int) -> list[tuple[str, str]]:
     """Figures of the check over full-size records."""
-    rank = BigRank()
-    rank.rows = range(1)
-    digests_of(rank)  # compiles
+    layer = BigLayer()
+    held = np.arange(EACH)
+    view = EngineView([0], lambda row: (layer, list(layer.buffers())), lambda row: held, 0, 1)
+    digests_of(view)  # compiles
     begin = time.thread_time()
-    references, _ = agreed(rank, [digests_of(rank)])
+    references, _ = agreed(view, [digests_of(view)])
     start_s = (time.thread_time() - begin) * ROWS
     base = 0.0
     clock: Callable[[], float] = lambda: base + time.thread_time()  # noqa: E731
-    check = PlacementCheck(rank, references, clock, PART)
+    check = PlacementCheck(view, references, clock, PART)
     begin_s, begin_cpu, passes = clock(), time.thread_time(), 0
     each, quiet = [], []
     while check.num_checked < visits:
@@ -174,7 +149,7 @@ def cost(visits: int) -> list[tuple[str, str]]:
     sweep_s = (clock() - begin_s) / visits * ROWS * EACH
     looks = np.array(each)
     return [
-        ("bytes of a slot", f"{sum(one.record(0).numel() for one in rank.tensors(0).slots):,}"),
+        ("bytes of a slot", f"{sum(one.record(0).numel() for one in view.tensors(0)[0]):,}"),
         (
             "a look, median / p99 (ms)",
             f"{np.median(looks[looks > 1e-3]) * 1e3:.1f} / {np.quantile(looks, 0.99) * 1e3:.1f}",

@@ -85,11 +85,6 @@ class StoreProcess:
         self._thread.start()
 
     @property
-    def run(self) -> str:
-        """The run that this rank belongs to."""
-        return self._identity.info.run
-
-    @property
     def pid(self) -> int | None:
         """Process id of the child; None before it has started."""
         return None if self._child is None else self._child.pid
@@ -119,6 +114,11 @@ class StoreProcess:
         if isinstance(told, MapChange):
             self._map = told
         return self._offer(lambda: told, None)
+
+    def note(self, kind: str, detail: dict[str, Any]) -> bool:
+        """Hand over an event of this rank, as ``tell``."""
+        about = {"run": self._identity.info.run, "rank": self._identity.rank}
+        return self.tell(Noted(kind, about | detail))
 
     def _offer(self, make: Make, copied: Any) -> bool:
         if len(self._waiting) >= MOST_WAITING:
@@ -238,10 +238,8 @@ class StoreProcess:
             "samples_dropped": self.num_dropped,
             "store_failures": self.num_failures,
         }
-        if state != self._state:
-            detail = {"run": self.run, "rank": self._identity.rank, **state}
-            if self.tell(Noted(PARTS, detail)):  # else again, once there is room
-                self._state, self._next_state = state, time.monotonic() + STATE_S
+        if state != self._state and self.note(PARTS, state):  # else again, once there is room
+            self._state, self._next_state = state, time.monotonic() + STATE_S
 
     def _take(self, reply: Reply) -> None:
         if isinstance(reply, Question):

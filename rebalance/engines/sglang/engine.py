@@ -6,6 +6,7 @@ process of the engine, and most have no use for these modules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
+from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planning import RULES
@@ -113,6 +115,38 @@ def shape_of(manager: Any, rank: int) -> Shape:
         algorithm=str(get_exec().moe.ep_dispatch_algorithm),
         movable=movable,
     )
+
+
+def view_of(manager: Any, rank: int) -> EngineView:
+    """Where the model has its experts; layers are all hidden layers, as in the engine's map."""
+    model = manager._get_model()
+    return EngineView(
+        sorted(model.routed_experts_weights_of_layer),
+        lambda row: (model, model.routed_experts_weights_of_layer[row]),
+        lambda row: metadata().physical_to_logical_map_cpu[row].numpy(),
+        rank,
+        int(metadata().ep_size),
+    )
+
+
+def choices(rows: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Experts [N, 1] of some tokens, and the slots [L, N, 1] that this rank chooses by layer."""
+    from sglang.srt.eplb.expert_location_dispatch import (
+        ExpertLocationDispatchInfo,
+        topk_ids_logical_to_physical,
+    )
+
+    live = metadata()
+    device, num_experts = live.physical_to_logical_map.device, live.num_logical_experts
+    experts = torch.arange(2 * num_experts, device=device)[:, None] % num_experts
+    # Requests draw from the same generator: its state is given back.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        chosen = [
+            topk_ids_logical_to_physical(experts, ExpertLocationDispatchInfo.init_new(row))
+            for row in rows
+        ]
+    slots: IntArray = torch.stack(chosen).cpu().numpy().astype(np.int64)
+    return experts.cpu().numpy(), slots
 
 
 def metadata_for(held: IntArray, lists: IntArray, chosen: IntArray | None) -> Any:

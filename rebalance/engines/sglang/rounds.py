@@ -26,7 +26,7 @@ from eplb.core.load import Phase
 from eplb.errors import EplbError
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Answer, MapChange, Noted, Outcome, Question
+from rebalance.engines.common.messages import Answer, MapChange, Outcome, Question
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
 from rebalance.engines.common.replica_weights import shares_of
@@ -34,7 +34,6 @@ from rebalance.engines.common.start import Joined
 from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.fsck_view import SglangView
 from rebalance.engines.sglang.planning import Planned, answer_of, check_plan
 from rebalance.engines.sglang.replica_weights import replica_lists
 from rebalance.engines.sglang.tap import LoadTap, Shape
@@ -202,24 +201,20 @@ class Rounds:
         if not self._settings.engine.check or self._checked == self.generation:
             return
         if self.checks is None:
-            num_ranks = self._shape.system.num_ranks
+            assert self._store is not None, "it was made with the shape"
             self.checks = RankCheck(
                 "sglang",
                 lambda own: gathered_large(own, self._group),
-                self._note_event,
-                SglangView.check_choices,
+                self._store.note,
+                engine.choices,
+                is_shared=engine.counts_every_token_on_each_rank(),
             )
-            self.checks.begin(lambda: SglangView(self._manager._get_model(), self._rank, num_ranks))
+            self.checks.begin(lambda: engine.view_of(self._manager, self._rank))
             if self.kept is not None:
                 self.checks.repair_from(self.kept)
         else:
             self.checks.after_map()
         self._checked = self.generation
-
-    def _note_event(self, kind: str, detail: dict[str, Any]) -> None:
-        if self._store is not None:
-            about = {"run": self._joined.run, "rank": self._rank}
-            self._store.tell(Noted(kind, about | detail))
 
     def _ready(self) -> Answer | None:
         is_off = self._manager._rebalance_disabled_reason is not None

@@ -9,7 +9,6 @@ Shapes:  L MoE layers, E experts, P physical experts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -22,9 +21,9 @@ import eplb
 from eplb.core.load import Phase
 from eplb.errors import RankError
 from rebalance.engines.common.fsck.rank_check import RankCheck
-from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import MapChange, Noted, Outcome, Question
+from rebalance.engines.common.messages import MapChange, Outcome, Question
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, num_bytes_of, rows_of
 from rebalance.engines.common.start import Joined, join
@@ -54,38 +53,6 @@ class Served:
     def num_experts(self) -> int:
         """E."""
         return int(self.model_state.model.num_logical_experts)
-
-
-class VllmView:
-    """Where a model of vLLM's ``EplbState`` has its experts, for the placement check.
-
-    Args:
-        model: with the tensors that vLLM moves, ``expert_weights``, and their ``moe_layers``.
-        served: [L, S] experts by slot, which commits keep current: vLLM's own map is on the device,
-            and a step does not wait for it.
-        rank: in the group that balances.
-        num_ranks: of that group.
-    """
-
-    def __init__(self, model: Any, served: Ints, rank: int, num_ranks: int) -> None:
-        self._model, self._served, self.rank, self.num_ranks = model, served, rank, num_ranks
-        pairs = zip(model.moe_layers, model.expert_weights, strict=True)
-        self._owners = [owners_of(layer, list(tensors)) for layer, tensors in pairs]
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """MoE layers in order."""
-        return range(len(self._owners))
-
-    def tensors(self, row: int) -> LayerTensors:
-        """Return the tensors of a layer."""
-        layer, moved = self._model.moe_layers[row], list(self._model.expert_weights[row])
-        return tensors_of(moved, layer, self._owners[row], self.rank, self.num_ranks)
-
-    def held(self, row: int) -> Ints:
-        """Return [S] experts by slot."""
-        found: Ints = self._served[row]
-        return found
 
 
 class PluginProcess:
@@ -227,16 +194,23 @@ class PluginProcess:
         group = self.group
         rank, size = group.rank_in_group, group.world_size
 
-        def make_view() -> VllmView:
+        def make_view() -> EngineView:
             target = self._target
             if target is None:
                 raise RankError("the model was not taken over")
-            return VllmView(target.model_state.model, target.held, rank, size)
+            model = target.model_state.model
+            return EngineView(
+                range(len(model.expert_weights)),
+                lambda row: (model.moe_layers[row], list(model.expert_weights[row])),
+                # Commits keep it current: vLLM's own map is on the device, and no step waits.
+                lambda row: target.held[row],
+                rank,
+                size,
+            )
 
         def write(event: str, detail: dict[str, Any]) -> None:
             if self.recorder is not None:
-                about = {"run": self.recorder.run, "rank": rank}
-                self.recorder.tell(Noted(event, about | detail))
+                self.recorder.note(event, detail)
 
         self.checks = RankCheck("vllm", lambda own: gathered_large(own, group.cpu_group), write)
         try:

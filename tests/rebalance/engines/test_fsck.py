@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rebalance.engines.common.fsck.check import (
-    PART,
-    PlacementCheck,
-    agreed,
-    begin_check,
-    digests_of,
-    from_message,
-    to_message,
-)
-from rebalance.engines.common.fsck.rank_check import check_choices
-from rebalance.engines.common.fsck.report import Fault
-from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.check import PART, PlacementCheck, agreed, digests_of
+from rebalance.engines.common.fsck.rank_check import RankCheck, check_choices
+from rebalance.engines.common.fsck.report import BEGUN, Fault
+from rebalance.engines.common.fsck.tensors import EngineView
 
 ROWS, RANKS, EACH, EXPERTS = 6, 2, 9, 12
 SLOTS = RANKS * EACH
@@ -50,47 +42,34 @@ class Experts(torch.nn.Module):
         self.alpha[slot] = salt / 7
 
 
-@dataclass(eq=False)
 class Rank:
-    """One rank of an engine that moves ``weight`` and ``scale``."""
+    """One rank of an engine that moves ``weight`` and ``scale``; ``maps`` are of all ranks."""
 
-    rank: int
-    layers: list[Experts]
-    maps: np.ndarray  # [L, S], shared by all ranks
-    num_ranks: int = RANKS
-    num_experts: int = EXPERTS
+    def __init__(self, rank: int, maps: np.ndarray) -> None:
+        self.rank, self.maps = rank, maps
+        self.layers = [Experts(row, rank, held) for row, held in enumerate(maps)]
+        self.view = EngineView(range(len(maps)), self.layer, lambda row: maps[row], rank, RANKS)
 
-    @property
-    def rows(self) -> range:
-        return range(len(self.layers))
-
-    def tensors(self, row: int) -> LayerTensors:
+    def layer(self, row: int) -> tuple[Experts, list[torch.Tensor]]:
         layer = self.layers[row]
-        moved = [layer.weight.data.view(EACH, -1), layer.scale]  # a view, as vLLM moves it
-        return tensors_of(moved, layer, owners_of(layer, moved), self.rank, RANKS)
-
-    def held(self, row: int) -> np.ndarray:
-        return self.maps[row]
+        return layer, [layer.weight.data.view(EACH, -1), layer.scale]  # a view, as vLLM moves it
 
 
 def ranks_with(seed: int, rows: int = ROWS) -> list[Rank]:
     random = np.random.default_rng(seed)
     maps = np.stack([random.permutation(np.arange(SLOTS) % EXPERTS) for _ in range(rows)])
-    return [
-        Rank(rank, [Experts(row, rank, held) for row, held in enumerate(maps)], maps)
-        for rank in range(RANKS)
-    ]
+    return [Rank(rank, maps) for rank in range(RANKS)]
 
 
 def checks_of(ranks: list[Rank]) -> tuple[list[PlacementCheck], list[Fault]]:
-    references, faults = agreed(ranks[0], [digests_of(rank) for rank in ranks])
-    return [PlacementCheck(rank, references, lambda: 0.0, PART) for rank in ranks], faults
+    references, faults = agreed(ranks[0].view, [digests_of(rank.view) for rank in ranks])
+    return [PlacementCheck(rank.view, references, lambda: 0.0, PART) for rank in ranks], faults
 
 
 def move(ranks: list[Rank], seed: int) -> None:
     """A rebalance that forgets nothing."""
     random = np.random.default_rng(seed)
-    for row in ranks[0].rows:
+    for row in range(len(ranks[0].maps)):
         random.shuffle(ranks[0].maps[row])
         for rank in ranks:
             fresh = Experts(row, rank.rank, ranks[0].maps[row])
@@ -117,10 +96,10 @@ def test_right_placement_has_no_fault_before_and_after_moves() -> None:
 
 def test_tensors_are_found_once_and_counters_are_left_out() -> None:
     (rank, _) = ranks_with(1, rows=1)
-    found = rank.tensors(0)
+    slots, factors = rank.view.tensors(0)
 
-    assert [one.name for one in found.slots] == ["weight", "scale", "alpha", "table"]
-    assert [name for name, _ in found.factors] == ["factor"]
+    assert [one.name for one in slots] == ["weight", "scale", "alpha", "table"]
+    assert [name for name, _ in factors] == ["factor"]
 
 
 @pytest.mark.parametrize("name", ["weight", "scale", "alpha", "table"])
@@ -164,7 +143,7 @@ def test_reload_by_the_first_map_after_a_move_is_found_in_every_moved_slot() -> 
     first = ranks[0].maps.copy()
     move(ranks, 9)
     for rank in ranks:  # the loader writes each expert where it was at the start
-        for row in rank.rows:
+        for row in range(len(rank.layers)):
             fresh = Experts(row, rank.rank, first[row])
             rank.layers[row].weight.data = fresh.weight.data
             rank.layers[row].scale = fresh.scale
@@ -229,8 +208,8 @@ def test_visits_take_a_thousandth_of_the_time() -> None:
         now += 0.5e-3  # of processor time, each time that the check asks
         return now
 
-    references, _ = agreed(ranks[0], [digests_of(rank) for rank in ranks])
-    check = PlacementCheck(ranks[0], references, clock, PART)
+    references, _ = agreed(ranks[0].view, [digests_of(rank.view) for rank in ranks])
+    check = PlacementCheck(ranks[0].view, references, clock, PART)
     spent = 0.0
     for _ in range(5_000):
         now += 0.8  # a pass
@@ -243,22 +222,25 @@ def test_visits_take_a_thousandth_of_the_time() -> None:
 
 
 def test_rank_that_cannot_begin_switches_the_check_off_on_all() -> None:
-    ranks = ranks_with(17, rows=1)
+    others = (digests_of(ranks_with(17, rows=1)[0].view), "")
+    events: list[tuple[str, dict[str, Any]]] = []
+    check = RankCheck("vllm", lambda own: [others, own], lambda *event: events.append(event))
 
-    def fails() -> Rank:
+    def fails() -> EngineView:
         raise RuntimeError("no tensors")
 
-    others = (to_message(digests_of(ranks[0])), "")
-    check, faults, reason = begin_check(fails, lambda own: [others, own], lambda: 0.0)
+    check.begin(fails)
+    check.visit(is_idle=True)
 
-    assert (check, faults) == (None, [])
-    assert reason == "rank 1: RuntimeError: no tensors"
+    assert events == [(BEGUN, {"reason": "rank 1: RuntimeError: no tensors"})]
+    assert (check.sweep(), check.num_checked) == ([], 0)
 
 
-def test_digests_of_a_rank_arrive_as_they_were_sent() -> None:
-    own = digests_of(ranks_with(17, rows=2)[0])
+def test_references_of_digests_that_json_has_carried_are_those_of_the_digests() -> None:
+    ranks = ranks_with(17, rows=2)
+    own = [digests_of(rank.view) for rank in ranks]
 
-    assert from_message(json.loads(json.dumps(to_message(own)))) == own
+    assert agreed(ranks[0].view, json.loads(json.dumps(own))) == agreed(ranks[0].view, own)
 
 
 def test_different_choices_are_a_fault_where_ranks_share_tokens() -> None:

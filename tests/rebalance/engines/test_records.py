@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rebalance.engines.common.fsck import check
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.report import FAULT, REPAIRED
-from rebalance.engines.common.fsck.tensors import LayerTensors, owners_of, tensors_of
+from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
 from rebalance.engines.common.records import Kept, capture
 from rebalance.weights.cache.cache_settings import HostCacheSettings
@@ -36,23 +36,18 @@ class Experts(torch.nn.Module):
         self.register_buffer("alpha", salt / 7)
 
 
-class View:
+class Model:
     """The experts of one rank of an engine."""
-
-    rank, num_ranks, rows = 0, 1, ROWS
 
     def __init__(self) -> None:
         self.layers = {row: Experts(row) for row in ROWS}
+        self.view = EngineView(ROWS, self.layer, lambda row: HELD[ROWS.index(row)], 0, 1)
+
+    def layer(self, row: int) -> tuple[Experts, list[torch.Tensor]]:
+        return self.layers[row], self.moved(row)
 
     def moved(self, row: int) -> list[torch.Tensor]:
         return [self.layers[row].weight, self.layers[row].scale]
-
-    def tensors(self, row: int) -> LayerTensors:
-        layer = self.layers[row]
-        return tensors_of(self.moved(row), layer, owners_of(layer, self.moved(row)), 0, 1)
-
-    def held(self, row: int) -> Any:
-        return HELD[ROWS.index(row)]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +60,12 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGrou
 
 
 @pytest.fixture
-def view() -> View:
-    return View()
+def model() -> Model:
+    return Model()
 
 
 @pytest.fixture
-def kept(view: View, group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Kept]:
+def kept(model: Model, group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Kept]:
     settings = PluginSettings(
         "prod",
         "memory:",
@@ -78,21 +73,21 @@ def kept(view: View, group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Kept]
         host_cache=HostCacheSettings(record_folder=tmp_path / "records"),
         state_dir=tmp_path,
     )
-    made = capture(lambda: ([view.moved(row) for row in ROWS], HELD), group, settings, "model")
+    made = capture(lambda: ([model.moved(row) for row in ROWS], HELD), group, settings, "model")
     assert made is not None
     yield made
     made.close()
 
 
 class Checked:
-    """A check of the view that looks at a slot in each pass, and the events that it wrote."""
+    """A check of the model that looks at a slot in each pass, and the events that it wrote."""
 
-    def __init__(self, view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, model: Model, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(check, "PART", 1e9)
         self.events: list[tuple[str, dict[str, Any]]] = []
         write = lambda kind, detail: self.events.append((kind, detail))  # noqa: E731
         self.check = RankCheck("vllm", lambda own: [own], write)
-        self.check.begin(lambda: view)
+        self.check.begin(lambda: model.view)
         self.check.repair_from(kept)
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -111,35 +106,35 @@ class Checked:
         self.until(lambda: self.check.num_checked >= last)
 
 
-def test_offered_record_is_given_back_with_every_tensor(view: View, kept: Kept) -> None:
-    expected = [tensor.clone() for tensor in view.moved(5)]
-    for tensor in view.moved(5):
+def test_offered_record_is_given_back_with_every_tensor(model: Model, kept: Kept) -> None:
+    expected = [tensor.clone() for tensor in model.moved(5)]
+    for tensor in model.moved(5):
         tensor[2] = 0
 
-    assert not kept.is_right(1, 2, [tensor[2] for tensor in view.moved(5)])
-    assert kept.restore(1, 2, [tensor[2] for tensor in view.moved(5)])
-    assert all(torch.equal(*both) for both in zip(view.moved(5), expected, strict=True))
+    assert not kept.is_right(1, 2, [tensor[2] for tensor in model.moved(5)])
+    assert kept.restore(1, 2, [tensor[2] for tensor in model.moved(5)])
+    assert all(torch.equal(*both) for both in zip(model.moved(5), expected, strict=True))
 
 
 def test_damaged_slot_is_repaired_from_its_record_between_two_passes(
-    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch
+    model: Model, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked, expected = Checked(view, kept, monkeypatch), view.layers[3].weight.clone()
-    view.layers[3].weight[4, 1] += 1
+    checked, expected = Checked(model, kept, monkeypatch), model.layers[3].weight.clone()
+    model.layers[3].weight[4, 1] += 1
 
     checked.until(lambda: checked.has(REPAIRED))
 
-    assert torch.equal(view.layers[3].weight, expected)
+    assert torch.equal(model.layers[3].weight, expected)
     checked.go_round()
     assert not checked.check.faults
     assert [kind for kind, _ in checked.events].count(FAULT) == 1
 
 
 def test_slot_that_is_looked_at_while_its_record_arrives_is_no_fault_after_the_repair(
-    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch
+    model: Model, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = Checked(view, kept, monkeypatch)
-    view.layers[3].weight[4, 1] += 1
+    checked = Checked(model, kept, monkeypatch)
+    model.layers[3].weight[4, 1] += 1
     with kept._lock:  # the record does not come before the slot is looked at again
         checked.until(lambda: checked.has(FAULT))
         checked.until(lambda: checked.has_looked_at(row=3, slot=4))
@@ -154,25 +149,25 @@ def test_slot_that_is_looked_at_while_its_record_arrives_is_no_fault_after_the_r
 
 
 def test_weights_that_were_replaced_are_never_overwritten_by_records(
-    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Model, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checked = Checked(view, kept, monkeypatch)
-    view.layers[3].weight += 1
-    replaced = view.layers[3].weight.clone()
+    checked = Checked(model, kept, monkeypatch)
+    model.layers[3].weight += 1
+    replaced = model.layers[3].weight.clone()
 
     checked.until(lambda: "slots of the layer have other bytes than at the load" in caplog.text)
 
-    assert torch.equal(view.layers[3].weight, replaced)
+    assert torch.equal(model.layers[3].weight, replaced)
     assert not checked.has(REPAIRED)
 
 
 def test_tensor_that_is_no_part_of_a_record_is_reported_and_left(
-    view: View, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Model, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checked = Checked(view, kept, monkeypatch)
-    view.layers[5].alpha[0] = 99.0
+    checked = Checked(model, kept, monkeypatch)
+    model.layers[5].alpha[0] = 99.0
 
     checked.until(lambda: "alpha is no part of its record" in caplog.text)
 
     assert [fault.name for fault in checked.check.faults] == ["alpha"]
-    assert view.layers[5].alpha[0] == 99.0
+    assert model.layers[5].alpha[0] == 99.0

@@ -5,5 +5,4 @@
 
 An engine moves the tensors that it lists; what it derives from them (scales, packed copies, factors
 of a rank) it may forget. So the check reads all tensors of the modules that own the listed ones.
-``fsck_view`` of each engine says where it has its tensors and its map.
 """

@@ -4,7 +4,7 @@ A fault is logged, written to the store as the event ``placement_fault``, and sh
 part ``placement``. A slot with wrong bytes gets those of its kept record, where there is one. A
 check that fails itself ends, and passes go on.
 
-Shapes:  N tokens, K experts of a token, S slots, R ranks.
+Shapes:  L layers, N tokens, K experts of a token, S slots, R ranks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
-from rebalance.engines.common.fsck.check import Gather, PlacementCheck, begin_check
+from rebalance.engines.common.fsck import check
 from rebalance.engines.common.fsck.report import BEGUN, FAULT, REPAIRED, ROUND, Fault
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.records import Kept, write
+from rebalance.engines.common.tap import IntArray
 
 log = logging.getLogger(__name__)
 MOST_KEPT = 100  # faults that are reported; a wrong map would name every slot
 
-IntArray = NDArray[np.int64]
-
+# All ranks' values, which JSON can express, in order of ranks: a collective.
+Gather = Callable[[Any], list[Any]]
 # The kind and the detail of an event, for the store. It must not wait.
-Write = Callable[[str, dict[str, Any]], None]
+Write = Callable[[str, dict[str, Any]], object]
+# Of some layers: experts [N, K] of some tokens, and the slots [L, N, K] that this rank chooses.
+Choose = Callable[[Sequence[int]], tuple[IntArray, IntArray]]
 
 
 class RankCheck:
@@ -42,7 +44,9 @@ class RankCheck:
         engine: name of the gauge.
         gather: a collective that nothing else uses meanwhile.
         write: where faults go beside the log.
-        check_choices: compares how ranks choose replicas, from this rank's view; collective.
+        choose: replicas by the map that serves, to be compared with those of other ranks; None:
+            they are not compared.
+        is_shared: whether ranks run the experts over the same tokens.
     """
 
     def __init__(
@@ -50,13 +54,15 @@ class RankCheck:
         engine: str,
         gather: Gather,
         write: Write,
-        check_choices: Callable[[Any, Gather], list[Fault]] | None = None,
+        choose: Choose | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self._engine, self._gather, self._write = engine, gather, write
-        self._check_choices = check_choices
+        self._choose, self._is_shared = choose, is_shared
         self._rounds = 0  # that were reported
         self._view: EngineView | None = None
-        self._check: PlacementCheck | None = None
+        self._check: check.PlacementCheck | None = None
         self._repair: SlotRepair | None = None
         self.faults: dict[Fault, None] = {}  # in the order in which they were found
 
@@ -71,16 +77,23 @@ class RankCheck:
         Raises only what the collective raises: a view that cannot be made ends the check on all
         ranks.
         """
-
-        def made() -> EngineView:
-            self._view = make_view()
-            return self._view
-
-        self._check, faults, reason = begin_check(made, self._gather, time.monotonic)
-        if self._check is None:
-            log.warning("placement check is off: %s", reason)
+        view, own, reason = None, None, ""
+        try:
+            view = make_view()
+            own = check.digests_of(view)
+        except Exception as exc:
+            reason = f"{type(exc).__name__}: {exc}"
+        by_rank = self._gather((own, reason))
+        refused = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(by_rank) if why]
+        faults: list[Fault] = []
+        if view is not None and not refused:
+            references, faults = check.agreed(view, [found for found, _ in by_rank])
+            self._check = check.PlacementCheck(view, references, time.monotonic, check.PART)
+            self._view = view
+        else:
+            log.warning("placement check is off: %s", refused[0])
         set_part(self._engine, "placement", is_on=self._check is not None)
-        self._write(BEGUN, {"reason": reason})
+        self._write(BEGUN, {"reason": refused[0] if refused else ""})
         self._note(faults)
         self.after_map()
 
@@ -90,9 +103,21 @@ class RankCheck:
             self._repair = SlotRepair(kept, self._view)
 
     def after_map(self) -> None:
-        """Check how ranks choose replicas by a new map."""
-        if self._check is not None and self._check_choices is not None:
-            self._note(self._check_choices(self._view, self._gather))
+        """Compare the slots that ranks choose for the same tokens, whatever fails on this one."""
+        view = self._view
+        if view is None or self._choose is None:
+            return
+        experts, own = np.zeros((0, 1), dtype=np.int64), np.zeros((0, 0, 1), dtype=np.int64)
+        try:
+            experts, own = self._choose(view.rows)
+        except Exception as exc:
+            log.warning("choices of replicas cannot be checked: %s: %s", type(exc).__name__, exc)
+        by_rank = [np.array(found, dtype=np.int64) for found in self._gather(own.tolist())]
+        if not all(map(len, by_rank)):
+            return
+        for row, *chosen in zip(view.rows, *by_rank, strict=True):
+            held = view.held(row)
+            self._note(check_choices(row, experts, chosen, held, is_shared=self._is_shared))
 
     def visit(self, *, is_idle: bool) -> None:
         """Look at a slot, if there is time for it. Never raises."""
@@ -152,7 +177,6 @@ class SlotRepair:
 
     def __init__(self, kept: Kept, view: EngineView) -> None:
         self._kept, self._view = kept, view
-        self._layer_of = {row: layer for layer, row in enumerate(view.rows)}
         self._fault: Fault | None = None  # whose record is on its way
         self._record: torch.Tensor | None = None  # once it is here
         self._error = ""
@@ -165,7 +189,7 @@ class SlotRepair:
 
     def _bring(self, fault: Fault) -> None:
         try:
-            self._record = self._kept.bring(self._layer_of[fault.row], fault.expert)
+            self._record = self._kept.bring(self._view.rows.index(fault.row), fault.expert)
         except Exception as exc:
             self._error = f"{exc}" if isinstance(exc, MigrationError) else repr(exc)
 
@@ -179,30 +203,25 @@ class SlotRepair:
         if why_not or record is None:
             log.warning("not repaired: layer %d slot %d: %s", fault.row, fault.slot, why_not)
             return None
-        write(record, self._tensors(fault.row, fault.slot))
+        write(record, self._view.moved(fault.row, fault.slot - self._view.slot(0)))
         return fault.row, fault.slot
-
-    def _tensors(self, row: int, slot: int) -> list[torch.Tensor]:
-        """What the engine moves of a slot of this rank: the tensors of its record."""
-        moved = self._view.tensors(row).moved
-        return [tensor[slot % len(tensor)] for tensor in moved]
 
     def _why_not(self, fault: Fault) -> str:
         """Why the slot must stay as it is; "" if it gets the record."""
         view, row = self._view, fault.row
-        held, layer = view.held(row), self._layer_of[row]
+        held, layer = view.held(row), view.rows.index(row)
         if held[fault.slot] != fault.expert:
             return "it holds another expert by now"
-        each = len(held) // view.num_ranks
         wrong = [
             slot
-            for slot in range(view.rank * each, (view.rank + 1) * each)
-            if not self._kept.is_right(layer, int(held[slot]), self._tensors(row, slot))
+            for place, slot in enumerate(range(view.slot(0), view.slot(view.num_own)))
+            if not self._kept.is_right(layer, int(held[slot]), view.moved(row, place))
         ]
         if fault.slot not in wrong:
             return f"{fault.name} is no part of its record, or it is right by now"
-        if 2 * len(wrong) > each:
-            return f"{len(wrong)} of {each} slots of the layer have other bytes than at the load"
+        if 2 * len(wrong) > view.num_own:
+            slots = f"{len(wrong)} of {view.num_own} slots of the layer"
+            return f"{slots} have other bytes than at the load"
         return ""
 
 
@@ -230,7 +249,7 @@ def check_choices(
         for place in np.argwhere(wrong)[:1]:
             slot, expert = int(slots[tuple(place)]), int(experts[tuple(place)])
             what = f"of rank {rank} is for another expert, expected a slot that holds it"
-            faults.append(Fault("choice", row, slot, expert, "the choice", what))
+            faults.append(Fault("choice", row, "the choice", what, slot, expert))
         differs = np.argwhere(slots != chosen[0])
         if is_shared and len(differs):
             place = tuple(differs[0])
@@ -240,5 +259,5 @@ def check_choices(
                 "ranks add their parts, so the output is wrong"
             )
             slot, expert = int(slots[place]), int(experts[place])
-            faults.append(Fault("choice", row, slot, expert, "the choice", what))
+            faults.append(Fault("choice", row, "the choice", what, slot, expert))
     return faults

@@ -19,10 +19,10 @@ class Fault:
 
     kind: Kind
     row: int  # layer, by the engine's numbers
-    slot: int  # number among the slots of all ranks; -1: none in particular
-    expert: int  # -1: none in particular
     name: str  # the tensor's name
     what: str  # found, and expected
+    slot: int = -1  # number among the slots of all ranks; -1: none in particular
+    expert: int = -1  # -1: none in particular
 
     def __str__(self) -> str:
         where = f"layer {self.row}"

@@ -5,17 +5,19 @@ Shapes:  C slots of this rank, S slots of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from rebalance.engines.common.tap import IntArray
 
 LANE_BYTES = 4
 # Of tensors that an engine does not move. Whole numbers are maps and counters, not weights.
 WHOLE = (torch.int16, torch.int32, torch.int64, torch.bool)
+
+Moved = Sequence[torch.Tensor]  # [C, ...] what an engine moves of a layer, in its order
+Factor = tuple[str, torch.Tensor]  # one number for all experts of the rank, and its name
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,30 +33,65 @@ class SlotTensor:
         return as_bytes(self.tensor[self.first + slot])
 
 
-@dataclass(frozen=True, eq=False)
-class LayerTensors:
-    """What a rank computes a layer's experts with."""
+class EngineView:
+    """Where an engine has its experts, as one rank sees them.
 
-    moved: tuple[torch.Tensor, ...]  # [C, ...] what the engine moves, in its order
-    slots: tuple[SlotTensor, ...]  # those that it moves first
-    factors: tuple[tuple[str, torch.Tensor], ...]  # one number for all experts of the rank
+    Args:
+        rows: layers with routed experts, by the engine's numbers.
+        layer: returns a module with all tensors of a layer, and what the engine moves of it, as
+            they are now: a reload may replace them.
+        held: returns [S] experts by slot of a layer, by the map that serves.
+        rank: of this process.
+        num_ranks: that have slots.
+    """
 
+    def __init__(
+        self,
+        rows: Iterable[int],
+        layer: Callable[[int], tuple[torch.nn.Module, Moved]],
+        held: Callable[[int], IntArray],
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self.rows, self._layer, self.held = list(rows), layer, held
+        self.rank, self.num_ranks = rank, num_ranks
+        self.num_own = len(layer(self.rows[0])[1][0]) if self.rows else 0  # slots of this rank
+        self._owners = {row: _owners_of(*layer(row)) for row in self.rows}
 
-class EngineView(Protocol):
-    """Where an engine has its experts."""
+    def slot(self, place: int) -> int:
+        """The number among the slots of all ranks of a slot of this rank."""
+        return self.rank * self.num_own + place
 
-    rank: int
-    num_ranks: int
+    def moved(self, row: int, place: int) -> list[torch.Tensor]:
+        """What the engine moves of a slot of this rank: the tensors of its record."""
+        return [tensor[place] for tensor in self._layer(row)[1]]
 
-    @property
-    def rows(self) -> Sequence[int]:
-        """Layers with routed experts, by the engine's numbers."""
+    def tensors(self, row: int) -> tuple[list[SlotTensor], list[Factor]]:
+        """The tensors that the engine moves, and further ones of the modules that own them.
 
-    def tensors(self, row: int) -> LayerTensors:
-        """Return the tensors of a layer as they are now: a reload may replace them."""
-
-    def held(self, row: int) -> NDArray[np.int64]:
-        """Return [S] experts by slot, by the map that serves."""
+        Modules are looked up by name, since a reload may make new ones.
+        """
+        model, moved = self._layer(row)
+        named = {
+            _place(tensor): (name, tensor)
+            for owner in self._owners[row]
+            for name, tensor in _direct(model.get_submodule(owner))
+        }
+        slots = [
+            SlotTensor(named.pop(_place(tensor), (f"weight {number}",))[0], tensor, 0)
+            for number, tensor in enumerate(moved)
+        ]
+        factors = []
+        for name, tensor in named.values():
+            if tensor.dtype in WHOLE or tensor.device.type == "meta":
+                continue
+            if tensor.numel() == 1:
+                factors.append((name, tensor))
+            elif tensor.dim() and tensor.shape[0] == self.num_own:
+                slots.append(SlotTensor(name, tensor, 0))
+            elif tensor.dim() and tensor.shape[0] == self.num_own * self.num_ranks:
+                slots.append(SlotTensor(name, tensor, self.slot(0)))
+        return slots, sorted(factors, key=lambda one: one[0])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +104,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(found, (0, rest)) if rest else found
 
 
-def owners_of(model: torch.nn.Module, moved: Sequence[torch.Tensor]) -> list[str]:
+def _owners_of(model: torch.nn.Module, moved: Moved) -> list[str]:
     """Names of the modules that hold one of these tensors, or a view of it."""
     known = {tensor.untyped_storage().data_ptr() for tensor in moved}
     return [
@@ -75,39 +112,6 @@ def owners_of(model: torch.nn.Module, moved: Sequence[torch.Tensor]) -> list[str
         for name, module in model.named_modules()
         if any(tensor.untyped_storage().data_ptr() in known for _, tensor in _direct(module))
     ]
-
-
-def tensors_of(
-    moved: Sequence[torch.Tensor],
-    model: torch.nn.Module,
-    owners: Iterable[str],
-    rank: int,
-    num_ranks: int,
-) -> LayerTensors:
-    """The tensors that an engine moves, and further ones of the modules that own them.
-
-    Modules are looked up by name, since a reload may make new ones.
-    """
-    each = moved[0].shape[0]
-    named = {
-        _place(tensor): (name, tensor)
-        for owner in owners
-        for name, tensor in _direct(model.get_submodule(owner))
-    }
-    slots = [
-        SlotTensor(named.pop(_place(tensor), (f"weight {number}",))[0], tensor, 0)
-        for number, tensor in enumerate(moved)
-    ]
-    factors = []
-    for name, tensor in named.values():
-        if tensor.dtype in WHOLE or tensor.device.type == "meta":
-            continue
-        if tensor.numel() == 1:
-            factors.append((name, tensor))
-        elif tensor.dim() and tensor.shape[0] in (each, each * num_ranks):
-            first = 0 if tensor.shape[0] == each else each * rank
-            slots.append(SlotTensor(name, tensor, first))
-    return LayerTensors(tuple(moved), tuple(slots), tuple(sorted(factors, key=lambda one: one[0])))
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
