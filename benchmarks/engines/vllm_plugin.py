@@ -18,9 +18,9 @@ from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 import eplb
 from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.vllm.decisions import Decision, chosen_entries, repetitions
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
-from rebalance.engines.vllm.replica_lists import chosen_replicas, repeated_lists, repetitions
 
 SEED, RUNS = 20261125, 20
 LAYERS, EXPERTS, SLOTS, RANKS, NODES = 58, 256, 288, 32, 4
@@ -132,10 +132,11 @@ def shares() -> None:
             for _ in range(200):
                 parts = drawn.dirichlet([3.0] * replicas)
                 held = np.zeros((1, replicas), dtype=np.int64)
-                _, entries = repeated_lists(held, repetitions(held, parts[None])).of_layer(0)
+                decision = Decision(held, held, repetitions(held, parts[None]), 1)
+                _, entries = decision.lists_of(0)
                 own = entries[0] if len(entries) else np.arange(replicas)  # equal shares
                 rows = rows_of(drawn)
-                chosen = chosen_replicas(rows, own)
+                chosen = own[chosen_entries(4096, len(own))[rows]]
                 part = np.bincount(chosen, minlength=replicas) / len(rows)
                 errors.append(float(np.abs(part - parts).max()))
                 noise.append(float(np.sqrt(parts * (1 - parts) / len(rows)).max()))

@@ -6,6 +6,7 @@ Shapes:  T windows, L layers, E experts, S slots.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,30 +39,26 @@ class System:
         ranks, nodes = self.num_ranks, self.num_nodes
         return Topology.uniform(nodes, ranks // nodes, num_slots // ranks)
 
-    def model(self, num_layers: int, num_experts: int) -> ModelShape:
-        """Layers, experts and their groups."""
+    def model(self, layers: Iterable[int], num_experts: int, top_k: int = 1) -> ModelShape:
+        """Layers by their numbers, experts and their groups."""
         groups = self.num_groups
         fits = groups % self.num_nodes == 0 and num_experts % groups == 0
         bytes_ = self.expert_bytes or UNKNOWN_EXPERT_BYTES
-        layers = tuple(range(num_layers))
-        return ModelShape(layers, num_experts, 1, 1, 1, 0, groups if fits else 1, bytes_)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a plan may cost, and when it is good enough."""
-
-    pay_back_s: float
-    target_imbalance: float
-    max_moved: float  # part of all slots
-    is_free: bool  # any number of experts may move, for any gain: no plan has made the map yet
-    time_ms: float | None = None  # search time, counted in steps; None: as ``Budget``
-    bytes_per_s: float = CostModel.bytes_per_s  # at which a rank receives
-    policy: str = "auto"
+        return ModelShape(tuple(layers), num_experts, top_k, 1, 1, 0, groups if fits else 1, bytes_)
 
 
 def planned(
-    windows: IntArray, current: Placement, system: System, limits: Limits, rule: DispatchRule
+    windows: IntArray,
+    current: Placement,
+    system: System,
+    rule: DispatchRule,
+    *,
+    max_moved: float | None,
+    pay_back_s: float,
+    target_imbalance: float,
+    time_ms: float | None = None,
+    bytes_per_s: float = CostModel.bytes_per_s,
+    policy: str = "auto",
 ) -> Plan:
     """Plan for the rule by which the engine chooses among replicas.
 
@@ -69,31 +66,36 @@ def planned(
         windows: [L, E] or [T, L, E] tokens.
         current: the map that serves, with the shares by which it is dispatched.
         system: ranks and model.
-        limits: of the plan.
         rule: the engine's.
+        max_moved: part of all slots that may move; None: any number, for any gain, as where no plan
+            has made the map yet.
+        pay_back_s: as ``CostModel``. An engine that moves weights holds passes up for it.
+        target_imbalance: that is good enough.
+        time_ms: search time, counted in steps; None: as ``Budget``.
+        bytes_per_s: at which a rank receives.
+        policy: as ``eplb.planner.plan``.
 
     Raises:
         EplbError: load, map and ranks do not describe one system.
     """
     num_layers, num_slots = current.slot_to_expert.shape
-    most = int(limits.max_moved * num_layers * num_slots)
+    is_free = max_moved is None
     return plan(
         windows,
         system.topology(num_slots),
-        model=system.model(num_layers, current.num_experts),
+        model=system.model(range(num_layers), current.num_experts),
         current=current,
         budget=Budget(
-            max_moves=None if limits.is_free else most,
-            target_imbalance=limits.target_imbalance,
-            time_ms=limits.time_ms,
+            max_moves=None if max_moved is None else int(max_moved * num_layers * num_slots),
+            target_imbalance=target_imbalance,
+            time_ms=time_ms,
         ),
         cost=CostModel(
-            # An engine that moves weights holds passes up for it: the gate weighs that.
-            pay_back_s=math.inf if limits.is_free else limits.pay_back_s,
-            bytes_per_s=limits.bytes_per_s,
+            pay_back_s=math.inf if is_free else pay_back_s,
+            bytes_per_s=bytes_per_s,
         ),
         dispatch=rule,
-        policy=limits.policy,
+        policy=policy,
     )
 
 

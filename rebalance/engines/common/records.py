@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from eplb.errors import EplbError, MigrationError
+from eplb.errors import MigrationError
 from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.start import reason_of
 from rebalance.stage.kept_records import KeptRecords
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress, connect
@@ -223,7 +224,7 @@ def _together(act: Callable[[], T], group: dist.ProcessGroup) -> T:
         done = act()
     except Exception as exc:  # told to the other ranks, which wait in the next collective
         log.debug("records", exc_info=True)
-        refusal = f"{exc}" if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
+        refusal = reason_of(exc)
     if why_not := first_refusal(refusal, group):
         raise MigrationError(why_not)
     return done

@@ -1,23 +1,70 @@
-"""All ranks of a group have the plug-in with the same settings, or none of them uses it.
+"""The start of a plug-in: in one process of an engine, and on all ranks of a group together.
 
-A rank without the plug-in takes part in no collective of ours, so this must not be one: each rank
-writes a line into the key-value store under its process group, and the first that has all lines, or
-has waited long enough, writes the decision that all others read.
+All ranks of a group have the plug-in with the same settings, or none of them uses it. A rank
+without the plug-in takes part in no collective of ours, so this must not be one: each rank writes a
+line into the key-value store under its process group, and the first that has all lines, or has
+waited long enough, writes the decision that all others read.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eplb.errors import RankError
+from eplb.errors import EplbError, RankError
+from eplb.packages import check_packages
+from eplb.settings.loader import CONFIG_VARIABLE
+from rebalance.engines.common.gauge import set_part
+
+if TYPE_CHECKING:
+    from rebalance.engines.common.plugin_settings import PluginSettings
+
+log = logging.getLogger(__name__)
 
 PREFIX = "eplb-plugin"
 REFUSED = "refused: "  # before the reason of a rank that cannot take part
+
+
+def load_plugin(
+    engine: str, environ: Mapping[str, str], install: Callable[[PluginSettings], None]
+) -> bool:
+    """Load a plug-in if ``EPLB_CONFIG`` names a deployment; whether it is loaded.
+
+    What is wrong is logged in one sentence, and the engine starts as without the plug-in.
+
+    Args:
+        engine: its name.
+        environ: of the process.
+        install: checks what the plug-in assumes about the engine, and hooks it. Its imports are
+            late: they need torch, numba and the engine, which a process without a deployment does
+            without.
+    """
+    if not environ.get(CONFIG_VARIABLE):
+        return False
+    try:
+        check_packages(("runtime", "telemetry", "rebalance"))
+        from rebalance.engines.common.plugin_settings import settings_of
+
+        settings = settings_of(environ)
+        assert settings is not None, "the variable is set"
+        install(settings)
+    except Exception as exc:  # whatever it is, the engine starts
+        set_part(engine, "plugin", is_on=False)
+        log.error("the EPLB plug-in is not loaded: %s", reason_of(exc))
+        return False
+    log.info("EPLB plug-in loaded for deployment %r", settings.deployment)
+    return True
+
+
+def reason_of(exc: Exception) -> str:
+    """What failed, in one sentence."""
+    return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,12 @@ class StoreProcess:
 
 
 def identity_of(
-    settings: PluginSettings, run: str, rank: int, model: ModelShape, topology: Topology
+    settings: PluginSettings,
+    run: str,
+    rank: int,
+    model: ModelShape,
+    topology: Topology,
+    **planning: Any,
 ) -> Identity:
     """Whose samples a rank writes.
 
@@ -271,12 +276,13 @@ def identity_of(
         rank: which.
         model: layers and experts of the samples.
         topology: slots of all ranks.
+        planning: further fields of ``Identity``, where the process plans.
     """
     described = model_to_dict(model), topology_to_dict(topology)
     info = RunInfo(run, time.time(), *described, settings.windows.window_steps)
     folder = settings.spool_dir
     spool = "" if folder is None else str(folder / f"rank-{rank:04d}")
-    return Identity(settings.deployment, settings.store, rank, info, spool)
+    return Identity(settings.deployment, settings.store, rank, info, spool, **planning)
 
 
 def framed(told: Told | Identity) -> bytes:

@@ -18,8 +18,7 @@ from eplb.errors import ConfigError
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.sglang.planning import RULES
-from rebalance.engines.sglang.tap import Shape
+from rebalance.engines.sglang.planning import RULES, Shape
 
 
 def metadata() -> Any:
@@ -105,7 +104,6 @@ def shape_of(manager: Any, rank: int) -> Shape:
     config = ModelConfigForExpertLocation.from_model_config(manager._model_config)
     nodes = int(get_parallel().nnodes)
     groups = int(config.num_groups or 1)
-    movable = np.isin(np.arange(num_rows), list(weights))
     expert_bytes = sum(tensor[0].nbytes for tensor in next(iter(weights.values())))
     return Shape(
         system=System(int(live.ep_size), nodes, groups, expert_bytes),
@@ -113,7 +111,7 @@ def shape_of(manager: Any, rank: int) -> Shape:
         num_experts=int(live.num_logical_experts),
         num_slots=int(live.num_physical_experts),
         algorithm=str(get_exec().moe.ep_dispatch_algorithm),
-        movable=movable,
+        rows=sorted(weights),
     )
 
 
@@ -157,7 +155,7 @@ def metadata_for(held: IntArray, lists: IntArray, chosen: IntArray | None) -> An
 
     Args:
         held: [L, S] experts by slot.
-        lists: [L, E, X] slots of each expert, then -1.
+        lists: [L, E, S] slots of each expert, then -1.
         chosen: [L, E] slot that this rank uses under ``static``; None under other rules.
     """
     from sglang.srt.eplb.expert_location import ExpertLocationMetadata
@@ -165,9 +163,7 @@ def metadata_for(held: IntArray, lists: IntArray, chosen: IntArray | None) -> An
     live = metadata()
     device = live.physical_to_logical_map.device
     held_cpu = torch.from_numpy(held).to(live.physical_to_logical_map.dtype)
-    listed = np.full((*lists.shape[:2], held.shape[1]), -1, dtype=np.int64)
-    listed[..., : lists.shape[2]] = lists
-    listed_cpu = torch.from_numpy(listed).to(live.logical_to_all_physical_map.dtype)
+    listed_cpu = torch.from_numpy(lists).to(live.logical_to_all_physical_map.dtype)
     valid = torch.count_nonzero(listed_cpu != -1, dim=-1)
     table = live.logical_to_rank_dispatch_physical_map
     if table is not None:

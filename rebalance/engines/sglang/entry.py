@@ -1,43 +1,25 @@
-"""Entry point ``sglang.srt.plugins``: registers the hooks, or says in one line why not.
-
-The engine loads it in every process. It does nothing unless ``EPLB_CONFIG`` names a file with the
-name of a deployment.
-"""
+"""Entry point ``sglang.srt.plugins``, which the engine calls in each of its processes."""
 
 from __future__ import annotations
 
-import logging
 import os
+from typing import TYPE_CHECKING
 
-from eplb.errors import EplbError
-from eplb.packages import check_packages
-from eplb.settings.loader import CONFIG_VARIABLE
+from rebalance.engines.common.start import load_plugin
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rebalance.engines.common.plugin_settings import PluginSettings
 
 
 def register() -> None:
-    """Register the hooks; a failure is logged, and the engine starts without the plug-in."""
-    if not os.environ.get(CONFIG_VARIABLE):
-        return
-    from rebalance.engines.common.gauge import set_part
+    """Register the hooks if ``EPLB_CONFIG`` names a deployment. Never raises."""
+    load_plugin("sglang", os.environ, _install)
 
-    try:
-        # Late: it needs the planner, which a process without a deployment does without.
-        from rebalance.engines.common.plugin_settings import settings_of
 
-        settings = settings_of(os.environ)
-        assert settings is not None, "the variable is set"
-        check_packages(("runtime", "telemetry", "rebalance"))
-        from rebalance.engines.common.guards import check_engine, refusals
-        from rebalance.engines.sglang.guards import ASSUMED
-        from rebalance.engines.sglang.hooks import Hooks
+def _install(settings: PluginSettings) -> None:
+    from rebalance.engines.common.guards import check_engine, refusals
+    from rebalance.engines.sglang.guards import ASSUMED
+    from rebalance.engines.sglang.hooks import Hooks
 
-        check_engine(refusals(ASSUMED))
-        Hooks(settings).register()
-    except Exception as exc:  # whatever it is, the engine starts
-        set_part("sglang", "plugin", is_on=False)
-        reason = exc if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
-        log.error("the EPLB plug-in is not loaded: %s", reason)
-        return
-    log.info("the EPLB plug-in is registered for deployment %s", settings.deployment)
+    check_engine(refusals(ASSUMED))
+    Hooks(settings).register()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -12,20 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 import eplb
-from eplb.core.model import ModelShape
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import join
-from rebalance.engines.common.store_process import StoreProcess, identity_of
+from rebalance.engines.common.start import join, reason_of
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.planning import terms_of
 from rebalance.engines.sglang.rounds import Rounds
-from rebalance.engines.sglang.tap import LoadTap, Shape
+from rebalance.engines.sglang.tap import LoadTap
 
 log = logging.getLogger(__name__)
 
 EPLB = "sglang.srt.eplb"
-PLANNER = "rebalance.engines.sglang.planning:Planner"
 # For the slowest rank to come to a round. A rank that is gone holds the engine's own reductions up
 # for longer; one that is slow must not end the plug-in.
 ROUND_DEADLINE_S = 300.0
@@ -61,7 +56,7 @@ class Hooks:
         try:
             refusal = self._refusal()
         except Exception as exc:
-            refusal = f"{type(exc).__name__}: {exc}"
+            refusal = reason_of(exc)
         try:
             joined = join(
                 "sglang",
@@ -80,18 +75,11 @@ class Hooks:
         self._is_on = True
         try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ROUND_DEADLINE_S))
-            self.rounds = Rounds(
-                manager,
-                self._tap,
-                group,
-                joined=joined,
-                make_store=self._store,
-                settings=self._settings,
-            )
+            self.rounds = Rounds(manager, self._tap, group, joined, self._settings)
             set_part("sglang", "plugin", is_on=True)
         except Exception as exc:
             set_part("sglang", "plugin", is_on=False)
-            log.error("the EPLB plug-in is off on this rank: %s: %s", type(exc).__name__, exc)
+            log.error("the EPLB plug-in is off on this rank: %s", reason_of(exc))
 
     def pass_ended(self, original: Callable[[Any], None], manager: Any) -> None:
         """In place of the engine's own rebalance; raises only what the engine's updater raises."""
@@ -102,12 +90,7 @@ class Hooks:
 
     def pass_begins(self, _result: None, _recorder: Any, forward_batch: Any) -> None:
         """Note the phase of a pass."""
-        if self.rounds is None or self.rounds.stopped:
-            return
-        try:
-            self._tap.see(forward_batch)
-        except Exception as exc:
-            self._fail(exc)
+        self._count(lambda: self._tap.see(forward_batch))
 
     def counted(
         self,
@@ -119,18 +102,19 @@ class Hooks:
         outputs: dict[str, Any],
     ) -> None:
         """Add the counts of a pass."""
-        if self.rounds is None or self.rounds.stopped:
+        self._count(lambda: self._tap.add(single_pass_data["global_physical_count"]))
+
+    def _count(self, act: Callable[[], None]) -> None:
+        """Act while the plug-in works; the other ranks are told of a failure in the next round."""
+        rounds = self.rounds
+        if rounds is None or rounds.stopped:
             return
         try:
-            self._tap.add(single_pass_data["global_physical_count"])
+            act()
         except Exception as exc:
-            self._fail(exc)
-
-    def _fail(self, exc: Exception) -> None:
-        assert self.rounds is not None, "hooks work only with rounds"
-        if not self.rounds.broken:
-            self.rounds.broken = f"{type(exc).__name__}: {exc}"
-            log.warning("the tap failed: %s", self.rounds.broken)
+            if not rounds.broken:
+                rounds.broken = reason_of(exc)
+                log.warning("the tap failed: %s", rounds.broken)
 
     def _refusal(self) -> str:
         from sglang.srt.plugins.hook_registry import HookRegistry
@@ -139,15 +123,3 @@ class Hooks:
         if missing:
             return f"the engine did not apply the hook on {missing[0]}"
         return engine.refusal()
-
-    def _store(self, shape: Shape, run: str) -> StoreProcess:
-        settings, system = self._settings, shape.system
-        layers = tuple(int(row) for row in shape.movable.nonzero()[0])
-        model = ModelShape(
-            layers, shape.num_experts, 1, 1, 1, 0, system.num_groups, system.expert_bytes
-        )
-        topology = system.topology(shape.num_slots)
-        identity = identity_of(settings, run, shape.rank, model, topology)
-        if identity.is_first:
-            identity = replace(identity, planner=PLANNER, terms=terms_of(shape, settings))
-        return StoreProcess("sglang", identity)

@@ -10,7 +10,7 @@ Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan
 from rebalance.engines.common import planning as common
 from rebalance.engines.common.messages import Window
-from rebalance.engines.common.planning import Limits, System
+from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.common.tap import IntArray
@@ -34,8 +34,8 @@ from rebalance.engines.sglang.replica_weights import (
     evened,
     list_weights,
     source_table,
+    source_weights,
 )
-from rebalance.engines.sglang.tap import Shape
 
 # ``lp`` solves for its own split in each batch, over the slots that a plan gives it.
 RULES = {
@@ -53,16 +53,25 @@ FIGURES = ("moves", "reason", "before", "after", "booked", "effective")  # for d
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a plan depends on beside load and map."""
+class Shape:
+    """What stays the same while the engine runs."""
 
-    algorithm: str  # the engine's --ep-dispatch-algorithm
     system: System
+    rank: int
     num_experts: int
-    list_length: int  # of the lists of ``dynamic`` that weigh; 1: no uneven shares
-    pay_back_s: float
-    target_imbalance: float
-    max_moved: float  # part of all slots
+    num_slots: int
+    algorithm: str  # the engine's --ep-dispatch-algorithm
+    rows: list[int]  # with routed experts
+
+    @property
+    def own(self) -> slice:
+        """Slots of this rank."""
+        each = self.num_slots // self.system.num_ranks
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def movable(self, num_rows: int) -> NDArray[np.bool_]:
+        """[L] which rows have routed experts."""
+        return np.isin(np.arange(num_rows), self.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,28 +89,14 @@ class Planned:
     effective: float  # by the weights that stand for them
 
 
-@dataclass(frozen=True, eq=False)
-class Observed:
-    """Load, and the map that serves."""
-
-    windows: IntArray  # [T, L, E]
-    held: IntArray  # [L, S]
-    weights: IntArray  # [L, S] of the map that serves; 0 while the engine's own choices serve
-    movable: NDArray[np.bool_]  # [L] rows that may change
-
-
 def terms_of(shape: Shape, settings: PluginSettings) -> dict[str, Any]:
     """What ``Planner`` takes, ready for JSON."""
-    terms = Terms(
-        algorithm=shape.algorithm,
-        system=shape.system,
-        num_experts=shape.num_experts,
-        list_length=min(LIST_LENGTH, shape.num_slots),
-        pay_back_s=settings.cost.pay_back_s,
-        target_imbalance=settings.budget.target_imbalance,
-        max_moved=settings.engine.max_moved,
-    )
-    return asdict(terms) | {"movable": shape.movable.tolist()}
+    return {
+        "shape": asdict(shape),
+        "max_moved": settings.engine.max_moved,
+        "pay_back_s": settings.cost.pay_back_s,
+        "target_imbalance": settings.budget.target_imbalance,
+    }
 
 
 def answer_record(planned: Planned) -> bytes:
@@ -124,22 +119,22 @@ def answer_of(record: bytes) -> Planned:
 
 
 class Planner:
-    """Plans on the latest windows, as ``store_link.Planner``.
+    """Plans on the latest windows, in the process at the store.
 
     Args:
-        terms: fields of ``Terms``, and ``movable``: [L] rows that may change.
+        terms: as ``terms_of`` gives them.
     """
 
     def __init__(self, terms: dict[str, Any]) -> None:
-        fields = terms | {"system": System(**terms["system"])}
-        self._movable = np.array(fields.pop("movable"), dtype=np.bool_)
-        self._terms = Terms(**fields)
+        shape = terms["shape"]
+        self._shape = Shape(**shape | {"system": System(**shape["system"])})
+        self._limits = {name: value for name, value in terms.items() if name != "shape"}
         self._windows: deque[IntArray] = deque(maxlen=PLAN_WINDOWS)
         self._latest: Window | None = None
 
     def add(self, window: Window) -> None:
         """Take the latest window."""
-        shape = len(window.held), self._terms.num_experts
+        shape = len(window.held), self._shape.num_experts
         tokens = np.zeros(shape, dtype=np.int64)
         np.add.at(tokens, (np.arange(len(tokens))[:, None], window.held), window.tokens)
         self._windows.append(tokens)
@@ -149,56 +144,77 @@ class Planner:
         """The packed plan, b"" if it moves nothing, and its figures; None without a window."""
         if self._latest is None:
             return None
-        held, weights, terms = self._latest.held, self._latest.weights, self._terms
+        held, weights, limits = self._latest.held, self._latest.weights, self._limits
         if not weights.any():  # no plan has made the map yet: any number of experts may move
-            terms = replace(terms, max_moved=1.0)
-        planned = make_plan(Observed(np.stack(self._windows), held, weights, self._movable), terms)
+            limits = limits | {"max_moved": 1.0}
+        planned = make_plan(np.stack(self._windows), held, weights, self._shape, **limits)
         figures = {name: getattr(planned, name) for name in FIGURES}
         return answer_record(planned) if planned.moves else b"", figures
 
 
-def make_plan(observed: Observed, terms: Terms) -> Planned:
+def make_plan(
+    windows: IntArray,
+    held: IntArray,
+    serving: IntArray,
+    shape: Shape,
+    *,
+    max_moved: float,
+    pay_back_s: float,
+    target_imbalance: float,
+) -> Planned:
     """Plan for the rule by which the engine chooses among replicas.
+
+    Args:
+        windows: [T, L, E] tokens.
+        held: [L, S] the map that serves.
+        serving: [L, S] its weights; 0 while the engine's own choices serve.
+        shape: of model and ranks.
+        max_moved: part of all slots; 1: any number, for any gain.
+        pay_back_s: as ``common.planning.planned``.
+        target_imbalance: the same.
 
     Raises:
         EplbError: load, map and ranks do not describe one system.
     """
-    held, windows = observed.held, observed.windows
-    num_rows, num_experts = len(held), windows.shape[2]
-    is_free = terms.max_moved >= 1
-    target = 1.0 if is_free else terms.target_imbalance
-    topology = terms.system.topology(held.shape[1])
+    is_free, rule = max_moved >= 1, RULES[shape.algorithm]
+    movable = shape.movable(len(held))
+    topology = shape.system.topology(held.shape[1])
     made = common.planned(
         windows[windows.any(axis=(1, 2))],  # a window without a pass has nothing to say
-        _serving(observed, topology, terms),
-        terms.system,
-        Limits(terms.pay_back_s, target, terms.max_moved, is_free),
-        RULES[terms.algorithm],
+        _serving(held, serving, shape, topology),
+        shape.system,
+        rule,
+        max_moved=None if is_free else max_moved,
+        pay_back_s=pay_back_s,
+        target_imbalance=1.0 if is_free else target_imbalance,
     )
-    wanted = np.where(observed.movable[:, None], made.target.slot_to_expert, held).astype(np.int64)
-    share = np.where(observed.movable[:, None], made.target.slot_share, 1.0)
+    wanted = np.where(movable[:, None], made.target.slot_to_expert, held).astype(np.int64)
+    share = np.where(movable[:, None], made.target.slot_share, 1.0)
     kept, weights = wanted, np.ones(held.shape, dtype=np.int64)
-    sources = np.zeros((num_rows, num_experts, 0), dtype=np.int64)
-    if RULES[terms.algorithm] is DispatchRule.WEIGHTED:
-        is_table = terms.algorithm == "static"
-        length = topology.num_ranks if is_table else terms.list_length
-        weights = list_weights(wanted, share, length, is_full=is_table)
+    sources = np.zeros((len(held), shape.num_experts, 0), dtype=np.int64)
+    if rule is DispatchRule.WEIGHTED:
+        is_table = shape.algorithm == "static"
+        weights = (
+            source_weights(wanted, share, topology.num_ranks)
+            if is_table
+            else list_weights(wanted, share, min(LIST_LENGTH, shape.num_slots))
+        )
         kept, weights = evened(
             wanted,
             weights,
             made.problem.scaled.mean(axis=1),
-            topology.node_of_slot.astype(np.int64) * (terms.system.num_groups > 1),
+            topology.node_of_slot.astype(np.int64) * (shape.system.num_groups > 1),
             each=held.shape[1] // topology.num_ranks,
-            goal=GOAL if is_free else terms.target_imbalance,
+            goal=GOAL if is_free else target_imbalance,
             most_swaps=_moves_left(made) // 2,
         )
         if is_table:
-            sources = source_table(kept, weights, num_experts, topology)
+            sources = source_table(kept, weights, shape.num_experts, topology)
     booked, effective = (
-        float(imbalance(made.problem.work, placement, topology)[..., observed.movable].mean())
+        float(imbalance(made.problem.work, placement, topology)[..., movable].mean())
         for placement in (
-            Placement(wanted.astype(np.int32), num_experts, 0, _whole(wanted, share)),
-            Placement(kept.astype(np.int32), num_experts, 0, shares_of(kept, weights)),
+            Placement(wanted.astype(np.int32), shape.num_experts, 0, shares_of(wanted, share)),
+            Placement(kept.astype(np.int32), shape.num_experts, 0, shares_of(kept, weights)),
         )
     )
     return Planned(
@@ -214,12 +230,12 @@ def make_plan(observed: Observed, terms: Terms) -> Planned:
     )
 
 
-def _serving(observed: Observed, topology: Topology, terms: Terms) -> Placement:
+def _serving(held: IntArray, weights: IntArray, shape: Shape, topology: Topology) -> Placement:
     """The map that serves, with the shares by which it is dispatched."""
-    placement = Placement(observed.held.astype(np.int32), observed.windows.shape[2])
-    if observed.weights.any():
-        share = shares_of(observed.held, observed.weights)
-    elif terms.algorithm == "static":
+    placement = Placement(held.astype(np.int32), shape.num_experts)
+    if weights.any():
+        share = shares_of(held, weights)
+    elif shape.algorithm == "static":
         share = effective_shares(placement, topology, DispatchRule.SGLANG_STATIC).clip(0.0, 1.0)
     else:
         return placement
@@ -234,15 +250,6 @@ def _moves_left(made: Plan) -> int:
     return made.target.slot_to_expert.size if limit is None else max(limit - len(made.moves), 0)
 
 
-def _whole(held: IntArray, share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shares that sum to 1 for each expert, those of rows without a plan too."""
-    total = np.zeros((len(held), int(held.max()) + 1))
-    rows = np.arange(len(held))[:, None]
-    np.add.at(total, (rows, held), share)
-    normal: NDArray[np.float64] = share / total[rows, held]
-    return normal
-
-
 def check_plan(planned: Planned, held: IntArray, shape: Shape) -> None:
     """Refuse a plan that the engine's map cannot take; each rank checks the same bytes.
 
@@ -251,15 +258,13 @@ def check_plan(planned: Planned, held: IntArray, shape: Shape) -> None:
             that do not fit the map.
     """
     found = planned.slot_to_expert
-    common.check_target(found, held, shape.num_experts, shape.movable)
+    common.check_target(found, held, shape.num_experts, shape.movable(len(held)))
     if planned.weights.shape != held.shape:
         raise PlacementError(f"weights have shape {planned.weights.shape}, expected {held.shape}")
     if planned.weights.min() < 1:
         raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
-    sources, num_ranks = (
-        planned.sources,
-        shape.system.num_ranks if shape.algorithm == "static" else 0,
-    )
+    sources = planned.sources
+    num_ranks = shape.system.num_ranks if shape.algorithm == "static" else 0
     if sources.shape != (len(held), shape.num_experts, num_ranks):
         raise PlacementError(
             f"the plan has choices of source ranks of shape {sources.shape}, "

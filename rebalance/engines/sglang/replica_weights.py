@@ -4,7 +4,7 @@
 times in it. ``static`` takes one slot for each source rank from a table: a slot with weight w is
 the choice of w ranks, its own rank and ranks of its node first.
 
-Shapes:  L rows of the engine's map, E experts, S slots, R ranks, X entries of a list.
+Shapes:  L rows of the engine's map, E experts, S slots, R ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from rebalance.engines.common.replica_weights import apportioned, by_expert
+from rebalance.engines.common import replica_weights as common
 from rebalance.engines.common.tap import IntArray
 
 MOST_STEPS = 1000  # of evening a row
@@ -22,33 +22,23 @@ SWAP_GAIN = 0.002  # of the busiest rank, in mean rank loads, that two moves mus
 ROUNDING = 1e-9
 
 
-def list_weights(
-    held: IntArray,
-    share: NDArray[np.float64],
-    length: int,
-    *,
-    is_full: bool = False,
-) -> IntArray:
-    """[L, S] whole numbers in proportion to the shares, by largest remainder.
+def list_weights(held: IntArray, share: NDArray[np.float64], length: int) -> IntArray:
+    """[L, S] how often each slot stands in the list of its expert, which has ``length`` entries.
 
-    Each replica has at least 1. Those of an expert with replicas sum to ``length``, unless its
-    split is even and need not be full: then each has 1, the shortest list.
+    An expert with one replica, or with an even split, has the shortest list: each slot once.
     """
-    weights = np.ones(held.shape, dtype=np.int64)
-    layers, slots, groups = by_expert(held, held >= 0)
-    count, parts = np.bincount(groups), share[layers, slots]
-    if is_full:
-        is_single = count[groups] == 1
-        weights[layers[is_single], slots[is_single]] = length
-    most, least = np.zeros(len(count)), np.full(len(count), np.inf)
-    np.maximum.at(most, groups, parts)
-    np.minimum.at(least, groups, parts)
-    needs_list = (count > 1) & (count < length)
-    if not is_full:
-        needs_list &= (most - least) * length >= 0.5
-    chosen = needs_list[groups]
-    weights[layers[chosen], slots[chosen]] = apportioned(parts[chosen], groups[chosen], length)
-    return weights
+
+    def is_uneven(
+        count: IntArray, most: NDArray[np.float64], least: NDArray[np.float64]
+    ) -> NDArray[np.bool_]:
+        return (count > 1) & ((most - least) * length >= 0.5)
+
+    return common.list_weights(held, share, length, is_uneven, plain=1)
+
+
+def source_weights(held: IntArray, share: NDArray[np.float64], num_ranks: int) -> IntArray:
+    """[L, S] how many source ranks use each slot; those of an expert sum to all ranks."""
+    return common.list_weights(held, share, num_ranks, lambda count, *_: count > 0, plain=1)
 
 
 def evened(
@@ -171,39 +161,22 @@ def source_table(
 
 
 def replica_lists(held: IntArray, weights: IntArray, num_experts: int) -> IntArray:
-    """[L, E, X] slots of each expert in the order in which rows of a batch use them, then -1.
+    """[L, E, S] slots of each expert in the order in which rows of a batch use them, then -1.
 
-    A slot with weight w stands w times. Entries are spread, so that the first rows of a small batch
-    are split as nearly by the weights as whole rows can be. X is at most the number of slots,
-    because the engine's map has no room for more.
+    A slot with weight w stands w times.
 
     Raises:
         PlacementError: an expert without a slot, or a list longer than the engine's map.
     """
     num_rows, num_slots = held.shape
-    rows = np.arange(num_rows)[:, None]
-    total = np.zeros((num_rows, num_experts), dtype=np.int64)
-    np.add.at(total, (rows, held), weights)
-    if not total.all():
-        row, expert = np.argwhere(total == 0)[0]
+    lists = np.full((num_rows, num_experts, num_slots), -1, dtype=np.int64)
+    for rows, experts, entries in common.spread_lists(held, weights):
+        if entries.shape[1] > num_slots:
+            raise PlacementError(
+                f"row {rows[0]}: the list of expert {experts[0]} has {entries.shape[1]} entries, "
+                f"expected {num_slots} at most: the engine's map is as wide as there are slots"
+            )
+        lists[rows, experts, : entries.shape[1]] = entries
+    for row, expert in np.argwhere(lists[:, :, 0] < 0)[:1]:
         raise PlacementError(f"row {row}: expert {expert} has no slot, expected one or more")
-    longest = int(total.max())
-    if longest > num_slots:
-        row, expert = np.argwhere(total == longest)[0]
-        raise PlacementError(
-            f"row {row}: the list of expert {expert} has {longest} entries, "
-            f"expected {num_slots} at most: the engine's map is as wide as there are slots"
-        )
-    # The k-th of w entries of a slot stands at (k + 1/2) / w of the list.
-    times = weights.reshape(-1)
-    of_entry = np.repeat(np.arange(held.size), times)
-    first = np.cumsum(times) - times
-    at = (np.arange(len(of_entry)) - first[of_entry] + 0.5) / times[of_entry]
-    list_of = (of_entry // num_slots) * num_experts + held.reshape(-1)[of_entry]
-    slot = of_entry % num_slots
-    order = np.lexsort((slot, -times[of_entry], at, list_of))
-    begin = np.cumsum(total.reshape(-1)) - total.reshape(-1)
-    place = np.arange(len(order)) - begin[list_of[order]]
-    lists = np.full((num_rows * num_experts, longest), -1, dtype=np.int64)
-    lists[list_of[order], place] = slot[order]
-    return lists.reshape(num_rows, num_experts, longest)
+    return lists

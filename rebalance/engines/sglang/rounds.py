@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,20 +30,20 @@ from rebalance.engines.common.messages import Answer, MapChange, Outcome, Questi
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
 from rebalance.engines.common.replica_weights import shares_of
-from rebalance.engines.common.start import Joined
-from rebalance.engines.common.store_process import StoreProcess
+from rebalance.engines.common.start import Joined, reason_of
+from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.planning import Planned, answer_of, check_plan
+from rebalance.engines.sglang.planning import Planned, Shape, answer_of, check_plan, terms_of
 from rebalance.engines.sglang.replica_weights import replica_lists
-from rebalance.engines.sglang.tap import LoadTap, Shape
+from rebalance.engines.sglang.tap import LoadTap
 from runtime.group import gathered_large
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 15.0  # for what waits to be written
 
-MakeStore = Callable[[Shape, str], StoreProcess]  # for a model, and the name of the run
+PLANNER = "rebalance.engines.sglang.planning:Planner"
 
 
 class Rounds:
@@ -54,7 +54,6 @@ class Rounds:
         tap: counts the passes.
         group: a CPU group of all ranks that nothing else uses.
         joined: the run of this start, and the generation from which its maps count on.
-        make_store: starts the process at the store once the model is known.
         settings: of the plug-in.
     """
 
@@ -63,13 +62,11 @@ class Rounds:
         manager: Any,
         tap: LoadTap,
         group: dist.ProcessGroup,
-        *,
         joined: Joined,
-        make_store: MakeStore,
         settings: PluginSettings,
     ) -> None:
         self._manager, self._tap, self._group = manager, tap, group
-        self._joined, self._make_store, self._settings = joined, make_store, settings
+        self._joined, self._settings = joined, settings
         self._every = settings.windows.window_steps  # passes from one round to the next
         self._rank = dist.get_rank()
         self._pass = self._window_begin = 0
@@ -119,7 +116,7 @@ class Rounds:
             yield
         except Exception as exc:
             log.debug("collective", exc_info=True)
-            self._stop(_reason(exc))
+            self._stop(reason_of(exc))
 
     def _round(self) -> None:
         """Collectives are the same on all ranks: a rank reports a failure in the next one."""
@@ -153,7 +150,7 @@ class Rounds:
             yield
         except Exception as exc:
             log.debug("told in the next round", exc_info=True)
-            self.broken = self.broken or _reason(exc)
+            self.broken = self.broken or reason_of(exc)
 
     def _keep_records(self) -> None:
         """Offer each expert to the host cache; collective, whatever has failed on this rank."""
@@ -229,8 +226,18 @@ class Rounds:
             self._store.ask(Question("interval"))
 
     def _begin_store(self) -> None:
-        self._shape = engine.shape_of(self._manager, self._rank)
-        self._store = self._make_store(self._shape, self._joined.run)
+        """Start the process at the store, once the model is known; that of rank 0 plans too."""
+        shape = engine.shape_of(self._manager, self._rank)
+        planning = {"planner": PLANNER, "terms": terms_of(shape, self._settings)}
+        identity = identity_of(
+            self._settings,
+            self._joined.run,
+            self._rank,
+            shape.system.model(shape.rows, shape.num_experts),
+            shape.system.topology(shape.num_slots),
+            **{} if self._rank else planning,
+        )
+        self._shape, self._store = shape, StoreProcess("sglang", identity)
         self._note_placement("the engine's map at the start", None, None)
 
     def _taken(self) -> tuple[torch.Tensor, int, Phase]:
@@ -250,7 +257,7 @@ class Rounds:
         last, now = self._pass - 1, time.time()
         counted = Counted(host, copied, held, first, last, phase, self.generation, now)
         if self._store is not None:
-            self._store.add(counted, self._shape.movable, self._shape.own)
+            self._store.add(counted, self._shape.rows, self._shape.own)
             if self._rank == 0:
                 self._store.add_window(counted, weights)
 
@@ -314,8 +321,7 @@ class Rounds:
         assert self._planned is not None, "a plan was begun"
         assert self._shape is not None, "the plan is for this model"
         # Rows without a move too: their replicas may have other weights.
-        rows = np.flatnonzero(self._shape.movable).tolist()
-        engine.metadata().update(self._target, update_layer_ids=rows)
+        engine.metadata().update(self._target, update_layer_ids=self._shape.rows)
         engine.forget_records()
         self._tap.counts = None
         self._tap.modes.clear()
@@ -337,8 +343,8 @@ class Rounds:
     ) -> None:
         if self._store is None or self._rank or self._shape is None:
             return
-        held = engine.metadata().physical_to_logical_map_cpu.numpy()[self._shape.movable]
-        share = None if weights is None else shares_of(held, weights[self._shape.movable])
+        held = engine.metadata().physical_to_logical_map_cpu.numpy()[self._shape.rows]
+        share = None if weights is None else shares_of(held, weights[self._shape.rows])
         experts = self._shape.num_experts
         self._store.tell(
             MapChange(held.astype(np.int32), share, experts, self.generation, reason, question)
@@ -348,13 +354,5 @@ class Rounds:
         self.stopped = reason
         set_part("sglang", "plugin", is_on=False)
         log.warning("plug-in stopped: %s; the map that serves stays", reason)
-        self.close_soon()
-
-    def close_soon(self) -> None:
-        """Ask the background threads to end, without waiting for them."""
         if self._store is not None:
             self._store.close_soon()
-
-
-def _reason(exc: Exception) -> str:
-    return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"

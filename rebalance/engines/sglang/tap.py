@@ -12,12 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from eplb.core.load import Phase
-from rebalance.engines.common.planning import System
 
 # By name, because the numbers differ between releases of the engine.
 PHASES: dict[str, Phase] = {
@@ -64,21 +61,3 @@ class LoadTap:
         seen = {PHASES.get(mode, "mixed") for mode in self.modes if mode != "IDLE"}
         self.modes.clear()
         return seen.pop() if len(seen) == 1 else "mixed"
-
-
-@dataclass(frozen=True, eq=False)
-class Shape:
-    """What stays the same while the engine runs."""
-
-    system: System
-    rank: int
-    num_experts: int
-    num_slots: int
-    algorithm: str  # the engine's --ep-dispatch-algorithm
-    movable: NDArray[np.bool_]  # [L] rows with routed experts
-
-    @property
-    def own(self) -> slice:
-        """Slots of this rank."""
-        each = self.num_slots // self.system.num_ranks
-        return slice(self.rank * each, (self.rank + 1) * each)

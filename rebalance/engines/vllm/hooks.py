@@ -1,7 +1,7 @@
 """The functions of vLLM that the plug-in wraps, and how they are put back.
 
-A wrapper calls vLLM's own function with the arguments that it got. ``install`` is idempotent,
-because vLLM may load its plug-ins several times in a process.
+A wrapper gets vLLM's own function first, and calls it with the arguments that it got. ``install``
+is idempotent, because vLLM may load its plug-ins several times in a process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from rebalance.engines.vllm.process import PluginProcess
 
 log = logging.getLogger(__name__)
 
-Undo = Callable[[], None]
 
-
-def install(process: PluginProcess) -> Undo:
+def install(process: PluginProcess) -> Callable[[], None]:
     """Wrap vLLM's functions, and return what puts them back; all of them, or none."""
-    undo: list[Undo] = []
+    undo: list[Callable[[], None]] = []
 
     def put_back() -> None:
         while undo:
@@ -39,111 +37,108 @@ def install(process: PluginProcess) -> Undo:
     return put_back
 
 
-def _wrap_all(process: PluginProcess, undo: list[Undo]) -> None:
+def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
     from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
 
-    def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         own = getattr(owner, name)
-        setattr(owner, name, functools.wraps(own)(make(own)))
+
+        @functools.wraps(own)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(process, own, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
         undo.append(lambda: setattr(owner, name, own))
 
     own_policy = policy.EPLB_POLICIES["default"]
     policy.EPLB_POLICIES["default"] = policy_class(process, own_policy)
     undo.append(lambda: policy.EPLB_POLICIES.__setitem__("default", own_policy))
-    make_communicator = _communicators(process)
-    wrap(eplb_state, "create_eplb_communicator", make_communicator)
-    wrap(eplb_communicator, "create_eplb_communicator", make_communicator)
-    wrap(eplb_state, "_commit_eplb_maps_for_layer", _layer_commits(process))
-    wrap(eplb_state, "_commit_eplb_maps", _commits(process))
-    wrap(eplb_state.EplbState, "add_model", _models(process, eplb_state))
-    wrap(eplb_state.EplbState, "step", _steps(process))
+    wrap(eplb_state, "create_eplb_communicator", _create_eplb_communicator)
+    wrap(eplb_communicator, "create_eplb_communicator", _create_eplb_communicator)
+    wrap(eplb_state, "_commit_eplb_maps_for_layer", _commit_eplb_maps_for_layer)
+    wrap(eplb_state, "_commit_eplb_maps", _commit_eplb_maps)
+    wrap(eplb_state.EplbState, "add_model", _add_model)
+    wrap(eplb_state.EplbState, "step", _step)
 
 
-def _models(process: PluginProcess, eplb_state: Any) -> Callable[[Any], Any]:
-    def make(own: Any) -> Any:
-        def add_model(
-            self: Any, model: Any, model_config: Any, model_name: str | None = None
-        ) -> None:
-            process.before_add_model(self, model, eplb_state.get_eplb_group())
-            own(self, model, model_config, model_name)
-            process.after_add_model(self, model_config, eplb_state.get_node_count())
+def _add_model(
+    process: PluginProcess,
+    own: Any,
+    state: Any,
+    model: Any,
+    model_config: Any,
+    model_name: str | None = None,
+) -> None:
+    from vllm.distributed.eplb import eplb_state
 
-        return add_model
-
-    return make
-
-
-def _steps(process: PluginProcess) -> Callable[[Any], Any]:
-    def make(own: Any) -> Any:
-        def step(
-            self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False
-        ) -> None:
-            process.before_step(self, is_dummy, is_profile, log_stats)
-            own(self, is_dummy, is_profile, log_stats=log_stats)
-            process.after_step(self, is_dummy, is_profile)
-
-        return step
-
-    return make
+    process.before_add_model(state, model, eplb_state.get_eplb_group())
+    own(state, model, model_config, model_name)
+    process.after_add_model(state, model_config, eplb_state.get_node_count())
 
 
-def _communicators(process: PluginProcess) -> Callable[[Any], Any]:
-    def make(own: Any) -> Any:
-        def create_eplb_communicator(
-            group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any
-        ) -> Any:
-            from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
-            from vllm.distributed.eplb.eplb_utils import device_stream
-
-            made = own(group_coordinator, backend, expert_weights, expert_buffer)
-            if backend != "torch_gloo" or not process.is_on("mover"):
-                return made
-
-            def own_on(links: Any) -> Any:
-                group = SimpleNamespace(cpu_group=links, device_group=links)
-                return own(group, backend, expert_weights, expert_buffer)
-
-            checked = communicator_class(process, EplbCommunicator, device_stream)
-            return checked(group_coordinator, expert_weights, made, own_on)
-
-        return create_eplb_communicator
-
-    return make
+def _step(
+    process: PluginProcess,
+    own: Any,
+    state: Any,
+    is_dummy: bool = False,
+    is_profile: bool = False,
+    log_stats: bool = False,
+) -> None:
+    process.before_step(state, is_dummy, is_profile, log_stats)
+    own(state, is_dummy, is_profile, log_stats=log_stats)
+    process.after_step(state, is_dummy, is_profile)
 
 
-def _layer_commits(process: PluginProcess) -> Callable[[Any], Any]:
-    def make(own: Any) -> Any:
-        def _commit_eplb_maps_for_layer(
-            model_state: Any, new_physical_to_logical_map: Any, layer: int
-        ) -> None:
-            row = _on_host(new_physical_to_logical_map)
-            if not process.is_served(model_state, row, layer):
-                own(model_state, new_physical_to_logical_map, layer)
-                _with_lists(process, model_state, row, layer)
-                process.layer_changed(model_state)
-            if layer == model_state.model.num_moe_layers - 1:
-                process.map_ended(model_state)
+def _create_eplb_communicator(
+    process: PluginProcess,
+    own: Any,
+    group_coordinator: Any,
+    backend: str,
+    expert_weights: Any,
+    expert_buffer: Any,
+) -> Any:
+    from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
+    from vllm.distributed.eplb.eplb_utils import device_stream
 
-        return _commit_eplb_maps_for_layer
+    made = own(group_coordinator, backend, expert_weights, expert_buffer)
+    if backend != "torch_gloo" or not process.is_on("mover"):
+        return made
 
-    return make
+    def own_on(links: Any) -> Any:
+        group = SimpleNamespace(cpu_group=links, device_group=links)
+        return own(group, backend, expert_weights, expert_buffer)
+
+    checked = communicator_class(process, EplbCommunicator, device_stream)
+    return checked(group_coordinator, expert_weights, made, own_on)
 
 
-def _commits(process: PluginProcess) -> Callable[[Any], Any]:
-    def make(own: Any) -> Any:
-        def _commit_eplb_maps(model_state: Any, new_physical_to_logical_map: Any) -> None:
-            rows = _on_host(new_physical_to_logical_map)
-            if all(process.is_served(model_state, row, n) for n, row in enumerate(rows)):
-                return
-            own(model_state, new_physical_to_logical_map)
-            for layer, row in enumerate(rows):
-                _with_lists(process, model_state, row, layer)
-            process.layer_changed(model_state)
-            process.map_ended(model_state)
+def _commit_eplb_maps_for_layer(
+    process: PluginProcess,
+    own: Any,
+    model_state: Any,
+    new_physical_to_logical_map: Any,
+    layer: int,
+) -> None:
+    row = _on_host(new_physical_to_logical_map)
+    if not process.is_served(model_state, row, layer):
+        own(model_state, new_physical_to_logical_map, layer)
+        _with_lists(process, model_state, row, layer)
+        process.layer_changed(model_state)
+    if layer == model_state.model.num_moe_layers - 1:
+        process.map_ended(model_state)
 
-        return _commit_eplb_maps
 
-    return make
+def _commit_eplb_maps(
+    process: PluginProcess, own: Any, model_state: Any, new_physical_to_logical_map: Any
+) -> None:
+    rows = _on_host(new_physical_to_logical_map)
+    if all(process.is_served(model_state, row, n) for n, row in enumerate(rows)):
+        return
+    own(model_state, new_physical_to_logical_map)
+    for layer, row in enumerate(rows):
+        _with_lists(process, model_state, row, layer)
+    process.layer_changed(model_state)
+    process.map_ended(model_state)
 
 
 def _with_lists(process: PluginProcess, model_state: Any, row: Any, layer: int) -> None:

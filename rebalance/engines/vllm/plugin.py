@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from eplb.settings.loader import CONFIG_VARIABLE
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.start import load_plugin
 
 if TYPE_CHECKING:
+    from rebalance.engines.common.plugin_settings import PluginSettings
     from rebalance.engines.vllm.process import PluginProcess
 
 log = logging.getLogger(__name__)
@@ -33,35 +35,18 @@ def register() -> None:
 
 
 def load(environ: Mapping[str, str]) -> bool:
-    """Load the plug-in once for each process; whether it is loaded.
+    """Load the plug-in once for each process, as ``load_plugin``; whether it is loaded."""
+    return bool(_loaded) or load_plugin("vllm", environ, _install)
 
-    What is wrong is logged in one sentence, and vLLM runs as without the plug-in.
-    """
-    if _loaded:
-        return True
-    if not environ.get(CONFIG_VARIABLE):
-        return False
-    from rebalance.engines.common.gauge import set_part
 
-    try:
-        # Late: these need torch, numba and vLLM, which a process without a deployment does without.
-        from rebalance.engines.common.plugin_settings import settings_of
+def _install(settings: PluginSettings) -> None:
+    from rebalance.engines.common.guards import check_engine
+    from rebalance.engines.vllm.guards import refusals
+    from rebalance.engines.vllm.hooks import install
+    from rebalance.engines.vllm.process import PluginProcess
 
-        settings = settings_of(environ)
-        assert settings is not None, "the variable is set"
-        from rebalance.engines.common.guards import check_engine
-        from rebalance.engines.vllm.guards import refusals
-        from rebalance.engines.vllm.hooks import install
-        from rebalance.engines.vllm.process import PluginProcess
-
-        check_engine(refusals())
-        process = PluginProcess(settings)
-        install(process)
-    except Exception as exc:
-        log.error("the EPLB plug-in is not loaded: %s", exc)
-        set_part("vllm", "plugin", is_on=False)
-        return False
+    check_engine(refusals())
+    process = PluginProcess(settings)
+    install(process)
     _loaded.append(process)
     set_part("vllm", "plugin", is_on=True)
-    log.info("EPLB plug-in loaded for deployment %r", settings.deployment)
-    return True

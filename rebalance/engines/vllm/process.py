@@ -24,13 +24,14 @@ from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, Outcome, Question
+from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, num_bytes_of, rows_of
 from rebalance.engines.common.start import Joined, join
 from rebalance.engines.common.store_process import StoreProcess, identity_of
-from rebalance.engines.vllm.decisions import Decisions
-from rebalance.engines.vllm.planning import Call, planned
-from rebalance.engines.vllm.replica_lists import ENTRIES, Ints
+from rebalance.engines.common.tap import IntArray
+from rebalance.engines.vllm.decisions import ENTRIES, Decision, Decisions
+from rebalance.engines.vllm.policy import planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from runtime.group import gathered_large
 
@@ -46,13 +47,18 @@ class Served:
     """The map of one model, as the last commits left it."""
 
     model_state: Any
-    held: Ints  # [L, P]
-    repeats: Ints  # [L, P]
+    held: IntArray  # [L, P]
+    repeats: IntArray  # [L, P]
+
+    @property
+    def model(self) -> Any:
+        """vLLM's model."""
+        return self.model_state.model
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return int(self.model_state.model.num_logical_experts)
+        return int(self.model.num_logical_experts)
 
 
 class PluginProcess:
@@ -64,16 +70,16 @@ class PluginProcess:
         self.group: Any = None  # vLLM's coordinator of the ranks that balance
         self.expert_bytes = 0  # of the target model
         self.num_experts = 0  # of the model that was added last
-        self.phase: Phase = "mixed" if settings.engine.phase == "auto" else _phase(settings)
+        self.phase: Phase = "mixed" if settings.engine.phase == "auto" else settings.engine.phase
         self.recorder: StoreProcess | None = None
         self.checks: RankCheck | None = None  # of the slots of the target model
         self.kept: Kept | None = None  # records of the target model
-        self._joined: Joined | None = None
+        self.generation = 0  # of the map that serves on all layers, alike on all ranks
         self.refused = ""  # why the plug-in stays off in this process
+        self._joined: Joined | None = None
         self._tap: LoadTap | None = None
         self._served: list[Served] = []
         self._target: Served | None = None  # among them: not the draft model
-        self._generation = 0
         self._has_changed = False
         self._moving: Question | None = None  # it asked for the plan whose map does not serve yet
         self._on = dict.fromkeys(PARTS, False)
@@ -84,51 +90,45 @@ class PluginProcess:
         """Whether a part works. All but the tap are on on every rank of the group, or on none."""
         return self._on[part]
 
+    def _switch(self, part: str, *, is_on: bool) -> None:
+        self._on[part] = is_on
+        set_part("vllm", part, is_on=is_on)
+
     @property
     def why_kept(self) -> str:
         """Why rank 0 keeps the map that serves; "" where it plans."""
         return "" if self.recorder is None else self.recorder.why_kept
-
-    @property
-    def generation(self) -> int:
-        """Number of the map that serves on all layers, alike on all ranks."""
-        return self._generation
 
     def before_add_model(self, state: Any, model: Any, group: Any) -> None:
         """Join the other ranks at the first model; collective by the ranks' key-value store."""
         self.num_experts = model.num_logical_experts
         if self._joined is not None or self.refused:
             return
+        engine = self.settings.engine
         try:
             if state.parallel_config.enable_elastic_ep:
                 raise RankError(
                     "enable_elastic_ep is set, expected a fixed number of ranks: the plug-in was "
                     "not tested with elastic expert parallelism"
                 )
-            self._join(group)
+            self._joined = join(
+                "vllm",
+                dist.distributed_c10d._get_default_store(),
+                "-".join(map(str, (group.ranks[0], group.ranks[-1], group.world_size))),
+                group.rank_in_group,
+                group.world_size,
+                facts=f"vllm {version('vllm')}, eplb {eplb.__version__}, {self.settings}",
+                deadline_s=engine.load_deadline_s,
+            )
         except Exception as exc:
             self.refused = str(exc)
             log.error("the EPLB plug-in stays off, vLLM's own balancer runs: %s", exc)
             return
-        engine = self.settings.engine
+        self.group, self.generation = group, self._joined.base_generation
         is_gloo = state.parallel_config.eplb_config.communicator == "torch_gloo"
         wanted = (engine.plan, engine.plan and engine.shares, engine.mover and is_gloo, engine.tap)
-        self.group = group
         for part, is_on in zip(PARTS, wanted, strict=True):
             self._switch(part, is_on=is_on)
-
-    def _join(self, group: Any) -> None:
-        name = "-".join(map(str, (group.ranks[0], group.ranks[-1], group.world_size)))
-        facts = f"vllm {version('vllm')}, eplb {eplb.__version__}, {self.settings}"
-        store = dist.distributed_c10d._get_default_store()
-        rank, size = group.rank_in_group, group.world_size
-        deadline_s = self.settings.engine.load_deadline_s
-        self._joined = join("vllm", store, name, rank, size, facts=facts, deadline_s=deadline_s)
-        self._generation = self._joined.base_generation
-
-    def _switch(self, part: str, *, is_on: bool) -> None:
-        self._on[part] = is_on
-        set_part("vllm", part, is_on=is_on)
 
     def after_add_model(self, state: Any, model_config: Any, num_nodes: int) -> None:
         """Take over the model that was added last.
@@ -141,7 +141,11 @@ class PluginProcess:
         is_draft = getattr(model_config, "runner_type", "") == DRAFT
         if is_draft:
             log.info("draft model: planned for, its loads and its slots are not reported")
-        self._take_over(state, num_nodes, is_draft=is_draft)
+        try:
+            self._take_over(state, num_nodes, is_draft=is_draft)
+        except Exception:
+            log.exception("the EPLB plug-in could not take over the model")
+            self._switch("tap", is_on=False)
         if is_draft:
             return
         if self.settings.engine.check:
@@ -152,31 +156,59 @@ class PluginProcess:
             self.checks.repair_from(self.kept)
 
     def _take_over(self, state: Any, num_nodes: int, *, is_draft: bool) -> None:
-        try:
-            model_state = list(state.model_states.values())[-1]
-            held = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
-            served = Served(model_state, held.copy(), np.zeros_like(held))
-            self._served.append(served)
-            if model_state.logical_to_physical_map.shape[-1] < ENTRIES:
-                self._switch("shares", is_on=False)  # alike on all ranks: the model is
-            if is_draft:
-                return
-            self._target = served
-            self.expert_bytes = num_bytes_of(rows_of(model_state.model.expert_weights[0], 0))
-            self._compile(held, model_state.model, num_nodes)
-            if self.is_on("tap"):
-                self._start_tap(model_state, held, num_nodes)
-        except Exception:
-            log.exception("the EPLB plug-in could not take over the model")
-            self._switch("tap", is_on=False)
+        model_state = list(state.model_states.values())[-1]
+        held = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
+        served = Served(model_state, held.copy(), np.zeros_like(held))
+        self._served.append(served)
+        if model_state.logical_to_physical_map.shape[-1] < ENTRIES:
+            self._switch("shares", is_on=False)  # alike on all ranks: the model is
+        if is_draft:
+            return
+        self._target, model, size = served, served.model, self.group.world_size
+        self.expert_bytes = num_bytes_of(rows_of(model.expert_weights[0], 0))
+        nodes = num_nodes if size % num_nodes == 0 else 1
+        system = System(size, nodes, model.num_expert_groups, self.expert_bytes)
+        if self.is_on("policy") and not self.group.rank_in_group:
+            # Plans that nobody uses: the first one compiles the planner, for seconds.
+            load = np.random.default_rng(SEED).integers(1, 1000, (len(held), served.num_experts))
+            for is_first in (True, False):
+                planned(load, held, system, self.settings, is_first=is_first)
+        if self.is_on("tap"):
+            self._start_tap(served, system)
+
+    def _start_tap(self, served: Served, system: System) -> None:
+        assert self._joined is not None, "the ranks have joined"
+        layers, (num_layers, num_slots) = served.model.moe_layers, served.held.shape
+        top_k = int(getattr(layers[0], "top_k", 1) or 1) if layers else 1
+        settings, rank = self.settings, self.group.rank_in_group
+        shape = system.model(layer_numbers(layers, num_layers), served.num_experts, top_k)
+        topology = system.topology(num_slots)
+        identity = identity_of(settings, self._joined.run, rank, shape, topology)
+        self.recorder = StoreProcess("vllm", identity)
+        self._tap = LoadTap(
+            num_layers,
+            served.num_experts,
+            served.model_state.expert_load_pass.device,
+            settings.windows.sample_steps,
+        )
+        self._offer_map()
+        if settings.engine.phase == "auto":
+            watch_phases(self._note_phase)
+
+    def _note_phase(self, phase: Phase) -> None:
+        self.phase = phase
+
+    def _taken_over(self) -> Served:
+        if self._target is None:
+            raise RankError("the model was not taken over")
+        return self._target
 
     def _keep_records(self, model_config: Any) -> None:
         """Capture the experts of the target; collective, whatever has failed on this rank."""
 
-        def find() -> tuple[list[Tensors], Ints]:
-            if self._target is None:
-                raise RankError("the model was not taken over")
-            return list(self._target.model_state.model.expert_weights), self._target.held
+        def find() -> tuple[list[Tensors], IntArray]:
+            target = self._taken_over()
+            return list(target.model.expert_weights), target.held
 
         model = f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}"
         self.kept = capture(find, self.group.cpu_group, self.settings, model)
@@ -192,20 +224,16 @@ class PluginProcess:
     def _begin_check(self) -> None:
         """Agree on the digests of all slots; collective, whatever has failed on this rank."""
         group = self.group
-        rank, size = group.rank_in_group, group.world_size
 
         def make_view() -> EngineView:
-            target = self._target
-            if target is None:
-                raise RankError("the model was not taken over")
-            model = target.model_state.model
+            target = self._taken_over()
             return EngineView(
-                range(len(model.expert_weights)),
-                lambda row: (model.moe_layers[row], list(model.expert_weights[row])),
+                range(len(target.held)),
+                lambda row: (target.model.moe_layers[row], list(target.model.expert_weights[row])),
                 # Commits keep it current: vLLM's own map is on the device, and no step waits.
                 lambda row: target.held[row],
-                rank,
-                size,
+                group.rank_in_group,
+                group.world_size,
             )
 
         def write(event: str, detail: dict[str, Any]) -> None:
@@ -218,45 +246,6 @@ class PluginProcess:
         except Exception:  # of the collective
             log.exception("placement check is off")
 
-    def _compile(self, held: Ints, model: Any, num_nodes: int) -> None:
-        """Make a plan that nobody uses: the first one compiles the planner, for seconds."""
-        if not self.is_on("policy") or self.group.rank_in_group:
-            return
-        shape = len(held), model.num_logical_experts
-        load = np.random.default_rng(SEED).integers(1, 1000, shape)
-        size = self.group.world_size
-        nodes = num_nodes if size % num_nodes == 0 else 1
-        call = Call(load, held, model.num_expert_groups, nodes, size)
-        for is_first in (True, False):
-            planned(call, self.settings, self.expert_bytes, is_first=is_first)
-
-    def _start_tap(self, model_state: Any, held: Ints, num_nodes: int) -> None:
-        assert self._joined is not None, "the ranks have joined"
-        model, size = model_state.model, self.group.world_size
-        nodes = num_nodes if size % num_nodes == 0 else 1
-        topology = eplb.Topology.uniform(nodes, size // nodes, held.shape[1] // size)
-        shape = eplb.ModelShape(
-            layer_numbers(model.moe_layers, len(held)),
-            model.num_logical_experts,
-            int(getattr(model.moe_layers[0], "top_k", 1) or 1) if model.moe_layers else 1,
-            1,
-            1,
-            expert_bytes=self.expert_bytes,
-        )
-        settings, rank = self.settings, self.group.rank_in_group
-        identity = identity_of(settings, self._joined.run, rank, shape, topology)
-        self.recorder = StoreProcess("vllm", identity)
-        device = model_state.expert_load_pass.device
-        self._tap = LoadTap(
-            len(held), model.num_logical_experts, device, settings.windows.sample_steps
-        )
-        self._offer_map()
-        if settings.engine.phase == "auto":
-            watch_phases(self._note_phase)
-
-    def _note_phase(self, phase: Phase) -> None:
-        self.phase = phase
-
     def before_step(self, state: Any, is_dummy: bool, is_profile: bool, log_stats: bool) -> None:
         """Count the pass that ended, before vLLM clears its figures."""
         if self._tap is None or self._target is None or is_profile or not self._on["tap"]:
@@ -267,7 +256,7 @@ class PluginProcess:
             phase = None if is_dummy else self.phase
             held = model_state.physical_to_logical_map
             assert self.recorder is not None, "a tap has a recorder"
-            for counted in self._tap.add(load, held, phase, self._generation):
+            for counted in self._tap.add(load, held, phase, self.generation):
                 self.recorder.add(counted)
             self.recorder.flush()  # what the device had not copied before
             if not state._should_record_current_step(log_stats=log_stats):
@@ -284,33 +273,37 @@ class PluginProcess:
         if self.checks is not None and not is_profile:
             self.checks.visit(is_idle=is_dummy)
 
-    def is_served(self, model_state: Any, row: Ints, layer: int) -> bool:
+    def is_served(self, model_state: Any, row: IntArray, layer: int) -> bool:
         """Whether a layer has this row [P] and its lists already, so that a commit is idle."""
         served = self._of(model_state)
         if served is None or not np.array_equal(served.held[layer], row):
             return False
-        return np.array_equal(self._repeats_of(row, layer, served), served.repeats[layer])
+        decision = self._decision(served, row, layer)
+        repeats = np.zeros_like(row) if decision is None else decision.repeats[layer]
+        return np.array_equal(repeats, served.repeats[layer])
 
-    def committed(self, model_state: Any, row: Ints, layer: int) -> None:
+    def committed(self, model_state: Any, row: IntArray, layer: int) -> None:
         """Write the lists of a layer whose map vLLM has just committed."""
         served = self._of(model_state)
         if served is None:
             return
-        repeats = self._repeats_of(row, layer, served)
         served.held[layer], served.repeats[layer] = row, 0
-        if not repeats.any():
-            return
-        num_layers = len(served.held)
-        decision = self.decisions.of_layer(row, layer, num_layers, served.num_experts)
-        if decision is None:
+        decision = self._decision(served, row, layer)
+        if decision is None or not decision.repeats[layer].any():
             return
         table = model_state.logical_to_physical_map[layer]
-        experts, entries = map(torch.from_numpy, decision.lists.of_layer(layer))
+        experts, entries = map(torch.from_numpy, decision.lists_of(layer))
         experts, width = experts.to(table.device), entries.shape[1]
         # Entries before lengths: between the two writes every list holds replicas of its expert.
         table[:, :width].index_copy_(0, experts, entries.to(table))
         model_state.logical_replica_count[layer].index_fill_(0, experts, width)
-        served.repeats[layer] = repeats
+        served.repeats[layer] = decision.repeats[layer]
+
+    def _decision(self, served: Served, row: IntArray, layer: int) -> Decision | None:
+        """The decision with the shares of a row; None: they are even."""
+        if not self.is_on("shares"):
+            return None
+        return self.decisions.of_layer(row, layer, len(served.held), served.num_experts)
 
     def layer_changed(self, model_state: Any) -> None:
         """Note that some layer of a map has changed."""
@@ -319,15 +312,9 @@ class PluginProcess:
     def map_ended(self, model_state: Any) -> None:
         """Note that the last layer of a map serves: with any change it is a new generation."""
         if self._has_changed and self._is_target(model_state):
-            self._generation += 1
+            self.generation += 1
             self._has_changed = False
             self._offer_map()
-
-    def _repeats_of(self, row: Ints, layer: int, served: Served) -> Ints:
-        found = None
-        if self.is_on("shares"):
-            found = self.decisions.of_layer(row, layer, len(served.held), served.num_experts)
-        return np.zeros_like(row) if found is None else found.repeats[layer]
 
     def _of(self, model_state: Any) -> Served | None:
         return next((one for one in self._served if one.model_state is model_state), None)
@@ -339,19 +326,17 @@ class PluginProcess:
         served = self._target
         if self.recorder is None or served is None:
             return
-        held, num_experts = served.held.copy(), served.num_experts
-        decision = self.decisions.of_map(held, num_experts)
+        held, num_experts = served.held.astype(np.int32), served.num_experts
+        decision = self.decisions.of_map(served.held, num_experts)
         if decision is not None and np.array_equal(decision.repeats, served.repeats):
             share = decision.shares()
         else:
-            share = np.array(eplb.Placement(held.astype(np.int32), num_experts).slot_share)
+            share = np.array(eplb.Placement(held, num_experts).slot_share)
         question, self._moving = self._moving, None
         reason = "vLLM committed this map"
-        self.recorder.tell(
-            MapChange(held.astype(np.int32), share, num_experts, self._generation, reason, question)
-        )
+        self.recorder.tell(MapChange(held, share, num_experts, self.generation, reason, question))
 
-    def asked(self, held: Ints) -> Question:
+    def asked(self, held: IntArray) -> Question:
         """Why rank 0 plans for a map [L, P] now: a task that waits, or vLLM's interval."""
         recorder, target = self.recorder, self._target
         if recorder is None or target is None or not np.array_equal(held, target.held):
@@ -369,11 +354,6 @@ class PluginProcess:
     def will_move(self, question: Question) -> None:
         """Note a plan of rank 0 that moves experts: its task ends once the map serves."""
         self._moving = question if question.task_id else None
-
-
-def _phase(settings: PluginSettings) -> Phase:
-    phase: Any = settings.engine.phase
-    return phase  # type: ignore[no-any-return]
 
 
 def layer_numbers(layers: Any, num_layers: int) -> tuple[int, ...]:

@@ -25,9 +25,9 @@ from rebalance.engines.common.guards import refusals
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.guards import ASSUMED
 from rebalance.engines.sglang.replica_weights import (
-    list_weights,
     replica_lists,
     source_table,
+    source_weights,
 )
 from tests.support.engines.sglang_ranks import (
     NUM_EXPERTS,
@@ -88,7 +88,7 @@ def installed(rank: int) -> dict[str, Any]:
 def random_weights() -> np.ndarray:
     held = random_map(3)
     share = np.random.default_rng(4).uniform(0.1, 1.0, held.shape)
-    return list_weights(held, share, NUM_RANKS, is_full=True)
+    return source_weights(held, share, NUM_RANKS)
 
 
 @pytest.fixture(scope="module")

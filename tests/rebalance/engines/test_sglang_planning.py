@@ -16,9 +16,9 @@ from rebalance.engines.common.planning import System
 from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.sglang.planning import (
     RULES,
-    Observed,
+    Planned,
     Planner,
-    Terms,
+    Shape,
     answer_of,
     make_plan,
 )
@@ -27,6 +27,7 @@ from rebalance.engines.sglang.replica_weights import (
     list_weights,
     replica_lists,
     source_table,
+    source_weights,
 )
 
 EXPERTS, SLOTS, RANKS = 8, 12, 4
@@ -34,9 +35,8 @@ TRIVIAL = np.tile(np.arange(SLOTS) % EXPERTS, (3, 1))
 MOVABLE = np.array([False, True, True])
 
 
-def terms(algorithm: str, **changes: float) -> Terms:
-    given = {"list_length": 12, "pay_back_s": 1e9, "target_imbalance": 1.0, "max_moved": 1.0}
-    return Terms(algorithm, System(RANKS, 1, 1, 8), EXPERTS, **given | changes)  # type: ignore[arg-type]
+def shape(algorithm: str) -> Shape:
+    return Shape(System(RANKS, 1, 1, 8), 0, EXPERTS, SLOTS, algorithm, [1, 2])
 
 
 def load(seed: int) -> np.ndarray:
@@ -45,8 +45,14 @@ def load(seed: int) -> np.ndarray:
     return np.rint(drawn).astype(np.int64)
 
 
-def observed(seed: int) -> Observed:
-    return Observed(load(seed), TRIVIAL, np.zeros_like(TRIVIAL), MOVABLE)
+def planned(algorithm: str, seed: int) -> Planned:
+    """A plan with free moves for a map that no plan has made."""
+    serving = np.zeros_like(TRIVIAL)
+    return make_plan(load(seed), TRIVIAL, serving, shape(algorithm), **limits())
+
+
+def limits(max_moved: float = 1.0) -> dict[str, float]:
+    return {"max_moved": max_moved, "pay_back_s": 1e9, "target_imbalance": 1.0}
 
 
 def load_of_slots(held: np.ndarray) -> np.ndarray:
@@ -57,9 +63,9 @@ def load_of_slots(held: np.ndarray) -> np.ndarray:
     return tokens
 
 
-def planner_of(algorithm: str, **changes: float) -> Planner:
+def planner_of(algorithm: str, max_moved: float = 1.0) -> Planner:
     """With a window under a map that no plan has made."""
-    made = Planner(asdict(terms(algorithm, **changes)) | {"movable": MOVABLE.tolist()})
+    made = Planner({"shape": asdict(shape(algorithm)), **limits(max_moved)})
     made.add(Window(load_of_slots(TRIVIAL), TRIVIAL, np.zeros_like(TRIVIAL)))
     return made
 
@@ -120,35 +126,35 @@ def test_even_shares_have_the_shortest_list() -> None:
 
 @pytest.mark.parametrize("algorithm", sorted(RULES))
 def test_plan_leaves_rows_without_routed_experts(algorithm: str) -> None:
-    planned = make_plan(observed(1), terms(algorithm))
+    made = planned(algorithm, 1)
 
-    assert planned.moves
-    assert (planned.slot_to_expert[0] == TRIVIAL[0]).all()
-    assert planned.effective < planned.before
+    assert made.moves
+    assert (made.slot_to_expert[0] == TRIVIAL[0]).all()
+    assert made.effective < made.before
     if RULES[algorithm] is DispatchRule.EVEN:
-        assert (planned.weights == 1).all()
+        assert (made.weights == 1).all()
 
 
 def test_static_plan_has_a_slot_of_the_expert_for_each_source_rank() -> None:
-    planned = make_plan(observed(2), terms("static"))
+    made = planned("static", 2)
 
     rows = np.arange(3)[:, None, None]
-    assert planned.sources.shape == (3, EXPERTS, RANKS)
-    assert (planned.slot_to_expert[rows, planned.sources] == np.arange(EXPERTS)[:, None]).all()
+    assert made.sources.shape == (3, EXPERTS, RANKS)
+    assert (made.slot_to_expert[rows, made.sources] == np.arange(EXPERTS)[:, None]).all()
     used = np.zeros((3, SLOTS), dtype=np.int64)
-    np.add.at(used, (rows, planned.sources), 1)
-    assert (used == planned.weights).all(), "a slot weighs as many ranks as use it"
+    np.add.at(used, (rows, made.sources), 1)
+    assert (used == made.weights).all(), "a slot weighs as many ranks as use it"
 
 
 def test_effective_imbalance_is_that_of_the_slots_which_sources_use() -> None:
-    planned = make_plan(observed(5), terms("static"))
+    made = planned("static", 5)
 
     tokens = load(5)[:, MOVABLE].astype(float)  # [T, L, E], a quarter from each source rank
     loads = np.zeros((*tokens.shape[:2], RANKS))
     for row, expert, source in np.ndindex(2, EXPERTS, RANKS):
-        rank = planned.sources[1 + row, expert, source] // (SLOTS // RANKS)
+        rank = made.sources[1 + row, expert, source] // (SLOTS // RANKS)
         loads[:, row, rank] += tokens[:, row, expert] / RANKS
-    assert planned.effective == pytest.approx((loads.max(2) / loads.mean(2)).mean())
+    assert made.effective == pytest.approx((loads.max(2) / loads.mean(2)).mean())
 
 
 def test_source_ranks_use_their_own_slot_then_their_nodes() -> None:
@@ -174,7 +180,7 @@ def test_evened_weights_keep_sums_and_lower_the_busiest_rank(seed: int) -> None:
     random = np.random.default_rng(seed)
     held = np.stack([random.permutation(np.arange(SLOTS) % EXPERTS) for _ in range(3)])
     work = random.lognormal(0, 1.0, (3, EXPERTS))
-    weights = list_weights(held, np.ones(held.shape), RANKS, is_full=True)
+    weights = source_weights(held, np.ones(held.shape), RANKS)
 
     busiest = []
     for most in (0, 100):
@@ -215,7 +221,7 @@ def test_answer_is_the_same_on_every_call() -> None:
 
 
 def test_planner_without_a_window_has_no_answer() -> None:
-    assert Planner(asdict(terms("static")) | {"movable": MOVABLE.tolist()}).plan() is None
+    assert Planner({"shape": asdict(shape("static")), **limits()}).plan() is None
 
 
 def test_planner_moves_few_experts_once_a_plan_has_made_the_map() -> None:

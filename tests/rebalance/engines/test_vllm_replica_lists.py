@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rebalance.engines.vllm.decisions import Decision, Decisions
-from rebalance.engines.vllm.replica_lists import (
+from rebalance.engines.vllm.decisions import (
     ENTRIES,
-    chosen_replicas,
-    hashed,
-    repeated_lists,
+    Decision,
+    Decisions,
+    chosen_entries,
     repetitions,
 )
 
@@ -44,6 +43,11 @@ def list_of(slots: list[int], times: list[int]) -> list[int]:
     return entries
 
 
+def decided(held: NDArray[np.int64], repeats: NDArray[np.int64]) -> Decision:
+    """A decision that changes nothing but the lists."""
+    return Decision(held, held, repeats, int(held.max()) + 1)
+
+
 def drawn_layers(seed: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Maps of 3 layers with empty slots, and shares of which some are tiny and some equal."""
     drawn = np.random.default_rng(seed)
@@ -63,11 +67,11 @@ def test_lists_equal_those_of_the_slow_reference(seed: int) -> None:
     held, share = drawn_layers(seed)
 
     repeats = repetitions(held, share, 64)
-    lists = repeated_lists(held, repeats)
+    decision = decided(held, repeats)
 
     for layer, expert in np.ndindex(3, 8):
         slots = np.flatnonzero(held[layer] == expert)
-        experts, entries = lists.of_layer(layer)
+        experts, entries = decision.lists_of(layer)
         parts = share[layer, slots]
         is_power = len(slots) & (len(slots) - 1) == 0
         if len(slots) == 1 or (is_power and (np.abs(parts * len(slots) - 1) < 2e-3).all()):
@@ -87,10 +91,10 @@ def test_shares_over_consecutive_rows_are_within_the_target(rows: int, most: flo
     for _ in range(50):
         parts = drawn.dirichlet([2.0, 2.0, 2.0])
         share = np.array([parts[0], 0.7, parts[1], 0.5, parts[2], 0.3, 0.5])
-        lists = repeated_lists(HELD[None], repetitions(HELD[None], share[None]))
-        for expert, entries in zip(*lists.of_layer(0), strict=True):
+        decision = decided(HELD[None], repetitions(HELD[None], share[None]))
+        for expert, entries in zip(*decision.lists_of(0), strict=True):
             slots = np.flatnonzero(expert == HELD)
-            chosen = chosen_replicas(np.arange(rows), entries)
+            chosen = entries[chosen_entries(rows, ENTRIES)]
             split = np.bincount(chosen, minlength=len(HELD))[slots] / rows
             off.append(np.abs(split - share[slots]).max())
 
@@ -101,7 +105,7 @@ def test_shares_over_consecutive_rows_are_within_the_target(rows: int, most: flo
 def test_expert_with_equal_shares_of_two_replicas_keeps_the_list_of_vllm() -> None:
     share = np.array([0.5, 0.6, 0.3, 0.5, 0.2, 0.4, 0.5])
     repeats = repetitions(HELD[None], share[None])
-    experts, entries = repeated_lists(HELD[None], repeats).of_layer(0)
+    experts, entries = decided(HELD[None], repeats).lists_of(0)
 
     assert repeats[0, HELD == 2].tolist() == [0, 0]
     assert experts.tolist() == [0, 1]
@@ -116,13 +120,13 @@ def test_share_of_almost_nothing_gets_one_entry() -> None:
 
 def test_layers_with_equal_shares_need_no_lists() -> None:
     held = np.array([[0, 1, 0, 1]])
-    lists = repeated_lists(held, repetitions(held, np.full((1, 4), 0.5)))
+    decision = decided(held, repetitions(held, np.full((1, 4), 0.5)))
 
-    assert [len(part) for part in lists.of_layer(0)] == [0, 0]
+    assert [len(part) for part in decision.lists_of(0)] == [0, 0]
 
 
 def test_consecutive_rows_visit_every_entry_of_a_list_once() -> None:
-    assert sorted(hashed(ENTRIES)) == list(range(ENTRIES))
+    assert sorted(chosen_entries(ENTRIES, ENTRIES)) == list(range(ENTRIES))
 
 
 def test_decision_is_found_by_the_row_that_it_asked_for_alone() -> None:
