@@ -38,7 +38,7 @@ test-gpu:
 # The real wheels of serving engines, on a CPU: each in an environment of its own.
 test-engines: $(ENGINES:%=.venv-%/packages.txt)
 	for engine in $(ENGINES); do \
-		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/$$engine $(ARGS) || exit 1; \
+		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
 	done
 
 .venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh

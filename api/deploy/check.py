@@ -473,7 +473,8 @@ def _plugin(environ: Mapping[str, str]) -> Finding:
         return Finding(
             "plug-in", f"VLLM_PLUGINS is {names!r}", "eplb among them, or no VLLM_PLUGINS"
         )
-    return Finding("plug-in", f"deployment {settings.deployment!r}, store {settings.store}")
+    deployment = settings.deployment
+    return Finding("plug-in", f"deployment {deployment.name!r}, store {deployment.store_url}")
 
 
 def _release() -> Finding:

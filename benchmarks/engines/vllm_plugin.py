@@ -17,7 +17,8 @@ import torch
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 import eplb
-from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.common.planning import System
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm.decisions import Decision, chosen_entries, repetitions
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
@@ -70,10 +71,10 @@ def policies() -> None:
 
 def plugged_in(plan_time_ms: float) -> Any:
     """The plug-in's policy in a group of one rank."""
-    settings = PluginSettings("benchmark", "memory:", EngineSettings(plan_time_ms=plan_time_ms))
+    settings = PluginSettings({"engine.plan_time_ms": plan_time_ms})
     process = PluginProcess(settings)
     process.group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
-    process.num_experts, process.expert_bytes = EXPERTS, 44_050_944
+    process.system = System(RANKS, NODES, 1, 44_050_944)
     for part in ("policy", "shares"):
         process._switch(part, is_on=True)
     policy: Any = policy_class(process, DefaultEplbPolicy)

@@ -14,12 +14,10 @@ import importlib.metadata
 import inspect
 import pkgutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from eplb.errors import ConfigError
 
 Lines = tuple[str, ...]
 
@@ -35,16 +33,6 @@ class Assumptions:
     fields: Mapping[str, str] = field(default_factory=dict)  # of a dataclass, among others
     digests: Mapping[str, str] = field(default_factory=dict)  # ``source_digest`` of a function
     files: Mapping[Path, Lines] = field(default_factory=dict)  # parts of files, read and not loaded
-
-
-def check_engine(refusals: Iterable[str]) -> None:
-    """Refuse an engine that is not as it was read.
-
-    Raises:
-        ConfigError: the first of the refusals, where there is one.
-    """
-    for refusal in refusals:
-        raise ConfigError(refusal)
 
 
 def refusals(expected: Assumptions) -> Iterator[str]:

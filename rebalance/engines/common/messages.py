@@ -6,7 +6,6 @@ read is executed, and the step copies an array once.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -14,7 +13,8 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.state.codec import to_json
+from eplb.core.load import Phase
+from telemetry.state.codec import pack, unpack
 from telemetry.state.runs import RunInfo
 
 
@@ -77,9 +77,16 @@ class Noted:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Fields of a ``LoadSample``, but for deployment, run and rank."""
+    """A ``LoadSample``, but for deployment, run and rank."""
 
-    fields: dict[str, Any]
+    sequence: int
+    time: float
+    first_step: int
+    last_step: int
+    phase: Phase
+    generation: int
+    tokens: NDArray[np.int64]
+    slot_to_expert: NDArray[np.int32] | None  # None: column e is expert e
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,28 +129,24 @@ def to_bytes(message: Told | Reply | Identity) -> bytes:
     Raises:
         StoreError: a value that is no array and that JSON cannot hold.
     """
-    fields = message.fields if isinstance(message, Sample) else vars(message)
-    arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+    values = vars(message)
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     header = {
         "kind": type(message).__name__,
-        "fields": {name: value for name, value in fields.items() if name not in arrays},
+        "fields": {name: value for name, value in values.items() if name not in arrays},
         "arrays": [[name, array.dtype.str, array.shape] for name, array in arrays.items()],
     }
-    contents = (array.tobytes() for array in arrays.values())
-    return b"".join((to_json(header).encode(), b"\n", *contents))
+    return pack(header, b"".join(array.tobytes() for array in arrays.values()))
 
 
 def from_bytes(packed: bytes) -> Any:
     """Unpack a message; its arrays are read-only."""
-    line, _, contents = packed.partition(b"\n")
-    header = json.loads(line)
+    header, contents = unpack(packed, "a message")
     fields, offset = header["fields"], 0
     for name, dtype, shape in header["arrays"]:
         array = np.frombuffer(contents, dtype, math.prod(shape), offset).reshape(shape)
         fields[name] = array
         offset += array.nbytes
-    if header["kind"] == Sample.__name__:
-        return Sample(fields)
     for name in NESTED.keys() & fields.keys():
         if fields[name] is not None:
             fields[name] = NESTED[name](**fields[name])

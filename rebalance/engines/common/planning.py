@@ -1,4 +1,4 @@
-"""A plan for an engine's map, and the check that the engine's map can take it.
+"""A plan for an engine's map.
 
 Shapes:  T windows, L layers, E experts, S slots.
 """
@@ -9,20 +9,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
-from eplb.core.placement import Placement
+from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 from eplb.planner import Plan, plan
 from rebalance.engines.common.tap import IntArray
-
-UNKNOWN_EXPERT_BYTES = 17_000_000  # where an engine does not say
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class System:
     num_ranks: int
     num_nodes: int
     num_groups: int  # expert groups of the model; 1 is used where nodes cannot hold them whole
-    expert_bytes: int  # 0: unknown
+    expert_bytes: int
 
     def topology(self, num_slots: int) -> Topology:
         """Ranks and their slots."""
@@ -43,8 +38,15 @@ class System:
         """Layers by their numbers, experts and their groups."""
         groups = self.num_groups
         fits = groups % self.num_nodes == 0 and num_experts % groups == 0
-        bytes_ = self.expert_bytes or UNKNOWN_EXPERT_BYTES
-        return ModelShape(tuple(layers), num_experts, top_k, 1, 1, 0, groups if fits else 1, bytes_)
+        return ModelShape(
+            tuple(layers),
+            num_experts,
+            top_k,
+            hidden=1,
+            intermediate=1,
+            num_expert_groups=groups if fits else 1,
+            expert_bytes=self.expert_bytes,
+        )
 
 
 def planned(
@@ -76,11 +78,12 @@ def planned(
         policy: as ``eplb.planner.plan``.
 
     Raises:
-        EplbError: load, map and ranks do not describe one system.
+        EplbError: load, map and ranks do not describe one system, or the plan has empty slots,
+            which no engine's map can have.
     """
     num_layers, num_slots = current.slot_to_expert.shape
     is_free = max_moved is None
-    return plan(
+    found = plan(
         windows,
         system.topology(num_slots),
         model=system.model(range(num_layers), current.num_experts),
@@ -97,33 +100,6 @@ def planned(
         dispatch=rule,
         policy=policy,
     )
-
-
-def check_target(
-    found: IntArray,
-    held: IntArray,
-    num_experts: int,
-    movable: NDArray[np.bool_] | None = None,
-) -> None:
-    """Refuse a map that the engine's cannot become.
-
-    Args:
-        found: [L, S] the map of a plan.
-        held: [L, S] the map that serves.
-        num_experts: E.
-        movable: [L] layers that may change; None: all.
-
-    Raises:
-        PlacementError: another shape, an empty slot, an expert that is not there or has no slot,
-            or a layer that may not change and does.
-    """
-    if found.shape != held.shape:
-        raise PlacementError(f"the plan has shape {found.shape}, expected {held.shape}")
-    Placement(found.astype(np.int32), num_experts)
-    if found.min() < 0:
+    if (found.target.slot_to_expert == EMPTY).any():
         raise PlacementError("the plan has an empty slot, expected an expert in each")
-    if movable is None:
-        return
-    strays = np.flatnonzero((found != held).any(axis=1) & ~movable)
-    if strays.size:
-        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")
+    return found

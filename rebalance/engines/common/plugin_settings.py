@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from eplb.core.cost import CostModel
@@ -68,8 +67,8 @@ class EngineSettings:
         check_fields(self)
 
 
-class _Tree(SettingsTree):
-    """The part of the file that the plug-in reads."""
+class PluginSettings(SettingsTree):
+    """What the plug-in takes from the deployment's file; other sections are left to others."""
 
     whole = frozenset({"engine"})
 
@@ -80,32 +79,17 @@ class _Tree(SettingsTree):
     network = Section("The secret.", SecretSettings)
     telemetry = Section("Samples and windows.", WindowSettings, ReportingConfig)
 
-
-@dataclass(frozen=True)
-class PluginSettings:
-    """What the plug-in takes from the deployment's file."""
-
-    deployment: str
-    store: str
-    engine: EngineSettings = field(default_factory=EngineSettings)
-    cost: CostModel = field(default_factory=CostModel)
-    budget: Budget = field(default_factory=Budget)
-    windows: WindowSettings = field(default_factory=WindowSettings)
-    spool_dir: Path | None = None
-    host_cache: HostCacheSettings = field(default_factory=HostCacheSettings)
-    secret_file: Path | None = None
-    state_dir: Path = DeploymentSettings.state_dir
-
     def place_of_records(self) -> HostCacheAddress | None:
         """Where ``eplb host-cache`` of this host is found; None where no secret is."""
+        deployment, file = self.deployment, self.network.secret_file
         try:
             secret = deployment_secret(
-                self.secret_file, os.environ, addresses={}, state_dir=self.state_dir, makes=False
+                file, os.environ, addresses={}, state_dir=deployment.state_dir, makes=False
             )
         except ConfigError as exc:
             log.info("eplb host-cache is not looked for: %s", exc)
             return None
-        return place_of_records(self.deployment, secret)
+        return place_of_records(deployment.name, secret)
 
 
 def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
@@ -118,22 +102,10 @@ def settings_of(environ: Mapping[str, str]) -> PluginSettings | None:
     """
     if not environ.get(CONFIG_VARIABLE):
         return None
-    settings = load(_Tree, {}, config=None, environ=environ, reads_variables=False)
-    deployment = settings.deployment
+    settings = load(PluginSettings, {}, config=None, environ=environ, reads_variables=False)
     if "deployment.name" not in settings.places:
         raise ConfigError(
             f"{environ[CONFIG_VARIABLE]} has no deployment.name, expected the name of a "
             "deployment: without it the plug-in does nothing"
         )
-    return PluginSettings(
-        deployment.name,
-        deployment.store or f"sqlite:{deployment.store_url}",
-        settings.engine,
-        settings[CostModel],
-        settings[Budget],
-        settings[WindowSettings],
-        settings[ReportingConfig].spool_dir,
-        settings.host_cache,
-        settings.network.secret_file,
-        deployment.state_dir,
-    )
+    return settings

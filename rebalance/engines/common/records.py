@@ -6,7 +6,7 @@ checkpoint. Each expert is offered by the first rank that holds it, before anyth
 host cache is that of ``eplb host-cache``, else one in the first rank of each host
 (``rebalance/weights/cache/engine_records.py``, ``rebalance/stage/kept_records.py``).
 
-Shapes:  L MoE layers, E experts, S slots, C of them on this rank.
+Shapes:  L MoE layers, E experts, S slots, R ranks, C slots of this rank.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -85,18 +85,31 @@ def digest_of(record: torch.Tensor) -> Digest:
     return plain, weighted
 
 
-def agreed(held: NDArray[np.int64], table: NDArray[np.int64], layer: int) -> dict[int, Digest]:
+def slot_digests(weights: Tensors) -> torch.Tensor:
+    """[C, 2] digests of the slots of a layer on this rank."""
+    found = [digest_of(bytes_of(rows_of(weights, row))) for row in range(len(weights[0]))]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[R, ...] the tensors of all ranks, which have one shape; collective."""
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone)
+
+
+def agreed(held: NDArray[np.int64], by_rank: torch.Tensor, layer: int) -> dict[int, Digest]:
     """The digest of each expert: that of its first slot.
 
     Args:
         held: [S] experts by slot.
-        table: [S, 2] digests by slot.
+        by_rank: [R, C, 2] digests of the slots of a layer.
         layer: for the log.
     """
     found: dict[int, Digest] = {}
-    for slot, expert in enumerate(held.tolist()):
-        given = (int(table[slot, 0]), int(table[slot, 1]))
-        if expert != NOBODY and found.setdefault(expert, given) != given:
+    table = by_rank.reshape(-1, 2).tolist()
+    for slot, (expert, (plain, weighted)) in enumerate(zip(held.tolist(), table, strict=True)):
+        if found.setdefault(expert, (plain, weighted)) != (plain, weighted):
             log.error(
                 "layer %d expert %d: the replica in slot %d differs from another",
                 layer,
@@ -127,6 +140,22 @@ class Kept:
         """Whether the tensors of a slot have the bytes of an expert at the load."""
         return digest_of(bytes_of(tensors)) == self.digest_of(layer, expert)
 
+    def wrong(self, layer: int, held: Iterable[int], weights: Tensors) -> list[int]:
+        """Which slots of a layer on this rank lack the bytes of their expert at the load.
+
+        Where most of them do, the weights were replaced, and records would bring back the old ones.
+
+        Args:
+            layer: the row of the records.
+            held: [C] experts of the slots.
+            weights: [C, ...] each.
+        """
+        return [
+            place
+            for place, expert in enumerate(held)
+            if not self.is_right(layer, int(expert), rows_of(weights, place))
+        ]
+
     def bring(self, layer: int, expert: int) -> torch.Tensor:
         """The bytes of a record, from this host, another one or a disk.
 
@@ -151,24 +180,6 @@ class Kept:
         self._client.close()
         if self.server is not None:
             self.server.close()
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """What a rank has loaded."""
-
-    weights: list[Tensors]  # [L] of tensors [C, ...]
-    held: NDArray[np.int64]  # [L, S]
-    digests: torch.Tensor  # [L, C, 2]
-
-    def records_of(self, rank: int) -> dict[Record, int]:
-        """The experts of which a rank is the first holder, and its slot of each, 0 .. C - 1."""
-        num_own, found = self.digests.shape[1], {}
-        for layer, row in enumerate(self.held.tolist()):
-            for slot in range(rank * num_own, (rank + 1) * num_own):
-                if row.index(row[slot]) == slot:
-                    found[layer, row[slot]] = slot - rank * num_own
-        return found
 
 
 def capture(
@@ -199,12 +210,13 @@ def capture(
         try:
             if not embeds:
                 _together(lambda: _probe(place), group)
-            loaded = _together(lambda: _digested(*find()), group)
-            digests = _digests_of_all(loaded, group)
-            origin = _together(lambda: _origin_of(loaded, digests, model), group)
+            weights, held = _together(find, group)
+            own = _together(lambda: torch.stack([*map(slot_digests, weights)]), group)
+            digests = _digests_of_experts(held, of_all_ranks(own, group))
+            origin = _together(lambda: _origin_of(weights, digests, model), group)
             client, server = _attached(place, settings, origin, group, undo)
-            size, rank = origin.record_bytes, dist.get_rank(group)
-            _together(lambda: _offer(client, loaded, rank, size), group)
+            first = _first_held(held, dist.get_rank(group), own.shape[1])
+            _together(lambda: _offer(client, weights, own, first, origin.record_bytes), group)
         except MigrationError as exc:
             level = logging.ERROR if embeds else logging.INFO
             log.log(level, "no records of experts are kept: %s", exc)
@@ -238,32 +250,31 @@ def _probe(place: HostCacheAddress | None) -> None:
     wire.close()
 
 
-def _digested(weights: list[Tensors], held: NDArray[np.int64]) -> _Loaded:
-    num_own = weights[0][0].shape[0]
-    found = [
-        [digest_of(bytes_of(rows_of(layer, row))) for row in range(num_own)] for layer in weights
-    ]
-    return _Loaded(weights, held, torch.tensor(found, dtype=torch.int64))
-
-
-def _digests_of_all(loaded: _Loaded, group: dist.ProcessGroup) -> torch.Tensor:
-    """[L, E, 2] of all experts; collective."""
-    everyone = [torch.empty_like(loaded.digests) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, loaded.digests, group=group)
-    by_slot = torch.cat(everyone, dim=1).numpy()
-    table = torch.zeros((len(by_slot), int(loaded.held.max()) + 1, 2), dtype=torch.int64)
-    for layer, held in enumerate(loaded.held):
-        for expert, found in agreed(held, by_slot[layer], layer).items():
+def _digests_of_experts(held: NDArray[np.int64], by_rank: torch.Tensor) -> torch.Tensor:
+    """[L, E, 2] of all experts, from [R, L, C, 2] of all slots."""
+    table = torch.zeros((len(held), int(held.max()) + 1, 2), dtype=torch.int64)
+    for layer, row in enumerate(held):
+        for expert, found in agreed(row, by_rank[:, layer], layer).items():
             table[layer, expert] = torch.tensor(found)
     return table
 
 
-def _origin_of(loaded: _Loaded, digests: torch.Tensor, model: str) -> RecordOrigin:
+def _first_held(held: NDArray[np.int64], rank: int, num_own: int) -> dict[Record, int]:
+    """The experts of which a rank is the first holder, and its slot of each, 0 .. C - 1."""
+    found = {}
+    for layer, row in enumerate(held.tolist()):
+        for slot in range(rank * num_own, (rank + 1) * num_own):
+            if row.index(row[slot]) == slot:
+                found[layer, row[slot]] = slot - rank * num_own
+    return found
+
+
+def _origin_of(weights: list[Tensors], digests: torch.Tensor, model: str) -> RecordOrigin:
     """Name the records by their bytes: what is kept of other weights is never taken for these."""
-    sizes = {num_bytes_of(rows_of(layer, 0)) for layer in loaded.weights}
+    sizes = {num_bytes_of(rows_of(layer, 0)) for layer in weights}
     if len(sizes) != 1:
         raise MigrationError(f"layers have records of {sorted(sizes)} bytes, expected one size")
-    kinds = repr([(tuple(one.shape[1:]), str(one.dtype)) for one in loaded.weights[0]])
+    kinds = repr([(tuple(one.shape[1:]), str(one.dtype)) for one in weights[0]])
     contents = hashlib.blake2b(model.encode(), digest_size=16)
     contents.update(digests.numpy().tobytes())
     return RecordOrigin(
@@ -317,9 +328,22 @@ def _attached(
     return _together(attach, group), server
 
 
-def _offer(client: EngineRecordsClient, loaded: _Loaded, rank: int, record_bytes: int) -> None:
-    """Offer what this rank is the first holder of, as far as the host cache lacks it."""
-    own = loaded.records_of(rank)
+def _offer(
+    client: EngineRecordsClient,
+    weights: list[Tensors],
+    digests: torch.Tensor,
+    own: dict[Record, int],
+    record_bytes: int,
+) -> None:
+    """Offer records as far as the host cache lacks them.
+
+    Args:
+        client: of the host cache.
+        weights: [L] of the tensors [C, ...] of each layer.
+        digests: [L, C, 2] of the slots.
+        own: the records, and the slot of each.
+        record_bytes: in whole pages.
+    """
     lacking = client.lacks(list(own), deadline_s=OFFER_S)
     at_once = max(1, min(len(lacking), BATCH_BYTES // record_bytes))
     num_kept: dict[str, int] = {"memory": 0, "disk": 0, "": 0}
@@ -329,9 +353,9 @@ def _offer(client: EngineRecordsClient, loaded: _Loaded, rank: int, record_bytes
             offered: list[tuple[Record, Digest]] = []
             for entry, (layer, expert) in zip(entries, lacking[start:], strict=False):
                 row = own[layer, expert]
-                record = bytes_of(rows_of(loaded.weights[layer], row))
+                record = bytes_of(rows_of(weights[layer], row))
                 entry[: len(record)] = record
-                plain, weighted = loaded.digests[layer, row].tolist()
+                plain, weighted = digests[layer, row].tolist()
                 offered.append(((layer, expert), (plain, weighted)))
             for place in client.offer(offered, arena, deadline_s=OFFER_S):
                 num_kept[place] += 1

@@ -12,12 +12,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from eplb.errors import EplbError, RankError
+import eplb
+from eplb.errors import ConfigError, EplbError, RankError
 from eplb.packages import check_packages
 from eplb.settings.loader import CONFIG_VARIABLE
 from rebalance.engines.common.gauge import set_part
@@ -32,7 +34,7 @@ REFUSED = "refused: "  # before the reason of a rank that cannot take part
 
 
 def load_plugin(
-    engine: str, environ: Mapping[str, str], install: Callable[[PluginSettings], None]
+    engine: str, environ: Mapping[str, str], install: Callable[[PluginSettings], Iterable[str]]
 ) -> bool:
     """Load a plug-in if ``EPLB_CONFIG`` names a deployment; whether it is loaded.
 
@@ -41,9 +43,9 @@ def load_plugin(
     Args:
         engine: its name.
         environ: of the process.
-        install: checks what the plug-in assumes about the engine, and hooks it. Its imports are
-            late: they need torch, numba and the engine, which a process without a deployment does
-            without.
+        install: yields what of the plug-in's assumptions about the engine does not hold, and then
+            hooks it. Its imports are late: they need torch, numba and the engine, which a process
+            without a deployment does without.
     """
     if not environ.get(CONFIG_VARIABLE):
         return False
@@ -53,18 +55,24 @@ def load_plugin(
 
         settings = settings_of(environ)
         assert settings is not None, "the variable is set"
-        install(settings)
+        for refusal in install(settings):
+            raise ConfigError(refusal)
     except Exception as exc:  # whatever it is, the engine starts
         set_part(engine, "plugin", is_on=False)
         log.error("the EPLB plug-in is not loaded: %s", reason_of(exc))
         return False
-    log.info("EPLB plug-in loaded for deployment %r", settings.deployment)
+    log.info("EPLB plug-in loaded for deployment %r", settings.deployment.name)
     return True
 
 
 def reason_of(exc: Exception) -> str:
     """What failed, in one sentence."""
     return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
+
+
+def facts_of(engine: str, settings: PluginSettings) -> str:
+    """What must be alike on every rank: versions, and the settings that are given."""
+    return f"{engine} {version(engine)}, eplb {eplb.__version__}, {settings.values}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def join(
         group: name of the group, alike on its ranks.
         rank: in the group.
         size: of the group.
-        facts: must be alike on every rank: versions and settings.
+        facts: as ``facts_of``.
         deadline_s: for all ranks to have loaded the plug-in.
         refusal: why this rank cannot take part; "" if it can.
 

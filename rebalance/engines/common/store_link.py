@@ -27,7 +27,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +82,12 @@ class StoreLink:
         self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
         self._maps: deque[MapChange] = deque(maxlen=MOST_MAPS)
         self._outcomes: deque[Outcome] = deque()
+        self._queues: dict[type, deque[Any]] = {
+            Sample: self._samples,
+            MapChange: self._maps,
+            Noted: self._events,
+            Outcome: self._outcomes,
+        }
         self._open_task = 0  # that the rank works on; 0: none
         self._store: StateStore | None = None
         self._reporter: Reporter | None = None
@@ -98,13 +104,7 @@ class StoreLink:
         """Queue what the rank has told."""
         if self._planning is not None and self._planning.takes(told):
             return
-        queues: Mapping[type, deque[Any]] = {
-            Sample: self._samples,
-            MapChange: self._maps,
-            Noted: self._events,
-            Outcome: self._outcomes,
-        }
-        queues[type(told)].append(told)
+        self._queues[type(told)].append(told)
 
     def close(self) -> None:
         """End the thread, and write what still waits if the store answers."""
@@ -202,19 +202,13 @@ class StoreLink:
         assert self._reporter is not None, "the store is open"
         identity = self._identity
         while self._samples:
-            fields = self._samples.popleft().fields
+            fields = vars(self._samples.popleft())
             if fields["slot_to_expert"] is None:
                 shape = fields["tokens"].shape
                 experts = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
                 fields = fields | {"slot_to_expert": experts}
-            self._reporter.offer(
-                LoadSample(
-                    deployment=identity.deployment,
-                    run=identity.info.run,
-                    rank=identity.rank,
-                    **fields,
-                )
-            )
+            owner = identity.deployment, identity.info.run, identity.rank
+            self._reporter.offer(LoadSample(*owner, **fields))
 
     def _commit(self, store: StateStore) -> None:
         """Write maps that serve, oldest first; one that cannot be written waits for the store."""
@@ -272,24 +266,18 @@ class StoreLink:
             self._outcomes.popleft()
 
 
-class Planner(Protocol):
-    """What plans for an engine; each engine that plans in this process has its own."""
-
-    def add(self, window: Window) -> None:
-        """Take the latest window."""
-
-    def plan(self) -> tuple[bytes, dict[str, Any]] | None:
-        """The packed plan, b"" if it moves nothing, and its figures; None without a window."""
-
-
 class Planning:
-    """Asks the planner, on a thread of its own; one plan at a time is with the ranks."""
+    """Asks the planner, on a thread of its own; one plan at a time is with the ranks.
+
+    A planner takes the identity's ``terms``. It has ``add(window)``, and ``plan()``, which returns
+    the packed plan, b"" if it moves nothing, and its figures; None without a window.
+    """
 
     def __init__(self, identity: Identity, link: StoreLink) -> None:
         self._identity, self._link = identity, link
         self._windows: deque[Window] = deque(maxlen=MOST_WINDOWS)
         self._questions: deque[Question] = deque()
-        self._planner: Planner | None = None
+        self._planner: Any = None
         self._given: Question | None = None  # whose plan the ranks have and do not serve yet
         self._end = Event()
         self._thread = Thread(target=self._run, name="eplb-planning", daemon=True)
@@ -323,7 +311,8 @@ class Planning:
             self._planner = planner(self._identity.terms)
         while self._windows:
             self._planner.add(self._windows.popleft())
-        return self._planner.plan()
+        found: tuple[bytes, dict[str, Any]] | None = self._planner.plan()
+        return found
 
     def _answer(self) -> None:
         question = self._questions[0]

@@ -24,6 +24,7 @@ from typing import Any
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.assembly.config import ReportingConfig
 from rebalance.engines.common.fsck.report import PARTS
 from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
@@ -33,7 +34,6 @@ from rebalance.engines.common.messages import (
     Noted,
     Question,
     Reply,
-    Sample,
     Told,
     Window,
     from_bytes,
@@ -93,9 +93,7 @@ class StoreProcess:
         """Hand over a sample of some rows and columns. Never waits and never raises."""
         number = self._sequence
         self._sequence += 1
-        self._offer(
-            lambda: Sample({"sequence": number, **counted.sample(rows, columns)}), counted.copied
-        )
+        self._offer(lambda: counted.sample(number, rows, columns), counted.copied)
 
     def add_window(self, counted: Counted, weights: IntArray) -> None:
         """Hand over all ranks' tokens by slot for the planner. Never waits and never raises."""
@@ -279,10 +277,11 @@ def identity_of(
         planning: further fields of ``Identity``, where the process plans.
     """
     described = model_to_dict(model), topology_to_dict(topology)
-    info = RunInfo(run, time.time(), *described, settings.windows.window_steps)
-    folder = settings.spool_dir
+    info = RunInfo(run, time.time(), *described, settings.telemetry.window_steps)
+    folder = settings[ReportingConfig].spool_dir
     spool = "" if folder is None else str(folder / f"rank-{rank:04d}")
-    return Identity(settings.deployment, settings.store, rank, info, spool, **planning)
+    deployment = settings.deployment
+    return Identity(deployment.name, deployment.store_url, rank, info, spool, **planning)
 
 
 def framed(told: Told | Identity) -> bytes:

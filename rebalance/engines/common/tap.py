@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.core.load import Phase
+from rebalance.engines.common.messages import Sample
 
 IntArray = NDArray[np.int64]
 
@@ -40,27 +41,19 @@ class Counted:
         tokens: IntArray = self.tokens.numpy()
         return tokens
 
-    def by_expert(self, num_experts: int) -> IntArray:
-        """[L, E] tokens of each expert, once they are copied."""
-        if self.held is None:
-            return self.on_host()
-        tokens = np.zeros((len(self.held), num_experts), dtype=np.int64)
-        np.add.at(tokens, (np.arange(len(self.held))[:, None], self.held), self.on_host())
-        return tokens
-
-    def sample(self, rows: Any = slice(None), columns: slice = slice(None)) -> dict[str, Any]:
-        """Fields of a ``LoadSample`` of some rows and columns, but for those of the rank."""
-        tokens = self.on_host()[rows, columns]
+    def sample(self, sequence: int, rows: Any, columns: slice) -> Sample:
+        """The sample of some rows and columns, with its number."""
         held = None if self.held is None else self.held[rows, columns].astype(np.int32)
-        return {
-            "time": self.time,
-            "first_step": self.first_step,
-            "last_step": self.last_step,
-            "phase": self.phase,
-            "generation": self.generation,
-            "slot_to_expert": held,
-            "tokens": tokens,
-        }
+        return Sample(
+            sequence,
+            self.time,
+            self.first_step,
+            self.last_step,
+            self.phase,
+            self.generation,
+            self.on_host()[rows, columns],
+            held,
+        )
 
 
 def on_host(tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rebalance.engines.common.start import load_plugin
@@ -16,10 +17,10 @@ def register() -> None:
     load_plugin("sglang", os.environ, _install)
 
 
-def _install(settings: PluginSettings) -> None:
-    from rebalance.engines.common.guards import check_engine, refusals
+def _install(settings: PluginSettings) -> Iterator[str]:
+    from rebalance.engines.common.guards import refusals
     from rebalance.engines.sglang.guards import ASSUMED
     from rebalance.engines.sglang.hooks import Hooks
 
-    check_engine(refusals(ASSUMED))
+    yield from refusals(ASSUMED)
     Hooks(settings).register()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
 
-import eplb
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import join, reason_of
+from rebalance.engines.common.start import facts_of, join, reason_of
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.rounds import Rounds
 from rebalance.engines.sglang.tap import LoadTap
@@ -64,7 +62,7 @@ class Hooks:
                 "world",
                 dist.get_rank(),
                 dist.get_world_size(),
-                facts=f"sglang {version('sglang')}, eplb {eplb.__version__}, {self._settings}",
+                facts=facts_of("sglang", self._settings),
                 deadline_s=self._settings.engine.load_deadline_s,
                 refusal=refusal,
             )

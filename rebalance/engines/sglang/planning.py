@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from eplb.core.cost import Decision
 from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.placement import Placement
+from eplb.core.problem import Budget
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 from eplb.measure.balance import imbalance
@@ -94,8 +95,8 @@ def terms_of(shape: Shape, settings: PluginSettings) -> dict[str, Any]:
     return {
         "shape": asdict(shape),
         "max_moved": settings.engine.max_moved,
-        "pay_back_s": settings.cost.pay_back_s,
-        "target_imbalance": settings.budget.target_imbalance,
+        "pay_back_s": settings.planner.pay_back_s,
+        "target_imbalance": settings[Budget].target_imbalance,
     }
 
 
@@ -254,27 +255,20 @@ def check_plan(planned: Planned, held: IntArray, shape: Shape) -> None:
     """Refuse a plan that the engine's map cannot take; each rank checks the same bytes.
 
     Raises:
-        PlacementError: as ``common.planning.check_target``; or weights or choices of source ranks
-            that do not fit the map.
+        PlacementError: a map of another shape or without an expert; a row without routed experts
+            that changes; or a source rank that would use another expert.
     """
-    found = planned.slot_to_expert
-    common.check_target(found, held, shape.num_experts, shape.movable(len(held)))
-    if planned.weights.shape != held.shape:
-        raise PlacementError(f"weights have shape {planned.weights.shape}, expected {held.shape}")
-    if planned.weights.min() < 1:
-        raise PlacementError(f"a slot has weight {planned.weights.min()}, expected 1 or more")
-    sources = planned.sources
-    num_ranks = shape.system.num_ranks if shape.algorithm == "static" else 0
-    if sources.shape != (len(held), shape.num_experts, num_ranks):
+    found, num_experts = planned.slot_to_expert, shape.num_experts
+    if found.shape != held.shape:
+        raise PlacementError(f"the plan has shape {found.shape}, expected {held.shape}")
+    Placement(found.astype(np.int32), num_experts)
+    strays = np.flatnonzero((found != held).any(axis=1) & ~shape.movable(len(held)))
+    if strays.size:
+        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")
+    rows, experts = np.arange(len(held))[:, None, None], np.arange(num_experts)[:, None]
+    wrong = np.argwhere(found[rows, planned.sources] != experts)
+    for row, expert, rank in wrong[:1]:
         raise PlacementError(
-            f"the plan has choices of source ranks of shape {sources.shape}, "
-            f"expected {(len(held), shape.num_experts, num_ranks)}"
-        )
-    is_slot = (sources >= 0) & (sources < held.shape[1])
-    rows, experts = np.arange(len(held))[:, None, None], np.arange(shape.num_experts)[:, None]
-    wrong = ~is_slot | (found[rows, np.where(is_slot, sources, 0)] != experts)
-    for row, expert, rank in np.argwhere(wrong)[:1]:
-        raise PlacementError(
-            f"row {row}: rank {rank} would use slot {sources[row, expert, rank]} for expert "
-            f"{expert}, expected a slot that holds it"
+            f"row {row}: rank {rank} would use slot {planned.sources[row, expert, rank]} for "
+            f"expert {expert}, expected a slot that holds it"
         )

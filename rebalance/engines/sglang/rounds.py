@@ -67,7 +67,7 @@ class Rounds:
     ) -> None:
         self._manager, self._tap, self._group = manager, tap, group
         self._joined, self._settings = joined, settings
-        self._every = settings.windows.window_steps  # passes from one round to the next
+        self._every = settings.telemetry.window_steps  # passes from one round to the next
         self._rank = dist.get_rank()
         self._pass = self._window_begin = 0
         self._chunks: list[list[int]] = []  # rows still to be moved
@@ -174,13 +174,14 @@ class Rounds:
         assert self._shape is not None, "the model is known"
         weights = self._manager._get_model().routed_experts_weights_of_layer
         held, own = engine.metadata().physical_to_logical_map_cpu.numpy(), self._shape.own
-        layer_of = {row: layer for layer, row in enumerate(sorted(weights))}
         wrong: list[tuple[int, int, Tensors]] = []  # layer, expert and the tensors of the slot
         with self._told():
             for row in rows:
-                for slot, expert in enumerate(held[row, own].tolist()):
-                    found = layer_of[row], expert, rows_of(weights[row], slot)
-                    wrong += [] if self.kept.is_right(*found) else [found]
+                layer, experts = self._shape.rows.index(row), held[row, own].tolist()
+                wrong += [
+                    (layer, experts[slot], rows_of(weights[row], slot))
+                    for slot in self.kept.wrong(layer, experts, weights[row])
+                ]
         num_wrong = torch.tensor(len(wrong))
         dist.all_reduce(num_wrong, group=self._group)
         if 2 * int(num_wrong) > len(rows) * held.shape[1]:

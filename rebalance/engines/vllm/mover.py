@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.records import (
@@ -30,7 +29,9 @@ from rebalance.engines.common.records import (
     agreed,
     bytes_of,
     digest_of,
+    of_all_ranks,
     rows_of,
+    slot_digests,
 )
 from rebalance.types import Digest
 
@@ -77,7 +78,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             self._peers: Any = own_on(links)
             self._abandoned: object = None  # what operations of broken links may still write to
             self.kept: Kept | None = None  # records of this model, alike on all ranks
-            self.num_checked = self.num_wrong = self.num_repeated = self.num_skipped = 0
+            self.num_checked = self.num_wrong = self.num_repeated = 0
 
         @property
         def needs_profile_buffer_reservation(self) -> bool:
@@ -86,7 +87,8 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
         def set_stream(self, stream: Any) -> None:
             self._stream = stream
             self._own.set_stream(stream)
-            self._peers.set_stream(stream)
+            if self._peers is not None:  # vLLM's worker calls this again for each rebalance
+                self._peers.set_stream(stream)
 
         def set_transfer_context(self, old_indices: Any, layer_idx: int) -> None:
             self._old, self._layer = np.array(old_indices, dtype=np.int64), layer_idx
@@ -103,8 +105,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             self._sends, self._recvs = [], []
             shape = len(self._weights), self._num_experts
             if process.decisions.keeps_layer(self._old, self._layer, *shape):
-                self.num_skipped += 1  # on all ranks: nobody sends or receives
-                return
+                return  # on all ranks: nobody sends or receives
             if not process.is_on("mover") or not self._is_moved(sends, recvs):
                 self._move(self._own, sends, recvs)
 
@@ -129,7 +130,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
                         set_part("vllm", "mover", is_on=self._peers is not None)
                         return True
                 set_part("vllm", "mover", is_on=False)
-                if (kept := self._right_records(expected)) is not None:
+                if (kept := self._right_records()) is not None:
                     recvs = [one for one in recvs if not kept.restore(self._layer, one[2], one[0])]
                     if not self._anywhere(len(recvs)):
                         return True
@@ -167,7 +168,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             asked = torch.full((self._weights[0][0].shape[0], 2), NOBODY)
             for place, (_, source, expert) in enumerate(recvs):
                 asked[place] = torch.tensor([source, expert])
-            everyone = self._gathered(asked)
+            everyone = of_all_ranks(asked, self._group.cpu_group)
             held = {int(expert): row for row, expert in reversed(list(enumerate(self._rows(rank))))}
             sends = [
                 (rows_of(self._weights[self._layer], held[expert]), reader, expert)
@@ -177,7 +178,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             ]
             return sends, recvs
 
-        def _right_records(self, expected: dict[int, Digest]) -> Kept | None:
+        def _right_records(self) -> Kept | None:
             """The kept records, if they are of the weights that serve; alike on all ranks.
 
             Where most slots of a layer have other bytes than at the load, the weights were
@@ -185,12 +186,9 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             """
             if self.kept is None:
                 return None
-            differ = [
-                digest_of(self._record(row)) != expected.get(int(expert))
-                for row, expert in enumerate(self._rows(self._group.rank_in_group))
-                if expert != NOBODY
-            ]
-            if 2 * self._summed(sum(differ)) <= len(self._old):
+            own = self._rows(self._group.rank_in_group)
+            wrong = self.kept.wrong(self._layer, own, self._weights[self._layer])
+            if 2 * self._summed(len(wrong))[0] <= len(self._old):
                 return self.kept
             self.kept = None
             self._known.clear()
@@ -201,52 +199,36 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             num_local = self._weights[0][0].shape[0]
             return self._old[rank * num_local :][:num_local]
 
-        def _record(self, row: int) -> torch.Tensor:
-            return bytes_of(rows_of(self._weights[self._layer], row))
-
         def _digests(self) -> dict[int, Digest]:
             """Digest of each expert of the layer; collective at the first move of a layer."""
-            layer = self._layer
+            layer, kept = self._layer, self.kept
             if layer not in self._known:
-                if (kept := self.kept) is not None:
+                if kept is not None:
                     experts = range(self._num_experts)
                     self._known[layer] = {one: kept.digest_of(layer, one) for one in experts}
                 else:
-                    self._known[layer] = agreed(self._old, self._live_digests(), layer)
+                    by_rank = of_all_ranks(
+                        slot_digests(self._weights[layer]), self._group.cpu_group
+                    )
+                    self._known[layer] = agreed(self._old, by_rank, layer)
             return self._known[layer]
-
-        def _live_digests(self) -> NDArray[np.int64]:
-            """[P, 2] of all slots of the layer, as they are now; collective."""
-            rank = self._group.rank_in_group
-            mine = torch.zeros((self._weights[0][0].shape[0], 2), dtype=torch.int64)
-            for row, expert in enumerate(self._rows(rank)):
-                if expert != NOBODY:
-                    mine[row] = torch.tensor(digest_of(self._record(row)))
-            table: NDArray[np.int64] = self._gathered(mine).reshape(-1, 2).numpy()
-            return table
 
         def _other_holder(self, expert: int, source: int) -> int:
             num_local = self._weights[0][0].shape[0]
             holders = {int(slot) // num_local for slot in np.flatnonzero(self._old == expert)}
             return min(holders - {source}, default=source)
 
-        def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
-            everyone = [torch.empty_like(mine) for _ in range(self._group.world_size)]
-            dist.all_gather(everyone, mine, group=self._group.cpu_group)
-            return torch.stack(everyone)
-
         def _anywhere(self, num_missing: int) -> bool:
             """Whether any rank misses records; one whose peer is late ends the links of all."""
-            word = torch.tensor([num_missing, int(self._peers is None)])
-            dist.all_reduce(word, group=self._group.cpu_group)
-            num_missing, num_broken = word.tolist()
+            num_missing, num_broken = self._summed(num_missing, int(self._peers is None))
             if num_broken:
                 self._peers = None
             return num_missing > 0
 
-        def _summed(self, number: int) -> int:
-            word = torch.tensor([number])
+        def _summed(self, *numbers: int) -> list[int]:
+            """The sums over all ranks; collective."""
+            word = torch.tensor(numbers)
             dist.all_reduce(word, group=self._group.cpu_group)
-            return int(word)
+            return word.tolist()
 
     return CheckedCommunicator

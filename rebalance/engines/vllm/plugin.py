@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rebalance.engines.common.gauge import set_part
@@ -39,13 +39,12 @@ def load(environ: Mapping[str, str]) -> bool:
     return bool(_loaded) or load_plugin("vllm", environ, _install)
 
 
-def _install(settings: PluginSettings) -> None:
-    from rebalance.engines.common.guards import check_engine
+def _install(settings: PluginSettings) -> Iterator[str]:
     from rebalance.engines.vllm.guards import refusals
     from rebalance.engines.vllm.hooks import install
     from rebalance.engines.vllm.process import PluginProcess
 
-    check_engine(refusals())
+    yield from refusals()
     process = PluginProcess(settings)
     install(process)
     _loaded.append(process)

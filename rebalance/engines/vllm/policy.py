@@ -2,8 +2,7 @@
 
 vLLM calls its policy on every rank and needs the same map on each. Rank 0 plans and broadcasts the
 map with the lists of replicas on the group that vLLM's own asynchronous worker uses, in the same
-thread and order. A call that this planner has no answer to goes to vLLM's own policy, by figures
-that are alike on all ranks; a plan that fails keeps the map that serves.
+thread and order. A plan that fails keeps the map that serves.
 
 Shapes:  L MoE layers, E experts, P physical experts.
 """
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import eplb
+from eplb.core.problem import Budget
 from rebalance.engines.common import planning as common
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Outcome
@@ -60,49 +60,26 @@ def policy_class(process: PluginProcess, own: Any) -> type:
         ) -> torch.Tensor:
             """As ``AbstractEplbPolicy.rebalance_experts``."""
             old = old_global_expert_indices
-            given = (weight, num_replicas, num_groups, num_nodes, num_ranks)
             if not process.is_on("policy") or old is None:
-                return _by_vllm(own, *given, old)
+                found: torch.Tensor = own.rebalance_experts(
+                    weight, num_replicas, num_groups, num_nodes, num_ranks, old
+                )
+                return found
             held = np.array(old.cpu().numpy(), dtype=np.int64)
             load = np.array(weight.cpu().numpy(), dtype=np.int64)
-            system = System(num_ranks, num_nodes, num_groups, process.expert_bytes)
-            if refusal := _why_not_planned(load, held, system, num_replicas):
-                log.warning("vLLM's own policy plans this time: %s", refusal)
-                return _by_vllm(own, *given, old)
             if not load.any():  # profiling, or nothing was served: alike on all ranks
                 return torch.from_numpy(held)
-            return torch.from_numpy(_decided(process, load, held, system))
+            return torch.from_numpy(_decided(process, load, held))
 
     return EplbPlannerPolicy
 
 
-def _by_vllm(own: Any, *arguments: Any) -> torch.Tensor:
-    """The answer of vLLM's own policy."""
-    held: torch.Tensor = own.rebalance_experts(*arguments)
-    return held
-
-
-def _why_not_planned(load: IntArray, held: IntArray, system: System, num_replicas: int) -> str:
-    """The reason why a call is left to vLLM's own policy, or "". Alike on all ranks."""
-    num_layers, num_slots = held.shape
-    num_ranks, num_nodes = system.num_ranks, system.num_nodes
-    if len(load) != num_layers:
-        return f"load of {len(load)} layers and a map of {num_layers}"
-    if num_slots != num_replicas:
-        return f"the map has {num_slots} physical experts and {num_replicas} are asked for"
-    if (held < 0).any():
-        return "the map has empty physical experts (-1), as elastic expert parallelism leaves them"
-    if num_slots % num_ranks or num_ranks % num_nodes:
-        return f"{num_slots} physical experts, {num_ranks} ranks and {num_nodes} nodes"
-    return ""
-
-
-def _decided(process: PluginProcess, load: IntArray, held: IntArray, system: System) -> IntArray:
+def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray:
     """[L, P] the map that rank 0 decided, with its lists noted for the commit."""
     group, num_experts = process.group, load.shape[1]
     message = torch.from_numpy(np.stack([held, np.zeros_like(held)]))
     if group.rank_in_group == 0:
-        message.copy_(torch.from_numpy(_proposed(process, load, held, system)))
+        message.copy_(torch.from_numpy(_proposed(process, load, held)))
     if group.world_size > 1:
         dist.broadcast(message, src=group.ranks[0], group=group.cpu_group)
     wanted, repeats = message.numpy()
@@ -110,7 +87,7 @@ def _decided(process: PluginProcess, load: IntArray, held: IntArray, system: Sys
     return np.array(wanted)
 
 
-def _proposed(process: PluginProcess, load: IntArray, held: IntArray, system: System) -> IntArray:
+def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray:
     """[2, L, P] map and repetitions of rank 0. Never raises: the serving map is always legal."""
     standing = process.decisions.of_map(held, load.shape[1])
     kept = np.zeros_like(held) if standing is None else standing.repeats
@@ -121,7 +98,7 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray, system: Sy
         return standing_map
     began = time.monotonic()
     try:
-        plan = planned(load, held, system, process.settings, is_first=standing is None)
+        plan = planned(load, held, process.system, process.settings, is_first=standing is None)
         target = plan.target.slot_to_expert.astype(np.int64)
         repeats = np.zeros_like(held)
         if process.is_on("shares"):
@@ -173,18 +150,16 @@ def planned(
         EplbError: no plan can be made.
     """
     engine = settings.engine
-    found = common.planned(
+    return common.planned(
         load,
         eplb.Placement(held.astype(np.int32), load.shape[1], 1),
         system,
         eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
         max_moved=None if is_first else engine.max_moved,
-        pay_back_s=settings.cost.pay_back_s,
-        target_imbalance=settings.budget.target_imbalance,
+        pay_back_s=settings.planner.pay_back_s,
+        target_imbalance=settings[Budget].target_imbalance,
         time_ms=engine.plan_time_ms,
         bytes_per_s=BYTES_PER_S,
         # Any number may move at first: a search for few moves would take three times as long.
         policy="fresh" if is_first else "auto",
     )
-    common.check_target(found.target.slot_to_expert.astype(np.int64), held, load.shape[1])
-    return found

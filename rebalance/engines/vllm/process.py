@@ -27,7 +27,7 @@ from rebalance.engines.common.messages import MapChange, Outcome, Question
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, num_bytes_of, rows_of
-from rebalance.engines.common.start import Joined, join
+from rebalance.engines.common.start import Joined, facts_of, join
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.decisions import ENTRIES, Decision, Decisions
@@ -68,7 +68,7 @@ class PluginProcess:
         self.settings = settings
         self.decisions = Decisions()
         self.group: Any = None  # vLLM's coordinator of the ranks that balance
-        self.expert_bytes = 0  # of the target model
+        self.system = System(1, 1, 1, 0)  # ranks, and the experts of the target model
         self.num_experts = 0  # of the model that was added last
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else settings.engine.phase
         self.recorder: StoreProcess | None = None
@@ -117,7 +117,7 @@ class PluginProcess:
                 "-".join(map(str, (group.ranks[0], group.ranks[-1], group.world_size))),
                 group.rank_in_group,
                 group.world_size,
-                facts=f"vllm {version('vllm')}, eplb {eplb.__version__}, {self.settings}",
+                facts=facts_of("vllm", self.settings),
                 deadline_s=engine.load_deadline_s,
             )
         except Exception as exc:
@@ -165,31 +165,31 @@ class PluginProcess:
         if is_draft:
             return
         self._target, model, size = served, served.model, self.group.world_size
-        self.expert_bytes = num_bytes_of(rows_of(model.expert_weights[0], 0))
+        expert_bytes = num_bytes_of(rows_of(model.expert_weights[0], 0))
         nodes = num_nodes if size % num_nodes == 0 else 1
-        system = System(size, nodes, model.num_expert_groups, self.expert_bytes)
+        self.system = System(size, nodes, model.num_expert_groups, expert_bytes)
         if self.is_on("policy") and not self.group.rank_in_group:
             # Plans that nobody uses: the first one compiles the planner, for seconds.
             load = np.random.default_rng(SEED).integers(1, 1000, (len(held), served.num_experts))
             for is_first in (True, False):
-                planned(load, held, system, self.settings, is_first=is_first)
+                planned(load, held, self.system, self.settings, is_first=is_first)
         if self.is_on("tap"):
-            self._start_tap(served, system)
+            self._start_tap(served)
 
-    def _start_tap(self, served: Served, system: System) -> None:
+    def _start_tap(self, served: Served) -> None:
         assert self._joined is not None, "the ranks have joined"
         layers, (num_layers, num_slots) = served.model.moe_layers, served.held.shape
         top_k = int(getattr(layers[0], "top_k", 1) or 1) if layers else 1
         settings, rank = self.settings, self.group.rank_in_group
-        shape = system.model(layer_numbers(layers, num_layers), served.num_experts, top_k)
-        topology = system.topology(num_slots)
+        shape = self.system.model(layer_numbers(layers, num_layers), served.num_experts, top_k)
+        topology = self.system.topology(num_slots)
         identity = identity_of(settings, self._joined.run, rank, shape, topology)
         self.recorder = StoreProcess("vllm", identity)
         self._tap = LoadTap(
             num_layers,
             served.num_experts,
             served.model_state.expert_load_pass.device,
-            settings.windows.sample_steps,
+            settings.telemetry.sample_steps,
         )
         self._offer_map()
         if settings.engine.phase == "auto":

@@ -37,10 +37,8 @@ class LoadTap:
     def __init__(
         self, num_layers: int, num_experts: int, device: torch.device, sample_steps: int
     ) -> None:
-        # The last column takes physical experts that hold nothing.
-        shape = (num_layers, num_experts + 1)
-        self._sum = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._sample_steps, self._num_experts = sample_steps, num_experts
+        self._sum = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
+        self._sample_steps = sample_steps
         self._first, self._step, self._phase = 0, 0, ""
         self._has_passes = False
 
@@ -59,8 +57,7 @@ class LoadTap:
         if phase is not None and self._has_passes and phase != self._phase:
             done.append(self._take(self._step - 1, generation))
         if phase is not None:
-            index = held.long().masked_fill(held < 0, self._num_experts)
-            self._sum.scatter_add_(1, index, load.long())
+            self._sum.scatter_add_(1, held.long(), load.long())
             self._phase, self._has_passes = phase, True
         self._step += 1
         if self._step % self._sample_steps == 0:
@@ -68,7 +65,7 @@ class LoadTap:
         return done
 
     def _take(self, last: int, generation: int) -> Counted:
-        tokens, copied = on_host(self._sum[:, :-1])
+        tokens, copied = on_host(self._sum)
         self._sum.zero_()
         phase: Any = self._phase or "mixed"
         taken = Counted(tokens, copied, None, self._first, last, phase, generation, time.time())

@@ -4,67 +4,44 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-if find_spec("sglang") is None:
-    pytest.skip(
-        "run `make test-engines`: it has sglang 0.5.23 in .venv-sglang", allow_module_level=True
-    )
-
 import torch
-import torch.distributed as dist
 
 from eplb import DispatchRule, Placement, Topology, effective_shares
-from rebalance.engines.common.gauge import value_of
 from rebalance.engines.common.guards import refusals
 from rebalance.engines.sglang import engine
+from rebalance.engines.sglang.entry import register
 from rebalance.engines.sglang.guards import ASSUMED
 from rebalance.engines.sglang.replica_weights import (
     replica_lists,
     source_table,
     source_weights,
 )
+from tests.support.engines.ranks import EACH, NUM_EXPERTS, NUM_RANKS, NUM_SLOTS, on_ranks
 from tests.support.engines.sglang_ranks import (
-    NUM_EXPERTS,
-    NUM_LAYERS,
-    NUM_RANKS,
-    NUM_SLOTS,
-    config_text,
+    ALL_LAYERS,
+    ExpertLocationMetadata,
+    HookRegistry,
+    expert_location_dispatch,
     make_rank,
-    on_ranks,
-    popularity_of,
-    rounds_of,
 )
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    file = tmp_path / "eplb.toml"
-    file.write_text(config_text(f"sqlite:{tmp_path / 'store.sqlite'}", load_deadline_s=20.0))
-    return file
+TOPOLOGY = Topology.uniform(1, NUM_RANKS, EACH)
 
 
 def random_map(seed: int) -> np.ndarray:
     random = np.random.default_rng(seed)
-    rows = [random.permutation(np.arange(NUM_SLOTS) % NUM_EXPERTS) for _ in range(NUM_LAYERS)]
+    rows = [random.permutation(np.arange(NUM_SLOTS) % NUM_EXPERTS) for _ in range(ALL_LAYERS)]
     return np.stack(rows)
-
-
-TOPOLOGY = Topology.uniform(1, NUM_RANKS, NUM_SLOTS // NUM_RANKS)
 
 
 def installed(rank: int) -> dict[str, Any]:
     """The map that the plug-in's call makes, and the engine's call with a rank."""
-    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
-
-    made = make_rank(rank, config=None)
+    made = make_rank(rank, None)
     held, weights = random_map(3), random_weights()
     table = source_table(held, weights, NUM_EXPERTS, TOPOLOGY)
     lists = replica_lists(held, np.ones_like(held), NUM_EXPERTS)
@@ -75,7 +52,7 @@ def installed(rank: int) -> dict[str, Any]:
         if isinstance(tensor := getattr(theirs, one), torch.Tensor):
             other = getattr(ours, one)
             assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), one
-    made.map.update(ours, list(range(NUM_LAYERS)))
+    made.map.update(ours, list(range(ALL_LAYERS)))
     return {
         "ours": ours.logical_to_all_physical_map_num_valid.tolist(),
         "theirs": theirs.logical_to_all_physical_map_num_valid.tolist(),
@@ -110,7 +87,7 @@ def test_static_rule_as_booked_for_files_is_the_engines(found_maps: list[dict[st
     real = np.zeros_like(booked)
     for one in found_maps:
         chosen = np.array(one["engine's choice"])  # [L, E]
-        np.add.at(real, (np.arange(NUM_LAYERS)[:, None], chosen), 1 / NUM_RANKS)
+        np.add.at(real, (np.arange(ALL_LAYERS)[:, None], chosen), 1 / NUM_RANKS)
     np.testing.assert_allclose(real, booked, atol=1e-12)
 
 
@@ -123,28 +100,24 @@ def test_static_rule_serves_the_slots_of_the_installed_table(
         for layer, slots in enumerate(one["served"]):
             experts = held[layer, np.array(slots)]
             assert (np.array(slots) == table[layer, experts, rank]).all()
-    np.add.at(used, (np.arange(NUM_LAYERS)[:, None, None], table), 1)
+    np.add.at(used, (np.arange(ALL_LAYERS)[:, None, None], table), 1)
     assert (used == random_weights()).all(), "a slot is used by as many ranks as it weighs"
 
 
 def split(rank: int, a2a: str) -> tuple[list[int], list[int]]:
     """Slots that the engine chooses for one expert from a weighted list, over 4,096 rows."""
-    from sglang.srt.eplb.expert_location_dispatch import (
-        ExpertLocationDispatchInfo,
-        topk_ids_logical_to_physical,
-    )
-
-    made = make_rank(rank, config=None, ep_dispatch_algorithm="dynamic", moe_a2a_backend=a2a)
-    held = np.tile(np.arange(NUM_SLOTS) % NUM_EXPERTS, (NUM_LAYERS, 1))
+    made = make_rank(rank, None, ep_dispatch_algorithm="dynamic", moe_a2a_backend=a2a)
+    held = np.tile(np.arange(NUM_SLOTS) % NUM_EXPERTS, (ALL_LAYERS, 1))
     weights = np.ones_like(held)
     weights[:, 0] = 3  # expert 0 is in slots 0 and 16
     made.map.update(
         engine.metadata_for(held, replica_lists(held, weights, NUM_EXPERTS), None),
-        list(range(NUM_LAYERS)),
+        list(range(ALL_LAYERS)),
     )
     torch.manual_seed(rank)
     experts = torch.zeros((4096, 1), dtype=torch.int64)
-    chosen = topk_ids_logical_to_physical(experts, ExpertLocationDispatchInfo.init_new(1))
+    info = expert_location_dispatch.ExpertLocationDispatchInfo.init_new(1)
+    chosen = expert_location_dispatch.topk_ids_logical_to_physical(experts, info)
     return chosen.flatten().tolist(), [0, 16]
 
 
@@ -172,60 +145,14 @@ def test_start_that_the_plugin_cannot_serve_is_refused(flags: dict[str, Any], re
     def work(rank: int) -> str:
         from sglang.srt.runtime_context import get_exec
 
-        make_rank(rank, config=None)
+        make_rank(rank, None)
         with get_exec().moe.override(**flags):
             return engine.refusal()
 
     assert all(reason in found for found in on_ranks(work))
 
 
-def test_model_without_expert_weights_stops_the_plugin_on_all_ranks(config: Path) -> None:
-    def work(rank: int) -> tuple[str, bool, float | None]:
-        made = make_rank(rank, config=config)
-        before = made.map.physical_to_logical_map.clone()
-        if rank == 2:
-            del made.model.routed_experts_weights_of_layer
-        for number in range(12):
-            made.forward(popularity_of(number))
-        same = torch.equal(before, made.map.physical_to_logical_map)
-        return made.rounds.stopped, same, value_of("sglang", "plugin")
-
-    found = on_ranks(work)
-
-    assert "no routed_experts_weights_of_layer" in found[2][0]
-    assert [one[0] for one in found[:2]] == ["another rank failed"] * 2
-    assert all(one[1:] == (True, 0.0) for one in found), "the map stays, and the gauge says so"
-
-
-def test_plugin_that_loads_on_some_ranks_only_is_off_on_all(config: Path) -> None:
-    def work(rank: int) -> tuple[bool, int]:
-        made = make_rank(rank, config=None if rank == 3 else config)
-        return rounds_of() is None, made.rank
-
-    assert on_ranks(work) == [(True, rank) for rank in range(NUM_RANKS)]
-
-
-def test_failure_of_the_tap_on_one_rank_fails_no_pass(config: Path) -> None:
-    def work(rank: int) -> tuple[str, bool]:
-        made = make_rank(rank, config=config)
-        if rank == 1:
-            made.rounds._tap.add = None
-        for number in range(12):
-            made.forward(popularity_of(number))
-            made.check_weights()
-        return made.rounds.stopped, dist.is_initialized()
-
-    found = on_ranks(work)
-
-    assert "TypeError" in found[1][0]
-    assert all(stopped for stopped, _ in found)
-
-
 def test_without_a_deployment_the_plugin_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from rebalance.engines.sglang.entry import register
-
     monkeypatch.delenv("EPLB_CONFIG", raising=False)
     register()
 

@@ -20,11 +20,11 @@ import vllm
 from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
 
 from rebalance.engines.common.gauge import value_of
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm import guards, plugin
 from rebalance.engines.vllm.guards import ASSUMED
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
-from tests.support.engines.vllm_ranks import settings_for
 
 WRAPPED = (
     (eplb_state, "create_eplb_communicator"),
@@ -134,7 +134,7 @@ def test_failed_installation_puts_back_what_it_has_wrapped(monkeypatch: pytest.M
     policies = dict(policy.EPLB_POLICIES)
 
     with pytest.raises(AttributeError, match="step"):
-        install(PluginProcess(settings_for("memory:")))
+        install(PluginProcess(PluginSettings()))
 
     assert [getattr(owner, name, None) for owner, name in WRAPPED] == before
     assert policies == policy.EPLB_POLICIES

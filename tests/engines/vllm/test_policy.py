@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-import torch
 from vllm.distributed.eplb import eplb_state
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
+from rebalance.engines.common.planning import System
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm import guards
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
-from tests.support.engines.vllm_ranks import settings_for
 
 SEED, LAYERS, EXPERTS, SLOTS, RANKS = 20261122, 4, 32, 40, 8
 
@@ -28,9 +29,9 @@ SEED, LAYERS, EXPERTS, SLOTS, RANKS = 20261122, 4, 32, 40, 8
 @pytest.fixture
 def policy() -> Any:
     """The policy of one process, as after the ranks have joined."""
-    process = PluginProcess(settings_for("memory:"))
+    process = PluginProcess(PluginSettings())
     process.group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
-    process.num_experts = EXPERTS
+    process.system = System(RANKS, 1, 1, 0)
     for part in ("policy", "shares"):
         process._switch(part, is_on=True)
     return policy_class(process, DefaultEplbPolicy)
@@ -67,23 +68,16 @@ def test_load_of_zero_keeps_the_map(policy: Any) -> None:
     assert torch.equal(policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, first_map()), first_map())
 
 
-def test_call_with_empty_slots_or_no_map_gets_the_answer_of_vllm(policy: Any) -> None:
-    arguments, elastic = (load_of(SEED), SLOTS, 1, 1, RANKS), first_map()
-    elastic[:, -5:] = -1
+def test_call_without_a_map_gets_the_answer_of_vllm(policy: Any) -> None:
+    arguments = (load_of(SEED), SLOTS, 1, 1, RANKS, None)
 
-    for old in (elastic, None):
-        found = policy.rebalance_experts(*arguments, old)
-        assert torch.equal(found, DefaultEplbPolicy.rebalance_experts(*arguments, old))
+    found = policy.rebalance_experts(*arguments)
 
-
-def test_call_for_fewer_slots_than_the_map_has_gets_an_answer_of_vllm(policy: Any) -> None:
-    found = policy.rebalance_experts(load_of(SEED), SLOTS - 4, 1, 1, 4, first_map())
-
-    assert found.shape == (LAYERS, SLOTS - 4)
+    assert torch.equal(found, DefaultEplbPolicy.rebalance_experts(*arguments))
 
 
 def test_switched_off_policy_gives_the_map_of_vllm() -> None:
-    off = policy_class(PluginProcess(settings_for("memory:")), DefaultEplbPolicy)
+    off = policy_class(PluginProcess(PluginSettings()), DefaultEplbPolicy)
     arguments = (load_of(SEED), SLOTS, 1, 1, RANKS, first_map())
 
     assert torch.equal(

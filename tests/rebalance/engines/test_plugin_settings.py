@@ -44,8 +44,8 @@ def test_settings_come_from_the_file_of_the_deployment(tmp_path: Path) -> None:
     found = settings_of(named(text, tmp_path))
 
     assert found is not None
-    assert (found.deployment, found.store) == ("prod", "redis://10.0.0.7")
-    assert found.windows.sample_steps == 4
+    assert (found.deployment.name, found.deployment.store) == ("prod", "redis://10.0.0.7")
+    assert found.telemetry.sample_steps == 4
     assert (found.engine.phase, found.engine.max_moved) == ("decode", 1.0)
 
 
@@ -89,4 +89,4 @@ def test_file_on_the_page_is_one_that_the_plugin_reads(tmp_path: Path) -> None:
     found = settings_of(named(files_of("docs/engines-vllm.md")["eplb.toml"], tmp_path))
 
     assert found is not None
-    assert (found.deployment, found.engine.phase) == ("deepseek-decode", "auto")
+    assert (found.deployment.name, found.engine.phase) == ("deepseek-decode", "auto")

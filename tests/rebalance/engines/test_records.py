@@ -16,9 +16,8 @@ from rebalance.engines.common.fsck import check
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.report import FAULT, REPAIRED
 from rebalance.engines.common.fsck.tensors import EngineView
-from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
+from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, capture
-from rebalance.weights.cache.cache_settings import HostCacheSettings
 from tests.support.limits import NEVER_S
 
 ROWS, SLOTS, EXPERTS = (3, 5), 6, 4
@@ -67,11 +66,11 @@ def model() -> Model:
 @pytest.fixture
 def kept(model: Model, group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Kept]:
     settings = PluginSettings(
-        "prod",
-        "memory:",
-        EngineSettings(records="on"),
-        host_cache=HostCacheSettings(record_folder=tmp_path / "records"),
-        state_dir=tmp_path,
+        {
+            "deployment.state_dir": tmp_path,
+            "engine.records": "on",
+            "host_cache.record_folder": tmp_path / "records",
+        }
     )
     made = capture(lambda: ([model.moved(row) for row in ROWS], HELD), group, settings, "model")
     assert made is not None

@@ -20,6 +20,8 @@ import torch
 from eplb import ModelShape, Topology
 from eplb.errors import PlacementError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.engines.common.fsck.report import PARTS, report_of
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome, Question, Window
 from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
 from rebalance.engines.common.tap import Counted
@@ -113,6 +115,16 @@ def test_sample_that_the_device_has_not_copied_waits_and_holds_nothing_up(
     assert process.close(NEVER_S)
     with closing(open_store(url, DEPLOYMENT)) as store:
         assert steps_of(store) == [0, 1]
+
+
+def test_part_that_is_off_is_reported_by_its_rank(url: str, process: StoreProcess) -> None:
+    set_part("vllm", "mover", is_on=False)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: any("mover" in one.detail["off"] for one in store.events_backwards((PARTS,))))
+        report = report_of(store)
+    set_part("vllm", "mover", is_on=True)
+
+    assert "off: mover" in report.parts[0]
 
 
 def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(

@@ -8,17 +8,17 @@ import torch
 from rebalance.engines.vllm.process import layer_numbers
 from rebalance.engines.vllm.tap import LoadTap, note_phases, phase_of
 
-HELD = torch.tensor([[0, 1, 0, -1], [1, 1, 0, 0]])
+HELD = torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]])
 LOAD = torch.tensor([[5, 7, 2, 9], [1, 2, 3, 4]], dtype=torch.int32)
 
 
-def test_tap_folds_physical_experts_and_drops_empty_ones() -> None:
+def test_tap_sums_the_physical_experts_of_each_expert_over_passes() -> None:
     tap = LoadTap(2, 2, torch.device("cpu"), sample_steps=2)
 
     assert tap.add(LOAD, HELD, "decode", 7) == []
     (counted,) = tap.add(LOAD, HELD, "decode", 7)
 
-    assert counted.tokens.tolist() == [[14, 14], [14, 6]]
+    assert counted.tokens.tolist() == [[32, 14], [14, 6]]
     assert (counted.first_step, counted.last_step, counted.phase) == (0, 1, "decode")
 
 
@@ -32,7 +32,7 @@ def test_sample_ends_where_the_phase_changes() -> None:
         ("decode", 0, 1),
         ("prefill", 2, 3),
     ]
-    assert done[1].tokens.tolist() == [[7, 7], [7, 3]], "a dummy pass counts nothing"
+    assert done[1].tokens.tolist() == [[16, 7], [7, 3]], "a dummy pass counts nothing"
 
 
 @pytest.mark.parametrize(

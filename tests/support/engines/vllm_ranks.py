@@ -1,4 +1,4 @@
-"""Ranks of the real vLLM ``EplbState`` in forked processes on a CPU, with gloo between them.
+"""Ranks of the real vLLM ``EplbState`` on a CPU, with gloo between them.
 
 What vLLM takes from an accelerator is replaced: events, streams, pinned memory and the groups of
 its parallel state. All of the balancer is vLLM's own: state, worker, moves, commits.
@@ -7,30 +7,57 @@ its parallel state. All of the balancer is vLLM's own: state, worker, moves, com
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import resource
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
-from eplb.core.cost import CostModel
-from eplb.core.problem import Budget
-from eplb.settings.deployment import WindowSettings
-from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
+pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-NUM_RANKS, NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 4, 3, 16, 24
+from vllm.distributed.eplb import (
+    async_worker,
+    eplb_communicator,
+    eplb_state,
+    eplb_utils,
+    rebalance_execute,
+)
+from vllm.model_executor.models.interfaces import MixtureOfExperts
+
+from rebalance.engines.vllm import mover as mover
+from rebalance.engines.vllm.hooks import install
+from rebalance.engines.vllm.process import PluginProcess
+from tests.support.engines.ranks import (
+    EACH,
+    INTERVAL,
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    NUM_RANKS,
+    NUM_SLOTS,
+    EngineRank,
+    Experts,
+    check_slots,
+    settings_in,
+)
+
+NAME = "vllm"
+MOE = [0, 1, 2]
+PARTS = ("policy", "mover")  # gauges of what has to stay on
 ROWS, TOP_K = 256, 2  # of one pass on one rank
+# How the engine is started, and how many maps a test of it takes.
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "sync": ({}, 100),
+    "async": ({"is_async": True}, 100),
+}
+WITH_TASKS_ALONE: dict[str, Any] = {}  # vLLM plans at its intervals alone
 
 
 class Event:
@@ -64,32 +91,77 @@ def no_stream(stream: object) -> Iterator[None]:
     yield
 
 
-def weights_of(layer: int, expert: int) -> list[torch.Tensor]:
-    """The tensors of one expert: another one has other bytes in each."""
-    salt = layer * 1000 + expert
-    wide = torch.arange(32, dtype=torch.float32) + 100.0 * salt
-    scales = (torch.arange(6) * 7 + salt).to(torch.uint8)
-    return [wide, scales]
-
-
-@dataclass
-class Rank:
+class Rank(EngineRank):
     """One rank: vLLM's state over a model, and the plug-in if it is installed."""
 
-    rank: int
-    state: Any
-    model: Any
-    process: Any  # PluginProcess; None without the plug-in
-    uninstall: Callable[[], None] | None
+    engine = NAME
+
+    def __init__(self, rank: int, state: Any, model: Any, process: PluginProcess | None) -> None:
+        self.rank, self.state, self.model = rank, state, model
+        self.process: Any = process  # None without the plug-in
 
     @property
     def model_state(self) -> Any:
         """Of the target model, which vLLM adds last."""
         return list(self.state.model_states.values())[-1]
 
-    def forward(self, seed: int, popularity: Any) -> None:
+    @property
+    def mover(self) -> Any:
+        """The communicator of the target model."""
+        return self.model_state.communicator
+
+    @property
+    def held(self) -> np.ndarray:
+        return self.model_state.physical_to_logical_map.numpy()
+
+    @property
+    def lists(self) -> list[Any]:
+        return self.model_state.logical_to_physical_map.tolist()
+
+    @property
+    def weighs_replicas(self) -> bool:
+        return bool((self.model_state.logical_replica_count > NUM_SLOTS).any())
+
+    @property
+    def layers(self) -> dict[int, list[torch.Tensor]]:
+        return dict(enumerate(self.model.expert_weights))
+
+    @property
+    def is_on(self) -> bool:
+        parts = ("policy", "shares", "mover", "tap")
+        return self.process is not None and any(map(self.process.is_on, parts))
+
+    @property
+    def why_off(self) -> str:  # type: ignore[override]
+        return "" if self.process is None else self.process.refused
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.process.generation
+
+    @property
+    def recorder(self) -> Any:  # type: ignore[override]
+        return self.process.recorder
+
+    @property
+    def checks(self) -> Any:  # type: ignore[override]
+        return self.process.checks
+
+    @property
+    def kept(self) -> Any:  # type: ignore[override]
+        return self.process.kept
+
+    def result(self) -> dict[str, Any]:
+        names = ("checked", "wrong", "repeated")
+        return super().result() | {name: getattr(self.mover, f"num_{name}") for name in names}
+
+    def forward(self, popularity: np.ndarray) -> None:
+        self.route(popularity)
+        self.state.step()
+
+    def route(self, popularity: np.ndarray) -> None:
         """Route a pass of each model by vLLM's rule, and count as its kernel does."""
-        drawn = np.random.default_rng((seed, self.rank))
+        drawn = np.random.default_rng((self.passes, self.rank))
         for found in reversed(list(self.state.model_states.values())):
             self._routed(found, drawn, popularity)
 
@@ -109,20 +181,12 @@ class Rank:
                 found.expert_load_pass[layer] += torch.from_numpy(counted).int()
 
     def check_weights(self, added: int = 0) -> None:
-        """The canary: each local slot has the bytes of the expert that its map names.
-
-        Args:
-            added: to every number since the load.
-        """
-        num_local = NUM_SLOTS // NUM_RANKS
+        """As ``EngineRank``, of the draft model too."""
         for found in self.state.model_states.values():
-            held, model = found.physical_to_logical_map, found.model
-            for layer, weights in enumerate(model.expert_weights):
-                for row in range(num_local):
-                    expert = int(held[layer, self.rank * num_local + row])
-                    expected = weights_of(model.moe_layers[layer].number, expert)
-                    for tensor, own in zip(weights, expected, strict=True):
-                        assert torch.equal(tensor[row], own + added), (layer, row, expert)
+            own = found.physical_to_logical_map[:, self.rank * EACH :][:, :EACH]
+            for layer, weights in enumerate(found.model.expert_weights):
+                number = found.model.moe_layers[layer].number
+                check_slots(number, weights, own[layer].tolist(), added)
 
 
 @dataclass(frozen=True)
@@ -134,9 +198,9 @@ class Spent:
     num_preemptions: int  # times that the kernel took it
 
 
-def watched(process: Any) -> list[Spent]:
+def watched(made: Rank) -> list[Spent]:
     """Record every call that the plug-in makes on the thread of vLLM's steps."""
-    found: list[Spent] = []
+    process, found = made.process, list[Spent]()
 
     def wrap(name: str) -> None:
         own = getattr(process, name)
@@ -158,61 +222,29 @@ def watched(process: Any) -> list[Spent]:
     return found
 
 
-def popularity_of(seed: int) -> Any:
-    """[L, E] skewed chances of experts; another seed has other hot ones."""
-    drawn = np.random.default_rng(seed).lognormal(0.0, 1.2, (NUM_LAYERS, NUM_EXPERTS))
-    return drawn / drawn.sum(axis=1, keepdims=True)
-
-
-def settings_for(store: str, **engine: Any) -> PluginSettings:
-    """Settings by which every gain pays, so that plans move experts."""
-    chosen = EngineSettings(
-        **{"max_moved": 1.0, "phase": "decode", "load_deadline_s": 30.0} | engine
-    )
-    return PluginSettings(
-        "contract",
-        store,
-        chosen,
-        CostModel(pay_back_s=1e9),
-        Budget(target_imbalance=1.0),
-        WindowSettings(sample_steps=4, window_steps=8),
-    )
-
-
 def make_rank(
     rank: int,
-    meet: Path,
-    settings: PluginSettings | None,
+    config: Path | None,
     *,
-    is_async: bool,
-    interval: int = 8,
-    prepare: Callable[[int, list[Layer]], None] | None = None,
+    is_async: bool = False,
+    forgets: bool = False,
+    interval: int = INTERVAL,
+    prepare: Callable[[list[Layer]], None] | None = None,
     has_draft: bool = False,
 ) -> Rank:
-    """Form the group, install the plug-in, and add a model to a real ``EplbState``.
+    """Install the plug-in, if a file is given, and add a model to a real ``EplbState``.
 
     Args:
-        rank: of this process.
-        meet: file of the rendezvous.
-        settings: of the plug-in; None: without it.
+        rank: of this process, in a gloo group of all ranks.
+        config: the deployment's file.
         is_async: whether vLLM moves experts in its own thread.
+        forgets: whether the scales are left out of what vLLM moves.
         interval: steps from one rebalance to the next.
         prepare: changes the layers of this rank after they were loaded.
         has_draft: whether a draft model with experts is added before, as vLLM does.
     """
-    from vllm.distributed.eplb import (
-        async_worker,
-        eplb_communicator,
-        eplb_state,
-        eplb_utils,
-        rebalance_execute,
-    )
-    from vllm.model_executor.models.interfaces import MixtureOfExperts
-
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=NUM_RANKS)
-    group = coordinator(rank)
-    balancing = coordinator(rank)
+    group, balancing = coordinator(rank), coordinator(rank)
     torch.Event = Event  # type: ignore[misc, assignment]
     for module in (async_worker, eplb_communicator, rebalance_execute, eplb_utils):
         module.device_stream = no_stream
@@ -226,48 +258,33 @@ def make_rank(
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
-    own = held[rank * NUM_SLOTS // NUM_RANKS :][: NUM_SLOTS // NUM_RANKS]
-    layers = [Layer(number, own, eplb_state) for number in range(NUM_LAYERS)]
+    own = list(held[rank * EACH :][:EACH])
+    layers = [Layer(number, own, forgets) for number in range(NUM_LAYERS)]
     if prepare is not None:
-        prepare(rank, layers)
-
-    class Model(MixtureOfExperts):
-        num_expert_groups = 1
-        num_logical_experts = num_routed_experts = NUM_EXPERTS
-        num_physical_experts, num_local_physical_experts = NUM_SLOTS, NUM_SLOTS // NUM_RANKS
-        num_shared_experts, num_redundant_experts = 0, NUM_SLOTS - NUM_EXPERTS
-
-        def __init__(self, layers: list[Layer]) -> None:
-            self.moe_layers, self.num_moe_layers = layers, len(layers)
-
-    process = uninstall = None
-    if settings is not None:
-        from rebalance.engines.vllm.hooks import install
-        from rebalance.engines.vllm.process import PluginProcess
-
-        process = PluginProcess(settings)
-        uninstall = install(process)
-    config = SimpleNamespace(
+        prepare(layers)
+    process = None
+    if config is not None:
+        process = PluginProcess(settings_in(config))
+        install(process)
+    settings = SimpleNamespace(
         window_size=interval, step_interval=interval, use_async=is_async, policy="default",
         communicator="torch_gloo", log_balancedness_interval=1, migration_batching_enabled=False,
     )  # fmt: skip
     parallel = SimpleNamespace(
-        eplb_config=config, enable_elastic_ep=False, num_ubatches=0, data_parallel_size=1
+        eplb_config=settings, enable_elastic_ep=False, num_ubatches=0, data_parallel_size=1
     )
-    state = eplb_state.EplbState(parallel, torch.device("cpu"))
-    model = Model(layers)
+    state, model = eplb_state.EplbState(parallel, torch.device("cpu")), Model(layers)
     if has_draft:
-        draft = Model([Layer(NUM_LAYERS, own, eplb_state)])
+        draft = Model([Layer(NUM_LAYERS, own, forgets)])
         state.add_model(draft, configuration("draft"), model_name="contract (draft)")
     state.add_model(model, configuration("generate"))
-    made = Rank(rank, state, model, process, uninstall)
     for found in state.model_states.values():
         found.communicator.set_stream(Stream())
     if is_async:
         run = async_worker.transfer_run_periodically
         state.async_worker = threading.Thread(target=run, args=(state, Stream()), daemon=True)
         state.async_worker.start()
-    return made
+    return Rank(rank, state, model, process)
 
 
 def configuration(runner: str) -> Any:
@@ -285,68 +302,50 @@ def coordinator(rank: int) -> Any:
     )  # fmt: skip
 
 
-class Layer(torch.nn.Module):
-    """A layer as the model's protocol asks for it, with the weights of its local experts."""
+class Model(MixtureOfExperts):
+    """What the balancer uses of a model."""
+
+    num_expert_groups = 1
+    num_logical_experts = num_routed_experts = NUM_EXPERTS
+    num_physical_experts, num_local_physical_experts = NUM_SLOTS, EACH
+    num_shared_experts, num_redundant_experts = 0, NUM_SLOTS - NUM_EXPERTS
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.moe_layers, self.num_moe_layers = layers, len(layers)
+
+
+class Layer(Experts):
+    """A layer as the model's protocol asks for it."""
 
     top_k = TOP_K
 
-    def __init__(self, number: int, experts: Any, eplb_state: Any) -> None:
-        super().__init__()
+    def __init__(self, number: int, held: list[int], forgets: bool) -> None:
+        super().__init__(number, held)
         self.number, self.layer_name = number, f"model.layers.{number + 3}.mlp.experts"
-        self.eplb_state = eplb_state.EplbLayerState()
-        wide, scales = zip(*(weights_of(number, expert) for expert in experts), strict=True)
-        self.register_buffer("wide", torch.stack(wide))
-        self.register_buffer("scales", torch.stack(scales))
+        self.eplb_state, self._forgets = eplb_state.EplbLayerState(), forgets
 
     def get_expert_weights(self) -> list[torch.Tensor]:
-        return [self.wide, self.scales]
+        return [self.weight.data] if self._forgets else [self.weight.data, self.scale]
 
     def set_eplb_state(self, moe_layer_idx: int, **tensors: Any) -> None:
         self.eplb_state.set_layer_state(moe_layer_idx, **tensors)
 
 
-Scenario = Callable[..., Any]
+def silence() -> None:
+    """From now on this rank neither sends nor receives; what vLLM gathers itself arrives."""
+    eplb_communicator.batch_isend_irecv = lambda operations: []
 
 
-def on_ranks(scenario: Scenario, *args: Any) -> list[Any]:
-    """Run ``scenario(rank, meet, *args)`` in a process for each rank, and return their results.
+def damage_each_fifth() -> None:
+    """From now on every fifth expert that this rank sends has a wrong byte."""
+    communicator = eplb_communicator.TorchDistGlooStagedEplbCommunicator
+    add_send, sent = communicator.add_send, []
 
-    Processes are forked, because an import of vLLM takes half a minute.
-    """
-    import vllm.distributed.eplb.eplb_state  # noqa: F401
+    def damage(self: Any, tensors: Any, dst_rank: int, expert_id: int) -> None:
+        sent.append(expert_id)
+        if len(sent) % 5 == 0:
+            tensors = [tensor.clone() for tensor in tensors]
+            tensors[0].view(-1)[0] += 1
+        add_send(self, tensors, dst_rank, expert_id)
 
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        meet = Path(folder) / "meet"
-        pipes = [fork.Pipe(duplex=False) for _ in range(NUM_RANKS)]
-        ranks = [
-            fork.Process(target=_run, args=(pipe[1], scenario, rank, meet, *args), daemon=True)
-            for rank, pipe in enumerate(pipes)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            return [_result(rank, pipe[0]) for rank, pipe in enumerate(pipes)]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-
-
-def _run(pipe: Any, scenario: Scenario, rank: int, meet: Path, *args: Any) -> None:
-    try:
-        pipe.send(("ok", scenario(rank, meet, *args)))
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-    finally:
-        pipe.close()
-        os._exit(0)  # threads of the engine never end
-
-
-def _result(rank: int, pipe: Any) -> Any:
-    outcome, value = pipe.recv()
-    assert outcome == "ok", f"rank {rank}:\n{value}"
-    return value
-
-
-__all__ = ["make_rank", "on_ranks", "popularity_of", "replace", "settings_for", "watched"]
+    communicator.add_send = damage

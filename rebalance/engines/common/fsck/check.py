@@ -11,7 +11,6 @@ Shapes:  S slots of all ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -161,17 +160,6 @@ class PlacementCheck:
     def forget_look(self) -> None:
         """Judge nothing of a slot that was looked at: slots have other bytes by now."""
         self._looked = None
-
-    def sweep(self) -> list[Fault]:
-        """Look at every slot once, and wait for it: for a command, not for serving."""
-        self._looked, faults = None, []
-        for _ in range(self.num_slots):
-            looked = self._look()
-            for _, _, pending in looked.digests:
-                for done in pending.completions:
-                    done.wait_until(math.inf)
-            faults += self._judged(looked)
-        return list(dict.fromkeys(faults))  # a layer's factors are looked at with each slot
 
     def _look(self) -> _Looked:
         view = self._view

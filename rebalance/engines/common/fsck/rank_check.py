@@ -23,7 +23,7 @@ from rebalance.engines.common.fsck import check
 from rebalance.engines.common.fsck.report import BEGUN, FAULT, REPAIRED, ROUND, Fault
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.records import Kept, write
+from rebalance.engines.common.records import Kept, rows_of, write
 from rebalance.engines.common.tap import IntArray
 
 log = logging.getLogger(__name__)
@@ -137,12 +137,6 @@ class RankCheck:
             set_part(self._engine, "placement", is_on=False)
             log.warning("placement check ended: %s: %s", type(exc).__name__, exc)
 
-    def sweep(self) -> list[Fault]:
-        """Look at all slots of this rank now."""
-        found = [] if self._check is None else self._check.sweep()
-        self._note(found)
-        return found
-
     def _note(self, faults: list[Fault]) -> None:
         if faults:
             set_part(self._engine, "placement", is_on=False)
@@ -203,21 +197,18 @@ class SlotRepair:
         if why_not or record is None:
             log.warning("not repaired: layer %d slot %d: %s", fault.row, fault.slot, why_not)
             return None
-        write(record, self._view.moved(fault.row, fault.slot - self._view.slot(0)))
+        place = fault.slot - self._view.slot(0)
+        write(record, rows_of(self._view.moved(fault.row), place))
         return fault.row, fault.slot
 
     def _why_not(self, fault: Fault) -> str:
         """Why the slot must stay as it is; "" if it gets the record."""
-        view, row = self._view, fault.row
-        held, layer = view.held(row), view.rows.index(row)
+        view, held, first = self._view, self._view.held(fault.row), self._view.slot(0)
         if held[fault.slot] != fault.expert:
             return "it holds another expert by now"
-        wrong = [
-            slot
-            for place, slot in enumerate(range(view.slot(0), view.slot(view.num_own)))
-            if not self._kept.is_right(layer, int(held[slot]), view.moved(row, place))
-        ]
-        if fault.slot not in wrong:
+        layer, own = view.rows.index(fault.row), held[first : first + view.num_own]
+        wrong = self._kept.wrong(layer, own, view.moved(fault.row))
+        if fault.slot - first not in wrong:
             return f"{fault.name} is no part of its record, or it is right by now"
         if 2 * len(wrong) > view.num_own:
             slots = f"{len(wrong)} of {view.num_own} slots of the layer"

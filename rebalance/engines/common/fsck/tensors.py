@@ -62,9 +62,9 @@ class EngineView:
         """The number among the slots of all ranks of a slot of this rank."""
         return self.rank * self.num_own + place
 
-    def moved(self, row: int, place: int) -> list[torch.Tensor]:
-        """What the engine moves of a slot of this rank: the tensors of its record."""
-        return [tensor[place] for tensor in self._layer(row)[1]]
+    def moved(self, row: int) -> Moved:
+        """What the engine moves of a layer on this rank."""
+        return self._layer(row)[1]
 
     def tensors(self, row: int) -> tuple[list[SlotTensor], list[Factor]]:
         """The tensors that the engine moves, and further ones of the modules that own them.

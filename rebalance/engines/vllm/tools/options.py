@@ -153,64 +153,49 @@ INTERVALS = ("window_size", "step_interval", "log_balancedness_interval")
 
 
 def _of_balancer(options: Options) -> Iterator[Remark]:
-    found = options.balancer
-    for name, value in found.items():
-        kind = BALANCER.get(name)
-        subject = f"eplb-config.{name}"
+    for name, value in options.balancer.items():
+        subject, kind = f"eplb-config.{name}", BALANCER.get(name)
+        fits = type(value) is kind or (name == "communicator" and value is None)
         if kind is None:
             yield Remark(subject, "a setting that vLLM refuses", f"one of {', '.join(BALANCER)}")
-        elif type(value) is not kind and not (name == "communicator" and value is None):
+        elif not fits:
             yield Remark(subject, repr(value), f"a value of type {kind.__name__}")
-        elif name in INTERVALS and isinstance(value, int) and value < 1:
+        elif name in INTERVALS and value < 1:
             yield Remark(subject, str(value), "1 or more")
-    redundant = found.get("num_redundant_experts", 0)
-    if isinstance(redundant, int) and not 0 <= redundant <= MOST_REDUNDANT:
-        yield Remark("eplb-config.num_redundant_experts", str(redundant), f"0 to {MOST_REDUNDANT}")
-    if found.get("policy", "default") != "default":
-        policy = f"{found['policy']!r}, which vLLM 0.33 does not have"
-        yield Remark("eplb-config.policy", policy, "'default', which the plug-in replaces")
-    communicator = found.get("communicator")
-    if communicator is not None and communicator not in COMMUNICATORS:
-        yield Remark("eplb-config.communicator", repr(communicator), " or ".join(COMMUNICATORS))
-    if found.get("use_async", True) and communicator in ("torch_nccl", "pynccl"):
-        yield Remark(
-            "eplb-config.communicator",
-            f"{communicator} with use_async, which vLLM refuses",
-            "torch_gloo or nixl, or use_async false",
-        )
+        elif name == "num_redundant_experts" and not 0 <= value <= MOST_REDUNDANT:
+            yield Remark(subject, str(value), f"0 to {MOST_REDUNDANT}")
+        elif name == "policy" and value != "default":
+            found = f"{value!r}, which vLLM 0.33 does not have"
+            yield Remark(subject, found, "'default', which the plug-in replaces")
+        elif name == "communicator" and value not in (None, *COMMUNICATORS):
+            yield Remark(subject, repr(value), " or ".join(COMMUNICATORS))
+        elif value in ("torch_nccl", "pynccl") and options.balancer.get("use_async", True):
+            found = f"{value} with use_async, which vLLM refuses"
+            yield Remark(subject, found, "torch_gloo or nixl, or use_async false")
 
 
 def _of_deployment(options: Options, ranks: int) -> Iterator[Remark]:
-    if not options.has("enable-eplb"):
+    """What of the command but ``--eplb-config`` keeps vLLM, or the plug-in, from balancing."""
+    is_on, refused = options.has("enable-eplb"), "with which vLLM refuses EPLB"
+    if not is_on:
         yield Remark("enable-eplb", "not given: vLLM balances nothing", "--enable-eplb")
-        if options.balancer.get("num_redundant_experts", 0):
-            yield Remark(
-                "eplb-config.num_redundant_experts",
-                "given without --enable-eplb, which vLLM refuses",
-                "--enable-eplb, or no redundant experts",
-            )
+    if not is_on and options.balancer.get("num_redundant_experts", 0):
+        found = "given without --enable-eplb, which vLLM refuses"
+        expected = "--enable-eplb, or no redundant experts"
+        yield Remark("eplb-config.num_redundant_experts", found, expected)
     if not options.has("enable-expert-parallel"):
-        yield Remark(
-            "enable-expert-parallel",
-            "not given: vLLM refuses EPLB without it",
-            "--enable-expert-parallel",
-        )
+        found = "not given: vLLM refuses EPLB without it"
+        yield Remark("enable-expert-parallel", found, "--enable-expert-parallel")
     if ranks == 1:
-        yield Remark(
-            "ranks",
-            "1 by tensor, prefill-context and data parallel sizes: vLLM refuses EPLB on one rank",
-            "2 or more",
-        )
+        sizes = "1 by tensor, prefill-context and data parallel sizes"
+        yield Remark("ranks", f"{sizes}: vLLM refuses EPLB on one rank", "2 or more")
     if options.values.get("all2all-backend") == "moonep":
-        yield Remark("all2all-backend", "moonep, with which vLLM refuses EPLB", "another back end")
+        yield Remark("all2all-backend", f"moonep, {refused}", "another back end")
     if options.values.get("load-format") == "ipc_cache":
-        yield Remark("load-format", "ipc_cache, with which vLLM refuses EPLB", "another format")
+        yield Remark("load-format", f"ipc_cache, {refused}", "another format")
     if options.has("enable-elastic-ep"):
-        yield Remark(
-            "enable-elastic-ep",
-            "given: the plug-in stays off, it was not tested with a changing number of ranks",
-            "a fixed number of ranks",
-        )
+        found = "given: the plug-in stays off, it was not tested with a changing number of ranks"
+        yield Remark("enable-elastic-ep", found, "a fixed number of ranks")
 
 
 def _of_model(options: Options, ranks: int, model: Mapping[str, Any] | None) -> Iterator[Remark]:

@@ -1,0 +1,118 @@
+"""The placement check in an engine's real balancer: planted faults are found and reported."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rebalance.engines.common.fsck import rank_check
+from rebalance.engines.common.fsck.report import Report, report_of
+from telemetry import open_store
+from tests.support.engines.installed import engine
+from tests.support.engines.ranks import (
+    EACH,
+    NAME,
+    NUM_EXPERTS,
+    NUM_RANKS,
+    NUM_SLOTS,
+    config_in,
+    look_in_every_pass,
+    on_ranks,
+    settings_in,
+    weights_of,
+)
+
+pytestmark = pytest.mark.slow
+FIRST = np.arange(NUM_SLOTS) % NUM_EXPERTS  # the map of the start, on all layers
+LAYER, SLOT, RANK = 2, 10, 1  # of the wrong slot, the slot by the numbers of all ranks
+
+
+def started(rank: int, config: Path, **options: Any) -> Any:
+    """A rank after some maps, which looks at a slot in each pass."""
+    look_in_every_pass()
+    made = engine.make_rank(rank, config, **options)
+    made.until_maps(3)
+    while made.checks is None:  # the first maps serve before the ranks have agreed
+        made.steps()
+    return made
+
+
+def reported(config: Path) -> Report:
+    """What ``eplb fsck`` prints."""
+    with closing(open_store(settings_in(config).deployment.store, NAME)) as store:
+        return report_of(store)
+
+
+def wrong_slot(rank: int, config: Path) -> dict[str, Any]:
+    """One slot gets the tensors of another expert, after some maps."""
+    made = started(rank, config)
+    if rank == RANK:
+        other = weights_of(LAYER, (int(made.held[LAYER, SLOT]) + 5) % NUM_EXPERTS)
+        for tensor, record in zip(made.layers[LAYER], other, strict=True):
+            tensor[SLOT - RANK * EACH] = record
+    made.visit_all()
+    return made.result()
+
+
+def test_slot_with_another_expert_is_found_and_reported(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    found = on_ranks(wrong_slot, config)
+
+    planted = [("slot", LAYER, SLOT, "weight"), ("slot", LAYER, SLOT, "scale")]
+    by_rank = [[(it.kind, it.row, it.slot, it.name) for it in one["faults"]] for one in found]
+    assert by_rank == [[], planted, [], []]
+    assert [one["placement"] for one in found] == [1.0, 0.0, 1.0, 1.0]
+    report = reported(config)
+    expert = found[RANK]["map"][LAYER][SLOT]
+    assert report.ranks == dict.fromkeys(range(NUM_RANKS), "")
+    assert min(report.rounds.values()) >= 1
+    assert report.faults[0] == (
+        f"rank {RANK}: layer {LAYER} slot {SLOT} expert {expert}: weight has the bytes of expert "
+        f"{(expert + 5) % NUM_EXPERTS}, expected those of the expert that the map names"
+    )
+    assert report.lines[-1] == "2 faults"
+
+
+def lost_scales(rank: int, config: Path) -> dict[str, Any]:
+    """The engine moves weights alone."""
+    made = started(rank, config, forgets=True)
+    made.visit_all()
+    return made.result()
+
+
+def test_scales_that_the_engine_does_not_move_are_found_in_every_moved_slot(
+    tmp_path: Path,
+) -> None:
+    found = on_ranks(lost_scales, config_in(tmp_path))
+
+    held = np.array(found[0]["map"])
+    moved = {(row, slot) for row in engine.MOE for slot in np.flatnonzero(held[row] != FIRST)}
+    assert moved, "plans have moved experts"
+    for rank, one in enumerate(found):
+        wrong = {(fault.row, fault.slot) for fault in one["faults"]}
+        assert wrong >= {(row, slot) for row, slot in moved if slot // EACH == rank}
+        assert {(fault.kind, fault.name) for fault in one["faults"]} <= {("slot", "scale")}
+        assert one["placement"] == float(not wrong)
+
+
+def without_weights(rank: int, config: Path) -> dict[str, Any]:
+    """On one rank the tensors of the layers cannot be read."""
+
+    def fails(*_: object) -> Any:
+        raise RuntimeError("planted")
+
+    if rank == RANK:
+        rank_check.check.digests_of = fails
+    return started(rank, config).result()
+
+
+def test_rank_that_cannot_check_switches_the_check_off_on_all(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    found = on_ranks(without_weights, config)
+
+    assert [(one["faults"], one["placement"]) for one in found] == [([], 0.0)] * NUM_RANKS
+    assert set(reported(config).ranks.values()) == {f"rank {RANK}: RuntimeError: planted"}
