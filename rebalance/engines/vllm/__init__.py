@@ -1,8 +1,8 @@
 """The plug-in for vLLM 0.33: policy, shares, taps and mover of its expert-parallel load balancer.
 
-    plugin -> guards -> hooks -> process -> policy, decisions, replica_lists, tap, moves
-                                    |
-                                    +----> common: start, store_process, planning, fsck
+    plugin -> guards -> hooks -> process -> policy -> decisions
+                          |         |
+                          mover     +----> tap; common: start, store_process, planning, fsck
 
 ``plugin.register`` is the entry point of the group ``vllm.general_plugins``. vLLM itself is
 imported inside functions alone, so this package can be read, checked and tested without it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from eplb import DispatchRule, Placement, Topology, effective_shares
-from rebalance.engines.common.guards import refusals
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.entry import register
-from rebalance.engines.sglang.guards import ASSUMED
 from rebalance.engines.sglang.replica_weights import (
     replica_lists,
     source_table,
@@ -157,26 +154,3 @@ def test_without_a_deployment_the_plugin_is_inert(monkeypatch: pytest.MonkeyPatc
     register()
 
     assert not HookRegistry._hooks
-
-
-def test_engine_as_read_passes_the_guards() -> None:
-    assert list(refusals(ASSUMED)) == []
-
-
-@pytest.mark.parametrize("path", sorted(ASSUMED.digests))
-def test_engine_function_that_changed_is_refused(path: str) -> None:
-    digests = {**ASSUMED.digests, path: "0" * 16}
-
-    (refusal,) = refusals(replace(ASSUMED, digests=digests))
-
-    assert f"{path} has another source, expected {'0' * 16} as in sglang" in refusal
-
-
-@pytest.mark.parametrize("path", sorted(ASSUMED.signatures))
-def test_engine_signature_that_changed_is_refused(path: str) -> None:
-    signatures = {**ASSUMED.signatures, path: f"{ASSUMED.signatures[path]} further"}
-
-    (refusal,) = refusals(replace(ASSUMED, signatures=signatures))
-
-    assert f"{path} takes (" in refusal
-    assert "further) as in sglang" in refusal

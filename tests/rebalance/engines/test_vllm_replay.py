@@ -6,7 +6,7 @@ import torch
 
 from eplb.core.load import LoadHistory
 from eplb.errors import HistoryError
-from rebalance.engines.vllm.tools.replay import TraceRouting
+from rebalance.engines.vllm.tools.replay import LayerRouting, parts_of
 
 SEED, EXPERTS, TOP_K, ROWS = 20261122, 32, 4, 512
 CPU = torch.device("cpu")
@@ -16,6 +16,10 @@ def trace(num_windows: int = 3, num_layers: int = 2) -> LoadHistory:
     drawn = np.random.default_rng(SEED)
     tokens = drawn.lognormal(5, 0.8, (num_windows, num_layers, EXPERTS)).astype(np.int64)
     return LoadHistory(tokens)
+
+
+def routing(history: LoadHistory, passes: int = 1, layer: int = 0) -> LayerRouting:
+    return LayerRouting(parts_of(history)[:, layer], passes)
 
 
 def counts(ids: torch.Tensor) -> np.ndarray:
@@ -30,8 +34,7 @@ def expected(history: LoadHistory, window: int, layer: int, top_k: int = TOP_K) 
 
 def test_load_of_each_pass_is_that_of_its_window_within_two_tokens() -> None:
     history = trace()
-    replay = TraceRouting(history, passes=2)
-    layers = [replay.next_layer(), replay.next_layer()]
+    layers = [routing(history, passes=2, layer=layer) for layer in range(2)]
 
     for step in range(8):  # two passes of each window, and then the first again
         window = step // 2 % 3
@@ -44,7 +47,7 @@ def test_load_of_each_pass_is_that_of_its_window_within_two_tokens() -> None:
 
 def test_loads_of_many_passes_add_up_to_the_trace() -> None:
     history = trace(1, 1)
-    layer = TraceRouting(history, passes=1).next_layer()
+    layer = routing(history)
     found = sum(counts(layer.experts_of(ROWS, EXPERTS, TOP_K, CPU)) for _ in range(200))
 
     assert np.abs(found / 200 - expected(history, 0, 0)).max() < 0.1
@@ -53,7 +56,7 @@ def test_loads_of_many_passes_add_up_to_the_trace() -> None:
 def test_expert_with_more_tokens_than_rows_gets_every_row_and_no_row_twice() -> None:
     tokens = np.ones((1, 1, EXPERTS), dtype=np.int64)
     tokens[0, 0, 7] = 1000
-    layer = TraceRouting(LoadHistory(tokens), passes=1).next_layer()
+    layer = routing(LoadHistory(tokens))
     ids = layer.experts_of(ROWS, EXPERTS, TOP_K, CPU)
 
     assert counts(ids)[7] == ROWS
@@ -63,7 +66,7 @@ def test_expert_with_more_tokens_than_rows_gets_every_row_and_no_row_twice() -> 
 def test_trace_with_one_busy_expert_spreads_the_other_choices() -> None:
     tokens = np.zeros((1, 1, EXPERTS), dtype=np.int64)
     tokens[0, 0, 7] = 1000
-    ids = TraceRouting(LoadHistory(tokens), 1).next_layer().experts_of(ROWS, EXPERTS, TOP_K, CPU)
+    ids = routing(LoadHistory(tokens)).experts_of(ROWS, EXPERTS, TOP_K, CPU)
 
     others = np.delete(counts(ids), 7)
     assert others.max() - others.min() <= 4
@@ -71,6 +74,6 @@ def test_trace_with_one_busy_expert_spreads_the_other_choices() -> None:
 
 def test_model_with_other_experts_and_trace_without_tokens_are_refused() -> None:
     with pytest.raises(HistoryError, match=r"32 experts.* 64"):
-        TraceRouting(trace(), 1).next_layer().experts_of(ROWS, 64, TOP_K, CPU)
+        routing(trace()).experts_of(ROWS, 64, TOP_K, CPU)
     with pytest.raises(HistoryError, match="no window"):
-        TraceRouting(LoadHistory(np.zeros((2, 2, 4), dtype=np.int64)), 1)
+        parts_of(LoadHistory(np.zeros((2, 2, 4), dtype=np.int64)))

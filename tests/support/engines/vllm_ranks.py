@@ -33,6 +33,8 @@ from vllm.distributed.eplb import (
 from vllm.model_executor.models.interfaces import MixtureOfExperts
 
 from rebalance.engines.vllm import mover as mover
+from rebalance.engines.vllm.guards import ASSUMED as ASSUMED
+from rebalance.engines.vllm.guards import refusals as refusals
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines.ranks import (

@@ -18,6 +18,7 @@ Shapes:  T windows, L MoE layers, E experts, B rows of a pass, k experts of a ro
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -57,11 +58,11 @@ def register_replay(environ: Mapping[str, str]) -> None:
     if not passes.isdecimal() or int(passes) < 1:
         raise ConfigError(f"{PASSES_VARIABLE} is {passes!r}, expected a whole number from 1 on")
     found = read_load(place, ReadOptions())
-    _install(TraceRouting(found.history, int(passes)))
+    _install(parts_of(found.history), int(passes))
     log.info("replaying %s: %s windows, %s layers, %s experts", place, *found.history.tokens.shape)
 
 
-def _install(replay: TraceRouting) -> None:
+def _install(parts: NDArray[np.float64], passes: int) -> None:
     from vllm.model_executor.layers.fused_moe.router import routing_simulator_router as simulator
 
     base: Any = simulator.RoutingStrategy
@@ -92,46 +93,38 @@ def _install(replay: TraceRouting) -> None:
             weights = torch.ones((rows, top_k), dtype=torch.float32, device=ids.device)
             return weights, ids.to(indices_type or torch.long)
 
+    num_layers, given = parts.shape[1], itertools.count()
+
+    def next_layer() -> LayerRouting:
+        number = next(given)
+        if number == num_layers:
+            log.warning("the model has more MoE layers than the trace, %d: they repeat", num_layers)
+        return LayerRouting(parts[:, number % num_layers], passes)
+
     def get_strategy(cls: Any, strategy_name: str) -> Any:
         # Every router asks once when its layer is built, and layers are built in their order.
         if strategy_name == STRATEGY:
-            return LayerStrategy(replay.next_layer())
+            return LayerStrategy(next_layer())
         return own(cls, strategy_name)
 
     get_strategy.replays = True  # type: ignore[attr-defined]
-    simulator.RoutingSimulator.register_strategy(STRATEGY, LayerStrategy(replay.layer(0)))
+    simulator.RoutingSimulator.register_strategy(
+        STRATEGY, LayerStrategy(LayerRouting(parts[:, 0], passes))
+    )
     simulator.RoutingSimulator.get_strategy = classmethod(get_strategy)
 
 
-class TraceRouting:
-    """A trace, handed out layer by layer.
-
-    Args:
-        history: of which windows without tokens in some layer are left out.
-        passes: of each window.
+def parts_of(history: LoadHistory) -> NDArray[np.float64]:
+    """[T, L, E] parts of the tokens of each window, without windows that lack some layer's.
 
     Raises:
         HistoryError: no window has tokens in every layer.
     """
-
-    def __init__(self, history: LoadHistory, passes: int) -> None:
-        tokens = history.tokens[history.tokens.sum(axis=2).min(axis=1) > 0]
-        if not len(tokens):
-            raise HistoryError("the trace has no window with tokens in every layer")
-        self._parts = tokens / tokens.sum(axis=2, keepdims=True)  # [T, L, E]
-        self._passes, self._num_given = passes, 0
-
-    def layer(self, number: int) -> LayerRouting:
-        """One layer of the trace."""
-        return LayerRouting(self._parts[:, number], self._passes)
-
-    def next_layer(self) -> LayerRouting:
-        """The layer after the one that was given last; a model with more of them begins anew."""
-        number, num_layers = self._num_given, self._parts.shape[1]
-        if number == num_layers:
-            log.warning("the model has more MoE layers than the trace, %d: they repeat", num_layers)
-        self._num_given += 1
-        return self.layer(number % num_layers)
+    tokens = history.tokens[history.tokens.sum(axis=2).min(axis=1) > 0]
+    if not len(tokens):
+        raise HistoryError("the trace has no window with tokens in every layer")
+    parts: NDArray[np.float64] = tokens / tokens.sum(axis=2, keepdims=True)
+    return parts
 
 
 class LayerRouting:
