@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from rebalance.engines.common.fsck.check import PART, PlacementCheck, agreed, digests_of
+from rebalance.engines.common.fsck.report import Fault
 from rebalance.engines.common.fsck.tensors import EngineView
 
 ROWS, RANKS, EACH, EXPERTS = 58, 4, 9, 32
@@ -78,9 +79,17 @@ def detection(kind: str, seed: int) -> tuple[int, int, int]:
         rank.load(after)
     planted = at_start or _planted(kind, ranks, first, random)
     checks = [PlacementCheck(rank.view, references, lambda: 0.0, PART) for rank in ranks]
-    faults = faults + [fault for check in checks for fault in check.sweep()]
+    faults = faults + [fault for check in checks for fault in visited(check)]
     found = {(fault.row, fault.slot) for fault in faults}
     return len(planted), len(planted & found), len(found - planted)
+
+
+def visited(check: PlacementCheck) -> list[Fault]:
+    """What is found when every slot was looked at and judged once."""
+    last, faults = check.num_checked + check.num_slots, []
+    while check.num_checked < last:
+        faults += check.visit(is_idle=True)
+    return list(dict.fromkeys(faults))
 
 
 def _planted(

@@ -74,7 +74,7 @@ class Rounds:
         self._target: Any = None  # the engine's metadata that they are moved to
         self._planned: tuple[Planned, Question | None] | None = None
         self._shape: Shape | None = None
-        self._store: StoreProcess | None = None
+        self.recorder: StoreProcess | None = None
         self._weights: IntArray | None = None  # of the map that serves; None before the first plan
         self._checked = -1  # generation whose choices of replicas were compared
         self.checks: RankCheck | None = None
@@ -88,8 +88,8 @@ class Rounds:
         if self.stopped:
             return
         self._pass += 1
-        if self._store is not None:
-            self._store.flush()  # what the device had not copied before
+        if self.recorder is not None:
+            self.recorder.flush()  # what the device had not copied before
         with self._collective():
             if self._pass == 1:  # the server's warm-up: nothing has moved yet
                 self._keep_records()
@@ -104,8 +104,8 @@ class Rounds:
 
     def close(self) -> None:
         """End the background threads and processes."""
-        if self._store is not None:
-            self._store.close(CLOSE_S)
+        if self.recorder is not None:
+            self.recorder.close(CLOSE_S)
         if self.kept is not None:
             self.kept.close()
 
@@ -199,11 +199,11 @@ class Rounds:
         if not self._settings.engine.check or self._checked == self.generation:
             return
         if self.checks is None:
-            assert self._store is not None, "it was made with the shape"
+            assert self.recorder is not None, "it was made with the shape"
             self.checks = RankCheck(
                 "sglang",
                 lambda own: gathered_large(own, self._group),
-                self._store.note,
+                self.recorder.note,
                 engine.choices,
                 is_shared=engine.counts_every_token_on_each_rank(),
             )
@@ -216,15 +216,15 @@ class Rounds:
 
     def _ready(self) -> Answer | None:
         is_off = self._manager._rebalance_disabled_reason is not None
-        return None if self._store is None or self._chunks or is_off else self._store.ready
+        return None if self.recorder is None or self._chunks or is_off else self.recorder.ready
 
     def _ask_if_due(self) -> None:
         interval = self._manager._rebalance_num_iterations
         is_due = self._pass >= interval and self._pass % interval < self._every
-        if self._rank or self._store is None or self._chunks or not is_due:
+        if self._rank or self.recorder is None or self._chunks or not is_due:
             return
-        if self._store.ready is None and not self._store.is_asked:
-            self._store.ask(Question("interval"))
+        if self.recorder.ready is None and not self.recorder.is_asked:
+            self.recorder.ask(Question("interval"))
 
     def _begin_store(self) -> None:
         """Start the process at the store, once the model is known; that of rank 0 plans too."""
@@ -238,7 +238,7 @@ class Rounds:
             shape.system.topology(shape.num_slots),
             **{} if self._rank else planning,
         )
-        self._shape, self._store = shape, StoreProcess("sglang", identity)
+        self._shape, self.recorder = shape, StoreProcess("sglang", identity)
         self._note_placement("the engine's map at the start", None, None)
 
     def _taken(self) -> tuple[torch.Tensor, int, Phase]:
@@ -257,18 +257,18 @@ class Rounds:
         weights = np.zeros_like(held) if self._weights is None else self._weights
         last, now = self._pass - 1, time.time()
         counted = Counted(host, copied, held, first, last, phase, self.generation, now)
-        if self._store is not None:
-            self._store.add(counted, self._shape.rows, self._shape.own)
+        if self.recorder is not None:
+            self.recorder.add(counted, self._shape.rows, self._shape.own)
             if self._rank == 0:
-                self._store.add_window(counted, weights)
+                self.recorder.add_window(counted, weights)
 
     def _distributed(self, ready: Answer | None, size: int) -> bytes:
         """The bytes of rank 0's plan."""
         if ready is None:
             record = torch.empty(size, dtype=torch.uint8)
         else:
-            assert self._store is not None, "the plan is from its process"
-            self._store.ready = None
+            assert self.recorder is not None, "the plan is from its process"
+            self.recorder.ready = None
             record = torch.from_numpy(ready.record.copy())
         dist.broadcast(record, src=0, group=self._group)
         return record.numpy().tobytes()
@@ -286,8 +286,8 @@ class Rounds:
         if prepared is not None and not word.item():
             planned, self._target, self._chunks = prepared
             self._planned = (planned, question)
-        elif self._store is not None and question is not None:
-            self._store.tell(Outcome(question, error="the ranks could not take the plan"))
+        elif self.recorder is not None and question is not None:
+            self.recorder.tell(Outcome(question, error="the ranks could not take the plan"))
 
     def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
         """The plan, the engine's metadata for it, and rows to move in each pass."""
@@ -342,12 +342,12 @@ class Rounds:
     def _note_placement(
         self, reason: str, weights: IntArray | None, question: Question | None
     ) -> None:
-        if self._store is None or self._rank or self._shape is None:
+        if self.recorder is None or self._rank or self._shape is None:
             return
         held = engine.metadata().physical_to_logical_map_cpu.numpy()[self._shape.rows]
         share = None if weights is None else shares_of(held, weights[self._shape.rows])
         experts = self._shape.num_experts
-        self._store.tell(
+        self.recorder.tell(
             MapChange(held.astype(np.int32), share, experts, self.generation, reason, question)
         )
 
@@ -355,5 +355,5 @@ class Rounds:
         self.stopped = reason
         set_part("sglang", "plugin", is_on=False)
         log.warning("plug-in stopped: %s; the map that serves stays", reason)
-        if self._store is not None:
-            self._store.close_soon()
+        if self.recorder is not None:
+            self.recorder.close_soon()

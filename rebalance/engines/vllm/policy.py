@@ -18,21 +18,13 @@ import torch
 import torch.distributed as dist
 
 import eplb
-from eplb.core.problem import Budget
-from rebalance.engines.common import planning as common
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Outcome
-from rebalance.engines.common.planning import System
-from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.decisions import Decision, repetitions
+from rebalance.engines.vllm.decisions import Decision, planned, repetitions
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
-
-# vLLM reports a stall of 0.91 s for a rebalance of 58 layers on 32 GPUs (pull request 43219), in
-# which each rank receives about 22 GB.
-BYTES_PER_S = 24e9
 
 log = logging.getLogger(__name__)
 
@@ -127,39 +119,3 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
     figures |= {"before": float(plan.before), "after": float(plan.after)}
     process.answered(Outcome(question, figures))
     return standing_map
-
-
-def planned(
-    load: IntArray,
-    held: IntArray,
-    system: System,
-    settings: PluginSettings,
-    *,
-    is_first: bool,
-) -> eplb.Plan:
-    """Plan for one call of vLLM's policy.
-
-    Args:
-        load: [L, E] tokens of the window, of all ranks.
-        held: [L, P] the map that serves.
-        system: ranks and model.
-        settings: limits of the plan.
-        is_first: the map is not from a plan, so any number of experts may move.
-
-    Raises:
-        EplbError: no plan can be made.
-    """
-    engine = settings.engine
-    return common.planned(
-        load,
-        eplb.Placement(held.astype(np.int32), load.shape[1], 1),
-        system,
-        eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
-        max_moved=None if is_first else engine.max_moved,
-        pay_back_s=settings.planner.pay_back_s,
-        target_imbalance=settings[Budget].target_imbalance,
-        time_ms=engine.plan_time_ms,
-        bytes_per_s=BYTES_PER_S,
-        # Any number may move at first: a search for few moves would take three times as long.
-        policy="fresh" if is_first else "auto",
-    )

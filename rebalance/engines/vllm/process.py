@@ -30,8 +30,7 @@ from rebalance.engines.common.records import Kept, Tensors, capture, num_bytes_o
 from rebalance.engines.common.start import Joined, facts_of, join
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.decisions import ENTRIES, Decision, Decisions
-from rebalance.engines.vllm.policy import planned
+from rebalance.engines.vllm.decisions import ENTRIES, Decision, Decisions, planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from runtime.group import gathered_large
 

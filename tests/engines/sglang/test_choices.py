@@ -58,7 +58,7 @@ def shared(rank: int, config: Path, is_fixed: bool) -> dict[str, Any]:
     made = make_rank(rank, config, ep_dispatch_algorithm="dynamic", moe_a2a_backend="none")
     before = error_of(made)
     made.until_maps(2)
-    made.until(lambda: made.rounds._checked == made.generation)
+    made.until(lambda: made.plugin._checked == made.generation)
     return made.result() | {"errors": [before, error_of(made)]}
 
 

@@ -33,11 +33,11 @@ def of_metadata(made: Rank) -> None:
 
 
 def of_window(made: Rank) -> None:
-    made.rounds._hand_over = fails
+    made.plugin._hand_over = fails
 
 
 def of_tap(made: Rank) -> None:
-    made.rounds._tap.add = fails
+    made.plugin._tap.add = fails
 
 
 def of_model(made: Rank) -> None:

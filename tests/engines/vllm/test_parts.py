@@ -35,7 +35,7 @@ def counted_steps(rank: int, config: Path) -> dict[str, Any]:
     """Passes of two phases, and a dummy step at the end."""
     made = make_rank(rank, config)
     for step in range(PASSES):
-        made.process.phase = "prefill" if step % 16 < 8 else "decode"
+        made.plugin.phase = "prefill" if step % 16 < 8 else "decode"
         made.steps()
     made.state.step(is_dummy=True)
     return made.result()

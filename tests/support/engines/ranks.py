@@ -119,14 +119,31 @@ class EngineRank:
 
     engine = ""
     rank: int
+    plugin: Any  # what has the plug-in's parts; None where it is off
     passes = 0
     stopped = ""  # why the plug-in does nothing any more
     why_off = ""  # why it stayed off
     is_moving = False  # whether a plan is begun and does not serve yet
-    generation: int
-    recorder: Any  # of the plug-in, as ``checks`` and ``kept``
-    checks: Any
-    kept: Any
+
+    @property
+    def generation(self) -> int:
+        """Of the map that serves on all layers."""
+        return int(self.plugin.generation)
+
+    @property
+    def recorder(self) -> Any:
+        """The rank's end of the process at the store."""
+        return self.plugin.recorder
+
+    @property
+    def checks(self) -> Any:
+        """The placement check."""
+        return self.plugin.checks
+
+    @property
+    def kept(self) -> Any:
+        """Records of experts."""
+        return self.plugin.kept
 
     @property
     def layers(self) -> dict[int, list[torch.Tensor]]:

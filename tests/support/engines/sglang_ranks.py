@@ -97,7 +97,7 @@ class Rank(EngineRank):
 
     def __init__(self, rank: int, model: Any, manager: Any, rounds: Any) -> None:
         self.rank, self.model, self.manager = rank, model, manager
-        self.rounds = rounds  # of the plug-in; None where it is off
+        self.plugin = rounds
         self.generator = torch.Generator().manual_seed(rank)
         self.mode = ForwardMode.DECODE
 
@@ -126,34 +126,18 @@ class Rank(EngineRank):
 
     @property
     def is_on(self) -> bool:
-        return self.rounds is not None
+        return self.plugin is not None
 
     @property
     def stopped(self) -> str:  # type: ignore[override]
-        return "" if self.rounds is None else self.rounds.stopped
+        return "" if self.plugin is None else self.plugin.stopped
 
     @property
     def is_moving(self) -> bool:  # type: ignore[override]
-        return self.recorder.ready is not None or bool(self.rounds._chunks)
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return self.rounds.generation
-
-    @property
-    def recorder(self) -> Any:  # type: ignore[override]
-        return self.rounds._store
-
-    @property
-    def checks(self) -> Any:  # type: ignore[override]
-        return self.rounds.checks
-
-    @property
-    def kept(self) -> Any:  # type: ignore[override]
-        return self.rounds.kept
+        return self.recorder.ready is not None or bool(self.plugin._chunks)
 
     def close(self) -> None:
-        self.rounds.close()
+        self.plugin.close()
 
     def forward(self, popularity: np.ndarray) -> None:
         recorder = expert_distribution.get_global_expert_distribution_recorder()

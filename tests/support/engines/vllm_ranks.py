@@ -100,7 +100,7 @@ class Rank(EngineRank):
 
     def __init__(self, rank: int, state: Any, model: Any, process: PluginProcess | None) -> None:
         self.rank, self.state, self.model = rank, state, model
-        self.process: Any = process  # None without the plug-in
+        self.plugin: Any = process
 
     @property
     def model_state(self) -> Any:
@@ -131,27 +131,11 @@ class Rank(EngineRank):
     @property
     def is_on(self) -> bool:
         parts = ("policy", "shares", "mover", "tap")
-        return self.process is not None and any(map(self.process.is_on, parts))
+        return self.plugin is not None and any(map(self.plugin.is_on, parts))
 
     @property
     def why_off(self) -> str:  # type: ignore[override]
-        return "" if self.process is None else self.process.refused
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return self.process.generation
-
-    @property
-    def recorder(self) -> Any:  # type: ignore[override]
-        return self.process.recorder
-
-    @property
-    def checks(self) -> Any:  # type: ignore[override]
-        return self.process.checks
-
-    @property
-    def kept(self) -> Any:  # type: ignore[override]
-        return self.process.kept
+        return "" if self.plugin is None else self.plugin.refused
 
     def result(self) -> dict[str, Any]:
         names = ("checked", "wrong", "repeated")
@@ -202,7 +186,7 @@ class Spent:
 
 def watched(made: Rank) -> list[Spent]:
     """Record every call that the plug-in makes on the thread of vLLM's steps."""
-    process, found = made.process, list[Spent]()
+    process, found = made.plugin, list[Spent]()
 
     def wrap(name: str) -> None:
         own = getattr(process, name)
