@@ -94,7 +94,8 @@ class StoreLink:
         self._lease: Lease | None = None
         self._next_control = 0.0
         self._num_failures = self._num_errors = 0
-        self._report, self._telling = Report(False, "", 0), Lock()
+        self._report = Report(False, "", -1)  # as the rank was told it: not yet
+        self._telling = Lock()
         self._end = Event()
         self._planning = Planning(identity, self) if identity.planner else None
         self._thread = Thread(target=self._run, name="eplb-store-link", daemon=True)
@@ -138,13 +139,13 @@ class StoreLink:
             self._store.close()
 
     def _reaches_the_store(self) -> bool:
-        """Whether samples are written; one that failed and still waits says no."""
+        """Whether samples are written; while one that failed still waits, they are not."""
         assert self._reporter is not None, "the store is open"
         stats, before = self._reporter.stats(), self._num_errors
         self._num_errors = stats.errors
         if stats.errors > before:
             return False
-        return stats.waiting == 0 or self._report.is_on
+        return stats.errors == 0 or stats.waiting == 0 or self._report.is_on
 
     @property
     def why_kept(self) -> str:
@@ -234,7 +235,7 @@ class StoreLink:
         if lease is not None and (before is None or before.token != lease.token):
             store.announce(Announcement(CONTROLLER, holder))
         self._lease = lease
-        self._tell(why_kept=why_kept(store))
+        self._tell(why_kept=why_kept(store), is_on=self._reaches_the_store())
         if lease is None:
             return
         self._finish(store, lease.token)

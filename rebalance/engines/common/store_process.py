@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 MOST_WINDOWS = 64  # for the planner, that wait with the samples; each is of all ranks
 MOST_WAITING = 1024  # samples and events while the process starts; further ones are dropped
 LOOK_S = 1.0  # how often the thread writes what waits while no step does
-STATE_S = 10.0  # from one event with the state of this rank to the next, at least
+STATE_S = 10.0  # from one event with the state of this rank to the next, except to the last
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before the process is started again
 MODULE = "rebalance.engines.common.store_link"
 LONGEST_FRAME = 0x7FFFFFFF  # that ``Connection`` reads with a length of four bytes
@@ -77,6 +77,7 @@ class StoreProcess:
         self.why_kept = ""  # why nothing may move now, by the deployment's switches; on rank 0
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._has_report = False  # whether a process has said if it reaches the store
         self._state: dict[str, Any] = {}  # the state of this rank as the store was told it
         self._next_state = 0.0
         self._end = Event()
@@ -153,8 +154,12 @@ class StoreProcess:
                 self._frame = self._rest = memoryview(framed(make()))
             sent = connection.send(self._rest, socket.MSG_DONTWAIT)
             self._rest = self._rest[sent:]
-        if self._end.is_set():
-            connection.shutdown(socket.SHUT_WR)  # the process ends once it has read all
+        if self._end.is_set() and self._has_report:
+            self._tell_state()
+            if self._waiting:
+                self._write(connection)
+            else:
+                connection.shutdown(socket.SHUT_WR)  # the process ends once it has read all
 
     def close(self, timeout_s: float) -> bool:
         """Have what waits written, up to a deadline; whether the process ended."""
@@ -206,9 +211,10 @@ class StoreProcess:
                     while True:
                         if replies.poll(LOOK_S):
                             self._take(from_bytes(replies.recv_bytes()))
-                        else:
-                            self.flush()
-                        self._tell_state()
+                        is_due = time.monotonic() >= self._next_state and not self._end.is_set()
+                        if is_due and self._has_report:
+                            self._tell_state()
+                        self.flush()
         finally:
             self._socket = None
             if not self._end.is_set():
@@ -228,9 +234,10 @@ class StoreProcess:
         self.flush()
 
     def _tell_state(self) -> None:
-        """Write which parts are off, and what was lost, as an event once it has changed."""
-        if time.monotonic() < self._next_state:
-            return
+        """Write which parts are off, and what was lost, as an event once it has changed.
+
+        The first follows the first report of the process, and the last is the last message.
+        """
         state = {
             "off": parts_off(),
             "samples_dropped": self.num_dropped,
@@ -251,6 +258,7 @@ class StoreProcess:
         if reply.plans is not None:
             set_part(self._engine, "planner", is_on=reply.plans)
         set_part(self._engine, "store", is_on=reply.is_on)
+        self._has_report = True
         self.num_failures = max(self.num_failures, reply.num_failures)
         if reply.why_kept != self.why_kept:
             kept = reply.why_kept

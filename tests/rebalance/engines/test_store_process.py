@@ -127,6 +127,31 @@ def test_part_that_is_off_is_reported_by_its_rank(url: str, process: StoreProces
     assert "off: mover" in report.parts[0]
 
 
+def states_in(url: str) -> list[list[str]]:
+    """Parts that were off by each event with the state of the rank, newest first."""
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        return [list(event.detail["off"]) for event in store.events_backwards((PARTS,))]
+
+
+def test_state_of_a_rank_that_ends_at_once_is_stored(url: str, process: StoreProcess) -> None:
+    assert process.close(NEVER_S)
+
+    assert len(states_in(url)) == 1
+    assert "store" not in states_in(url)[0]
+
+
+def test_part_that_goes_off_right_before_the_end_is_in_the_last_state(
+    url: str, process: StoreProcess
+) -> None:
+    until(lambda: states_in(url))
+    set_part("vllm", "mover", is_on=False)
+    process.close_soon()
+    process.close(NEVER_S)
+    set_part("vllm", "mover", is_on=True)  # of this test's process
+
+    assert ["mover" in off for off in states_in(url)] == [True, False]
+
+
 def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
     url: str, process: StoreProcess
 ) -> None:
@@ -151,6 +176,8 @@ def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
 DIES = """
 import os, signal, sys, time
 from tests.rebalance.engines.test_store_process import DEPLOYMENT, INFO, counted
+from rebalance.engines.common.fsck.report import PARTS
+from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import Identity
 from rebalance.engines.common.store_process import StoreProcess
 process = StoreProcess("vllm", Identity(DEPLOYMENT, sys.argv[1], 1, INFO))

@@ -39,7 +39,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from rebalance.engines.common import guards
-from rebalance.engines.sglang import hooks
+from rebalance.engines.sglang import hooks, rounds
 from rebalance.engines.sglang.guards import ASSUMED
 from tests.support.engines.ranks import (
     EACH,
@@ -189,7 +189,7 @@ def make_rank(
         **flags,
     ).install()
     get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
-    hooks.ROUND_DEADLINE_S = NEVER_S  # a busy machine is no fault of the plug-in
+    hooks.ROUND_DEADLINE_S = rounds.CLOSE_S = NEVER_S  # a busy machine is no fault of the plug-in
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     expert_distribution.get_device = lambda: "cpu"
     shape = ModelConfigForExpertLocation(ALL_LAYERS, NUM_EXPERTS, None)
