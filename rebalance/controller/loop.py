@@ -35,7 +35,7 @@ from rebalance.controller.due import Due, Failures
 from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, Group
 from rebalance.controller.open_migration import OpenPlan
-from rebalance.controller.plans.planning import Planning, planned_on
+from rebalance.controller.plans.planning import Planning
 from rebalance.controller.plans.proposals import CONTROLLER, Why, waiting
 from rebalance.controller.plans.publishing import Publisher, served_weights
 from rebalance.controller.plans.track_record import Judged
@@ -198,11 +198,13 @@ class Controller:
             return
         self._planned_window = windows[-1].index
         committed, settings = self._store.committed(), self._live.settings
-        past = planned_on(group, settings.plan_windows, settings.request.decode_weight)
-        if committed is None or past is None:
+        if committed is None:
+            return
+        serving = committed.placement
+        past = self._planning.past(group, settings, serving)
+        if past is None:
             return
         control = self._store.control()
-        serving = committed.placement
         is_free = control.movement and not control.observe and settings.stage != "observe"
         judged = self._planning.judge(group, serving, settings)
         if judged is not None:

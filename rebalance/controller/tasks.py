@@ -23,7 +23,7 @@ from eplb.migration.throttle import Throttle
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
-from rebalance.controller.plans.planning import Planning, TaskRefused, planned_on
+from rebalance.controller.plans.planning import Planning, TaskRefused
 from rebalance.controller.plans.proposals import Why, to_carry_out
 from rebalance.controller.plans.publishing import Publisher
 from rebalance.controller.settings import LiveReader
@@ -98,7 +98,9 @@ class Tasks:
         self._refuse_if_expired(task)
         committed, settings = self._store.committed(), self._live.settings
         windows = group.complete_windows()
-        past = planned_on(group, settings.plan_windows, settings.request.decode_weight)
+        past = None
+        if committed is not None:
+            past = self._planning.past(group, settings, committed.placement)
         if committed is None or past is None:
             why = "no complete window of load yet, expected at least one to plan on"
             raise TaskRefused(Refusal.NO_LOAD, why)

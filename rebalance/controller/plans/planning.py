@@ -12,11 +12,15 @@ from itertools import takewhile
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from eplb.clock import Clock
 from eplb.core.constraints import Constraints
 from eplb.core.cost import CostModel, Decision
 from eplb.core.dispatch import DispatchRule
+from eplb.core.jit import FloatArray
 from eplb.core.load import LoadHistory
+from eplb.core.noise import FEWEST_WINDOWS
 from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Problem
 from eplb.decision.expert_times import ExpertTimes, chosen_curve
@@ -25,6 +29,7 @@ from eplb.decision.score import objective_for
 from eplb.declared import declared_fields
 from eplb.errors import ConfigError, EplbError, PlacementError, StoreError
 from eplb.fitting import Coverage, FittingCordons, arrivals
+from eplb.measure.balance import imbalance
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from eplb.search.legality import violations_of
@@ -38,6 +43,11 @@ from telemetry.load.phases import apart, weighted
 from telemetry.log_context import set_log_fields
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import Refusal
+
+# A change of load after which the serving placement is far worse is believed at weaker proof: until
+# it is found, each window costs as much as several plans.
+SUSPECTED = 0.2  # chance of such a split in a load without a change
+FAR_WORSE = 4.0  # standard deviations between the windows before it
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +78,51 @@ class Planning:
         self._track: TrackRecord | None = None
         self._curve_source = ""
         self._refused_times: set[str] = set()  # errors that are logged already
+        # Run, and first window after the latest change that weak proof showed. It is remembered:
+        # once the placement is another, no window shows it any more.
+        self._believed = ("", -1)
         self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
+
+    def past(
+        self, group: Group, settings: ControllerSettings, serving: Placement, last: int = 0
+    ) -> Past | None:
+        """The latest complete windows, none from before a sudden change of load; None without any.
+
+        Args:
+            group: whose windows. In one that serves both phases, with ``decode_weight``, a change
+                is one of either phase, and their mix may change.
+            settings: how many windows, and the weight of decode.
+            serving: the placement that serves.
+            last: another number of windows.
+        """
+        last, decode_weight = last or settings.plan_windows, settings.request.decode_weight
+        complete = group.complete_windows()
+        windows = complete[-max(last, LOOK_BACK) :]
+        if not windows:
+            return None
+        unseen = self._record().unseen(complete, serving)
+        under = {window.index for window in complete[len(complete) - unseen :]}
+        changes = []  # the first window after each
+        for part in _parts(group, windows, decode_weight):
+            seen = _summed(part)
+            found = windows_since_change(seen)
+            if found < seen.num_windows:
+                changes.append(part[-found])
+            balance = imbalance(seen.tokens, serving, group.topology).mean(axis=1)
+            since = min(sum(window.index in under for window in part), len(balance))
+            suspected = suspected_change(seen, balance[len(balance) - since :])
+            if suspected:
+                self._believed = group.run.run, part[-suspected].index
+        changes += [one for one in windows if (group.run.run, one.index) == self._believed]
+        first = max(changes, key=lambda window: window.index, default=None)
+        if first is not None:
+            windows = [window for window in windows if window.index >= first.index]
+        return Past(
+            _history(group, windows[-last:], decode_weight),
+            _history(group, windows[-1:], decode_weight),
+            windows[-1].last_step,
+            -1 if first is None else first.first_step,
+        )
 
     def plan(
         self,
@@ -133,7 +187,7 @@ class Planning:
         if earlier is None:
             found = f"{why}: found no placement of generation {generation} in the store"
             raise TaskRefused(Refusal.NO_SUCH_PLACEMENT, found)
-        past = planned_on(group, last, settings.request.decode_weight)
+        past = self.past(group, settings, current, last)
         if past is None:
             found = f"{why}: found no complete window of load, expected one for its price"
             raise TaskRefused(Refusal.NO_LOAD, found)
@@ -260,31 +314,6 @@ class Past(NamedTuple):
     changed_at: int  # first step after the latest sudden change; -1: there is none
 
 
-def planned_on(group: Group, last: int, decode_weight: float) -> Past | None:
-    """The latest complete windows, none from before a sudden change of load; None without any.
-
-    Args:
-        group: whose windows; see ``PlannerRequest.decode_weight`` for a group that serves both
-            phases. Then a change is one of either phase, and their mix may change.
-        last: windows that are looked at.
-        decode_weight: 0: phases are summed.
-    """
-    windows = group.complete_windows()[-max(last, LOOK_BACK) :]
-    if not windows:
-        return None
-    changes = [_change(part) for part in _parts(group, windows, decode_weight)]
-    first = max(changes, key=lambda window: -1 if window is None else window.index)
-    since = windows[-last:]
-    if first is not None:
-        since = [window for window in since if window.index >= first.index]
-    return Past(
-        _history(group, since, decode_weight),
-        _history(group, since[-1:], decode_weight),
-        windows[-1].last_step,
-        -1 if first is None else first.first_step,
-    )
-
-
 def _parts(group: Group, windows: Sequence[Window], decode_weight: float) -> list[list[Window]]:
     """The windows of each phase, where they are weighed apart; none of them is empty."""
     if not decode_weight or group.phase is not None:
@@ -292,12 +321,30 @@ def _parts(group: Group, windows: Sequence[Window], decode_weight: float) -> lis
     return [part for part in apart(group.folder, windows) if part]
 
 
-def _change(windows: Sequence[Window]) -> Window | None:
-    """The first window after the latest sudden change of load; None: there is none."""
-    seen = history(windows, last=len(windows))
-    assert seen is not None, "no part is empty"
-    since = windows_since_change(seen)
-    return windows[-since] if since < seen.num_windows else None
+def suspected_change(seen: LoadHistory, balance: FloatArray) -> int:
+    """Windows since a change of load that weak proof shows, and that costs much; 0: there is none.
+
+    Args:
+        seen: the load.
+        balance: imbalance of its latest windows under the placement that serves, which was planned
+            on none of them.
+    """
+    # The second look at the load takes time, and is for a latest window that stands out.
+    if len(balance) <= FEWEST_WINDOWS or balance[-1] <= balance[:FEWEST_WINDOWS].max():
+        return 0
+    num_new = windows_since_change(seen, false_alarm=SUSPECTED)
+    old, new = balance[:-num_new], balance[-num_new:]
+    if len(old) < FEWEST_WINDOWS or not np.isfinite(balance).all():
+        return 0
+    deviation = float(old.std(ddof=1)) * (1 / len(old) + 1 / len(new)) ** 0.5
+    return num_new if new.mean() - old.mean() > FAR_WORSE * deviation else 0
+
+
+def _summed(windows: Sequence[Window]) -> LoadHistory:
+    """Windows with all their tokens; at least one."""
+    found = history(windows, last=len(windows))
+    assert found is not None, "there is a window"
+    return found
 
 
 def _history(group: Group, windows: Sequence[Window], decode_weight: float) -> LoadHistory:
@@ -305,7 +352,7 @@ def _history(group: Group, windows: Sequence[Window], decode_weight: float) -> L
     parts = None
     if decode_weight and group.phase is None:
         parts = apart(group.folder, windows)
-    found = weighted(parts, decode_weight) if parts else history(windows, last=len(windows))
+    found = weighted(parts, decode_weight) if parts else _summed(windows)
     assert found is not None, "there is a window"
     return found
 
