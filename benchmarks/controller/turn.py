@@ -3,7 +3,8 @@
     python -m benchmarks.controller.turn [--stores sqlite redis] [--windows 40]
 
 A window has one sample of each rank. Each is written before the turn and not measured; the turn
-reads and folds them, judges, plans and notes. Processor time is of this process with all its
+reads and folds them, judges, plans and notes. The imbalance is that of each window under what
+serves in it, mean over layers, from the fifth on. Processor time is of this process with all its
 threads; that of a Redis server is shown beside it. The load drifts, and windows are drawn from it.
 """
 
@@ -27,8 +28,10 @@ from benchmarks.controller.loads import drifting
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
+from eplb.core.problem import SETTLED_WINDOWS
 from eplb.core.topology import Topology
 from eplb.decision.triggers import TriggerRules
+from eplb.measure.balance import imbalance
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.planner import plan
 from rebalance.controller.loop import Controller, ControllerSettings
@@ -55,8 +58,8 @@ class Ranks:
             state = RankState("run", rank, time.time(), 0, 0, "idle", 0, 0, 0, weights_version=0)
             store.report(state)
 
-    def serve(self, tokens: NDArray[np.int64]) -> None:
-        """Report a window [L, E], and commit what is open, as after a swap."""
+    def serve(self, tokens: NDArray[np.int64]) -> float:
+        """Report a window [L, E], and commit what is open, as after a swap; its imbalance."""
         committed, opened = self._store.committed(), self._store.published()
         assert committed is not None, "the first placement is"
         if opened is not None:
@@ -84,6 +87,7 @@ class Ranks:
             ]
         )
         self._window += 1
+        return float(imbalance(tokens, placement, self._topology).mean())
 
 
 def server_seconds(pid: int | None) -> float:
@@ -118,6 +122,7 @@ def main() -> None:
     usual = ControllerSettings()
     cases = {
         "each window is planned on": usual,
+        "each window, all layers": replace(usual, turn_ms=0.0),
         "no trigger is due": replace(usual, triggers=TriggerRules(interval_s=1e9)),
         "each window, min_domains = 2": replace(usual, request=PlannerRequest(min_domains=2)),
     }
@@ -127,7 +132,7 @@ def main() -> None:
         f"ranks x {given.slots} slots, {given.windows} windows, seed {given.seed}, load average "
         f"{os.getloadavg()[0]:.1f}\n"
         "| store | turns | processor ms: median | p99 | most | of it the plan: median | server ms: "
-        "median | decisions |\n|---|---|---|---|---|---|---|---|"
+        "median | imbalance | decisions |\n|---|---|---|---|---|---|---|---|---|"
     )
     with ExitStack() as stack:
         for kind, url, pid in stores(given.stores, stack):
@@ -154,9 +159,9 @@ def row(
     controller = Controller(store, settings, monotonic=time.process_time)
     ranks.serve(load[0])
     controller.turn()
-    own, of_server = [], []
+    own, of_server, served = [], [], []
     for tokens in load[1:]:
-        ranks.serve(tokens)
+        served.append(ranks.serve(tokens))
         gc.collect()
         server, begun = server_seconds(pid), time.process_time()
         controller.turn()
@@ -170,6 +175,7 @@ def row(
     p50, p99 = np.quantile(own, [0.5, 0.99])
     server_ms = f"{np.median(of_server):.0f}" if pid else "-"
     figures = f"{len(own)} | {p50:.0f} | {p99:.0f} | {max(own):.0f} | {plan_ms} | {server_ms}"
+    figures += f" | {np.mean(served[SETTLED_WINDOWS:]):.4f}"
     return f"| {kind}, {name} | {figures} | {counts} |"
 
 

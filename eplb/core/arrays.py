@@ -44,6 +44,8 @@ def whole(name: str, value: object) -> int:
     Raises:
         ConfigError: a fraction, a boolean, or not a number.
     """
+    if type(value) is int:  # at once: a constraint for each expert of a model is thousands of them
+        return value
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")
     return index(value)

@@ -273,12 +273,14 @@ def _repair(search: Search, expert: int, wanted: BoolArray) -> bool:
             other = layer.held[slot]
             time = _time_with(layer, rank, expert, other)
             # Replacing a replica changes replica counts, and with them the balance: swaps first.
-            may_go = other < 0 or may_move(search, other, rank, NONE)
-            if may_go and time + LAST_RESORT < best_time:
+            if time + LAST_RESORT < best_time and (
+                other < 0 or may_move(search, other, rank, NONE)
+            ):
                 best, best_time, best_own = slot, time + LAST_RESORT, NONE
-            own = _own_to_swap(search, expert, rank, other)
-            if own >= 0 and time < best_time:
-                best, best_time, best_own = slot, time, own
+            if time < best_time:  # what follows takes long, and is for few of the slots
+                own = _own_to_swap(search, expert, rank, other)
+                if own >= 0:
+                    best, best_time, best_own = slot, time, own
     if best < 0:
         return _displace(search, expert, wanted)
     if best_own >= 0:
