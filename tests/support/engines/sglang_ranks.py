@@ -209,8 +209,8 @@ def make_rank(
         get_weight_updater=lambda: SimpleNamespace(update_weights_from_disk=None),
     )
     target = "sglang.srt.eplb.eplb_manager.EPLBManager.on_forward_pass_end"
-    rounds = [hook.__self__.rounds for _, hook, _ in HookRegistry._hooks.get(target, ())]
-    return Rank(rank, model, manager, rounds[0] if rounds else None)
+    found = [hook.__self__.rounds for _, hook, _ in HookRegistry._hooks.get(target, ())]
+    return Rank(rank, model, manager, found[0] if found else None)
 
 
 def watched(made: Rank) -> list[Any]:
