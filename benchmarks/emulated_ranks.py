@@ -12,12 +12,9 @@ timed.
     time         auto with objective="time": the experts' time by a measured curve, not tokens
     split        auto's replicas with the shares of the batch itself
     LP           the same, by the optimum of the batch's linear program
-    pulled       split, then pieces of hot experts in one more slot of each rank, pulled for the
-                 batch: just-in-time replicas whose transfer takes no time
     MoonEP, UltraEP  first copies in order, all redundant slots filled for the batch, by their rules
                  (simulations/oracles), transfer without time
     mean rank    auto: the rank whose rows are closest to the mean
-    mean pulled  pulled: the same
     balanced     the same rows in every slot of every rank: what no placement can beat for sure
 """
 
@@ -44,7 +41,6 @@ from benchmarks.batch_split import (
 from eplb import Placement, plan
 from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.core.placement import EMPTY
-from runtime.batch.pull_rule import PullRule, SlotTokens, moved_by_slot, plan_pulls
 from simulations.oracles.quotas import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
 
 CASES = (
@@ -60,7 +56,6 @@ ROWS = (16, 64, 256, 768)  # mean of a slot
 POLICIES = ("contiguous", "greedy", "auto")
 LEAST_WINDOWS, MOST_TIMED, SEED = 2, 6, 3
 
-FREE_PULLS = PullRule(least_gain=1, most_readers=32)  # transfers take no time
 
 Rows = tuple[int, ...]
 Sample = dict[str, Rows]  # rows of the timed rank's slots, by arm
@@ -95,26 +90,14 @@ def sample(case: Case, plans: dict[str, Placement], number: int, counts: Ints) -
     auto = plans["auto"]
     made["split"] = by_rank(case, rows_of_slots(case, auto, number, counts)[1])
     made["LP"] = by_rank(case, optimal_rows(case, auto, number, counts))
-    held = auto.slot_to_expert[number].reshape(made["split"].shape)
-    made["pulled"] = pulled(made["split"], held)
     made["MoonEP"] = in_order(case, counts, 0, EXACT)
     made["UltraEP"] = in_order(case, counts, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE)
     found = {name: rounded(ranks[slowest(ranks)]) for name, ranks in made.items()}
-    for name, of in (("mean rank", "auto"), ("mean pulled", "pulled")):
-        of_rank = made[of].sum(axis=1)
-        found[name] = rounded(made[of][np.abs(of_rank - of_rank.mean()).argmin()])
+    of_rank = made["auto"].sum(axis=1)
+    found["mean rank"] = rounded(made["auto"][np.abs(of_rank - of_rank.mean()).argmin()])
     found["balanced"] = (round(counts.sum() / case.num_slots),) * len(found["auto"])
     slots = max(len(rows) for rows in found.values())  # the weights of one more lie there for all
     return {name: rows + (0,) * (slots - len(rows)) for name, rows in found.items()}
-
-
-def pulled(split: NDArray[np.float64], held: NDArray[np.int32]) -> NDArray[np.float64]:
-    """[R, C + 1] rows where each rank has one more slot for a piece of a busier rank's expert."""
-    tokens = np.rint(split).astype(np.int64)
-    slots = SlotTokens(held.astype(np.int64), np.zeros_like(tokens), tokens, tokens > 0)
-    pulls = plan_pulls(slots, np.zeros(len(held), np.int64), FREE_PULLS)
-    rows = np.hstack([tokens - moved_by_slot(pulls, held.shape[1]), pulls.end - pulls.first])
-    return rows.astype(np.float64)
 
 
 def in_order(case: Case, counts: Ints, least: int, tolerance: float) -> NDArray[np.float64]:

@@ -9,10 +9,6 @@ with the recorded routing and the weights of ``serve_ranks``; nothing is dispatc
                     counts for those of the others, so nothing travels
     split, group    the same with counts of all ranks by NCCL's all-gather
     split, memory   the same with counts through GPU memory that the ranks map
-    pull            split over memory, decision, pull of a record, closing exchange: from counts to
-                    a replica that can serve
-
-A pull is worth any gain here. *pulled*: records that a rank pulls in the last layer, the mean.
 """
 
 from __future__ import annotations
@@ -24,9 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.routing_file import NUM_LAYERS, TOP_K, Routing, read
+from benchmarks.routing_file import TOP_K, Routing, read
 from benchmarks.serve_ranks import (
-    SPARE_SLOTS,
     Arm,
     Batch,
     Group,
@@ -37,20 +32,16 @@ from benchmarks.serve_ranks import (
     timed,
 )
 from runtime.batch.parts import BatchParts
-from runtime.batch.pull_rule import NO_SLOT, PullRule, plan_pulls, slot_tokens
 from runtime.batch.split import BatchSplit
 from runtime.batch.split_rule import EVERY_BATCH
 
 TOKENS, NUM_BATCHES = (64, 256, 1024), 60
-PULLED_BATCHES = 8
-ANY_GAIN = PullRule(spare_slots=SPARE_SLOTS, least_rows=1, least_gain=1)
 
 
 def runs_of(layers: Layers, parts: BatchParts) -> dict[str, Callable[[Batch], object]]:
     """Every part, as something to capture."""
-    group, memory, pulls = layers.group, parts.split, parts.pulls
+    group, memory = layers.group, parts.split
     assert memory is not None
-    assert pulls is not None
 
     def own_counts(counts: torch.Tensor, gathered: torch.Tensor) -> None:
         gathered.copy_(counts.expand_as(gathered))
@@ -64,13 +55,10 @@ def runs_of(layers: Layers, parts: BatchParts) -> dict[str, Callable[[Batch], ob
         rule=EVERY_BATCH,
     )
 
-    def split(split: BatchSplit, *, is_pulling: bool = False) -> Callable[[Batch], object]:
+    def split(split: BatchSplit) -> Callable[[Batch], object]:
         def run(batch: Batch) -> None:
             for layer, ids in enumerate(batch[0]):
-                slots = split.slots(layer, ids)
-                if is_pulling:
-                    pulls.redirect(layer, ids, slots)
-                    pulls.close_layer()
+                split.slots(layer, ids)
 
         return run
 
@@ -78,42 +66,18 @@ def runs_of(layers: Layers, parts: BatchParts) -> dict[str, Callable[[Batch], ob
         "split, alone": split(alone),
         "split, group": split(layers.split),
         "split, memory": split(memory),
-        "pull": split(memory, is_pulling=True),
     }
 
 
-def num_pulled(step: Step, arm: Arm, routing: Routing, split: BatchSplit) -> float:
-    """Records that a rank pulls in the last layer, by the reference's decision on its counts."""
-    group, found = step.layers.group, []
-    domain = np.zeros(group.size, dtype=np.int64)
-    for number in range(PULLED_BATCHES):
-        step.feed(arm, routing, number)
-        step.launch(arm)
-        counts, ends = (
-            tensor.cpu().numpy().astype(np.int64)
-            for tensor in (split.batch.totals, split.batch.up_to)
-        )
-        pulls = plan_pulls(
-            slot_tokens(counts, split.layout(NUM_LAYERS - 1), ends), domain, ANY_GAIN
-        )
-        found.append((pulls.source != NO_SLOT).sum() / group.size)
-    return float(np.mean(found))
-
-
-def show(
-    group: Group, step: Step, arms: dict[str, Arm], routing: Routing, parts: BatchParts
-) -> None:
+def show(group: Group, step: Step, arms: dict[str, Arm], routing: Routing) -> None:
     """Print one line for each part."""
-    assert parts.split is not None
-    pulled = num_pulled(step, arms["pull"], routing, parts.split)
     times = timed(step, arms, routing, NUM_BATCHES)
     if group.rank:
         return
     for name, column in zip(arms, times.T, strict=True):
         late = np.quantile(column, 0.99)
-        end = f"{pulled:8.2f}" if name == "pull" else ""
         print(
-            f"{step.tokens:6} {routing.name:9}{name:18}{np.median(column):9.1f}{late:9.1f}{end}",
+            f"{step.tokens:6} {routing.name:9}{name:18}{np.median(column):9.1f}{late:9.1f}",
             flush=True,
         )
 
@@ -126,14 +90,15 @@ def main() -> None:
         raise SystemExit(f"link_parts: found {group.size} GPU, expected two or more")
     traces = read(asked.file, group.size)
     layers = Layers(group, traces[0].num_experts, asked.precision, "decode", TOKENS, "local")
-    parts = layers.parts(ANY_GAIN)
+    parts = layers.over_memory
+    assert parts is not None
     runs = runs_of(layers, parts)
     if not group.rank:
-        print(f"{'tokens':>6} {'trace':9}{'part':18}{'us':>9}{'p99':>9}{'pulled':>8}", flush=True)
+        print(f"{'tokens':>6} {'trace':9}{'part':18}{'us':>9}{'p99':>9}", flush=True)
     for tokens, routing in product(asked.tokens or TOKENS, traces):
         table = layers.prepared(routing.placements["contiguous"])
         arms = {name: Arm(run, table) for name, run in runs.items()}
-        show(group, Step(layers, tokens, in_graph=True), arms, routing, parts)
+        show(group, Step(layers, tokens, in_graph=True), arms, routing)
     faults = {name: int(count.item()) for name, count in parts.faults.items()}
     if not group.rank:
         print(f"faults that the device counted: {faults}")

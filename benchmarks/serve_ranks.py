@@ -9,16 +9,15 @@ Three layers (hidden 7168, expert 2048, 256 experts and 32 replicas, top-8) in e
     time                       the same, planned for the time of experts in decode
     split                      auto's replicas with the shares of the batch itself
     memory                     the same, with counts exchanged through GPU memory, not by NCCL
-    pulls                      memory, and one spare slot of a rank for just-in-time replicas
     balanced                   slots in turn: what no placement can beat. Every rank gets the same
                                rows, which is checked
 
 Decode is a CUDA graph over DeepEP's low-latency mode, prefill is eager over its normal mode. Rows
 travel in FP8 with FP8 experts. Arms take turns, and each step has another batch. A step takes as
 long as its slowest rank: microseconds of a layer, median and 99th percentile over steps. *rows* is
-max/mean of rows received by a rank, the mean over layers and batches; pulled rows count where they
-came from. Weights are made up; they are as fast as others, and stay where they are while placements
-change. The last two ways are measured with two GPUs or more.
+max/mean of rows received by a rank, the mean over layers and batches. Weights are made up; they are
+as fast as others, and stay where they are while placements change. *memory* is measured with two
+GPUs or more.
 
 One GPU alone is a group of one rank, which has no balance to gain: it holds all 256 experts.
 ``--device cpu`` runs small shapes over gloo, to try the program.
@@ -48,7 +47,6 @@ from eplb.core.placement import Placement
 from eplb.shares.switches import BatchSwitches
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
-from runtime.batch.pull_rule import PullRule
 from runtime.batch.split import BatchSplit
 from runtime.batch.split_rule import EVERY_BATCH
 from runtime.counters import SlotCounter
@@ -63,7 +61,6 @@ from runtime.routing import RoutingTable, TableLayers
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 SMALL_HIDDEN, SMALL_INTERMEDIATE = 64, 32  # on a CPU
-SPARE_SLOTS, PULL_DEADLINE_S = 1, 10.0
 SIZES = {"decode": (32, 64, 128), "prefill": (1024, 4096)}  # tokens of a rank
 STEPS = {"decode": 100, "prefill": 20}
 WARM_UP, COUNTED_BATCHES, SEED = 3, 4, 3
@@ -143,24 +140,17 @@ class Layers:
             hidden=HIDDEN,
             intermediate=INTERMEDIATE,
         )
-        self.planned = topology = topology_of(group.size, num_experts)
+        self.topology = topology = topology_of(group.size, num_experts)
         slots = int(topology.slots_of_rank[group.rank])
         self.bank = made_up_bank(group, precision, slots)
-        # One numbering of slots and one dispatcher for all arms; most leave the spare slot empty.
-        extra = SPARE_SLOTS if group.maps_peers else 0
-        self.topology = topology.widened(extra)
-        self.counter = SlotCounter(NUM_LAYERS, slots, group.device, extra_slots=extra)
+        self.counter = SlotCounter(NUM_LAYERS, slots, group.device)
         in_order = np.tile(np.arange(topology.num_slots, dtype=np.int32), (NUM_LAYERS, 1))
         start = Placement(in_order % num_experts, num_experts)
         spare = topology.num_slots - num_experts
 
         def table(placement: Placement, max_replicas: int) -> RoutingTable:
             return RoutingTable(
-                placement,
-                max_replicas=max_replicas,
-                device=group.device,
-                topology=topology,
-                extra_slots=extra,
+                placement, max_replicas=max_replicas, device=group.device, topology=topology
             )
 
         self.table = table(start, min(group.size, spare + 1))
@@ -173,26 +163,17 @@ class Layers:
             max_pairs=self.most_tokens * TOP_K,
             rule=EVERY_BATCH,
         )
-        self.pulling = self.parts() if extra else None
+        self.over_memory = self._parts() if group.maps_peers else None
         self.dispatcher = self._dispatcher(
             dispatcher, mode, use_fp8=precision == "fp8" and group.is_cuda
         )
 
-    def parts(self, rule: PullRule | None = None) -> BatchParts:
-        """Exchange of counts through GPU memory, and pulls by the rule; None: the usual one."""
+    def _parts(self) -> BatchParts:
+        """A split whose counts go through GPU memory."""
         group = self.group
-        made_for = BatchRank(
-            group.rank,
-            self.planned,
-            group.world,
-            group.world,
-            self.bank,
-            self.table,
-            self.counter,
-            deadline_s=PULL_DEADLINE_S,
-        )
-        switches = BatchSwitches(split=True, exchange="peer_memory", pulls=SPARE_SLOTS)
-        rules = BatchRules(split=EVERY_BATCH, pull=rule or PullRule())
+        made_for = BatchRank(group.rank, self.topology, group.world, group.world, self.table)
+        switches = BatchSwitches(split=True, exchange="peer_memory")
+        rules = BatchRules(split=EVERY_BATCH)
         return make_batch_parts(
             switches, made_for, self.model, max_tokens=self.most_tokens, rules=rules
         )
@@ -213,29 +194,22 @@ class Layers:
         shape = DeepEPShape(topology, HIDDEN, TOP_K, self.most_tokens)
         return kind(shape, group.world, self.counter, use_fp8=use_fp8)
 
-    def experts(self, tokens: int, parts: BatchParts | None = None) -> Experts:
-        """For batches of so many tokens of a rank; with ``parts``, for pulled records too."""
+    def experts(self, tokens: int) -> Experts:
+        """For batches of so many tokens of a rank."""
         if not self.group.is_cuda:
             return LoopExperts(self.bank)
-        rows = 2 * tokens * self.group.size * TOP_K // self.planned.num_slots
-        made = partial(GroupedExperts, usual_rows=rows)
-        return parts.experts(made) if parts else made(self.bank)
+        rows = 2 * tokens * self.group.size * TOP_K // self.topology.num_slots
+        return GroupedExperts(self.bank, usual_rows=rows)
 
     def prepared(self, placement: Placement) -> TableLayers:
         """What makes a placement serve."""
         return self.table.prepare(placement, range(NUM_LAYERS))
 
-    def of(
-        self,
-        tokens: int,
-        table: RoutingTable,
-        split: BatchSplit | None,
-        pulling: BatchParts | None = None,
-    ) -> list[MoELayer]:
+    def of(self, tokens: int, table: RoutingTable, split: BatchSplit | None) -> list[MoELayer]:
         """Layers that choose slots in one way."""
-        experts, pulls = self.experts(tokens, pulling), pulling.pulls if pulling else None
+        experts = self.experts(tokens)
         return [
-            MoELayer(layer, TOP_K, experts, table, self.dispatcher, split=split, pulls=pulls)
+            MoELayer(layer, TOP_K, experts, table, self.dispatcher, split=split)
             for layer in range(NUM_LAYERS)
         ]
 
@@ -243,12 +217,8 @@ class Layers:
         """Layers and placement of each arm."""
         hidden, weights = made_up_tokens(self.group, tokens)
 
-        def run_of(
-            table: RoutingTable,
-            split: BatchSplit | None = None,
-            pulling: BatchParts | None = None,
-        ) -> Callable[[Batch], None]:
-            layers = self.of(tokens, table, split, pulling)
+        def run_of(table: RoutingTable, split: BatchSplit | None = None) -> Callable[[Batch], None]:
+            layers = self.of(tokens, table, split)
 
             def run(batch: Batch) -> None:
                 ids, seeds = batch
@@ -260,9 +230,8 @@ class Layers:
         planned = run_of(self.table)
         prepared = {name: self.prepared(placement) for name, placement in placements.items()}
         by_batch = {"split": run_of(self.table, self.split)}
-        if parts := self.pulling:
+        if parts := self.over_memory:
             by_batch["memory"] = run_of(self.table, parts.split)
-            by_batch["pulls"] = run_of(self.table, parts.split, parts)
         return {
             **{name: Arm(planned, table) for name, table in prepared.items()},
             **{name: Arm(run, prepared["auto"]) for name, run in by_batch.items()},
@@ -332,7 +301,7 @@ class Step:
 
 def even_slots(layers: Layers, tokens: int) -> NDArray[np.int64]:
     """[tokens, K] distinct slots of each token, every slot as often as any other."""
-    num_slots = layers.planned.num_slots
+    num_slots = layers.topology.num_slots
     stride = num_slots // TOP_K + 1
     while np.gcd(stride, num_slots) > 1:
         stride += 1
@@ -379,7 +348,7 @@ def between_us(group: Group, begin: Any, end: Any) -> float:
 def unevenness(step: Step, arm: Arm, routing: Routing) -> float:
     """Max/mean of rows that ranks receive, the mean over layers and batches."""
     group, found = step.layers.group, []
-    counts = step.layers.counter.received[:, : step.layers.bank.num_slots]  # no spare slot's
+    counts = step.layers.counter.received[:, : step.layers.bank.num_slots]
     for number in range(COUNTED_BATCHES):
         step.feed(arm, routing, number)
         step.launch(arm)  # a first launch warms up and captures, and counts more than once

@@ -184,8 +184,8 @@ class RankAgent:
         """Read these counters of the device with each sample; once, before the start.
 
         Args:
-            counters: ``runtime.batch.parts.BatchParts.faults``. Different pulls raise ``RankError``
-                in ``step``; late counts are a warning, and part of this rank's reports.
+            counters: ``runtime.batch.parts.BatchParts.faults``. Late counts are a warning, and part
+                of this rank's reports.
         """
         self._sampler.faults.watch(counters)
 

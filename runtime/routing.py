@@ -89,6 +89,7 @@ class RoutingTable:
         self.split = _named(self._entries[:, num_words:], self._split_shape)
         # Number of ids from E on, which name no expert and were dropped like padding.
         self.strays = torch.zeros(1, dtype=torch.int32, device=device)
+        self.device = self.strays.device
         self.source_node = source_node
         self.generation = placement.generation
         self.load(placement, range(placement.num_layers))

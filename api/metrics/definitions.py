@@ -23,7 +23,7 @@ from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Readi
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
-from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
+from eplb.shares.switches import LATE_COUNTS
 from telemetry.load.drift import Drift
 from telemetry.state.runs import BATCH_FAULTS
 
@@ -222,9 +222,9 @@ def _moved(counts: Counts) -> Iterator[Metric]:
     yield _counter("scrubbed_slots", scrubbed_help, counts.by_label("scrubbed"), "result")
     faults_help = (
         "Faults counted on devices in this run; late_counts: exchanges of a batch's counts that "
-        "missed their deadline; different_pulls: decisions on pulls that differed between ranks."
+        "missed their deadline."
     )
-    faults = {kind: counts.total(BATCH_FAULTS, kind) for kind in (LATE_COUNTS, DIFFERENT_PULLS)}
+    faults = {LATE_COUNTS: counts.total(BATCH_FAULTS, LATE_COUNTS)}
     yield _counter("batch_faults", faults_help, faults, "kind")
 
 

@@ -10,7 +10,7 @@ from eplb.errors import ConfigError
 
 SharedExpert = Literal["home", "light_ranks"]
 CountExchange = Literal["group", "peer_memory"]
-LATE_COUNTS, DIFFERENT_PULLS = "late_counts", "different_pulls"  # faults that devices count
+LATE_COUNTS = "late_counts"  # a fault that devices count
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,6 @@ class BatchSwitches:
         SharedExpert,
         Setting("where the shared expert of a token runs: on its own rank, or on a light one"),
     ] = "home"
-    pulls: Annotated[
-        int,
-        Setting(
-            "spare slots of each rank for just-in-time replicas; 0: none are pulled",
-            unit="slots",
-            at_most=64,
-        ),
-    ] = 0
-    pull_rows: Annotated[
-        int,
-        Setting(
-            "rows whose product takes as long as the pull of a record; 0: a pull counts as free",
-            unit="rows",
-        ),
-    ] = 0
     exchange: Annotated[
         CountExchange,
         Setting(
@@ -51,14 +36,8 @@ class BatchSwitches:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.spreads and self.pulls:
-            raise ConfigError(
-                f'batch.shared_expert is "light_ranks" and batch.pulls is {self.pulls}, expected '
-                "one of both: they number a rank's extra slots alike"
-            )
         needs = {
             'batch.shared_expert is "light_ranks"': self.spreads,
-            f"batch.pulls is {self.pulls}": bool(self.pulls),
             'batch.exchange is "peer_memory"': self.exchange == "peer_memory",
         }
         alone = [one for one, is_set in needs.items() if is_set and not self.split]
@@ -66,10 +45,6 @@ class BatchSwitches:
             raise ConfigError(
                 f"{alone[0]} and batch.split is false, expected true: only a split exchanges the "
                 "counts of a batch"
-            )
-        if self.pull_rows and not self.pulls:
-            raise ConfigError(
-                f"batch.pull_rows is {self.pull_rows} and batch.pulls is 0, expected spare slots"
             )
 
     @property
@@ -80,13 +55,12 @@ class BatchSwitches:
     @property
     def extra_slots(self) -> int:
         """Slots of each rank after the placement's."""
-        return 1 if self.spreads else self.pulls
+        return int(self.spreads)
 
     def __str__(self) -> str:
         words = {
             "split": self.split,
             "counts through peer memory": self.exchange == "peer_memory",
             "shared expert on light ranks": self.spreads,
-            f"pulls into {self.pulls} spare slots": bool(self.pulls),
         }
         return ", ".join(one for one, is_on in words.items() if is_on) or "off"

@@ -103,7 +103,7 @@ class BuiltRank:
             rules: figures by which the parts decide, alike on all ranks; None: the default ones.
 
         Raises:
-            ConfigError: a switch does not fit the model, the device or the ranks' memory.
+            ConfigError: a switch does not fit the model or the device.
             RankError: ranks have different switches or rules.
         """
         place, config = self.place, self.config
@@ -112,10 +112,7 @@ class BuiltRank:
             place.topology,
             place.groups.tokens,
             place.groups.votes,
-            self.bank,
             self.table,
-            self.counter,
-            config.vote_deadline_s,
         )
         made = make_batch_parts(config.batch, rank, self.model, max_tokens=max_tokens, rules=rules)
         self.agent.watch_faults(made.faults)

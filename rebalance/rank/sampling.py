@@ -13,7 +13,7 @@ import torch
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
 from eplb.errors import RankError
-from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
+from eplb.shares.switches import LATE_COUNTS
 from rebalance.rank.parts import RankParts
 from runtime.counters import Cut, SlotCounter
 from runtime.streams import Completion
@@ -41,11 +41,7 @@ class BatchFaults:
         return {kind: Cut(one, NONE) for kind, one in self._watched.items()}
 
     def read(self, arrived: Mapping[str, Cut]) -> None:
-        """Take the copies of a cut, once they have arrived.
-
-        Raises:
-            RankError: ranks decided different pulls: outputs since are wrong.
-        """
+        """Take the copies of a cut, once they have arrived."""
         before = self.counts.get(LATE_COUNTS, 0)
         self.counts.update((kind, int(cut.counts()[0])) for kind, cut in arrived.items())
         late = self.counts.get(LATE_COUNTS, 0)
@@ -55,12 +51,6 @@ class BatchFaults:
                 "dead or did not call its layers in order; batches are split by own counts since",
                 self._rank,
                 late,
-            )
-        if different := self.counts.get(DIFFERENT_PULLS, 0):
-            raise RankError(
-                f"rank {self._rank}: {different} decisions on pulls differed between ranks, "
-                "expected none: their counts, tables or pull rules differ, and outputs since are "
-                "wrong"
             )
 
 
@@ -119,7 +109,7 @@ class Sampler:
 
         Raises:
             RankError: a router gave ids that no expert has. Their tokens were dropped, so answers
-                since the previous sample are wrong. Or ranks decided different pulls.
+                since the previous sample are wrong.
         """
         while self._on_the_way and (wait or self._on_the_way[0][-1].is_ready()):
             make_sample, cut, faults, strays = self._on_the_way.popleft()

@@ -64,31 +64,22 @@ class BankExperts(ABC):
     def __init__(self, bank: ExpertBank, *, shared: Sequence[SlotWeights] = ()) -> None:
         self._bank, self._shared = bank, shared
 
-    def run(
-        self,
-        layer: int,
-        received: Received,
-        *,
-        first_slot: int = 0,
-        results: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def run(self, layer: int, received: Received) -> torch.Tensor:
         """Results shaped as ``received.rows``; rows of no slot may hold anything.
 
         Args:
             layer: the layer of the weights.
             received: grouped or padded rows of at least these slots.
-            first_slot: the first received slot that these experts serve.
-            results: to be filled, in place of a new tensor.
         """
         rows, scales, counts = received.rows, received.scales, received.counts.to(torch.int32)
         is_padded, width = rows.dim() == 3, rows.shape[-1]
-        if results is None:
-            dtype = rows.dtype if scales is None else torch.bfloat16
-            results = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+        dtype = rows.dtype if scales is None else torch.bfloat16
+        results = torch.empty(rows.shape, dtype=dtype, device=rows.device)
         starts = (torch.cumsum(counts, 0) - counts).to(torch.int32)
         if is_padded:
             places = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
             starts = places * rows.shape[1]
+        first_slot = 0
         for weights, last in self._launches(layer):
             end = first_slot + sum(len(one["down"]) for one in (weights, last) if one)
             slots = slice(first_slot, end)

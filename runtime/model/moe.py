@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from runtime.batch.pulls import DevicePulls, HostPulls
 from runtime.batch.shared_expert import SharedSpread
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
@@ -65,7 +64,6 @@ class MoELayer:
     dispatcher: Dispatcher
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
     split: BatchSplit | None = None  # replicas by the batch's own counts, not by planned shares
-    pulls: HostPulls | DevicePulls | None = None  # after a split: hot experts in spare slots
     spread: SharedSpread | None = None  # gives tokens of the shared expert to light ranks
 
     def __post_init__(self) -> None:
@@ -77,11 +75,6 @@ class MoELayer:
                 f"{'given' if self.shared else None} and split "
                 f"{'given' if self.split else None}, expected a split, and shared None: the "
                 "experts have its weights"
-            )
-        if self.pulls is not None:
-            raise ConfigError(
-                f"layer {self.layer} spreads its shared expert and pulls replicas, expected one of "
-                "both: they number a rank's extra slots alike"
             )
 
     def forward(
@@ -139,8 +132,7 @@ class MoELayer:
         if self.split is not None and (
             self.spread is not None or self.split.is_on(self.layer, chosen)
         ):
-            slots = self.split.slots(self.layer, chosen)
-            return slots if self.pulls is None else self.pulls.redirect(self.layer, chosen, slots)
+            return self.split.slots(self.layer, chosen)
         if isinstance(salt, torch.Tensor):
             return self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
         return self.table.choose(self.layer, chosen, salt=salt)

@@ -8,9 +8,6 @@ tokens of a piece, and in how near to the lowest threshold the search stops. Tra
     oracle:moonep   pieces of any size: the same tokens on each rank, where the slots suffice
     oracle:ultraep  no piece below 1,024 tokens, threshold within 1 %
 
-What the product decides on a device is ``runtime.batch.pull_rule``: a number of levels tried at
-once in place of the bisection, no speeds, a time for each pull. It comes as close to the mean.
-
 Written from published descriptions (Kimi-K3 report 5.2.1; UltraEP 1.0.0, MIN_TOKENS_PER_REPLICA and
 EPS), not from their code. A window is taken as one batch.
 

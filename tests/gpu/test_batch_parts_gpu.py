@@ -12,7 +12,6 @@ import torch.distributed as dist
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.shares.switches import BatchSwitches
-from runtime.batch.pull_rule import PullRule
 from runtime.batch.split_rule import EVERY_BATCH
 
 if not torch.cuda.is_available():
@@ -46,13 +45,12 @@ pytestmark = pytest.mark.gpu
 RANKS = min(2, torch.cuda.device_count())
 SLOTS = MODEL.num_experts // RANKS + 2
 TOPOLOGY = Topology.uniform(1, RANKS, SLOTS)
-RULES = BatchRules(split=EVERY_BATCH, pull=PullRule(least_rows=1, least_gain=1))
+RULES = BatchRules(split=EVERY_BATCH)
 STEPS = 6
 SWITCHES = {
     "off": BatchSwitches(),
     "group": BatchSwitches(split=True),
     "peer memory": BatchSwitches(split=True, exchange="peer_memory"),
-    "pulls": BatchSwitches(split=True, exchange="peer_memory", pulls=1),
 }
 weights = pytest.fixture(scope="module")(weights_of)
 
@@ -78,23 +76,21 @@ def serve(rank: int, num_ranks: int, path: Path, name: str) -> tuple[list[float]
     bank = ExpertBank(schema, MODEL.num_layers, SLOTS, num_staging=0, arena=arena)
     mine = start.slot_to_expert[:, TOPOLOGY.slots_on(rank)]
     fill(bank, np.maximum(mine, 0), checkpoint)  # a record in an empty slot is never read
-    extra = switches.extra_slots
     table = RoutingTable(
         start,
         max_replicas=num_ranks,
         device=device,
         topology=TOPOLOGY if switches.split else None,
-        extra_slots=extra,
     )
-    counter = SlotCounter(MODEL.num_layers, SLOTS, device, extra_slots=extra)
-    made_for = BatchRank(rank, TOPOLOGY, group, group, bank, table, counter, deadline_s=NEVER_S)
+    counter = SlotCounter(MODEL.num_layers, SLOTS, device)
+    made_for = BatchRank(rank, TOPOLOGY, group, group, table)
     parts = make_batch_parts(switches, made_for, MODEL, max_tokens=NUM_TOKENS, rules=RULES)
     torch.cuda.synchronize()
     dist.barrier()
     dispatcher = AllToAllDispatcher(parts.topology, group, rank, counter)
-    experts = parts.experts(lambda one: GroupedExperts(one, usual_rows=64))
+    experts = GroupedExperts(bank, usual_rows=64)
     layers = [
-        MoELayer(n, MODEL.top_k, experts, table, dispatcher, split=parts.split, pulls=parts.pulls)
+        MoELayer(n, MODEL.top_k, experts, table, dispatcher, split=parts.split)
         for n in range(MODEL.num_layers)
     ]
     stack = MoEStack(

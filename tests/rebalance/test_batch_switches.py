@@ -40,7 +40,6 @@ FILES = {
     "off": "",
     "split": "split = true",
     "spread": 'split = true\nshared_expert = "light_ranks"',
-    "pulls": "split = true\npulls = 1\npull_rows = 2",
 }
 
 
@@ -120,17 +119,12 @@ def test_every_switch_of_a_file_gives_the_outputs_of_the_reference(
     rows = {name: [one.routed for one in of[0]] for name, of in found.items()}
     assert rows["off"] == [72, 24]
     assert rows["split"] == [PAIRS, PAIRS]
-    # Experts 2 and 3, which rank 1 does not have: all of the shared expert's 48 tokens go there,
-    # or half of the routed tokens to the record that it pulls.
+    # Experts 2 and 3, which rank 1 does not have: all of the shared expert's 48 tokens go there.
     assert [one.extra for one in found["spread"][1]] == [0, 48]
-    home, pulled = [one.extra for one in found["pulls"][1]]
-    assert home == 0
-    assert PAIRS - 2 <= pulled <= PAIRS  # a pull aims at one of 16 levels
     assert [of[0][0].reported for of in found.values()] == [
         "off",
         "split",
         "split, shared expert on light ranks",
-        "split, pulls into 1 spare slots",
     ]
     assert found["split"][0][0].before == "split: configured, and not made by this engine"
 
@@ -157,10 +151,7 @@ def test_what_does_not_fit_the_device_the_model_or_other_ranks_is_refused_on_all
     ("text", "words"),
     [
         ('shared_expert = "light_ranks"', "and batch.split is false, expected true"),
-        ("pulls = 2", "batch.pulls is 2 and batch.split is false, expected true"),
         ('exchange = "peer_memory"', '"peer_memory" and batch.split is false, expected true'),
-        (f"{FILES['spread']}\npulls = 1", "batch.pulls is 1, expected one of both"),
-        ("split = true\npull_rows = 5", "pull_rows is 5 and batch.pulls is 0, expected spare"),
     ],
 )
 def test_switches_that_do_not_go_together_are_refused_in_words(

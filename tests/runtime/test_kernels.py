@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from eplb.core import placement
 from runtime.draws import DRAW_BITS, EMPTY, choose_by_draw, reference_draws
 
-INTERPRETED = ("interpreted_kernels.py", "batch/interpreted_pulls.py")
+INTERPRETED = "interpreted_kernels.py"
 FOLDER = Path(__file__).parent
 LEAST_P = 1e-3  # seeds are fixed, so a test that passes once passes always
 SHARES = (0.5, 0.3, 0.2)
@@ -128,11 +128,10 @@ def test_padding_goes_to_no_slot_and_moves_no_other_draw() -> None:
 
 @pytest.mark.system
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("file", INTERPRETED)
-def test_kernels_agree_with_torch_and_numpy_in_the_interpreter(file: str) -> None:
+def test_kernels_agree_with_torch_and_numpy_in_the_interpreter() -> None:
     # In a process of its own: triton decides at import whether its interpreter runs the kernels.
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER / file)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER / INTERPRETED)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=FOLDER.parent,
         capture_output=True,

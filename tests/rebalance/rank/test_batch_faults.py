@@ -7,8 +7,7 @@ import logging
 import pytest
 import torch
 
-from eplb.errors import RankError
-from eplb.shares.switches import DIFFERENT_PULLS, LATE_COUNTS
+from eplb.shares.switches import LATE_COUNTS
 from rebalance.rank.sampling import BatchFaults
 
 
@@ -31,16 +30,6 @@ def test_late_counts_are_reported_as_they_stood_and_logged_once(
     assert faults.counts == {LATE_COUNTS: 10}
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("rank 3: 2 exchanges of counts were not complete in time")
-
-
-def test_pulls_that_ranks_decided_differently_end_serving() -> None:
-    different, faults = torch.ones(1, dtype=torch.int32), BatchFaults(rank=3)
-    faults.watch({DIFFERENT_PULLS: different})
-
-    with pytest.raises(RankError, match="rank 3: 1 decisions on pulls differed between ranks"):
-        faults.read(faults.cut())
-
-    assert faults.counts == {DIFFERENT_PULLS: 1}
 
 
 def test_rank_without_such_parts_reports_none() -> None:

@@ -18,7 +18,6 @@ from rebalance.assembly.group import RankGroups, join_votes
 from rebalance.assembly.rank import BuiltRank, build_rank
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime.batch.parts import BatchParts, BatchRules
-from runtime.batch.pull_rule import PullRule
 from runtime.batch.split_rule import EVERY_BATCH
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
@@ -31,7 +30,7 @@ from runtime.model.reference import ReferenceModel
 NUM_SEQUENCES, LENGTH = 3, 8  # of a rank's batch
 CPU = torch.device("cpu")
 # Batches of tests are small: nothing is too small to be moved.
-ALWAYS = BatchRules(EVERY_BATCH, PullRule(least_rows=1, least_gain=1), least_shared=1)
+ALWAYS = BatchRules(EVERY_BATCH, least_shared=1)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _stack(rank: int, setup: BatchingSetup, built: BuiltRank, parts: BatchParts)
     at_home = [_shared(checkpoint, layer) for layer in layers]
     in_slots = [dict(zip(("gate_up", "down"), (a[None], b[None]), strict=True)) for a, b in at_home]
     spreads = parts.spread is not None
-    experts = parts.experts(lambda bank: LoopExperts(bank, shared=in_slots if spreads else ()))
+    experts = LoopExperts(built.bank, shared=in_slots if spreads else ())
     made = [
         MoELayer(
             layer,
@@ -95,7 +94,6 @@ def _stack(rank: int, setup: BatchingSetup, built: BuiltRank, parts: BatchParts)
             dispatcher,
             shared=None if spreads else at_home[layer],
             split=parts.split,
-            pulls=parts.pulls,
             spread=parts.spread,
         )
         for layer in layers
