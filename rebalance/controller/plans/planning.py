@@ -112,10 +112,12 @@ class Planning:
             found = windows_since_change(seen)
             if found < seen.num_windows:
                 changes.append(part[-found])
-            balance = imbalance(seen.tokens, serving, group.topology).mean(axis=1)
-            since = min(sum(window.index in under for window in part), len(balance))
-            suspected = suspected_change(seen, balance[len(balance) - since :])
-            if suspected:
+            since = min(sum(window.index in under for window in part), seen.num_windows)
+            if since <= FEWEST_WINDOWS or serving.num_slots != group.topology.num_slots:
+                continue  # with other slots the plan is refused, and the reason is noted
+            latest = seen.tokens[seen.num_windows - since :]
+            balance = imbalance(latest, serving, group.topology).mean(axis=1)
+            if suspected := suspected_change(seen, balance):
                 self._believed = group.run.run, part[-suspected].index
         changes += [one for one in windows if (group.run.run, one.index) == self._believed]
         first = max(changes, key=lambda window: window.index, default=None)
@@ -185,7 +187,8 @@ class Planning:
         """
         each = STEPS_OF_LAYER * step_ms(topology, settings.plan_windows, is_fresh=False)
         most, num_layers = max(int(settings.turn_ms / each), 1), past.history.num_layers
-        if not settings.turn_ms or most >= num_layers:
+        fits = serving.num_slots == topology.num_slots  # else the plan is refused
+        if not settings.turn_ms or most >= num_layers or not fits:
             return None
         excess = imbalance(past.history.tokens, serving, topology).mean(axis=0) - 1.0
         if excess.mean() > FAR_OFF or len(self._planned) + most > num_layers:
