@@ -69,7 +69,6 @@ def plan(
     dispatch: DispatchRule = DispatchRule.WEIGHTED,
     unseen: int | None = None,
     record: Record | None = None,
-    layers: ArrayLike | None = None,
 ) -> Plan:
     """Find a placement for this load, and decide whether to move to it.
 
@@ -98,9 +97,6 @@ def plan(
         unseen: how many of the latest windows came after those that ``current`` was planned on;
             None: all of them. Gains are judged on these.
         record: promised and realised gains of earlier plans; None: no plans so far.
-        layers: those that may change, counted from 0; None: all. Others change too where they
-            cannot serve as they are, without ``current``, and under SGLang's rule, whose draws
-            continue from layer to layer.
 
     Raises:
         ConfigError: an unknown policy, constraints that contradict each other, inputs that
@@ -125,15 +121,15 @@ def plan(
         record or Record(),
     )
     if objective != "auto":
-        return plan_for(problem, policy, layers)
+        return plan_for(problem, policy)
     chosen, why = objective_for(problem)
     if chosen != problem.objective:
         problem = replace(problem, objective=chosen)
-    found = plan_for(problem, policy, layers)
+    found = plan_for(problem, policy)
     return replace(found, reason=f"{found.reason}; objective {chosen}: {why}")
 
 
-def plan_for(problem: Problem, policy: str, layers: ArrayLike | None = None) -> Plan:
+def plan_for(problem: Problem, policy: str) -> Plan:
     """``plan`` for a complete ``Problem``."""
     current = problem.current
     base = contiguous_policy(problem) if current is None else current
@@ -142,49 +138,19 @@ def plan_for(problem: Problem, policy: str, layers: ArrayLike | None = None) -> 
     forced[list(violations)] = True
     serving = option_of(problem, base)
     splits = policy_named(policy).resplits and problem.dispatch.uses_shares
-    may_change = np.ones(base.num_layers, dtype=np.bool_)
-    if not (layers is None or current is None or problem.dispatch is DispatchRule.SGLANG_STATIC):
-        may_change = forced.copy()
-        may_change[np.asarray(layers, dtype=np.intp)] = True
-    opened = np.flatnonzero(may_change)
-    part, own = problem, serving
-    if len(opened) < base.num_layers:
-        part, own = problem.of_layers(opened), serving.of_layers(opened)
-        # The layers that stay need none of the moves.
-        part = replace(part, budget=replace(part.budget, max_moves=problem.max_moves))
-    proposed, curve = _searched(part, policy, own, forced[opened], splits)
-    if part is not problem:
-        proposed = serving.with_part(proposed, opened)
-        others = float(serving.score[~may_change].sum())
-        size = len(opened)
-        curve = tuple((moves, (score * size + others) / base.num_layers) for moves, score in curve)
+    proposed, curve = _proposed(problem, policy, serving, forced)
+    if splits:
+        proposed = _with_best_shares(problem, serving, proposed, forced)
+    if policy == "auto" and (current is not None or problem.dispatch.by_rank):
+        proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
     assert not illegal_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = violations[min(violations)] if violations else None
     lost = lost_tokens(problem, base) if why_not else 0.0
     if lost:
         why_not = f"{why_not}; {lost:.1%} of the tokens are for experts without a live slot"
-
-    def shares_alone() -> Option:
-        alone = with_shares(part, own)
-        return alone if part is problem else serving.with_part(alone, opened)
-
-    choice = choose(problem, serving, proposed, why_not, shares_alone if splits else None)
+    choice = choose(problem, serving, proposed, why_not, splits)
     made = _plan_of(problem, serving, choice, curve, policy)
-    note = "" if part is problem else f"; {len(opened)} of {base.num_layers} layers may change"
-    return replace(made, reason=made.reason + note + _time_limit_note(problem))
-
-
-def _searched(
-    problem: Problem, policy: str, serving: Option, forced: BoolArray, splits: bool
-) -> tuple[Option, BalanceCurve]:
-    """The policy's placement with its best shares, and with the layers of easy plans."""
-    proposed, curve = _proposed(problem, policy, serving, forced)
-    if splits:
-        proposed = _with_best_shares(problem, serving, proposed, forced)
-    is_compared = problem.current is not None or problem.dispatch.by_rank
-    if policy == "auto" and is_compared:
-        proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
-    return proposed, curve
+    return replace(made, reason=made.reason + _time_limit_note(problem))
 
 
 def plan_to(problem: Problem, wanted: Placement, *, why: str) -> Plan:

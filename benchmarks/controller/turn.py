@@ -122,7 +122,6 @@ def main() -> None:
     usual = ControllerSettings()
     cases = {
         "each window is planned on": usual,
-        "each window, all layers": replace(usual, turn_ms=0.0),
         "no trigger is due": replace(usual, triggers=TriggerRules(interval_s=1e9)),
         "each window, min_domains = 2": replace(usual, request=PlannerRequest(min_domains=2)),
     }

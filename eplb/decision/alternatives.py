@@ -12,7 +12,6 @@ Shapes:  L MoE layers, S slots, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -225,11 +224,7 @@ def uneven_layers(placement: Placement) -> BoolArray:
 
 
 def choose(
-    problem: Problem,
-    serving: Option,
-    proposed: Option,
-    why_not: str | None,
-    shares_alone: Callable[[], Option] | None,
+    problem: Problem, serving: Option, proposed: Option, why_not: str | None, splits: bool
 ) -> Choice:
     """Choose MOVE, RESPLIT or KEEP.
 
@@ -238,8 +233,7 @@ def choose(
         serving: the serving placement; contiguous when there is none.
         proposed: the placement of the policy.
         why_not: why the serving placement cannot serve; None if it can.
-        shares_alone: gives the serving placement with its best shares, which takes as long as the
-            search; None: the engine uses no shares.
+        splits: whether RESPLIT is allowed.
     """
     moved = moves_per_layer(serving.placement, proposed.placement)
     if problem.current is None and moved.any():
@@ -251,7 +245,7 @@ def choose(
         return Choice(Decision.MOVE, reason, proposed, _gain(serving, proposed))
     outlook, part = _outlook(problem, serving, proposed), 1.0
     # A gain that was judged on unseen windows needs no deduction for noise; others do.
-    judged, moves = outlook, shares_alone is not None and outlook.num_moves > 0
+    judged, moves = outlook, splits and outlook.num_moves > 0
     if moves and decide(replace(outlook, noise=0.0), problem.priced)[0] is Decision.MOVE:
         promised = (serving.score - proposed.score) * problem.layer_weight
         found = expected_part(problem, promised, moved > 0)
@@ -261,11 +255,12 @@ def choose(
     gain = 0.0 if decision is Decision.KEEP else _gain(serving, proposed) * part
     move = Choice(decision, reason, proposed, gain)
     is_noise = outlook.before <= 1.0 + outlook.noise  # new shares would fit noise too
-    if shares_alone is None or decision is Decision.RESPLIT or is_noise:
+    if not splits or decision is Decision.RESPLIT or is_noise:
         return move
     if decision is Decision.MOVE and _moving_pays_anyway(problem, serving, proposed, outlook):
         return move
-    return _first_shares(problem, move, shares_alone(), outlook)
+    alone = with_shares(problem, serving)
+    return _first_shares(problem, move, alone, outlook)
 
 
 def ordered(problem: Problem, serving: Option, wanted: Option, why: str) -> Choice:

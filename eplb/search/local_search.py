@@ -46,7 +46,6 @@ from eplb.search.layer import (
 
 FINEST_GAIN = 1e-5  # score that a change of the search must gain
 WINDOWS_GAIN = 5e-4  # the same over several windows, where less only fits their noise
-STEPS_OF_LAYER = 115  # as long as a layer of a re-plan takes, from its search to the decision
 STEPS_PER_SLOT = 2  # a limit that the search does not reach in practice
 PATIENT, NO_END = 8, 1_000_000  # perturbations of a layer in a row without gain
 FREE_STEP = 0.4  # time of a step when moves are not counted, relative to one when they are

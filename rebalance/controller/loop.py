@@ -218,10 +218,7 @@ class Controller:
         )
         if trigger is None:
             return
-        layers = self._planning.layers_of_turn(group.topology, settings, past, serving)
-        proposal = self._planning.plan(
-            group, settings, past.history, serving, settings.policy, layers
-        )
+        proposal = self._planning.plan(group, settings, past.history, serving, settings.policy)
         self._lease.check()  # a plan may take long, and what comes next is written down
         self._suggest(candidates_for(past.history.tokens.sum(axis=0), serving, group.topology))
         if proposal.decision is Decision.KEEP:

@@ -42,15 +42,6 @@ class ControllerSettings:
             live=True,
         ),
     ] = 16
-    turn_ms: Annotated[
-        float,
-        Setting(
-            "processor time of a plan, about, within which the layers with the most imbalance are "
-            "planned, and the others in later windows; all are where much is lost; 0: always all",
-            section="planner",
-            live=True,
-        ),
-    ] = 0.0
     cost: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=Pace)

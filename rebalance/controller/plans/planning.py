@@ -18,12 +18,11 @@ from eplb.clock import Clock
 from eplb.core.constraints import Constraints
 from eplb.core.cost import CostModel, Decision
 from eplb.core.dispatch import DispatchRule
-from eplb.core.jit import FloatArray, IntArray
+from eplb.core.jit import FloatArray
 from eplb.core.load import LoadHistory
 from eplb.core.noise import FEWEST_WINDOWS
 from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Problem
-from eplb.core.topology import Topology
 from eplb.decision.expert_times import ExpertTimes, chosen_curve
 from eplb.decision.explanation import finite
 from eplb.decision.score import objective_for
@@ -34,7 +33,6 @@ from eplb.measure.balance import imbalance
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from eplb.search.legality import violations_of
-from eplb.search.local_search import STEPS_OF_LAYER, step_ms
 from rebalance.controller.load import Group
 from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, TrackRecord
@@ -49,7 +47,6 @@ from telemetry.state.tasks import Refusal
 # A change of load after which the serving placement is far worse is believed at weaker proof: until
 # it is found, each window costs as much as several plans.
 SUSPECTED = 0.2  # chance of such a split in a load without a change
-FAR_OFF = 0.5  # imbalance above 1 from which the whole of a plan is worth its time
 FAR_WORSE = 4.0  # standard deviations between the windows before it
 
 log = logging.getLogger(__name__)
@@ -84,7 +81,6 @@ class Planning:
         # Run, and first window after the latest change that weak proof showed. It is remembered:
         # once the placement is another, no window shows it any more.
         self._believed = ("", -1)
-        self._planned: set[int] = set()  # layers of this round; each is planned once in a round
         self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
 
     def past(
@@ -137,9 +133,8 @@ class Planning:
         past: LoadHistory,
         current: Placement,
         policy: str,
-        layers: IntArray | None = None,
     ) -> Plan:
-        """Plan on ``past``, from the placement that serves; ``layers`` may change, None: all.
+        """Plan on ``past``, from the placement that serves.
 
         Raises:
             EplbError: as ``eplb.plan``.
@@ -168,37 +163,12 @@ class Planning:
             objective=settings.request.objective,
             constraints=coverage.constraints,
             dispatch=DispatchRule(settings.request.dispatch),
-            layers=layers,
         )
         took_s = round(self._clock() - begun, 4)
         asked = _asked(settings, coverage)
         self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
         self.how["expert_curve"] = self._curve_source
         return proposal
-
-    def layers_of_turn(
-        self, topology: Topology, settings: ControllerSettings, past: Past, serving: Placement
-    ) -> IntArray | None:
-        """The layers that are planned in this turn, within ``turn_ms``; None: all.
-
-        Those with the most imbalance come first, and each comes once before any comes again: one
-        that no plan improves must not keep the others waiting. Where the layers lose more than
-        ``FAR_OFF`` on average, as at the start and after a switch, all are planned.
-        """
-        each = STEPS_OF_LAYER * step_ms(topology, settings.plan_windows, is_fresh=False)
-        most, num_layers = max(int(settings.turn_ms / each), 1), past.history.num_layers
-        fits = serving.num_slots == topology.num_slots  # else the plan is refused
-        if not settings.turn_ms or most >= num_layers or not fits:
-            return None
-        excess = imbalance(past.history.tokens, serving, topology).mean(axis=0) - 1.0
-        if excess.mean() > FAR_OFF or len(self._planned) + most > num_layers:
-            self._planned.clear()
-        if excess.mean() > FAR_OFF:
-            return None
-        worst_first: list[int] = np.argsort(-excess, kind="stable").tolist()
-        chosen = [layer for layer in worst_first if layer not in self._planned][:most]
-        self._planned.update(chosen)
-        return np.array(sorted(chosen), dtype=np.int64)
 
     def rollback(
         self,

@@ -53,31 +53,6 @@ def test_hot_expert_gets_the_spare_slot() -> None:
     assert found.target.generation == 1
 
 
-def test_only_the_named_layers_change() -> None:
-    load = np.repeat(HOT_LAST, 3, axis=0)
-    serving = Placement(np.repeat(SINGLE.slot_to_expert, 3, axis=0), 3, generation=7)
-
-    found = plan(load, TWO_RANKS, current=serving, layers=[1], cost=CostModel(pay_back_s=1e6))
-
-    assert found.decision is Decision.MOVE
-    changed = (found.target.slot_to_expert != serving.slot_to_expert).any(axis=1)
-    assert changed.tolist() == [False, True, False]
-    assert found.before == pytest.approx(1.2)
-    assert found.after_per_layer == pytest.approx([1.2, 1.0, 1.2])
-    assert found.curve[0][1] == pytest.approx(found.before)
-    assert "1 of 3 layers may change" in found.reason
-
-
-def test_layer_that_cannot_serve_changes_beside_the_named_ones() -> None:
-    ranks = Topology(np.zeros(2, int), np.array([3, 1]), alive=np.array([True, False]))
-    serving = Placement(np.array([[0, 1, 2, EMPTY], [0, 1, EMPTY, 2]]), 3, generation=7)
-
-    found = plan(np.repeat(HOT_LAST, 2, axis=0), ranks, current=serving, layers=[])
-
-    assert found.decision is Decision.MOVE
-    assert found.target.slot_to_expert.tolist() == [[0, 1, 2, EMPTY], [0, 1, 2, EMPTY]]
-
-
 def test_balanced_placement_is_kept_with_a_reason() -> None:
     found = plan(HOT_FIRST, TWO_RANKS, current=EVEN_SPLIT)
 
