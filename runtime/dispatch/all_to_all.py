@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from eplb.core.load import Phase
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup
 from runtime.counters import SlotCounter
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,33 +66,26 @@ class Dispatcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Pending(Generic[T]):
-    """A transfer under way. ``finish`` makes the compute stream wait for it; call it once."""
+class Pending:
+    """Results on their way. ``finish`` makes the compute stream wait for them; call it once."""
 
-    finish: Callable[[], T]
+    finish: Callable[[], torch.Tensor]
 
 
 @runtime_checkable
 class OverlappedDispatcher(Dispatcher, Protocol):
-    """A dispatcher whose transfers may run while the caller computes something else.
+    """A dispatcher whose results may travel back while the caller computes something else.
 
     At most one transfer is under way: finish it before the next one begins.
     """
 
-    def begin_dispatch(
-        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-    ) -> Pending[Received]:
-        """Start a ``dispatch``.
+    def begin_combine(self, layer: int, results: torch.Tensor, received: Received) -> Pending:
+        """Start a ``combine``.
 
         Raises:
             ConfigError: the transfer before it was not finished.
             BrokenGroup: a peer died or missed the group's deadline.
         """
-
-    def begin_combine(
-        self, layer: int, results: torch.Tensor, received: Received
-    ) -> Pending[torch.Tensor]:
-        """Start a ``combine``; raises what ``begin_dispatch`` does."""
 
 
 @runtime_checkable
@@ -105,23 +96,9 @@ class PhasedDispatcher(Dispatcher, Protocol):
         """Choose the mode of the pass that begins now; alike on every rank."""
 
 
-def begin_dispatch(
-    dispatcher: Dispatcher,
-    layer: int,
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-) -> Pending[Received]:
-    """Start a dispatch where the dispatcher can overlap it; else the whole of it is done here."""
-    if isinstance(dispatcher, OverlappedDispatcher):
-        return dispatcher.begin_dispatch(layer, tokens, slots, weights)
-    received = dispatcher.dispatch(layer, tokens, slots, weights)
-    return Pending(lambda: received)
-
-
 def begin_combine(
     dispatcher: Dispatcher, layer: int, results: torch.Tensor, received: Received
-) -> Pending[torch.Tensor]:
+) -> Pending:
     """Start a combine where the dispatcher can overlap it; else the whole of it is done here."""
     if isinstance(dispatcher, OverlappedDispatcher):
         return dispatcher.begin_combine(layer, results, received)

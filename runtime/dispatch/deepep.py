@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,6 @@ from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import Pending, Received, first_sentence
 from runtime.group import gathered
-
-T = TypeVar("T")
 
 HOST_RANKS = 8  # most ranks of one host, within which deep_ep has kernels of its own
 MOST_NORMAL_SLOTS = 128  # the threads of its ``notify_dispatch`` (csrc/kernels/intranode.cu)
@@ -149,13 +147,7 @@ class DeepEPNormal:
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> Received:
-        """Send each token once to every rank that it needs."""
-        return self.begin_dispatch(layer, tokens, slots, weights).finish()
-
-    def begin_dispatch(
-        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-    ) -> Pending[Received]:
-        """Start to send; the host waits until it knows how many rows arrive."""
+        """Send each token once to every rank; the host waits until it knows how many arrive."""
         per_rank, _, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
             slots, self._shape.topology.num_slots
         )
@@ -169,27 +161,22 @@ class DeepEPNormal:
             async_finish=True,
         )
 
-        def finish() -> Received:
-            event.current_stream_wait()
-            arrived, scales = sent if self._use_fp8 else (sent, None)
-            flat = local.flatten()
-            order = torch.argsort(torch.where(flat >= 0, flat, self._num_slots), stable=True)
-            order = order[: sum(counts)]
-            received = torch.tensor(counts, dtype=torch.int32, device=tokens.device)
-            self._counter.add(layer, received)
-            row = order // local.shape[1]
-            ticket = (order, arrived_weights.flatten()[order], local.shape, handle)
-            return Received(arrived[row], received, ticket, None if scales is None else scales[row])
-
-        return Pending(finish)
+        event.current_stream_wait()
+        arrived, scales = sent if self._use_fp8 else (sent, None)
+        flat = local.flatten()
+        order = torch.argsort(torch.where(flat >= 0, flat, self._num_slots), stable=True)
+        order = order[: sum(counts)]
+        received = torch.tensor(counts, dtype=torch.int32, device=tokens.device)
+        self._counter.add(layer, received)
+        row = order // local.shape[1]
+        ticket = (order, arrived_weights.flatten()[order], local.shape, handle)
+        return Received(arrived[row], received, ticket, None if scales is None else scales[row])
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
         """Weigh and sum each token's rows of this rank, then sum over ranks at its source."""
         return self.begin_combine(layer, results, received).finish()
 
-    def begin_combine(
-        self, layer: int, results: torch.Tensor, received: Received
-    ) -> Pending[torch.Tensor]:
+    def begin_combine(self, layer: int, results: torch.Tensor, received: Received) -> Pending:
         """Start to send the sums of this rank."""
         order, weights, (num_tokens, top_k), handle = received.ticket
         # Each pair has its own place, so the sum over k has one order whatever arrived first.
@@ -251,52 +238,38 @@ class DeepEPLowLatency:
         Raises:
             ConfigError: more tokens than the buffers hold, or a transfer is under way.
         """
-        return self._dispatch(layer, tokens, slots, weights, is_overlapped=False)[0]
-
-    def begin_dispatch(
-        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-    ) -> Pending[Received]:
-        """Send, and let ``finish`` receive; raises what ``dispatch`` does."""
-        received, hook = self._dispatch(layer, tokens, slots, weights, is_overlapped=True)
-        return self._pending(f"the dispatch of layer {layer}", hook, received)
-
-    def _dispatch(
-        self,
-        layer: int,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        is_overlapped: bool,
-    ) -> tuple[Received, Callable[[], None]]:
         self._check_idle(f"the dispatch of layer {layer}")
         if len(tokens) > self._shape.max_tokens:
             raise ConfigError(
                 f"layer {layer}: {len(tokens)} tokens in one step, "
                 f"expected at most {self._shape.max_tokens}, what the buffers were made for"
             )
-        arrived, counts, handle, _, hook = self._buffer.low_latency_dispatch(
+        arrived, counts, handle, _, _ = self._buffer.low_latency_dispatch(
             tokens,
             slots,
             self._shape.max_tokens,
             self._shape.topology.num_slots,
             cumulative_local_expert_recv_stats=self._counter.row(layer),
             use_fp8=self._use_fp8,
-            return_recv_hook=is_overlapped,
         )
         rows, scales = arrived if self._use_fp8 else (arrived, None)
-        return Received(rows, counts, (handle, slots, weights.float()), scales), hook
+        return Received(rows, counts, (handle, slots, weights.float()), scales)
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
         """Send results back; the kernel weighs and sums at the source."""
         return self._combine(layer, results, received, is_overlapped=False)[0]
 
-    def begin_combine(
-        self, layer: int, results: torch.Tensor, received: Received
-    ) -> Pending[torch.Tensor]:
+    def begin_combine(self, layer: int, results: torch.Tensor, received: Received) -> Pending:
         """Send results back, and let ``finish`` receive and sum."""
         output, hook = self._combine(layer, results, received, is_overlapped=True)
-        return self._pending(f"the combine of layer {layer}", hook, output)
+        self._under_way = f"the combine of layer {layer}"
+
+        def finish() -> torch.Tensor:
+            hook()
+            self._under_way = ""
+            return output
+
+        return Pending(finish)
 
     def _combine(
         self, layer: int, results: torch.Tensor, received: Received, *, is_overlapped: bool
@@ -312,18 +285,8 @@ class DeepEPLowLatency:
         if self._under_way:
             raise ConfigError(
                 f"{what} begins while {self._under_way} is not finished, expected one transfer "
-                "at a time: call finish() of what begin_dispatch or begin_combine returned"
+                "at a time: call finish() of what begin_combine returned"
             )
-
-    def _pending(self, what: str, hook: Callable[[], None], value: T) -> Pending[T]:
-        self._under_way = what
-
-        def finish() -> T:
-            hook()
-            self._under_way = ""
-            return value
-
-        return Pending(finish)
 
     def close(self) -> None:
         """Release the buffers."""
@@ -359,19 +322,11 @@ class DeepEPByPhase:
         """Dispatch in the mode of this pass."""
         return self._mode.dispatch(layer, tokens, slots, weights)
 
-    def begin_dispatch(
-        self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-    ) -> Pending[Received]:
-        """Start a dispatch in the mode of this pass."""
-        return self._mode.begin_dispatch(layer, tokens, slots, weights)
-
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
         """Combine in the mode of this pass."""
         return self._mode.combine(layer, results, received)
 
-    def begin_combine(
-        self, layer: int, results: torch.Tensor, received: Received
-    ) -> Pending[torch.Tensor]:
+    def begin_combine(self, layer: int, results: torch.Tensor, received: Received) -> Pending:
         """Start a combine in the mode of this pass."""
         return self._mode.begin_combine(layer, results, received)
 

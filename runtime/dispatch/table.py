@@ -30,7 +30,6 @@ from runtime.dispatch.all_to_all import (
     PhasedDispatcher,
     Received,
     begin_combine,
-    begin_dispatch,
 )
 from runtime.group import first_refusal
 
@@ -129,7 +128,7 @@ def check_dispatcher(
     """Run every case; return what was wrong first on this rank, or "" if nothing was.
 
     A rank that finds something wrong runs the other cases too: its peers wait for it in them.
-    Transfers that can be overlapped are run both ways, and modes that depend on the phase in both.
+    Combines that can be overlapped are run both ways, and modes that depend on the phase in both.
     """
     rank, first_wrong = group.rank(), ""
     counter.drain()
@@ -148,13 +147,12 @@ def check_dispatcher(
         weights = torch.rand(slots.shape, generator=random) + 0.1
         tokens = tokens.to(trial.device, trial.dtype)
         weights = weights.to(trial.device)
+        received = dispatcher.dispatch(0, tokens, slots, weights)
+        scaled = _scaled(received, trial, rank)
         if is_overlapped:
-            received = begin_dispatch(dispatcher, 0, tokens, slots, weights).finish()
-            scaled = _scaled(received, trial, rank)
             answer = begin_combine(dispatcher, 0, scaled, received).finish()
         else:
-            received = dispatcher.dispatch(0, tokens, slots, weights)
-            answer = dispatcher.combine(0, _scaled(received, trial, rank), received)
+            answer = dispatcher.combine(0, scaled, received)
         miscounted = _compare_counts(counter, slots, trial, group)
         limit = TOLERANCE[trial.dtype] if received.scales is None else TOLERANCE_FP8
         wrong = _compare(answer, tokens, slots, weights, limit) or miscounted

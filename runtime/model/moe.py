@@ -7,7 +7,6 @@ Shapes:  B sequences, N positions, T = B * N tokens, H hidden, E experts, K top-
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from eplb.errors import ConfigError
 from runtime.batch.shared_expert import SharedSpread
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
-from runtime.dispatch.all_to_all import Dispatcher, Received, begin_combine, begin_dispatch
+from runtime.dispatch.all_to_all import Dispatcher, begin_combine
 from runtime.model.compute import Experts, swiglu
 from runtime.routing import RoutingTable
 
@@ -92,40 +91,17 @@ class MoELayer:
         device, which a CUDA graph reads anew at each replay. Where a ``split`` is on they follow
         the batch's own counts, and the salt says nothing.
         """
-        pairs = self._pairs(chosen, weights, salt)
-        return self._outputs(tokens, self.dispatcher.dispatch(self.layer, tokens, *pairs))
-
-    def overlapped(
-        self,
-        tokens: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        salt: int | torch.Tensor,
-    ) -> Generator[None, None, torch.Tensor]:
-        """``forward`` in two parts: yields once, while the rows travel, for other work."""
-        pairs = self._pairs(chosen, weights, salt)
-        rows = begin_dispatch(self.dispatcher, self.layer, tokens, *pairs)
-        yield
-        return self._outputs(tokens, rows.finish())
-
-    def _outputs(self, tokens: torch.Tensor, received: Received) -> torch.Tensor:
-        """Experts and combine; a shared expert at home runs while the results travel back."""
+        slots = self._slots(chosen, salt)
+        if self.spread is not None:
+            slots, weights = self.spread.append(self.layer, chosen, slots, weights)
+        received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
         results = self.experts.run(self.layer, received)
         if self.shared is None:
             return self.dispatcher.combine(self.layer, results, received)
+        # A shared expert at home runs while the results travel back.
         sums = begin_combine(self.dispatcher, self.layer, results, received)
         shared = swiglu(tokens, *self.shared)
         return sums.finish() + shared
-
-    def _pairs(
-        self, chosen: torch.Tensor, weights: torch.Tensor, salt: int | torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots and weights to dispatch, [T, K] each, or [T, K + 1] with the shared expert."""
-        slots = self._slots(chosen, salt)
-        if self.spread is None:
-            return slots, weights
-        return self.spread.append(self.layer, chosen, slots, weights)
 
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
         # The shared expert's tokens follow the split, also where it moves no routed ones.
@@ -170,51 +146,6 @@ class MoEStack:
             chosen.append(experts)
         return Forward(normalise(hidden).flatten(0, 1), torch.stack(chosen))
 
-    @torch.inference_mode()
-    def forward_two(
-        self,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        *,
-        salts: tuple[int | torch.Tensor, int | torch.Tensor],
-        forced: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[Forward, Forward]:
-        """Run two micro-batches as one pass: rows of one travel while the other computes.
-
-        One transfer is under way at a time, as low-latency kernels demand:
-
-            first   attend | send ..... | experts, combine | attend (next layer)  | ...
-            second         | attend     |                  | send ............... | experts, ...
-        """
-        chosen = forced or (None, None)
-        a, b = (self._steps(*one) for one in zip((first, second), salts, chosen, strict=True))
-        next(a)
-        for layers_left in reversed(range(len(self._layers))):
-            for steps in (a, b, a, b):  # send, attend, experts, send
-                next(steps)
-            if layers_left:
-                next(a)  # attend
-            next(b)  # experts
-        return _result(a), _result(b)
-
-    def _steps(
-        self, token_ids: torch.Tensor, salt: int | torch.Tensor, forced: torch.Tensor | None
-    ) -> Generator[None, None, Forward]:
-        """A micro-batch: yields in each layer before it sends, once it has sent, and after it."""
-        hidden = self._embedded(token_ids)
-        chosen = []
-        for moe in self._layers:
-            hidden, tokens, experts, weights = self._routed(moe.layer, hidden, forced)
-            yield
-            layer = moe.overlapped(tokens, experts, weights, salt=salt)
-            next(layer)
-            yield
-            output = yield from layer
-            hidden = hidden + output.view_as(hidden)
-            chosen.append(experts)
-            yield
-        return Forward(normalise(hidden).flatten(0, 1), torch.stack(chosen))
-
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._weights["model.embed_tokens.weight"][token_ids]
 
@@ -235,13 +166,3 @@ class MoEStack:
             experts = forced[layer]
             weights = torch.softmax(logits.gather(1, experts.clamp(min=0)), dim=-1)
         return hidden, tokens, experts, weights
-
-
-def _result(steps: Generator[None, None, Forward]) -> Forward:
-    """Run what is left of a micro-batch, and return its answer."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            answer: Forward = end.value
-            return answer

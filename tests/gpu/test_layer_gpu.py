@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb.core.load import Phase
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import PeerBank
@@ -200,66 +199,3 @@ def test_replays_follow_swaps_without_a_new_capture(
         assert max(distances) <= 5e-3
         assert total == NUM_RANKS * 6 * NUM_TOKENS * MODEL.top_k * MODEL.num_layers
         assert captures == 1
-
-
-def run_micro_batches(rank: int, num_ranks: int, path: Path, phase: Phase) -> list[float]:
-    made = build(rank, num_ranks, path, "bfloat16", by_phase=True)
-    made.take_over(random_placement(num_ranks, 0))
-    made.dispatcher.begin_pass(phase)
-    made.counter.drain()
-    halves = [tokens_of(rank, step).to(made.device) for step in (1, 2)]
-    overlapped = made.stack.forward_two(halves[0], halves[1], salts=(3, 4))
-    counted = float(made.counter.drain().sum())
-    alone = [made.stack.forward(one, salt=s) for one, s in zip(halves, (3, 4), strict=True)]
-    distances = [
-        float((a.hidden - b.hidden).float().norm() / b.hidden.float().norm())
-        for a, b in zip(overlapped, alone, strict=True)
-    ]
-    total = torch.tensor(counted, device=made.device)
-    dist.all_reduce(total)
-    return [*distances, float(total)]
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_two_micro_batches_in_flight_answer_as_one_after_the_other(
-    weights: dict[str, Path], phase: Phase
-) -> None:
-    for first, second, counted in launch(
-        run_micro_batches, NUM_RANKS, weights["bfloat16"], phase, deadline_s=NEVER_S
-    ):
-        assert max(first, second) <= 5e-3
-        assert counted == NUM_RANKS * 2 * NUM_TOKENS * MODEL.top_k * MODEL.num_layers
-
-
-def run_captured_micro_batches(rank: int, num_ranks: int, path: Path) -> list[float]:
-    made = build(rank, num_ranks, path, "bfloat16")
-    made.take_over(random_placement(num_ranks, 0))
-    captured = CapturedStack(
-        made.stack,
-        shape=(2, NUM_TOKENS // 2),
-        num_layers=MODEL.num_layers,
-        device=made.device,
-        micro_batches=2,
-    )
-    distances = []
-    for step in range(4):
-        if step == 2:
-            made.take_over(random_placement(num_ranks, 1))
-        halves = [tokens_of(rank, 2 * step + half).to(made.device) for half in (0, 1)]
-        salts = (step, step + 7)
-        found = captured.forward_two(halves[0], halves[1], salts=salts)
-        hidden = [answer.hidden.clone() for answer in found]
-        for ids, ours, salt in zip(halves, hidden, salts, strict=True):
-            seeds = (torch.arange(MODEL.num_layers) * 0x9E3779B1 + salt).to(made.device)
-            alone = made.stack.forward(ids, salt=seeds).hidden
-            distances.append(float((ours - alone).float().norm() / alone.float().norm()))
-    return distances
-
-
-def test_graph_of_two_micro_batches_holds_the_hooks_of_their_transfers(
-    weights: dict[str, Path],
-) -> None:
-    for distances in launch(
-        run_captured_micro_batches, NUM_RANKS, weights["bfloat16"], deadline_s=NEVER_S
-    ):
-        assert max(distances) <= 5e-3

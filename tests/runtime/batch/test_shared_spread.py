@@ -162,18 +162,6 @@ def test_spread_model_agrees_with_the_reference_and_moves_tokens(
     assert [shared for *_, shared in results] == [[36, 36], [36, 36], [0, 0]]
 
 
-def test_two_micro_batches_of_a_spread_model_give_what_each_gives_alone(
-    run_ranks: RunRanks, small: Small
-) -> None:
-    def serve(number: int) -> bool:
-        rank, ids = small.rank(number, THREE, HELD), ids_of(number)
-        halves = rank.stack.forward_two(ids[:2], ids[2:], salts=(5, 6))
-        alone = rank.stack.forward(ids[:2], salt=5), rank.stack.forward(ids[2:], salt=6)
-        return all(torch.equal(a.hidden, b.hidden) for a, b in zip(halves, alone, strict=True))
-
-    assert run_ranks(3, serve) == [True] * 3
-
-
 def test_ranks_without_tokens_and_padding_compute_nothing_of_their_own(
     run_ranks: RunRanks, small: Small
 ) -> None:

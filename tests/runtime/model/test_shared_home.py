@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,14 +39,7 @@ class TravellingDispatcher(LocalDispatcher):
         super().__init__(NUM_EXPERTS, SlotCounter(1, NUM_EXPERTS))
         self._products, self.meanwhile = products, list[int]()
 
-    def begin_dispatch(self, *arguments: Any) -> Pending[Received]:
-        """Rows travel in no time."""
-        received = self.dispatch(*arguments)
-        return Pending(lambda: received)
-
-    def begin_combine(
-        self, layer: int, results: torch.Tensor, received: Received
-    ) -> Pending[torch.Tensor]:
+    def begin_combine(self, layer: int, results: torch.Tensor, received: Received) -> Pending:
         """Results arrive when they are asked for."""
         before = self._products.count
 
@@ -58,8 +50,7 @@ class TravellingDispatcher(LocalDispatcher):
         return Pending(finish)
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
-def test_shared_expert_at_home_is_computed_while_results_travel_back(is_overlapped: bool) -> None:
+def test_shared_expert_at_home_is_computed_while_results_travel_back() -> None:
     torch.manual_seed(0)
     bank = ExpertBank(ExpertSchema.swiglu(HIDDEN, INTERMEDIATE), 1, NUM_EXPERTS, num_staging=0)
     for tensor in bank.weights(0).values():
@@ -74,20 +65,8 @@ def test_shared_expert_at_home_is_computed_while_results_travel_back(is_overlapp
     layer = MoELayer(0, TOP_K, LoopExperts(bank), table, dispatcher, shared)
 
     with products:
-        output = result_of(layer, is_overlapped, tokens, chosen, weights)
+        output = layer.forward(tokens, chosen, weights, salt=0)
 
     routed = without.forward(tokens, chosen, weights, salt=0)
     torch.testing.assert_close(output, routed + swiglu(tokens, *shared))
     assert dispatcher.meanwhile == [2]  # gate and up, down
-
-
-def result_of(layer: MoELayer, is_overlapped: bool, *batch: torch.Tensor) -> torch.Tensor:
-    """What the layer gives, as one or in two parts."""
-    if not is_overlapped:
-        return layer.forward(*batch, salt=0)
-    parts = layer.overlapped(*batch, salt=0)
-    next(parts)
-    with pytest.raises(StopIteration) as end:
-        next(parts)
-    output: torch.Tensor = end.value.value
-    return output
