@@ -7,9 +7,10 @@ from api.interrupts import leave, leaving_on_interrupt
 
 def main() -> None:
     """Run the command line."""
-    with leaving_on_interrupt():
-        from api.cli.main import main as run_command
     try:
-        run_command()
+        with leaving_on_interrupt():  # a command's own code runs with interrupts raised
+            from api.cli.main import main as run_command
+
+            run_command()
     except KeyboardInterrupt:
         leave()

@@ -34,6 +34,19 @@ def leaving_on_interrupt() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextmanager
+def raising_on_interrupt() -> Iterator[None]:
+    """Have an interrupt raise KeyboardInterrupt meanwhile, where it would end the process."""
+    leaves = signal.getsignal(signal.SIGINT) is leave
+    if leaves:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if leaves:
+            signal.signal(signal.SIGINT, leave)
+
+
 def interrupt_on_signals() -> None:
     """Have Ctrl-C, a service manager and a terminal that closes all raise KeyboardInterrupt."""
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

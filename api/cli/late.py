@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info, get_group
 
-from api.interrupts import INTERRUPTED, leaving_on_interrupt
+from api.interrupts import INTERRUPTED, leaving_on_interrupt, raising_on_interrupt
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
 
@@ -131,7 +131,8 @@ def group_of(panels: dict[str, dict[str, Late]]) -> type[TyperGroup]:
         def invoke(self, ctx: Any) -> Any:
             """Run the command that is asked for."""
             try:
-                return super().invoke(ctx)
+                with raising_on_interrupt():
+                    return super().invoke(ctx)
             except KeyboardInterrupt as exc:  # typer would end the process without a word
                 print_error("interrupted")
                 raise typer.Exit(INTERRUPTED) from exc
