@@ -34,8 +34,8 @@ NUM_EXPERTS, TOP_K, NUM_LAYERS = 256, 8, 3
 SLOTS_OF_EXPERT = 9 / 8  # the mean
 POLICIES = ("contiguous", "greedy", "auto", "time")
 RECORDED = {"gpt-oss": 32, "V2-Lite": 64}  # experts of a layer
-MOST_TOKENS = 65_536  # of a trace
-TIMED_TOKENS = 64  # of a rank in a step, under "time"
+MOST_TOKENS = 65_536  # tokens of a trace
+TIMED_TOKENS = 64  # tokens of a rank in a step, for the placement "time"
 BLOCK, HISTORY_WINDOWS = 32, 8
 GAMMA_SHAPE, DRIFT, SEED = 0.7, 0.3, 7
 
@@ -85,7 +85,7 @@ def recorded(name: str, num_experts: int) -> Ids:
     ids = number[expert_ids(case)[:NUM_LAYERS]]  # [L, recorded tokens, wide * choices of a layer]
     num_layers, num_tokens, _ = ids.shape
     by_layer = ids.reshape(num_layers, num_tokens, case.wide, -1)
-    choices = TOP_K // case.wide  # of a layer, by one token
+    choices = TOP_K // case.wide  # choices of a layer by one token
     made = by_layer.shape[3] // choices  # tokens of each recorded one; choices left over are unused
     parts = by_layer[..., : made * choices].reshape(
         num_layers, num_tokens, case.wide, made, choices

@@ -61,7 +61,7 @@ from telemetry.state.runs import (
 )
 
 REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its survivor report
-REPORTED_PAUSES = 256  # of the latest swaps
+REPORTED_PAUSES = 256  # pauses of the latest swaps
 
 
 class RankAgent:
@@ -72,7 +72,7 @@ class RankAgent:
         slots: the rank's slots, and what they must hold.
         counter: counts what each slot of the rank receives.
         links: the rank's ways to the outside.
-        placement: what serves at the start.
+        placement: the placement that serves at the start.
         steps: counts forward passes; None where the engine numbers each call of ``step``.
     """
 
@@ -150,7 +150,7 @@ class RankAgent:
             group = GroupName(settings.run, settings.membership)
 
             def served() -> Served:
-                # The state first: if no update was under way then, its version is what serves.
+                # The state first: if no update was under way then, its version serves.
                 state = self.shared.state
                 held = slots.held(self.placement)
                 return Served(held, state.weights_version, state.next_weights is None)

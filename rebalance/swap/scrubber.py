@@ -48,7 +48,7 @@ from rebalance.types import Digest
 from runtime.experts import ExpertBank
 from runtime.streams import Completion
 
-MAX_REPAIRS = 2  # of one slot; memory that loses its bytes a third time is broken
+MAX_REPAIRS = 2  # repairs of one slot; memory that loses its bytes a third time is broken
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ScrubSchedule:
 
     Args:
         parts: those of the rank's agent.
-        swapper: says what serves, and writes the right bytes.
+        swapper: knows the placement that serves, and writes the right bytes.
     """
 
     def __init__(self, parts: RankParts, swapper: Swapper) -> None:

@@ -69,7 +69,7 @@ class Swapper:
 
     Args:
         parts: those of the rank's agent.
-        placement: what serves at the start.
+        placement: the placement that serves at the start.
         cut: called with (step, placement) before a swap: what was counted is of that placement.
     """
 

@@ -41,7 +41,7 @@ class WeightUpdate:
     Args:
         parts: those of the rank's agent.
         voter: waits for the device.
-        swapper: says what serves.
+        swapper: knows the placement that serves.
         voting: has a migration under way dropped.
         scrub_schedule: stopped for the update.
     """

@@ -137,7 +137,7 @@ class MoEStack:
         forced: torch.Tensor | None = None,
     ) -> Forward:
         """Run token ids [B, N]; ``forced`` [L, T, K] replaces the router's choice of experts."""
-        hidden = self._embedded(token_ids)
+        hidden = self._weights["model.embed_tokens.weight"][token_ids]
         chosen = []
         for moe in self._layers:
             hidden, tokens, experts, weights = self._routed(moe.layer, hidden, forced)
@@ -145,9 +145,6 @@ class MoEStack:
             hidden = hidden + output.view_as(hidden)
             chosen.append(experts)
         return Forward(normalise(hidden).flatten(0, 1), torch.stack(chosen))
-
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._weights["model.embed_tokens.weight"][token_ids]
 
     def _routed(
         self, layer: int, hidden: torch.Tensor, forced: torch.Tensor | None

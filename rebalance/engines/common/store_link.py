@@ -64,7 +64,7 @@ CONTROL_S = 0.25  # how often lease, switches and tasks are looked at
 LEASE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a failure of the store
 MOST_SAMPLES, MOST_EVENTS, MOST_MAPS = 4096, 1000, 64  # that wait for a store; the oldest go
-MOST_WINDOWS = 64  # that wait for the planner; the oldest go
+MOST_WINDOWS = 64  # windows that wait for the planner; the oldest go
 NICENESS = 5  # below the engine, which shares the host's processors
 
 
@@ -88,7 +88,7 @@ class StoreLink:
             Noted: self._events,
             Outcome: self._outcomes,
         }
-        self._open_task = 0  # that the rank works on; 0: none
+        self._open_task = 0  # the task that the rank works on; 0: none
         self._store: StateStore | None = None
         self._reporter: Reporter | None = None
         self._lease: Lease | None = None

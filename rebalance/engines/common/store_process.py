@@ -71,13 +71,13 @@ class StoreProcess:
         self._writing = Lock()  # by whoever writes; nobody waits for it
         self._sequence = self.num_dropped = self.num_failures = 0
         self._map: MapChange | None = None  # the latest: a new process is told of it
-        self.questions: deque[Question] = deque()  # that the store's tasks ask
+        self.questions: deque[Question] = deque()  # questions of the store's tasks
         self.is_asked = False  # whether the planner of the process has a question of this rank
         self.ready: Answer | None = None  # a plan of the process; who begins it sets None
         self.why_kept = ""  # why nothing may move now, by the deployment's switches; on rank 0
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._has_report = False  # whether a process has said if it reaches the store
+        self._has_report = False  # whether a process has reported if it reaches the store
         self._state: dict[str, Any] = {}  # the state of this rank as the store was told it
         self._next_state = 0.0
         self._end = Event()

@@ -75,7 +75,8 @@ class Rounds:
         self._planned: tuple[Planned, Question | None] | None = None
         self._shape: Shape | None = None
         self.recorder: StoreProcess | None = None
-        self._weights: IntArray | None = None  # of the map that serves; None before the first plan
+        # The weights of the map that serves; None before the first plan.
+        self._weights: IntArray | None = None
         self._checked = -1  # generation whose choices of replicas were compared
         self.checks: RankCheck | None = None
         self.kept: Kept | None = None  # records of all experts; on all ranks, or on none

@@ -28,10 +28,11 @@ from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.replica_weights import list_weights, shares_of, spread_lists
 from rebalance.engines.common.tap import IntArray
 
-MULTIPLIER = 2654435769  # of the router's hash; ``guards`` compares it with the engine's source
+# The factor of the router's hash; ``guards`` compares it with the engine's source.
+MULTIPLIER = 2654435769
 WORD = 2**32
 EQUAL = 2e-3  # shares that differ by less, relative to their mean, are equal
-ENTRIES = 256  # of a list: an error of 0.2 % at most over 4,096 rows
+ENTRIES = 256  # entries of a list: an error of 0.2 % at most over 4,096 rows
 # vLLM reports a stall of 0.91 s for a rebalance of 58 layers on 32 GPUs (pull request 43219), in
 # which each rank receives about 22 GB.
 BYTES_PER_S = 24e9

@@ -73,7 +73,7 @@ class PluginProcess:
         self.recorder: StoreProcess | None = None
         self.checks: RankCheck | None = None  # of the slots of the target model
         self.kept: Kept | None = None  # records of the target model
-        self.generation = 0  # of the map that serves on all layers, alike on all ranks
+        self.generation = 0  # generation of the map that serves on all layers, alike on all ranks
         self.refused = ""  # why the plug-in stays off in this process
         self._joined: Joined | None = None
         self._tap: LoadTap | None = None

@@ -134,9 +134,9 @@ class PlacementCheck:
         self._looked: _Looked | None = None
         self._place = 0
         self._since, self._cost_s = clock(), 0.0
-        self.num_slots = len(view.rows) * view.num_own  # of this rank in all layers
+        self.num_slots = len(view.rows) * view.num_own  # slots of this rank in all layers
         self.num_checked = 0  # slots
-        self.num_rounds = 0  # of all slots of this rank
+        self.num_rounds = 0  # checks of all slots of this rank
 
     def visit(self, *, is_idle: bool) -> list[Fault]:
         """Judge the slot that was looked at, or look at the next one, if there is time for it."""

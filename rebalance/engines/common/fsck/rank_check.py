@@ -60,7 +60,7 @@ class RankCheck:
     ) -> None:
         self._engine, self._gather, self._write = engine, gather, write
         self._choose, self._is_shared = choose, is_shared
-        self._rounds = 0  # that were reported
+        self._rounds = 0  # rounds that were reported
         self._view: EngineView | None = None
         self._check: check.PlacementCheck | None = None
         self._repair: SlotRepair | None = None
