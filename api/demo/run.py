@@ -115,12 +115,22 @@ class Demo:
         """
         hosts, add = range(len(self._deployment.hosts)), self._commands.add
         environ, engine = self._prepared.environ, str(self._prepared.engine_path)
-        for host in hosts:
-            words = own_command("host-cache", "--host", str(host))
-            add(f"the host cache of host {host}", "host_cache", words, environ)
+        caches = [
+            add(
+                f"the host cache of host {host}",
+                "host_cache",
+                own_command("host-cache", "--host", str(host)),
+                environ,
+            )
+            for host in hosts
+        ]
         serve = add("the service", "serve", own_command("serve"), environ)
         checking = [sys.executable, "-P", "-m", "api.demo.checking", engine]
         self._checker = add("the reference checker", "checker", checking, environ)
+        # Ranks would wait for a cache that starts late, and each would say so on the terminal.
+        self._look_until(
+            lambda: all(cache.supervised.was_ready for cache in caches), "the host caches"
+        )
         ranks = ("--module", "api.demo.engine", "--", engine)
         self._launchers = [
             add(
