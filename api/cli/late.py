@@ -26,6 +26,7 @@ from typer.main import get_command_from_info, get_group
 from api.interrupts import INTERRUPTED, leaving_on_interrupt, raising_on_interrupt
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
+from eplb.extras import needed_for
 
 BAD_INPUT = 2  # exit status
 
@@ -131,7 +132,7 @@ def group_of(panels: dict[str, dict[str, Late]]) -> type[TyperGroup]:
         def invoke(self, ctx: Any) -> Any:
             """Run the command that is asked for."""
             try:
-                with raising_on_interrupt():
+                with raising_on_interrupt(), needed_for("this command"):
                     return super().invoke(ctx)
             except KeyboardInterrupt as exc:  # typer would end the process without a word
                 print_error("interrupted")

@@ -26,6 +26,7 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups
 from eplb.errors import ConfigError
+from eplb.extras import needed_for
 from eplb.measure.balance import imbalance
 from eplb.policies.greedy import refined
 from eplb.search.relabel import in_place, with_most_kept
@@ -108,7 +109,8 @@ def _imbalance(problem: Problem, held: IntArray | NDArray[np.int32]) -> NDArray[
 
 def _solve(layer: Layer, effort: float, seed: int) -> tuple[IntArray | None, float, bool]:
     """[S] the best placement found, the proven bound, and whether they agree."""
-    from ortools.sat.python import cp_model
+    with needed_for("policy exact"):
+        from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     on = {choice: model.new_bool_var("") for choice in layer.choices}

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from eplb.errors import ConfigError
+from eplb.extras import needed_for
 from simulations.report import write_whole
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
@@ -152,10 +152,8 @@ def graph_objects() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needed_for("the HTML page"):
         import plotly.graph_objects as go
-    except ImportError as exc:
-        raise ConfigError("the HTML page needs plotly: install eplb[sim]") from exc
     return go
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from eplb.errors import ConfigError
+from eplb.extras import needed_for
 from simulations.pages.document import Figure, Page
 from simulations.report import write_whole
 
@@ -28,10 +29,8 @@ def write_pictures(folder: Path, page: Page) -> list[Path]:
     Raises:
         ConfigError: matplotlib is not installed, or a file cannot be written.
     """
-    try:
+    with needed_for("a PNG file"):
         import matplotlib
-    except ImportError as exc:
-        raise ConfigError("PNG files need matplotlib: install eplb[sim]") from exc
     matplotlib.use("Agg")  # no display is needed
     try:
         folder.mkdir(parents=True, exist_ok=True)

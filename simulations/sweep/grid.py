@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 
@@ -91,7 +91,10 @@ def software() -> str:
     root = Path(eplb.__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for library in LIBRARIES:
-        digest.update(f"{library} {version(library)}\n".encode())
+        try:
+            digest.update(f"{library} {version(library)}\n".encode())
+        except PackageNotFoundError:  # ortools comes with an extra
+            digest.update(f"{library} is not installed\n".encode())
     for file in _files(root):
         digest.update(f"{file.relative_to(root)}\n".encode())
         digest.update(file.read_bytes())

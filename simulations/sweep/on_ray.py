@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from eplb.errors import ConfigError
+from eplb.extras import needed_for
 from simulations.sweep.grid import Task
 from simulations.sweep.results import Row
 from simulations.sweep.run import TRIES, Failure, Work
@@ -19,11 +20,9 @@ def run_on_ray(work: Work, tasks: Sequence[Task]) -> Iterator[Row | Failure]:
         ConfigError: Ray is not installed, or its cluster cannot be reached.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
-    try:
+    with needed_for("--executor ray"):
         import ray
         from ray.exceptions import RayError, RayTaskError
-    except ImportError as exc:
-        raise ConfigError("--executor ray needs Ray: install eplb[ray]") from exc
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as exc:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb.errors import ConfigError
+from eplb.extras import needed_for
 from simulations.report import write_whole
 from simulations.sweep.grid import Task
 
@@ -138,9 +139,7 @@ def _schema(arrow: Any) -> Any:
 
 
 def _arrow() -> tuple[Any, Any]:
-    try:
+    with needed_for("a file of results"):
         import pyarrow
         from pyarrow import parquet
-    except ImportError as exc:
-        raise ConfigError("results of sweeps need pyarrow: install eplb[sim]") from exc
     return pyarrow, parquet

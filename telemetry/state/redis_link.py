@@ -29,7 +29,8 @@ from threading import Event, Lock
 from typing import Any, Literal, TypeVar
 
 from eplb.clock import Clock
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import StoreError
+from eplb.extras import needed_for
 from telemetry.state.redis_address import RedisAddress
 from telemetry.state.redis_scripts import Script
 
@@ -446,15 +447,11 @@ class Breaker:
 
 
 def _library() -> Any:
-    try:
+    with needed_for("a Redis store"):
         import redis
         import redis.backoff
         import redis.cluster
         import redis.retry
-    except ImportError as exc:
-        raise ConfigError(
-            f"a Redis store needs redis-py, found {exc}, expected `pip install eplb[redis]`"
-        ) from exc
     return redis
 
 
