@@ -58,7 +58,8 @@ NOT_RUN = {
     "docs/deployment-profiles.md": 4,
     "docs/embedding.md": 2,
     "docs/engines.md": 4,
-    "docs/engines-vllm.md": 2,
+    "docs/engines-sglang.md": 1,
+    "docs/engines-vllm.md": 3,
     "docs/metrics.md": 1,
     "docs/operations.md": 1,
 }

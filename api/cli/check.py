@@ -116,7 +116,7 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
 
 
 def _check_engine(command: str, model_config: Path | None) -> None:
-    from api.deploy.check import check_engine
+    from api.deploy.check_engine import check_engine
 
     is_ok = _all_said(check_engine(command, model_config, os.environ))
     if not is_ok:

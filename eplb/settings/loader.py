@@ -47,6 +47,9 @@ COMMAND_DEFAULTS = f"{DEFAULTS} of the command"  # the place of a command's own 
 PROFILES = "profiles"  # the table of all
 PROFILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 SHARED_SECTIONS = ("model",)
+# A name that is nearer than this to a setting, by ``SequenceMatcher``, is a misspelt one, where a
+# file has settings of others too. ``host_cache.record_file`` and ``.record_folder`` have 0.913.
+MISSPELT = 0.92
 NAME, STATE_DIR, STORE = "deployment.name", "deployment.state_dir", "deployment.store"
 
 # Settings of earlier versions, by what is in their place.
@@ -345,7 +348,8 @@ def _known(tree: type[SettingsTree], given: _Given) -> Known | None:
     if given.name in names:
         return names[given.name]
     if tree.whole is not None and given.name.partition(".")[0] not in tree.whole:
-        return None
+        if not difflib.get_close_matches(given.name, tree.known, n=1, cutoff=MISSPELT):
+            return None
     for path, reason in REMOVED.items():
         if given.name in (path, path.partition(".")[2]):
             raise ConfigError(f"{given.written} in {given.place} was removed: {reason}")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rebalance.engines.common.fsck import rank_check
 from rebalance.engines.common.fsck.report import Report, report_of
+from rebalance.engines.common.fsck.tensors import is_of_router
 from telemetry import open_store
 from tests.support.engines.installed import engine
 from tests.support.engines.ranks import (
@@ -27,8 +31,44 @@ from tests.support.engines.ranks import (
 )
 
 pytestmark = pytest.mark.slow
+MODELS = {"vllm": "vllm.model_executor.models", "sglang": "sglang.srt.models"}
 FIRST = np.arange(NUM_SLOTS) % NUM_EXPERTS  # the map of the start, on all layers
 LAYER, SLOT, RANK = 2, 10, 1  # of the wrong slot, the slot by the numbers of all ranks
+
+
+def names_by_expert(source: str) -> set[str]:
+    """Names of parameters that a model's source makes with one number for each expert."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Assign) and ast.unparse(node.value).count("Parameter(")):
+            continue
+        made = next((one for one in ast.walk(node.value) if is_made_by_size(one)), None)
+        if made is not None:
+            names.add(ast.unparse(node.targets[0]).rpartition(".")[2])
+    return names
+
+
+def is_made_by_size(node: ast.AST) -> bool:
+    """Whether a call makes a tensor of one dimension, which is the number of experts."""
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+        return False
+    sizes = node.args[0].elts if node.args and isinstance(node.args[0], ast.Tuple) else node.args
+    return len(sizes) == 1 and "expert" in ast.unparse(sizes[0])
+
+
+def test_parameters_of_all_model_files_with_one_number_for_each_expert_are_of_the_router() -> None:
+    spec = find_spec(MODELS[engine.NAME])
+    assert spec is not None
+    (folder,) = spec.submodule_search_locations or ()
+    by_file = {
+        file.name: names_by_expert(file.read_text(encoding="utf-8"))
+        for file in sorted(Path(folder).glob("*.py"))
+    }
+
+    assert sum(map(bool, by_file.values())) >= 20, "model files with such a parameter"
+    slots = torch.zeros(NUM_SLOTS)
+    odd = {f"{file}: {name}" for file, names in by_file.items() for name in names}
+    assert {one for one in odd if not is_of_router(one.partition(": ")[2], slots)} == set()
 
 
 def started(rank: int, config: Path, **options: Any) -> Any:

@@ -86,7 +86,7 @@ def test_extra_of_a_library_brings_it() -> None:
     for library, extra in EXTRA_OF.items():
         if library in ("starlette", "ray"):  # FastAPI brings the one; the other is not installed
             continue
-        names = {name.lower().replace('_', '-') for name in distributions[library]}
+        names = {name.lower().replace("_", "-") for name in distributions[library]}
         brought = {re.split(r"[>=<\[]", line)[0] for line in extras[extra]}
         assert names & brought, f"{library}: {names} of extra {extra}: {brought}"
 

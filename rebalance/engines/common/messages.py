@@ -106,6 +106,10 @@ class Answer:
     record: NDArray[np.uint8]  # the plan, packed, which the ranks begin together; empty: none
 
 
+# Why nothing may move where the switches cannot be read: a pause could not be seen.
+UNREAD = "the deployment's switches cannot be read, expected a store that answers"
+
+
 @dataclass(frozen=True)
 class Report:
     """How the process at the store does; sent at each change."""

@@ -129,6 +129,7 @@ class Kept:
         self, client: EngineRecordsClient, server: HostCacheServer | None, digests: torch.Tensor
     ) -> None:
         self._client, self.server, self._lock = client, server, Lock()
+        self._is_closed = False
         self.records = KeptRecords(client, digests, client.record_bytes)
 
     def digest_of(self, layer: int, expert: int) -> Digest:
@@ -163,6 +164,8 @@ class Kept:
             MigrationError: none of them has right bytes.
         """
         with self._lock:
+            if self._is_closed:  # the client would connect again
+                raise MigrationError("the records of this rank are closed")
             return self.records.bring((layer, expert)).clone()
 
     def restore(self, layer: int, expert: int, tensors: Tensors) -> bool:
@@ -177,7 +180,9 @@ class Kept:
 
     def close(self) -> None:
         """End the connection to the host cache, and the host cache if it is in this rank."""
-        self._client.close()
+        with self._lock:  # a repair that brings a record ends first
+            self._is_closed = True
+            self._client.close()
         if self.server is not None:
             self.server.close()
 
@@ -209,14 +214,14 @@ def capture(
     with ExitStack() as undo:
         try:
             if not embeds:
-                _together(lambda: _probe(place), group)
-            weights, held = _together(find, group)
-            own = _together(lambda: torch.stack([*map(slot_digests, weights)]), group)
+                together(lambda: _probe(place), group)
+            weights, held = together(find, group)
+            own = together(lambda: torch.stack([*map(slot_digests, weights)]), group)
             digests = _digests_of_experts(held, of_all_ranks(own, group))
-            origin = _together(lambda: _origin_of(weights, digests, model), group)
+            origin = together(lambda: _origin_of(weights, digests, model), group)
             client, server = _attached(place, settings, origin, group, undo)
             first = _first_held(held, dist.get_rank(group), own.shape[1])
-            _together(lambda: _offer(client, weights, own, first, origin.record_bytes), group)
+            together(lambda: _offer(client, weights, own, first, origin.record_bytes), group)
         except MigrationError as exc:
             level = logging.ERROR if embeds else logging.INFO
             log.log(level, "no records of experts are kept: %s", exc)
@@ -225,7 +230,7 @@ def capture(
     return Kept(client, server, digests)
 
 
-def _together(act: Callable[[], T], group: dist.ProcessGroup) -> T:
+def together(act: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Act on every rank, and go on where all have succeeded.
 
     Raises:
@@ -324,8 +329,8 @@ def _attached(
         client = EngineRecordsClient(place, origin, deadline_s=CONNECT_S, is_embedded=True)
         return undo.enter_context(closing(client))
 
-    server = _together(make_server, group)
-    return _together(attach, group), server
+    server = together(make_server, group)
+    return together(attach, group), server
 
 
 def _offer(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import eplb
 from eplb.errors import ConfigError, EplbError, RankError
-from eplb.packages import check_packages
+from eplb.packages import PACKAGES, check_packages
 from eplb.settings.loader import CONFIG_VARIABLE
 from rebalance.engines.common.gauge import set_part
 
@@ -31,6 +31,20 @@ log = logging.getLogger(__name__)
 
 PREFIX = "eplb-plugin"
 REFUSED = "refused: "  # before the reason of a rank that cannot take part
+LOG_FORMAT = "EPLB %(levelname)s %(asctime)s [%(process)d] %(message)s"
+
+
+def show_log() -> None:
+    """Write the log of this project to the error stream of the process, with a prefix.
+
+    vLLM configures its own logger alone, and SGLang its root logger after it has loaded plug-ins.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    for package in ("eplb", *PACKAGES):
+        logger = logging.getLogger(package)
+        logger.setLevel(logging.INFO)
+        logger.propagate, logger.handlers = False, [handler]  # an engine may call this again
 
 
 def load_plugin(

@@ -36,6 +36,7 @@ from eplb.core.placement import Placement
 from eplb.errors import EplbError, StaleGeneration
 from eplb.versions import CONTROLLER, Announcement
 from rebalance.engines.common.messages import (
+    UNREAD,
     Answer,
     Identity,
     MapChange,
@@ -50,6 +51,7 @@ from rebalance.engines.common.messages import (
     from_bytes,
     to_bytes,
 )
+from rebalance.engines.common.start import show_log
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
 from telemetry.load.spool import Spool
@@ -57,7 +59,7 @@ from telemetry.state.lease import Lease
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import TaskResult
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"{__package__}.store_link")  # the module runs as __main__
 
 TICK_S = 0.05
 CONTROL_S = 0.25  # how often lease, switches and tasks are looked at
@@ -94,7 +96,7 @@ class StoreLink:
         self._lease: Lease | None = None
         self._next_control = 0.0
         self._num_failures = self._num_errors = 0
-        self._report = Report(False, "", -1)  # as the rank was told it: not yet
+        self._report = Report(False, self._unread, -1)  # as the rank was told it: not yet
         self._telling = Lock()
         self._end = Event()
         self._planning = Planning(identity, self) if identity.planner else None
@@ -127,7 +129,7 @@ class StoreLink:
                 if wait_s == TICK_S:
                     log.log(level, "the store cannot be used: %s; the engine serves on", exc)
                 self._num_failures += 1
-                self._tell(is_on=False)
+                self._tell(is_on=False, why_kept=self._unread)
                 pause_s, wait_s = min(2 * pause_s, LONGEST_PAUSE_S), pause_s
         if self._reporter is not None:
             with suppress(EplbError):
@@ -151,6 +153,11 @@ class StoreLink:
     def why_kept(self) -> str:
         """Why nothing may move now, by the deployment's switches."""
         return self._report.why_kept
+
+    @property
+    def _unread(self) -> str:
+        """Why nothing may move while the store does not answer; rank 0 decides for all."""
+        return UNREAD if self._identity.is_first else ""
 
     def _tell(self, **changes: Any) -> None:
         with self._telling:
@@ -387,5 +394,6 @@ def serve(connection: Connection) -> None:
 
 if __name__ == "__main__":
     os.nice(NICENESS)
+    show_log()
     with Connection(int(sys.argv[1])) as to_rank:
         serve(to_rank)

@@ -28,6 +28,7 @@ from rebalance.assembly.config import ReportingConfig
 from rebalance.engines.common.fsck.report import PARTS
 from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
+    UNREAD,
     Answer,
     Identity,
     MapChange,
@@ -74,7 +75,8 @@ class StoreProcess:
         self.questions: deque[Question] = deque()  # questions of the store's tasks
         self.is_asked = False  # whether the planner of the process has a question of this rank
         self.ready: Answer | None = None  # a plan of the process; who begins it sets None
-        self.why_kept = ""  # why nothing may move now, by the deployment's switches; on rank 0
+        # Why nothing may move now, by the deployment's switches; on rank 0.
+        self.why_kept = UNREAD if identity.is_first else ""
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._has_report = False  # whether a process has reported if it reaches the store
@@ -186,6 +188,8 @@ class StoreProcess:
             set_part(self._engine, "store", is_on=False)
             if self._identity.planner:
                 set_part(self._engine, "planner", is_on=False)
+            if self._identity.is_first:
+                self.why_kept = UNREAD
             if self._end.is_set():
                 return
             log.warning("the process at the store ended, started again in %g s", pause_s)

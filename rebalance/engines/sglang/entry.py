@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rebalance.engines.common.start import load_plugin
+from eplb.settings.loader import CONFIG_VARIABLE
+from rebalance.engines.common.start import load_plugin, show_log
 
 if TYPE_CHECKING:
     from rebalance.engines.common.plugin_settings import PluginSettings
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Register the hooks if ``EPLB_CONFIG`` names a deployment. Never raises."""
+    if os.environ.get(CONFIG_VARIABLE):
+        show_log()
     load_plugin("sglang", os.environ, _install)
 
 

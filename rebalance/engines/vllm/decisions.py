@@ -112,6 +112,7 @@ class Decision:
     held: IntArray  # [L, S] the map that it asks for
     repeats: IntArray  # [L, S]; 0: vLLM's own list
     num_experts: int
+    is_planned: bool = True  # whether a plan has made the map; False: it is that of the start
     _lists: tuple[IntArray, IntArray, IntArray] = field(init=False)
 
     def __post_init__(self) -> None:

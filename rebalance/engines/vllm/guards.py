@@ -22,6 +22,9 @@ ASSUMED = guards.Assumptions(
         f"{STATE}.EplbState._should_record_current_step": "self log_stats",
         f"{STATE}._commit_eplb_maps": "model_state new_physical_to_logical_map",
         f"{STATE}._commit_eplb_maps_for_layer": "model_state new_physical_to_logical_map layer",
+        f"{EPLB}.rebalance_execute.move_from_buffer": (
+            "expert_weights expert_weights_buffers transfer_metadata new_indices ep_rank"
+        ),
         f"{STATE}.create_eplb_communicator": (
             "group_coordinator backend expert_weights expert_buffer"
         ),
@@ -48,7 +51,15 @@ ASSUMED = guards.Assumptions(
             "_commit_eplb_maps(",
             "self._allreduce_list(global_expert_load_windows)",
         ),
-        f"{STATE}._move_to_workspace": ("_commit_eplb_maps_for_layer(",),
+        f"{STATE}._move_to_workspace": (
+            "move_from_buffer(",
+            "expert_weights=model_state.model.expert_weights[result.layer_idx]",
+            "_commit_eplb_maps_for_layer(",
+        ),
+        f"{EPLB}.rebalance_execute.rearrange_expert_weights_inplace": (
+            "move_from_buffer(",
+            "expert_weights=expert_weights[layer_idx]",
+        ),
         f"{EPLB}.async_worker.transfer_run_periodically": (
             "model_state.communicator.set_stream(stream)",
             "torch.distributed.all_reduce(flag, group=eplb_cpu_group)",

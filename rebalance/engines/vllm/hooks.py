@@ -38,7 +38,7 @@ def install(process: PluginProcess) -> Callable[[], None]:
 
 
 def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
-    from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
+    from vllm.distributed.eplb import eplb_communicator, eplb_state, policy, rebalance_execute
 
     def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         own = getattr(owner, name)
@@ -55,6 +55,8 @@ def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
     undo.append(lambda: policy.EPLB_POLICIES.__setitem__("default", own_policy))
     wrap(eplb_state, "create_eplb_communicator", _create_eplb_communicator)
     wrap(eplb_communicator, "create_eplb_communicator", _create_eplb_communicator)
+    for module in (rebalance_execute, eplb_state):
+        wrap(module, "move_from_buffer", _move_from_buffer)
     wrap(eplb_state, "_commit_eplb_maps_for_layer", _commit_eplb_maps_for_layer)
     wrap(eplb_state, "_commit_eplb_maps", _commit_eplb_maps)
     wrap(eplb_state.EplbState, "add_model", _add_model)
@@ -112,6 +114,13 @@ def _create_eplb_communicator(
     return checked(group_coordinator, expert_weights, made, own_on)
 
 
+def _move_from_buffer(
+    process: PluginProcess, own: Any, expert_weights: Any, *args: Any, **kwargs: Any
+) -> None:
+    if not process.is_unmoved(expert_weights):
+        own(expert_weights, *args, **kwargs)
+
+
 def _commit_eplb_maps_for_layer(
     process: PluginProcess,
     own: Any,
@@ -119,6 +128,8 @@ def _commit_eplb_maps_for_layer(
     new_physical_to_logical_map: Any,
     layer: int,
 ) -> None:
+    if process.keeps_map(model_state, layer):
+        new_physical_to_logical_map = process.kept_row(model_state, layer)
     row = _on_host(new_physical_to_logical_map)
     if not process.is_served(model_state, row, layer):
         own(model_state, new_physical_to_logical_map, layer)
@@ -131,6 +142,11 @@ def _commit_eplb_maps_for_layer(
 def _commit_eplb_maps(
     process: PluginProcess, own: Any, model_state: Any, new_physical_to_logical_map: Any
 ) -> None:
+    kept = [n for n in range(len(new_physical_to_logical_map)) if process.keeps_map(model_state, n)]
+    if kept:
+        new_physical_to_logical_map = new_physical_to_logical_map.clone()
+        for layer in kept:
+            new_physical_to_logical_map[layer] = process.kept_row(model_state, layer)
     rows = _on_host(new_physical_to_logical_map)
     if all(process.is_served(model_state, row, n) for n, row in enumerate(rows)):
         return

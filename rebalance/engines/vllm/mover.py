@@ -4,10 +4,13 @@ vLLM's own communicator moves the experts, on a group of its own whose deadline 
 A digest of each record that arrives decides whether it is used. A wrong record is asked for once
 more, of another holder where there is one. What is still missing is staged from the records that
 were kept at the load (``rebalance/stage/kept_records.py``): host memory, another host, disk. If any
-rank is left without a right record, all ranks repeat the batch by vLLM's communicator, unchecked.
+rank is left without a right record, all ranks look at the slots that they serve:
 
-Digests are those of the kept records, else taken from a layer before its first move and exchanged;
-replicas must have the same.
+    most slots of the layer are wrong   the weights were replaced: vLLM's own communicator moves
+    some are wrong                      the layer keeps its map, so that no wrong byte spreads
+    none is wrong                       the links are: vLLM's own communicator moves, unchecked
+
+Digests are taken and exchanged after the load; replicas must have the same.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             self._peers: Any = own_on(links)
             self._abandoned: object = None  # what operations of broken links may still write to
             self.kept: Kept | None = None  # records of this model, alike on all ranks
-            self.num_checked = self.num_wrong = self.num_repeated = 0
+            self.unmoved: set[int] = set()  # layers that keep their map at the next commit
+            self.num_checked = self.num_wrong = self.num_repeated = self.num_kept = 0
 
         @property
         def needs_profile_buffer_reservation(self) -> bool:
@@ -106,8 +110,21 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             shape = len(self._weights), self._num_experts
             if process.decisions.keeps_layer(self._old, self._layer, *shape):
                 return  # on all ranks: nobody sends or receives
-            if not process.is_on("mover") or not self._is_moved(sends, recvs):
-                self._move(self._own, sends, recvs)
+            if process.is_on("mover") and (
+                self._is_moved(sends, recvs) or self._layer in self.unmoved
+            ):
+                return
+            self._move(self._own, sends, recvs)
+
+        def take_references(self, held: np.ndarray) -> None:
+            """Agree on the digests of all experts after the load; collective.
+
+            Args:
+                held: [L, S] the map of the load.
+            """
+            for layer, row in enumerate(held):
+                self._old, self._layer = np.array(row, dtype=np.int64), layer
+                self._digests()
 
         def _move(self, by: Any, sends: list[Transfer], recvs: list[Transfer]) -> None:
             for tensors, rank, expert in sends:
@@ -130,15 +147,46 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
                         set_part("vllm", "mover", is_on=self._peers is not None)
                         return True
                 set_part("vllm", "mover", is_on=False)
-                if (kept := self._right_records()) is not None:
+                wrong, num_wrong = self._wrong_slots()
+                if 2 * num_wrong > len(self._old):
+                    self._forget()
+                elif (kept := self.kept) is not None:
                     recvs = [one for one in recvs if not kept.restore(self._layer, one[2], one[0])]
                     if not self._anywhere(len(recvs)):
                         return True
-            # The weights may have been replaced since: taken again before the next move.
-            self._known.pop(self._layer, None)
+            if self._known and num_wrong:
+                self._keep_map(wrong)
+                return False
             self.num_repeated += 1
             log.error("layer %d: moved by vLLM's own communicator, unchecked", self._layer)
             return False
+
+        def _wrong_slots(self) -> tuple[list[int], int]:
+            """Slots of this rank without their expert's bytes, and how many all ranks have."""
+            expected, weights = self._digests(), self._weights[self._layer]
+            own = self._rows(self._group.rank_in_group)
+            wrong = [
+                place
+                for place, expert in enumerate(own)
+                if digest_of(bytes_of(rows_of(weights, place))) != expected.get(int(expert))
+            ]
+            return wrong, self._summed(len(wrong))[0]
+
+        def _forget(self) -> None:
+            """Drop digests and records of the load: the weights were replaced since."""
+            self._known.clear()  # taken again before the next move of each layer
+            if self.kept is not None:
+                self.kept = None
+                process.records_ended("the weights were replaced since the load")
+
+        def _keep_map(self, wrong: list[int]) -> None:
+            """Have the layer serve as before; the placement check names the tensors."""
+            self.unmoved.add(self._layer)
+            self.num_kept += 1
+            first = self._group.rank_in_group * self._weights[0][0].shape[0]
+            slots = [first + place for place in wrong]
+            log.error("layer %d keeps its map: wrong bytes in slots %s", self._layer, slots)
+            process.suspect(self._layer, wrong)
 
         def _missing_of_peers(
             self, sends: list[Transfer], recvs: list[Transfer], expected: dict[int, Digest]
@@ -178,29 +226,12 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             ]
             return sends, recvs
 
-        def _right_records(self) -> Kept | None:
-            """The kept records, if they are of the weights that serve; alike on all ranks.
-
-            Where most slots of a layer have other bytes than at the load, the weights were
-            replaced, and records would bring back the old ones.
-            """
-            if self.kept is None:
-                return None
-            own = self._rows(self._group.rank_in_group)
-            wrong = self.kept.wrong(self._layer, own, self._weights[self._layer])
-            if 2 * self._summed(len(wrong))[0] <= len(self._old):
-                return self.kept
-            self.kept = None
-            self._known.clear()
-            process.records_ended("the weights were replaced since the load")
-            return None
-
         def _rows(self, rank: int) -> Any:
             num_local = self._weights[0][0].shape[0]
             return self._old[rank * num_local :][:num_local]
 
         def _digests(self) -> dict[int, Digest]:
-            """Digest of each expert of the layer; collective at the first move of a layer."""
+            """Digest of each expert of the layer; collective after ``_forget`` and the load."""
             layer, kept = self._layer, self.kept
             if layer not in self._known:
                 if kept is not None:

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from eplb.settings.loader import CONFIG_VARIABLE
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.start import load_plugin
+from rebalance.engines.common.start import load_plugin, show_log
 
 if TYPE_CHECKING:
     from rebalance.engines.common.plugin_settings import PluginSettings
@@ -24,6 +25,8 @@ def register() -> None:
 
     Without its trace vLLM refuses the strategy ``eplb_trace``, which it does not know then.
     """
+    if os.environ.get(CONFIG_VARIABLE):
+        show_log()
     load(os.environ)
     if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") == "eplb_trace":
         try:

@@ -75,7 +75,11 @@ def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray
     if group.world_size > 1:
         dist.broadcast(message, src=group.ranks[0], group=group.cpu_group)
     wanted, repeats = message.numpy()
-    process.decisions.add(Decision(held, wanted.copy(), repeats.copy(), num_experts))
+    standing = process.decisions.of_map(held, num_experts)
+    # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
+    is_planned = (standing is not None and standing.is_planned) or not np.array_equal(wanted, held)
+    made = Decision(held, wanted.copy(), repeats.copy(), num_experts, is_planned)
+    process.decisions.add(made)
     return np.array(wanted)
 
 
@@ -90,7 +94,8 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
         return standing_map
     began = time.monotonic()
     try:
-        plan = planned(load, held, process.system, process.settings, is_first=standing is None)
+        is_first = standing is None or not standing.is_planned
+        plan = planned(load, held, process.system, process.settings, is_first=is_first)
         target = plan.target.slot_to_expert.astype(np.int64)
         repeats = np.zeros_like(held)
         if process.is_on("shares"):

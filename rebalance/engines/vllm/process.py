@@ -19,14 +19,21 @@ import torch.distributed as dist
 
 import eplb
 from eplb.core.load import Phase
-from eplb.errors import RankError
+from eplb.errors import MigrationError, RankError
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, Outcome, Question
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.records import Kept, Tensors, capture, num_bytes_of, rows_of
+from rebalance.engines.common.records import (
+    Kept,
+    Tensors,
+    capture,
+    num_bytes_of,
+    rows_of,
+    together,
+)
 from rebalance.engines.common.start import Joined, facts_of, join
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
@@ -109,6 +116,11 @@ class PluginProcess:
                 raise RankError(
                     "enable_elastic_ep is set, expected a fixed number of ranks: the plug-in was "
                     "not tested with elastic expert parallelism"
+                )
+            if (stages := getattr(state.parallel_config, "pipeline_parallel_size", 1)) > 1:
+                raise RankError(
+                    f"pipeline_parallel_size is {stages}, expected 1: samples and maps of the "
+                    "stages would be of one run"
                 )
             self._joined = join(
                 "vllm",
@@ -211,9 +223,41 @@ class PluginProcess:
 
         model = f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}"
         self.kept = capture(find, self.group.cpu_group, self.settings, model)
-        if self.kept is not None and self._target is not None:
-            self._target.model_state.communicator.kept = self.kept
         set_part("vllm", "records", is_on=self.kept is not None)
+        try:
+            target = together(self._taken_over, self.group.cpu_group)
+        except MigrationError as exc:
+            log.error("experts are checked from the first move of each layer on: %s", exc)
+            return
+        target.model_state.communicator.kept = self.kept
+        target.model_state.communicator.take_references(target.held)
+
+    def is_unmoved(self, expert_weights: Any) -> bool:
+        """Whether these weights are of a layer that keeps its map, so that nothing is copied."""
+        return any(
+            served.model.expert_weights[layer] is expert_weights
+            for served in self._served
+            for layer in getattr(served.model_state.communicator, "unmoved", ())
+        )
+
+    def keeps_map(self, model_state: Any, layer: int) -> bool:
+        """Whether a layer keeps its map at this commit; asked once for each commit."""
+        unmoved: set[int] = getattr(model_state.communicator, "unmoved", set())
+        is_kept = layer in unmoved and self._of(model_state) is not None
+        unmoved.discard(layer)
+        return is_kept
+
+    def kept_row(self, model_state: Any, layer: int) -> torch.Tensor:
+        """[P] the map that a layer serves."""
+        served = self._of(model_state)
+        assert served is not None, "a layer of a model that was taken over"
+        return torch.from_numpy(served.held[layer].copy())
+
+    def suspect(self, layer: int, wrong: list[int]) -> None:
+        """Have the placement check look next at slots 0 .. C - 1 of this rank. Any thread."""
+        if self.checks is not None:
+            for place in wrong:
+                self.checks.look_first(layer, place)
 
     def records_ended(self, why: str) -> None:
         """Note that the kept records are not used any more."""

@@ -13,15 +13,19 @@ from rebalance.engines.vllm import policy
 from telemetry import open_store
 from telemetry.load.reader import RunReader
 from tests.support.engines.ranks import (
+    EACH,
     INTERVAL,
     NAME,
     NUM_EXPERTS,
     NUM_LAYERS,
     NUM_RANKS,
     NUM_SLOTS,
+    WINDOW,
+    check_slots,
     config_in,
     config_with_records,
     look_in_every_pass,
+    on_all,
     on_ranks,
     settings_in,
 )
@@ -61,27 +65,40 @@ def test_store_has_every_token_by_phase(tmp_path: Path) -> None:
     assert sum(window.is_complete for window in windows) == 8
 
 
-def lost(rank: int, config: Path) -> dict[str, Any]:
+def lost(rank: int, config: Path, is_async: bool) -> dict[str, Any]:
     """A rank loses all its experts of a layer, and there are no records."""
-    made = make_rank(rank, config)
-    made.steps(2 * INTERVAL)
+    look_in_every_pass()
+    made = make_rank(rank, config, is_async=is_async)
+    made.until_maps(2)
     if rank == 1:
         made.lose(2)
-    made.steps(8 * INTERVAL, is_checked=False)
-    return made.result()
+    made.until_maps(6, is_checked=False)
+    made.visit_all()
+    for layer in range(NUM_LAYERS):
+        if (rank, layer) != (1, 2):
+            check_slots(layer, made.layers[layer], made.held[layer, rank * EACH :][:EACH], 0)
+    return made.result() | {"kept": made.mover.num_kept}
 
 
-def test_lost_experts_without_records_are_left_to_vllm_on_all_ranks(tmp_path: Path) -> None:
-    found = on_ranks(lost, config_in(tmp_path, engine__records="off"))
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_wrong_bytes_without_records_spread_to_no_other_rank(
+    is_async: bool, tmp_path: Path
+) -> None:
+    found = on_ranks(lost, config_in(tmp_path, engine__records="off"), is_async)
 
-    assert found[0]["repeated"] > 0
-    assert len({one["repeated"] for one in found}) == 1
+    assert len({one["kept"] for one in found}) == 1
+    assert found[0]["kept"] > 0
+    assert [one["repeated"] for one in found] == [0] * NUM_RANKS
     assert [one["from host"] for one in found] == [0] * NUM_RANKS
+    # Each wrong slot is reported with its tensors, and no other slot of any rank.
+    assert [bool(one["faults"]) for one in found] == [False, True, False, False]
+    assert all(one["map"] == found[0]["map"] for one in found)
 
 
 def failing_plan(rank: int, config: Path) -> dict[str, Any]:
     """Every plan after the first three maps raises on rank 0."""
     made = make_rank(rank, config)
+    made.until_it_may_move()
     made.steps(3 * INTERVAL)
     before = made.held.tolist(), made.lists
 
@@ -105,13 +122,19 @@ def with_draft(rank: int, config: Path, is_async: bool) -> dict[str, Any]:
     """Steps with a draft model, which vLLM adds before its target; both weights are checked."""
     look_in_every_pass()
     made = make_rank(rank, config, is_async=is_async, has_draft=True)
+    made.until_it_may_move()
     draft, target = made.state.model_states.values()
     start = draft.physical_to_logical_map.clone()
     with_lists = [0, 0]
-    for _ in range(PASSES):
+
+    def has_moved() -> bool:
+        return bool(all(with_lists) and (draft.physical_to_logical_map != start).any())
+
+    while not on_all(has_moved()):
         made.steps()
         for place, found in enumerate((draft, target)):
             with_lists[place] += bool((found.logical_replica_count > NUM_SLOTS).any())
+    made.steps(-made.passes % WINDOW)  # whole samples
     moved = int((draft.physical_to_logical_map != start).sum())
     repeated = draft.communicator.num_repeated
     made.visit_all()
@@ -140,6 +163,6 @@ def test_draft_model_is_balanced_too_and_the_target_is_reported(
     assert committed.placement.slot_to_expert.shape == (NUM_LAYERS, NUM_SLOTS)
     assert committed.placement.num_experts == NUM_EXPERTS
     tokens = sum(int(one.tokens.sum()) for one in samples)
-    assert tokens == NUM_RANKS * PASSES * ROWS * TOP_K * NUM_LAYERS
+    assert tokens == NUM_RANKS * found[0]["passes"] * ROWS * TOP_K * NUM_LAYERS
     if not is_async:
         assert committed.placement.slot_to_expert.tolist() == found[0]["map"]

@@ -17,22 +17,37 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 from vllm.distributed.eplb import eplb_state
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
+from eplb.core.model import ModelShape
+from eplb.migration.serialisation import model_to_dict
+from rebalance.engines.common.messages import Identity
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.store_process import StoreProcess
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
+from telemetry.state.runs import RunInfo
+from tests.support.limits import NEVER_S
+from tests.support.redis_servers import free_port
 
 SEED, LAYERS, EXPERTS, SLOTS, RANKS = 20261122, 4, 32, 40, 8
 
 
 @pytest.fixture
 def policy() -> Any:
-    """The policy of one process, as after the ranks have joined."""
+    return policy_of(made_process())
+
+
+def made_process() -> PluginProcess:
+    """The plug-in of one process, as after the ranks have joined."""
     process = PluginProcess(PluginSettings())
     process.group = SimpleNamespace(rank_in_group=0, world_size=1, ranks=[0], cpu_group=None)
     process.system = System(RANKS, 1, 1, 0)
     for part in ("policy", "shares"):
         process._switch(part, is_on=True)
+    return process
+
+
+def policy_of(process: PluginProcess) -> Any:
     return policy_class(process, DefaultEplbPolicy)
 
 
@@ -59,6 +74,25 @@ def test_map_has_the_type_of_vllm_and_no_duplicate_on_a_rank(policy: Any) -> Non
     assert (held.dtype, held.device.type, held.shape) == (torch.int64, "cpu", (LAYERS, SLOTS))
     assert duplicates(held) == 0
     assert all(set(row) == set(range(EXPERTS)) for row in held.tolist())
+
+
+def test_first_plan_moves_any_number_also_after_the_switches_kept_the_map(policy: Any) -> None:
+    load, first = load_of(SEED), first_map()
+    moved_at_once = policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, first)
+    process = made_process()
+    described = model_to_dict(ModelShape(tuple(range(LAYERS)), EXPERTS, 1, 1, 1)), {}
+    no_store = f"redis://127.0.0.1:{free_port()}"
+    identity = Identity("d", no_store, 0, RunInfo("run", 0.0, *described, 64))
+    process.recorder = StoreProcess("vllm", identity)
+
+    kept = policy_of(process).rebalance_experts(load, SLOTS, 1, 1, RANKS, first)
+    process.recorder.close(NEVER_S)
+    process.recorder = None
+    moved = policy_of(process).rebalance_experts(load, SLOTS, 1, 1, RANKS, kept)
+
+    assert torch.equal(kept, first)
+    assert torch.equal(moved, moved_at_once)
+    assert (moved != first).sum() > PluginSettings().engine.max_moved * moved.numel()
 
 
 def test_load_of_zero_keeps_the_map(policy: Any) -> None:

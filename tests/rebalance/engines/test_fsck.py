@@ -110,6 +110,18 @@ def test_tensors_are_found_once_and_counters_are_left_out() -> None:
     assert [name for name, _ in factors] == ["factor"]
 
 
+@pytest.mark.parametrize("name", ["e_score_correction_bias", "expert_bias", "per_expert_scale"])
+def test_tensor_of_the_router_with_a_row_for_each_slot_stays_when_experts_move(name: str) -> None:
+    ranks = ranks_with(1)
+    for rank in ranks:
+        for layer in rank.layers:  # by expert, of a model with as many experts as slots
+            layer.register_parameter(name, torch.nn.Parameter(torch.arange(SLOTS) / 7))
+    checks, faults = checks_of(ranks)
+    move(ranks, 2)
+
+    assert (faults, found_by(checks)) == ([], set())
+
+
 @pytest.mark.parametrize("name", ["weight", "scale", "alpha", "table"])
 def test_every_planted_slot_fault_is_found_with_its_slot(name: str) -> None:
     ranks = ranks_with(3)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from api.config.tree import Settings
 from eplb.errors import ConfigError
-from rebalance.engines.common.plugin_settings import settings_of
+from rebalance.engines.common.plugin_settings import PluginSettings, settings_of
 from rebalance.engines.vllm.plugin import load
 from tests.support.documents import files_of
+from tests.support.repository import ROOT
 
 
 def named(text: str, folder: Path) -> dict[str, str]:
@@ -70,12 +76,51 @@ def test_settings_come_from_the_file_of_the_deployment(tmp_path: Path) -> None:
         ("[deployment]\nname='d'\n[engine]\nshares='few'", "shares is 'few' in .* true or false"),
         ("[deployment]\nname='d'\n[engine]\nmax_moved=2.0", "max_moved is 2.0 in .* at most 1"),
         ("[deployment]\nname='d'\n[telemetry]\nsample_steps=5", "expected a divisor"),
+        ("[deployment]\nname='d'\nstor='x'", "'deployment.stor' in .*: .*deployment.store"),
+        (
+            "[deployment]\nname='d'\n[telemetry]\nsample_step=4",
+            "'telemetry.sample_step' in .*: .*telemetry.sample_steps",
+        ),
+        ("[deployment]\nname='d'\n[engines]\ntap=true", "'engines.tap' in .*: .*engine.tap"),
         ("deployment = 3", "deployment is 3 in .*, expected a table"),
     ],
 )
 def test_wrong_file_is_refused_with_a_sentence(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         settings_of(named(text, tmp_path))
+
+
+def test_settings_of_the_commands_are_no_misspelt_ones(tmp_path: Path) -> None:
+    others = [path for path in Settings.known if path not in PluginSettings.known]
+    text = "\n".join(f"{path} = 1" for path in others if not path.startswith("engine."))
+
+    assert settings_of(named(f"deployment.name = 'd'\n{text}", tmp_path)) is not None
+
+
+LOADS = """
+import os, sys
+from rebalance.engines.vllm.plugin import register
+register()
+"""
+
+
+def test_log_of_a_plugin_has_a_prefix_in_a_process_that_configures_none(tmp_path: Path) -> None:
+    environ = os.environ | named("[deployment]\nname='d'\n[engine]\ntaps=true", tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADS], env=environ, cwd=ROOT, capture_output=True, text=True
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert re.match(r"EPLB ERROR .* the EPLB plug-in is not loaded: unknown key", ended.stderr)
+
+
+def test_process_without_a_deployment_logs_nothing() -> None:
+    environ = {name: text for name, text in os.environ.items() if name != "EPLB_CONFIG"}
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADS], env=environ, cwd=ROOT, capture_output=True, text=True
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_file_that_is_missing_leaves_the_engine_alone(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb.errors import MigrationError
 from rebalance.engines.common.fsck import check
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.report import FAULT, REPAIRED
@@ -113,6 +114,13 @@ def test_offered_record_is_given_back_with_every_tensor(model: Model, kept: Kept
     assert not kept.is_right(1, 2, [tensor[2] for tensor in model.moved(5)])
     assert kept.restore(1, 2, [tensor[2] for tensor in model.moved(5)])
     assert all(torch.equal(*both) for both in zip(model.moved(5), expected, strict=True))
+
+
+def test_closed_records_are_not_brought_by_a_new_connection(kept: Kept) -> None:
+    kept.close()
+
+    with pytest.raises(MigrationError, match="are closed"):
+        kept.bring(0, 3)
 
 
 def test_damaged_slot_is_repaired_from_its_record_between_two_passes(

@@ -22,13 +22,22 @@ from eplb.errors import PlacementError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.report import PARTS, report_of
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Identity, MapChange, Noted, Outcome, Question, Window
+from rebalance.engines.common.messages import (
+    UNREAD,
+    Identity,
+    MapChange,
+    Noted,
+    Outcome,
+    Question,
+    Window,
+)
 from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
 from rebalance.engines.common.tap import Counted
 from telemetry import open_store
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.redis_servers import RedisProcess, free_port
 from tests.support.repository import ROOT
 
 DEPLOYMENT = "prod"
@@ -207,6 +216,30 @@ def test_samples_beyond_the_limit_are_dropped_and_counted(process: StoreProcess)
         process.add(counted(step))
     assert process.num_dropped == 3
     process._waiting.clear()
+
+
+def test_nothing_may_move_while_the_switches_cannot_be_read(tmp_path: Path) -> None:
+    port = free_port()
+    server = RedisProcess(tmp_path / "redis", {"port": str(port)})
+    server.kill()
+    made = StoreProcess("vllm", Identity(DEPLOYMENT, f"redis://127.0.0.1:{port}", 0, INFO))
+    at_the_start = made.why_kept
+    until(lambda: made.num_failures)  # the process has tried, and has said so
+    without_a_store = made.why_kept
+    server.start()
+    until(lambda: not made.why_kept)
+    server.kill()
+    until(lambda: made.why_kept)
+    after_its_loss = made.why_kept
+    server.start()
+    until(lambda: not made.why_kept)
+    assert made.pid is not None
+    os.kill(made.pid, signal.SIGKILL)
+    until(lambda: made.why_kept)
+    made.close(NEVER_S)
+    server.kill()
+
+    assert {at_the_start, without_a_store, after_its_loss} == {UNREAD}
 
 
 def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: StoreProcess) -> None:

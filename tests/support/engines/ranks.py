@@ -189,6 +189,10 @@ class EngineRank:
         while not on_all(self.rank == 0 and bool(holds())):
             self.steps(WINDOW)
 
+    def until_it_may_move(self) -> None:
+        """Step until the switches of the deployment are read."""
+        self.until(lambda: not self.recorder.why_kept)
+
     def check_weights(self, added: int = 0) -> None:
         """Every live slot has the bytes of the expert that the map names.
 

@@ -11,6 +11,7 @@ Shapes:  S slots of all ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -132,6 +133,7 @@ class PlacementCheck:
         self._view, self._references, self._clock, self._part = view, references, clock, part
         self._digests = RecordDigests()
         self._looked: _Looked | None = None
+        self._first: deque[tuple[int, int]] = deque()  # layers and slots before the next one
         self._place = 0
         self._since, self._cost_s = clock(), 0.0
         self.num_slots = len(view.rows) * view.num_own  # slots of this rank in all layers
@@ -157,16 +159,28 @@ class PlacementCheck:
         self._cost_s = self._since - begin + device_s
         return faults
 
+    def look_first(self, layer: int, place: int) -> None:
+        """Look at a slot before all others.
+
+        Args:
+            layer: position among the layers of the view.
+            place: the slot of this rank, 0..C-1.
+        """
+        self._first.append((layer, place))
+
     def forget_look(self) -> None:
         """Judge nothing of a slot that was looked at: slots have other bytes by now."""
         self._looked = None
 
     def _look(self) -> _Looked:
         view = self._view
-        layer, slot = divmod(self._place, view.num_own)
+        if self._first:
+            layer, slot = self._first.popleft()
+        else:
+            layer, slot = divmod(self._place, view.num_own)
+            self._place = (self._place + 1) % self.num_slots
+            self.num_rounds += self._place == 0
         row = view.rows[layer]
-        self._place = (self._place + 1) % self.num_slots
-        self.num_rounds += self._place == 0
         expert = int(view.held(row)[view.slot(slot)])
         tensors, factors = view.tensors(row)
         found = [(one.name, expert, self._order(one.record(slot))) for one in tensors]

@@ -137,6 +137,16 @@ class RankCheck:
             set_part(self._engine, "placement", is_on=False)
             log.warning("placement check ended: %s: %s", type(exc).__name__, exc)
 
+    def look_first(self, layer: int, place: int) -> None:
+        """Look next at a slot of this rank that another part found wrong.
+
+        Args:
+            layer: position among the checked layers.
+            place: the slot, 0..C-1.
+        """
+        if self._check is not None:
+            self._check.look_first(layer, place)
+
     def _note(self, faults: list[Fault]) -> None:
         if faults:
             set_part(self._engine, "placement", is_on=False)

@@ -83,7 +83,7 @@ class EngineView:
         ]
         factors = []
         for name, tensor in named.values():
-            if tensor.dtype in WHOLE or tensor.device.type == "meta":
+            if tensor.dtype in WHOLE or tensor.device.type == "meta" or is_of_router(name, tensor):
                 continue
             if tensor.numel() == 1:
                 factors.append((name, tensor))
@@ -92,6 +92,15 @@ class EngineView:
             elif tensor.dim() and tensor.shape[0] == self.num_own * self.num_ranks:
                 slots.append(SlotTensor(name, tensor, self.slot(0)))
         return slots, sorted(factors, key=lambda one: one[0])
+
+
+def is_of_router(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one number for each expert, which routing reads.
+
+    Without redundant experts it has as many rows as there are slots, and it stays in place when
+    experts move. The biases of experts themselves have a row of numbers for each slot.
+    """
+    return tensor.dim() == 1 and ("bias" in name or name == "per_expert_scale")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

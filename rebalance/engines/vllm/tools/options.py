@@ -73,6 +73,12 @@ class Options:
         """Whether a switch is on."""
         return self.values.get(switch, "false") == "true"
 
+    @property
+    def uses_ray(self) -> bool:
+        """Whether Ray starts processes, which get few variables of the environment."""
+        names = "distributed-executor-backend", "data-parallel-backend"
+        return "ray" in (self.values.get(name) for name in names)
+
     def size(self, name: str) -> int:
         """A number of ranks, 1 by default."""
         value = self.values.get(name, "1")
@@ -193,6 +199,9 @@ def _of_deployment(options: Options, ranks: int) -> Iterator[Remark]:
         yield Remark("all2all-backend", f"moonep, {refused}", "another back end")
     if options.values.get("load-format") == "ipc_cache":
         yield Remark("load-format", f"ipc_cache, {refused}", "another format")
+    if (stages := options.size("pipeline-parallel-size")) > 1:
+        found = f"{stages}: the plug-in stays off, its deployment has one group of ranks"
+        yield Remark("pipeline-parallel-size", found, "1")
     if options.has("enable-elastic-ep"):
         found = "given: the plug-in stays off, it was not tested with a changing number of ranks"
         yield Remark("enable-elastic-ep", found, "a fixed number of ranks")
