@@ -130,7 +130,7 @@ class Monitor:
         self._windows: dict[int, Window] = {}  # by index, oldest first
         self._scores: dict[int, WindowScore] = {}  # by index, oldest first
         self._time_of: dict[int, float] = {}  # window -> time of its newest sample
-        self._unread: int | None = None  # stored samples of the run that are never read
+        self._num_pruned: int | None = None  # stored samples of the run that are never read
         if info is None:
             return
         self._outages.begin_run()
@@ -175,7 +175,7 @@ class Monitor:
         self._committed = self.store.committed()
         self._published = self.store.published()
         self._controller = leadership(self.store, now)
-        if now - self._versions_at >= VERSIONS_S:
+        if not 0 <= now - self._versions_at < VERSIONS_S:  # below 0: the clock was set back
             self._versions_at = now
             found = {one.component: one.version for one in serving(self.store, now)}
             beats = sorted(heartbeats(self.store, now), key=lambda one: (one.component, one.name))
@@ -245,7 +245,7 @@ class Monitor:
         page = min(SAMPLES_PER_READ, max(1, self._topology.num_ranks * KEPT_WINDOWS // 2))
         limit_s = tokens_due_s(self._stalled_after_s, self._sample_every_s())
         num_stored = 0
-        if self._unread is None:
+        if self._num_pruned is None:
             num_stored = sum(self.store.sample_counts(self._reader.run.run).values())
         for accepted in self._reader.read(page):
             for sample in accepted:
@@ -253,8 +253,8 @@ class Monitor:
                 self._note_sample(sample)
             self._score_windows()
         self._score_windows()
-        if self._unread is None:
-            self._unread = max(0, num_stored - self._reader.num_read)
+        if self._num_pruned is None:
+            self._num_pruned = max(0, num_stored - self._reader.num_read)
 
     def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
@@ -424,7 +424,7 @@ class Monitor:
             ),
             decisions=self._decisions.decisions(),
             last_rebalance=rebalances[0] if rebalances else None,
-            samples_stored=self._reader.num_read + (self._unread or 0) if info else 0,
+            samples_stored=self._reader.num_read + (self._num_pruned or 0) if info else 0,
             samples_lost=of_ranks[("samples_lost",)],
             movement=control.movement,
             observe=control.observe,

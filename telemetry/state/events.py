@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
 from eplb.migration.build import Migration
-from telemetry.state.backend import HEAD, Change, JournalLine
+from telemetry.state.backend import Change, JournalLine, Range, Table
 from telemetry.state.codec import decode, encode, from_json, from_record, to_json
 from telemetry.state.part import Part
 from telemetry.state.runs import Details
@@ -33,6 +33,9 @@ OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 OUTAGE = "outage"  # kind: tokens came again after a time without any
 STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
+
+OUTAGES = Table("outages", is_ordered=True)  # by their ends
+KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in
 
 T = TypeVar("T")
 
@@ -102,16 +105,16 @@ class EventPart(Part):
         return event_id
 
     def add_outage(self, outage: Outage) -> None:
-        """Record an outage, unless it is the latest one on record: services may find it at once."""
+        """Record an outage, unless it is on record: several services may find it at once."""
 
         def decision(change: Change) -> None:
-            latest = change.get(HEAD, OUTAGE)
-            if latest and decode(Outage, latest, "the latest outage").overlaps(outage):
-                return
-            change.put(HEAD, OUTAGE, encode(outage))
-            note(change, OUTAGE, outage)
+            later = change.scan(OUTAGES, Range(after=outage.start))
+            if not any(decode(Outage, one, "an outage").overlaps(outage) for _, one in later):
+                change.put(OUTAGES, repr(outage.start), encode(outage), order=outage.end)
+                note(change, OUTAGE, outage)
 
         self.backend.decide("an outage that ended", decision)
+        self.backend.prune(OUTAGES, outage.end - KEPT_OUTAGES_S)
 
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``, oldest first."""
