@@ -24,19 +24,21 @@ PROTOCOL = 2
 OLDEST_PROTOCOL = PROTOCOL - 1  # the oldest that this release works with
 
 RANKS, CONTROLLER, HOST_CACHE = "ranks", "controller", "host cache"
-NAMES = {RANKS: "the ranks", CONTROLLER: "the controller", HOST_CACHE: "the host cache"}
+LAUNCHER, SERVICE = "launcher", "service"
+NAMES = {one: f"the {one}" for one in (RANKS, CONTROLLER, HOST_CACHE, LAUNCHER, SERVICE)}
 
 
 @dataclass(frozen=True)
 class Announcement:
     """The version of one process, or of all ranks of one start, as it joins a deployment."""
 
-    component: str  # RANKS, CONTROLLER, HOST_CACHE
-    name: str  # start of the ranks, holder of the controller's lease, number of the host
+    component: str  # a key of NAMES
+    name: str  # start of the ranks; name of the controller's or service's process; number of a host
     software: str = __version__
     protocol: int = PROTOCOL
     oldest: int = OLDEST_PROTOCOL  # protocol of the others
     time: float = 0.0  # seconds since the epoch, by the store's clock
+    every_s: float = 0.0  # until the next announcement; 0: there is none
 
     @property
     def version(self) -> str:
@@ -60,7 +62,8 @@ def announcement_from_dict(found: Mapping[str, Any]) -> Announcement:
         if type(found.get(name)) is not kind:
             raise ValueError(f"{name} is {found.get(name)!r}, expected {kind.__name__}")
     known = {name: found[name] for name in kinds}
-    return Announcement(**known, time=float(found.get("time", 0.0)))
+    time, every_s = float(found.get("time", 0.0)), float(found.get("every_s", 0.0))
+    return Announcement(**known, time=time, every_s=every_s)
 
 
 def refusal(joining: Announcement, present: Announcement) -> str:

@@ -76,13 +76,11 @@ class Figures:
 
     dispatcher: str  # which one, and why
     first_token: float | None = None  # seconds since the epoch
-    last_token: float | None = None
     step_ms: list[float] = field(default_factory=list)
 
     def stepped(self, took_s: float) -> None:
         """Record the end of a step."""
-        self.last_token = time.time()
-        self.first_token = self.first_token or self.last_token
+        self.first_token = self.first_token or time.time()
         self.step_ms.append(took_s * 1e3)
 
 

@@ -34,6 +34,7 @@ from api.demo.summary import (
     write_summary,
 )
 from api.deploy.local_ranks import EXIT_DEADLINE_S, HALT_DEADLINE_S
+from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.processes.commands import (
     Command,
@@ -46,6 +47,7 @@ from api.processes.deployment_lease import DeploymentLease
 from api.processes.supervision import Supervisor, note_in
 from api.terminal.live import LiveView, look_at
 from eplb.errors import RankError, StoreError
+from telemetry.state.events import OUTAGE, outage_of
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
@@ -98,13 +100,13 @@ class Demo:
         self._options, self._prepared, self._store = options, prepared, store
         self._deployment, self._lease = prepared.deployment, lease
         self._since = since  # id of the latest event before the start
-        self._console, self._monitor = console, Monitor(store)
+        self._console, self._monitor = console, Monitor(store, history=History())
+        self._began = store.backend.now()
         self._supervisor = Supervisor(self._deployment.settings.supervision)
         self._commands = Commands(self._supervisor, note_in(store))
         self.checks: list[CheckedStep] = []
         self._checks_read = 0
         self._runs: list[str] = []  # starts of the ranks that have served
-        self._unserved_s = 0.0
         self._launchers: list[Command] = []
 
     def start(self) -> None:
@@ -238,12 +240,6 @@ class Demo:
         first = [float(state.detail.get("first_token") or 0.0) for state in states]
         if len(states) < self._deployment.topology.num_ranks or not all(first):
             return
-        if self._runs:
-            last = [figures["last_token"] or 0.0 for figures in self._figures(self._runs[-1])]
-            gap_s = round(max(first) - max(last, default=max(first)), 2)
-            self._unserved_s += max(0.0, gap_s)
-            detail = {"reason": "the ranks were started again", "unserved_s": gap_s}
-            self._store.add_event("serving", detail)
         self._runs.append(info.run)
 
     def _is_new(self, run: str) -> bool:
@@ -259,24 +255,23 @@ class Demo:
         self._read_checks()
 
     def _reports(self) -> list[RankReport]:
-        found = self._figures(self._runs[-1])
+        """What the ranks of the latest start have written at their end."""
+        paths = sorted(self._prepared.engine.figures.glob(f"{self._runs[-1]}-rank-*.json"))
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         return found if len(found) == self._deployment.topology.num_ranks else []
-
-    def _figures(self, run: str) -> list[RankReport]:
-        """What ranks of a start have written at their end."""
-        paths = sorted(self._prepared.engine.figures.glob(f"{run}-rank-*.json"))
-        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
     def _summary(
         self, reports: Sequence[RankReport], failure: BaseException | None
     ) -> dict[str, Any]:
         """Build the summary from the known figures; ``missing`` names the others."""
         missing = [f"a regular end: {type(failure).__name__}: {failure}"] if failure else []
-        run, counts = self._runs[-1], None
+        run, counts, unserved_s = self._runs[-1], None, 0.0
         deaths, restarts = len(self._runs) - 1, self._restarts()
         try:
             self._monitor.refresh()
             counts = self._store.sample_counts(run)
+            ended = map(outage_of, self._store.events_backwards({OUTAGE}))
+            unserved_s = sum(one.unserved_s for one in ended if one and one.start >= self._began)
             restarts |= self._restarts_of_service()
         except StoreError as exc:
             missing.append(f"the latest load and the number of samples: {exc}")
@@ -287,7 +282,7 @@ class Demo:
             "controller_restarts": restarts["controller"],
             "restarts": restarts,
             "deaths": deaths,
-            "unserved_s": round(self._unserved_s, 2),
+            "unserved_s": round(unserved_s, 2),
             "missing": missing,
         }
 

@@ -277,7 +277,7 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     """Find out whether the store answers, is of this deployment, and has this host's time."""
     try:
         with closing(deployment.opened_store()) as store:
-            versions = check_versions_here(store, clock)
+            versions = check_versions_here(store)
             if not versions.is_ok:  # nothing else of the store can be relied on
                 yield versions
                 return
@@ -300,16 +300,17 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
     yield versions
 
 
-def check_versions_here(store: StateStore, clock: Clock) -> Finding:
+def check_versions_here(store: StateStore) -> Finding:
     """Compare this release with the processes of the deployment that serve."""
     own = Announcement(RANKS, "")
     try:
         # A controller meets all that serves, so that one wait is enough.
-        check_versions(store, Announcement(CONTROLLER, ""), clock=clock)
-        check_versions(store, own, wait_s=0.0, clock=clock)
+        check_versions(store, Announcement(CONTROLLER, ""))
+        check_versions(store, own, wait_s=0.0)
     except ConfigError as exc:
         return as_finding("versions", exc)
-    shown = "".join(f", {one.component} of {one.version} serve" for one in serving(store, clock()))
+    found = serving(store, store.backend.now())
+    shown = "".join(f", {one.component} of {one.version} serve" for one in found)
     return Finding("versions", f"this is {own.version}{shown or ', nothing serves'}")
 
 

@@ -96,9 +96,9 @@ def record_start(
     detail = {"by": by, "secret": deployment.secret.fingerprint}
     offset_s, error_s = clock_offset(store, START_EVENT, detail, clock)
     if abs(offset_s) > CLOCK_TOLERANCE_S + error_s:
-        # Not refused: the ranks serve. What they report is taken for old, or is of the future.
+        # Not refused: ages and load go by the store's clock.
         log.warning(
-            "clock: %s, expected %s: its ranks count as silent, or their load is not balanced on",
+            "clock: %s, expected %s: logs of this host are dated by it",
             offset_text(offset_s),
             CLOCK_EXPECTED,
         )

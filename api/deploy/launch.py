@@ -35,10 +35,10 @@ from api.interrupts import StopSignals
 from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached
 from api.processes.supervision import Restarts, SupervisionSettings
 from eplb.errors import ConfigError, RankError
-from eplb.versions import RANKS, Announcement
+from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import holder_of
-from telemetry.state.joining import check_versions
+from telemetry.state.joining import Heartbeat, check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
@@ -234,6 +234,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     rank_file = write_rank_file(launch.deployment)
     restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()
+    heart = Heartbeat(launch.deployment.opened_store, LAUNCHER, str(launch.host))
     generation: int | None = None
     died = ""
     while True:
@@ -249,10 +250,12 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             rank: launch.environment(rank_file, local) for local, rank in enumerate(launch.ranks)
         }
         ranks = LocalRanks(launch.command, environs, program=program)
+        heart.start()  # a thread: not before the fork
         notifier.ready()
         notifier.status("")  # what ended the ranks before is over
         how = ranks.wait(stop, notifier.alive)
         if not how or stop.received:
+            heart.retire()
             return 0 if not how else 128 + stop.received
         if ranks.has_refused:
             notifier.status(how)
@@ -264,4 +267,6 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         notifier.status(told)
         say(told)
         if stop.wait(delay_s, notifier.alive):
+            heart.retire()
             return 128 + stop.received
+        heart.stop()

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from threading import Event, Thread
+from threading import Event
 
 from api.deploy.check import check_link_certificate
 from api.deploy.deployment import Deployment
@@ -22,16 +22,15 @@ from api.processes.commands import Notifier, once_reached, set_title
 from api.processes.supervision import REPORT_PERIOD_S
 from eplb.clock import Clock
 from eplb.errors import StoreError
-from eplb.versions import HOST_CACHE, Announcement
+from eplb.versions import CONTROLLER, HOST_CACHE, Announcement
 from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from telemetry.state.events import STARTING
-from telemetry.state.joining import HEARTBEAT_S, check_versions
+from telemetry.state.joining import Heartbeat, check_versions
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
 RETRY_S = 0.5  # after the store failed
-END_DEADLINE_S = 10.0  # for a store to take that a host cache has ended
 START_EVENT_S = 5.0  # interval of events while a controller starts
 Say = Callable[[str], None]
 
@@ -114,12 +113,13 @@ def run_controller(deployment: Deployment, say: Say) -> None:
         )
         say(f"eplb controller: ready for {deployment.name} in {deployment.store_shown}")
         notifier.ready()
-        while not has_to_stop():
-            try:
-                controller.run(has_to_stop, poll_s=POLL_S)
-            except StoreError as exc:
-                log.warning("the controller cannot use the store, trying again: %s", exc)
-                Event().wait(RETRY_S)
+        with Heartbeat(deployment.opened_store, CONTROLLER, holder):
+            while not has_to_stop():
+                try:
+                    controller.run(has_to_stop, poll_s=POLL_S)
+                except StoreError as exc:
+                    log.warning("the controller cannot use the store, trying again: %s", exc)
+                    Event().wait(RETRY_S)
 
 
 def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
@@ -156,32 +156,11 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             f"mode {settings.mode}"
         )
         notifier.ready()
-        mine, ended = Announcement(HOST_CACHE, str(host)), Event()
-        heart = Thread(
-            target=_announce, args=(deployment, mine, ended), name="heartbeat", daemon=True
-        )
-        heart.start()
-        while not stop.received:
-            Event().wait(POLL_S)
-            records.check()  # takes the cache's lock: in a deadlock no progress is reported
-            notifier.alive()
-        ended.set()
-        heart.join(END_DEADLINE_S)
-
-
-def _announce(deployment: Deployment, mine: Announcement, ended: Event) -> None:
-    """Announce a host cache until it has ended; also to a store that lost its contents."""
-    while not ended.wait(HEARTBEAT_S):
-        try:
-            with closing(deployment.opened_store()) as store:
-                store.announce(mine)
-        except StoreError as exc:
-            log.debug("heartbeat not stored: %s", exc)
-    try:
-        with closing(deployment.opened_store()) as store:
-            store.retire(mine)
-    except StoreError as exc:
-        log.warning("the end of the host cache is not stored: %s", exc)
+        with Heartbeat(deployment.opened_store, HOST_CACHE, str(host)):
+            while not stop.received:
+                Event().wait(POLL_S)
+                records.check()  # takes the cache's lock: in a deadlock no progress is reported
+                notifier.alive()
 
 
 def _join_store(deployment: Deployment, host: int) -> None:
@@ -196,6 +175,5 @@ def _join_store(deployment: Deployment, host: int) -> None:
             check_versions(store, mine)
             check_belongs(store, deployment)
             check_same_checkpoint(store, deployment.settings.model)
-            store.announce(mine)
     except StoreError as exc:
         log.warning("host %d: not compared with what the deployment serves: %s", host, exc)

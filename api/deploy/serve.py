@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from socket import socket
 
@@ -23,15 +23,14 @@ from api.interrupts import StopSignals
 from api.processes.commands import Commands, Notifier, once_reached, set_title
 from api.processes.supervision import Kill, Supervisor, note_in
 from eplb import versions
-from eplb.errors import StoreError
 from eplb.settings.addresses import numeric_address
 from rebalance.weights.link.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
 from telemetry import deployments_of, open_store
-from telemetry.state.joining import check_versions
+from telemetry.state.holder import new_holder
+from telemetry.state.joining import Heartbeat, check_versions
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
-LEASE_LOOK_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +111,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
             say(f"eplb serve: the token of that address is in {metrics_token_file}")
         did = "wrote the first placement" if wrote else "found a placement"
         say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
+        stack.enter_context(Heartbeat(deployment.opened_store, versions.SERVICE, new_holder()))
         if store.live().text("stage") == "observe":
             say("eplb serve: stage observe: plans are recorded, nothing moves (operations.md)")
         notifier.ready()
@@ -167,7 +167,7 @@ class Helpers:
         controller: Sequence[str],
         services: Mapping[str, HttpService],
     ) -> None:
-        self._store, self._supervisor, self._controller = store, supervisor, controller
+        self._supervisor, self._controller = supervisor, controller
         self._commands = Commands(supervisor, note_in(store))
         self._http = [
             (
@@ -178,7 +178,6 @@ class Helpers:
             )
             for name, one in services.items()
         ]
-        self._lease_due = 0.0
 
     def start(self) -> None:
         """Start all of them."""
@@ -198,11 +197,6 @@ class Helpers:
                 supervised.ended(f"{supervised.name} exited unexpectedly")
             elif supervised.is_up:
                 supervised.reported()
-        now = self._supervisor.clock()
-        if now >= self._lease_due:
-            self._lease_due = now + LEASE_LOOK_S
-            with suppress(StoreError):  # its age grows, which is what it is for
-                self._supervisor.record_lease(self._store.lease())
 
     def end(self) -> None:
         """End the controller, which gives its lease up."""

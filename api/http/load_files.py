@@ -13,7 +13,6 @@ import json
 import math
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Annotated, Any, Literal, NamedTuple
@@ -94,7 +93,7 @@ def load_file(
             than the first, or too many such files are written now.
         StoreError: the store cannot be read.
     """
-    newest = time.time() + AHEAD_S
+    newest = store.backend.now() + AHEAD_S
     end = newest if until is None else min(until, newest)
     if not _making.acquire(blocking=False):
         why = f"{AT_ONCE} matrices of load are being made, expected fewer"

@@ -57,8 +57,6 @@ def metrics_of(
     level: Level = "default",
     *,
     drift: Drift | None,
-    migration: Migration | None,
-    samples_stored: int,
     backend: str,
     received: NDArray[np.int64] | None = None,
     event_streams: tuple[int, int] | None = None,
@@ -66,19 +64,24 @@ def metrics_of(
     """Give every metric of a deployment; one whose figure is not known yet has no series.
 
     Args:
-        migration: the open one.
-        samples_stored: of this run.
         backend: kind of the store.
         received: [L, R] tokens over all samples; None: they are not asked for.
         event_streams: how many are open, and how many were ended because they were not read.
     """
     yield _gauge("build_info", "1; the label is the version.", {__version__: 1}, "version")
+    grades = {grade.value: grade is seen.state.verdict for grade in Grade}
+    yield _gauge(
+        "verdict", "1 for the verdict of now; its reason is on the page.", grades, "verdict"
+    )
+    yield from _processes(seen)
+    if not seen.is_read:
+        return  # a counter that began at 0 would seem to have been reset
     yield from _health(seen)
     yield from _supervision(seen)
     yield from _balance(seen, drift)
-    yield from _rebalances(seen, migration)
+    yield from _rebalances(seen)
     yield from _moved(seen.counts)
-    yield from _telemetry(seen, samples_stored, backend)
+    yield from _telemetry(seen, backend)
     if event_streams is not None:
         num_open, num_ended = event_streams
         yield _gauge("event_streams", "Open streams of events of this service.", num_open)
@@ -90,10 +93,9 @@ def metrics_of(
 
 def _health(seen: Reading) -> Iterator[Metric]:
     state, counts = seen.state, seen.counts
-    grades = {grade.value: grade is state.verdict for grade in Grade}
-    yield _gauge(
-        "verdict", "1 for the verdict of now; its reason is on the page.", grades, "verdict"
-    )
+    offsets_s = [view.ahead_s for view in state.ranks if view.age_s is not None]
+    offset_help = "How far the clock of a rank's host is ahead of the store's; the largest of all."
+    yield _gauge("clock_offset_seconds", offset_help, max(offsets_s, key=abs, default=None))
     silent_help = "Ranks that did not report lately, or never."
     yield _gauge("ranks_silent", silent_help, len(state.silent_ranks))
     uncounted_help = "Ranks whose counters stay at zero while those of others grow."
@@ -117,17 +119,21 @@ def _health(seen: Reading) -> Iterator[Metric]:
 
 
 def _supervision(seen: Reading) -> Iterator[Metric]:
-    controller, supervision = seen.state.controller, seen.state.supervision
+    controller = seen.state.controller
     yield _gauge("controller_leads", "1 while a controller leads.", not controller.why_none)
-    # By a clock that never jumps where this process supervises the controller.
-    seen_s = supervision.lease_age_s
     lease_help = "Time since a turn of a controller renewed the lease."
-    age_s = controller.turn_age_s if seen_s is None else seen_s
-    yield _gauge("controller_lease_age_seconds", lease_help, age_s)
+    yield _gauge("controller_lease_age_seconds", lease_help, controller.turn_age_s)
+    token_help = "Time since the newest load sample with a token, of any run."
+    yield _gauge("token_age_seconds", token_help, seen.state.token_age_s)
+    unserved_help = "Time without tokens in outages that ended, each from the last token on."
+    yield _counter("unserved_seconds", unserved_help, seen.counts.unserved_s)
+
+
+def _processes(seen: Reading) -> Iterator[Metric]:
     report_ages: dict[str, float] = {}
     restarts: dict[str, float] = {}
     up: dict[str, float] = {}
-    for view in supervision.processes:
+    for view in seen.state.supervision.processes:
         if view.report_age_s is not None:
             report_ages[view.kind] = max(view.report_age_s, report_ages.get(view.kind, 0.0))
         restarts[view.kind] = restarts.get(view.kind, 0.0) + view.restarts
@@ -139,10 +145,6 @@ def _supervision(seen: Reading) -> Iterator[Metric]:
     yield _gauge("process_up", up_help, up, "process")
     restarts_help = "Restarts of processes that do not serve, since the deployment was started."
     yield _counter("process_restarts", restarts_help, restarts, "process")
-    token_help = "Time since the newest load sample with a token."
-    yield _gauge("token_age_seconds", token_help, seen.state.token_age_s)
-    unserved_help = "Time without tokens around restarts of ranks, from the last token on."
-    yield _counter("unserved_seconds", unserved_help, seen.counts.unserved_s)
 
 
 def _balance(seen: Reading, drift: Drift | None) -> Iterator[Metric]:
@@ -167,7 +169,7 @@ def _balance(seen: Reading, drift: Drift | None) -> Iterator[Metric]:
     yield _gauge("drift_score", drift_help, drifts, "layers")
 
 
-def _rebalances(seen: Reading, migration: Migration | None) -> Iterator[Metric]:
+def _rebalances(seen: Reading) -> Iterator[Metric]:
     state, counts = seen.state, seen.counts
     plans_help, plans = "Stored decisions of the controller.", counts.by_label("plans")
     yield _counter("plans", plans_help, plans, "policy", "outcome")
@@ -179,7 +181,9 @@ def _rebalances(seen: Reading, migration: Migration | None) -> Iterator[Metric]:
     phases = {phase: phase == state.phase for phase in PHASES}
     yield _gauge("rebalance_phase", "1 for the phase of the slowest rank.", phases, "phase")
     pending_help = "Layers of the open migration that do not serve on every rank yet."
-    yield _gauge("layers_pending", pending_help, _layers_pending(migration, state.migration))
+    yield _gauge(
+        "layers_pending", pending_help, _layers_pending(seen.open_migration, state.migration)
+    )
     pauses_s = np.array(state.swap_pauses_ms) / 1e3
     quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0} if pauses_s.size else {}
     shown = {agg: float(np.quantile(pauses_s, part)) for agg, part in quantiles.items()}
@@ -228,10 +232,10 @@ def _moved(counts: Counts) -> Iterator[Metric]:
     yield _counter("batch_faults", faults_help, faults, "kind")
 
 
-def _telemetry(seen: Reading, samples_stored: int, backend: str) -> Iterator[Metric]:
+def _telemetry(seen: Reading, backend: str) -> Iterator[Metric]:
     counts = seen.counts
     lost, stored = counts.total("samples_lost"), counts.total("samples_stored")
-    samples = {"stored": samples_stored + stored, "dropped": lost}
+    samples = {"stored": seen.state.samples_stored + stored, "dropped": lost}
     samples |= {name: counts.total("samples_excluded", name) for name in EXCLUDED}
     samples_help = "Load samples: stored, dropped by ranks, excluded by the controller, by reason."
     yield _counter("telemetry_samples", samples_help, samples, "result")

@@ -77,14 +77,11 @@ def metric_families(
         StoreError: the store cannot be read.
     """
     seen, monitor = reader.reading(), reader.monitor
-    run, store = seen.state.run, monitor.store
     found = metrics_of(
         seen,
         level,
         drift=monitor.drift(seen),
-        migration=store.published(),
-        samples_stored=sum(store.sample_counts(run).values()) if run is not None else 0,
-        backend=store.backend.kind,
+        backend=monitor.store.backend.kind,
         received=monitor.received() if level == "rank" else None,
         event_streams=event_streams,
     )

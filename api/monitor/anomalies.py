@@ -3,7 +3,8 @@
     findings of each reading --> opened, renewed, ended
     events of the store      --> ended at once; they are read again after a restart
 
-Findings are kept in the memory of the service, so those that ended before it began are not known.
+A finding that comes back is another anomaly. Findings are kept in the memory of the service, so
+those that ended before it began are not known; outages are, because they are events.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from typing import Annotated, Literal
 from api.monitor.counts import anomaly_of
 from api.monitor.state import EPOCH, Finding, FindingKind, Grade, Reading
 from eplb.declared import Meaning
-from telemetry.state.events import Event
+from telemetry.state.events import Event, outage_of
 
 KEPT = 1000
-REOPENED_S = 60.0  # a finding that comes back within this is the same one
 AROUND_S, MOST_EVENTS = 30.0, 8  # events before and after its beginning that tell why
 TELLING = frozenset({"recovery", "restore", "error", "abort", "reject", "lease", "control", "run"})
 
@@ -52,7 +52,9 @@ class Anomaly:
     kind: FindingKind | EventAnomaly
     severity: Annotated[
         Severity,
-        Meaning("critical: stopped or blind, a death; warning: degraded; notice: costs speed"),
+        Meaning(
+            "critical: stopped or blind, a death; warning: degraded; notice: serving is not worse"
+        ),
     ]
     subject: Annotated[str, Meaning("the process; empty: ranks, or the deployment")]
     ranks: Annotated[
@@ -71,7 +73,7 @@ class AnomalyLog:
         self._lock = threading.Lock()
         self._ended: deque[Anomaly] = deque(maxlen=KEPT)  # in the order of their ends
         self._open: dict[tuple[str, str], Anomaly] = {}
-        self._last_id, self._last_event = 0, 0
+        self._last_id = self._last_event = self._last_outage = 0
 
     def note(self, seen: Reading) -> None:
         """Take over what a reading of the store has found, and the verdict on it."""
@@ -79,10 +81,12 @@ class AnomalyLog:
             self._note_events(seen.events)
             worst_last = reversed(seen.findings)
             found = {(one.kind, one.subject): one for one in worst_last}
-            for key in [key for key in self._open if key not in found]:
-                self._ended.append(replace(self._open.pop(key), until=seen.state.time))
+            for key, one in list(self._open.items()):
+                if key not in found or _is_of_others(one, found[key]):
+                    self._ended.append(replace(self._open.pop(key), until=seen.state.time))
             for key, finding in found.items():
                 self._open[key] = self._renewed(key, finding, seen)
+            self._note_outages(seen.events)
 
     def page(
         self, before: int | None, limit: int, is_open: bool | None = None
@@ -103,20 +107,14 @@ class AnomalyLog:
         return found[:limit], found[limit - 1].id if len(found) > limit else None
 
     def _renewed(self, key: tuple[str, str], finding: Finding, seen: Reading) -> Anomaly:
-        """Give the anomaly of a finding: one that is known, one that is back, or a new one."""
+        """Give the anomaly of a finding: the open one, or a new one."""
         now = seen.state.time
         known = self._open.get(key)
-        for one in reversed(self._ended) if known is None else ():
-            is_recent = one.until is not None and now - one.until <= REOPENED_S
-            if (one.kind, one.subject) == key and is_recent:
-                self._ended.remove(one)
-                known = one
-                break
         if known is None:
             self._last_id += 1
             none = (), now, None, finding.text, ()
             known = Anomaly(self._last_id, finding.kind, "notice", finding.subject, *none)
-        since = min(known.since, now if finding.since is None else finding.since)
+        since = known.since if finding.since is None else finding.since
         return replace(
             known,
             severity=OF_GRADE[finding.grade],
@@ -126,6 +124,28 @@ class AnomalyLog:
             text=finding.text,
             events=known.events or _telling(seen.events, since),
         )
+
+    def _note_outages(self, events: Sequence[Event]) -> None:
+        """Give an outage that is on record its own dates, in place of those when it was seen."""
+        for event in events:
+            if event.id <= self._last_outage or (outage := outage_of(event)) is None:
+                continue
+            self._last_outage = event.id
+            dates = outage.start, outage.end
+            seen = [
+                one
+                for one in self._ended
+                if one.kind == "no-tokens"
+                and one.since < outage.end
+                and outage.start < (one.until or one.since)
+            ]
+            for one in seen:
+                self._ended.remove(one)
+            text = f"no token for {outage.unserved_s:.1f} s: {outage.reason}"
+            self._last_id += 1
+            number = seen[0].id if seen else self._last_id
+            one = Anomaly(number, "no-tokens", "critical", "", (), *dates, text, (event.id,))
+            self._ended.append(one)
 
     def _note_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -150,6 +170,11 @@ def _of_event(event: Event) -> Iterator[tuple[EventAnomaly, Severity, str]]:
             f"windows, expected the {float(detail.get('promised', 0.0)):.3f} that it promised"
         )
         yield "gain-missed", "notice", text
+
+
+def _is_of_others(one: Anomaly, finding: Finding) -> bool:
+    """Whether a finding is of ranks of which an open anomaly has none."""
+    return bool(one.ranks and finding.ranks) and not set(one.ranks) & set(finding.ranks)
 
 
 def _telling(events: Sequence[Event], since: float) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from api.monitor.state import Counts, DecisionRecord, Durations
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY
 from eplb.decision.triggers import ACTS
-from telemetry.state.events import OUTCOME_OF_EVENT, Event, pace_change, plan_end
+from telemetry.state.events import OUTCOME_OF_EVENT, Event, outage_of, pace_change, plan_end
 from telemetry.state.runs import BATCH_FAULTS, RankState
 
 # In the order in which they are tried. The last two fill the host cache, not a slot.
@@ -69,7 +69,7 @@ class EventTally:
         outcomes = OUTCOME_OF_EVENT.values()
         self.tally.update({("rebalances", act, end): 0 for act in ACTS for end in outcomes})
         self.plan_s = self.rebalance_s = Durations()
-        self.unserved_s = 0.0  # time without tokens around restarts of ranks
+        self.unserved_s = 0.0  # of all outages that ended
         self._excluded = dict.fromkeys(EXCLUDED, 0)  # counts of this run, as reported last
         self._excluded_before: Counter[str] = Counter(self._excluded)  # counts of earlier runs
 
@@ -92,8 +92,8 @@ class EventTally:
             self.tally["rebalances", trigger, outcome] += 1
             if outcome == "committed" and ended is not None and ended.offered is not None:
                 self.rebalance_s = self.rebalance_s.plus(max(0.0, event.time - ended.offered))
-        elif event.kind == "serving":
-            self.unserved_s += float(detail.get("unserved_s", 0.0))
+        elif (outage := outage_of(event)) is not None:
+            self.unserved_s += outage.unserved_s
         elif (change := pace_change(event)) is not None:
             steps = (change.part > change.part_before) - (change.part < change.part_before)
             self.tally["pace_judgements", {1: "raised", 0: "kept", -1: "halved"}[steps]] += 1
@@ -123,15 +123,12 @@ class SampleTally:
         self._first: dict[int, LoadSample] = {}  # rank -> first sample of its newest generation
         self._steps: Counter[int] = Counter()  # rank -> steps of its samples
         self._in_migration: set[int] = set()  # windows
-        self.token_time: float | None = None  # time of the newest sample with a token
 
     def note(self, sample: LoadSample, window: int) -> None:
         """Count one more sample, of a window."""
         self._newest[sample.rank] = max(sample.time, self._newest.get(sample.rank, sample.time))
         self._steps[sample.rank] += sample.last_step - sample.first_step + 1
         received = sample.tokens.sum(axis=1)
-        if received.any():
-            self.token_time = max(sample.time, self.token_time or sample.time)
         self._received[sample.rank] = self._received.get(sample.rank, 0) + received
         # Only the last transaction of a migration makes a generation: what the ones before it have
         # swapped serves under the number of the placement that they leave.

@@ -10,10 +10,11 @@ does not fit ends no refresh; the controller reports what was wrong with it.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from api.monitor.anomalies import AnomalyLog
 from api.monitor.counts import EventTally, SampleTally, Tally, rank_tally
 from api.monitor.decisions import DecisionLog
 from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
+from api.monitor.outages import OutageLog
 from api.monitor.scores import (
     DriftWatch,
     Holders,
@@ -29,9 +31,9 @@ from api.monitor.scores import (
     scored,
 )
 from api.monitor.state import (
-    Death,
     DecisionRecord,
     Grade,
+    Leadership,
     MigrationProgress,
     PaceView,
     RankView,
@@ -40,7 +42,7 @@ from api.monitor.state import (
     State,
     WindowScore,
 )
-from api.monitor.verdict import STALLED_AFTER_S, judged, leadership
+from api.monitor.verdict import STALLED_AFTER_S, judged, leadership, tokens_due_s
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
@@ -49,13 +51,17 @@ from eplb.decision.expert_times import chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
 from eplb.errors import HistoryError
 from eplb.migration.build import Migration
-from eplb.versions import HOST_CACHE, Announcement
+from eplb.versions import CONTROLLER, HOST_CACHE, NAMES, SERVICE, Announcement
 from rebalance.controller.plans.planner_request import curve_of, read_cordons
 from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
-from telemetry.load.reader import RunReader
+from telemetry.load.reader import RunReader, pages
+from telemetry.state.clock import StoreClock
 from telemetry.state.events import Event, PlanEnd, pace_change, plan_end
-from telemetry.state.joining import SILENT_AFTER_S, host_caches, serving
+from telemetry.state.holder import shown
+from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
+from telemetry.state.live import LiveState
+from telemetry.state.placements import CommittedPlacement
 from telemetry.state.runs import BATCH, BATCH_FAULTS, STEP_TIMES, RankState, RunInfo
 from telemetry.state.store import StateStore
 
@@ -64,6 +70,7 @@ SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
+HANGS_S = 1.0  # of a look at the store, after which an answer leaves out what waits for it
 VERSIONS_S = 5.0  # after which the versions are read again
 
 
@@ -71,8 +78,9 @@ class Monitor:
     """Follow one deployment. Any thread may call any method.
 
     Args:
-        history: of all runs that the store has, which then are read too; None: none is kept.
-        clock: seconds since the epoch; gives how long a rank has been silent.
+        history: of all runs that the store has, which then are read too; outages that are found in
+            them are recorded in the store. None: none is kept.
+        clock: seconds since the epoch, of every age; None: the store's.
         supervision: what the process that supervises others knows; by default none does.
         stalled_after_s: of the verdict.
     """
@@ -82,12 +90,13 @@ class Monitor:
         store: StateStore,
         *,
         history: History | None = None,
-        clock: Clock = time.time,
+        clock: Clock | None = None,
         supervision: Callable[[], SupervisionView] = SupervisionView,
         stalled_after_s: float = STALLED_AFTER_S,
     ) -> None:
         self.store, self.anomalies = store, AnomalyLog()
-        self._clock, self._supervision, self._stalled_after_s = clock, supervision, stalled_after_s
+        self.clock, self.supervision = clock or StoreClock(store), supervision
+        self._stalled_after_s = stalled_after_s
         self._lock = threading.RLock()
         self._last_event = 0
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
@@ -97,18 +106,22 @@ class Monitor:
         self._event_tally = EventTally()
         self._earlier = Tally()  # counters of the ranks of earlier runs
         self._drift = DriftWatch()
-        self._death: Death | None = None
+        self._outages = OutageLog()
         self._paced: tuple[PaceChange, float] | None = None  # the latest judgement, and its time
         self._versions: Mapping[str, str] = {}
         self._versions_at = -VERSIONS_S
-        self._caches: list[Announcement] = []
+        self._beats: list[Announcement] = []
+        self._live = LiveState()
+        self._committed: CommittedPlacement | None = None
+        self._published: Migration | None = None
+        self._controller = Leadership("", 0.0, "", "")
         self._is_read = False
         self._follow(None)
 
     def _follow(self, info: RunInfo | None) -> None:
         """Start on another run, with nothing read of it."""
         if info is not None:  # first: a start that cannot be read leaves the monitor where it is
-            self._reader = RunReader(self.store, info, keep=KEPT_WINDOWS, clock=self._clock)
+            self._reader = RunReader(self.store, info, keep=KEPT_WINDOWS, clock=self.clock)
         self._info = info
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
@@ -117,8 +130,10 @@ class Monitor:
         self._windows: dict[int, Window] = {}  # by index, oldest first
         self._scores: dict[int, WindowScore] = {}  # by index, oldest first
         self._time_of: dict[int, float] = {}  # window -> time of its newest sample
+        self._num_pruned: int | None = None  # stored samples of the run that are never read
         if info is None:
             return
+        self._outages.begin_run()
         self._model, self._topology = self._reader.model, self._reader.topology
         self._holders = Holders(self.store, self._topology)
         self._scale = self._topology  # ranks of the latest window
@@ -130,34 +145,43 @@ class Monitor:
             StoreError: the store cannot be read.
         """
         with self._lock:
+            if isinstance(self.clock, StoreClock):
+                self.clock.follow()
             info = self.store.current_run()
+            self._read_events()
             if info is not None and (self._info is None or info.run != self._info.run):
                 if self._history is not None:
                     self._read_runs_before(info)
                 self._follow(info)
-            self._read_events()
             self._read_small()
+            self._outages.clamp(self.clock())
             if self._info is not None:
                 self._states = self.store.rank_states(self._info.run)
                 self._note_steps()
                 self._read_samples()
             if self._history is not None:
-                self._history.age(self._clock())
+                self._history.age(self.clock())
+                for outage in self._outages.found:
+                    self.store.add_outage(outage)
+                self._read_events()
+            elif self._outages.token_time is None and not self._is_read:
+                self._read_tokens_before()
             self._is_read = True
 
     def _read_small(self) -> None:
         """Read what is small, whole."""
-        now = self._clock()
+        now = self.clock()
         self._live = self.store.live()
         self._committed = self.store.committed()
         self._published = self.store.published()
         self._controller = leadership(self.store, now)
-        if now - self._versions_at >= VERSIONS_S:
+        if not 0 <= now - self._versions_at < VERSIONS_S:  # below 0: the clock was set back
             self._versions_at = now
             found = {one.component: one.version for one in serving(self.store, now)}
-            caches = sorted(host_caches(self.store), key=lambda one: one.name)
+            beats = sorted(heartbeats(self.store, now), key=lambda one: (one.component, one.name))
+            caches = [one for one in beats if one.component == HOST_CACHE]
             self._versions = found | {f"{HOST_CACHE} {one.name}": one.version for one in caches}
-            self._caches = caches
+            self._beats = beats
 
     def _read_runs_before(self, latest: RunInfo) -> None:
         """Read what the store has of the runs from the one that was followed to the latest."""
@@ -178,15 +202,25 @@ class Monitor:
             # Faults of batches are those of the current run.
             self._earlier.update({k: n for k, n in of_run.items() if k[0] != BATCH_FAULTS})
         if known is None:
-            since = self._clock() - KEPT_S
+            since = self.clock() - KEPT_S
             self._history.note_minutes(minute_scores(self.store, runs, since))
+
+    def _read_tokens_before(self) -> None:
+        """Read when the latest of the earlier runs that served counted its last token."""
+        for info in reversed(self.store.runs()):
+            for _, samples in pages(partial(self.store.samples, info.run), 0, SAMPLES_PER_READ):
+                for sample in samples:
+                    self._outages.note_sample(sample, inf)
+            if self._outages.token_time is not None:
+                self._outages.begin_run()
+                return
 
     def _note_steps(self) -> None:
         """Note when the steps were seen to advance; the first sight of them proves nothing."""
         step = max((state.step for state in self._states), default=-1)
         known, _ = self._step_at
         if step != known:
-            self._step_at = (step, self._clock() if known >= 0 else None)
+            self._step_at = (step, self.clock() if known >= 0 else None)
 
     def _read_events(self) -> None:
         while new := self.store.events(after=self._last_event, limit=KEPT_EVENTS):
@@ -204,20 +238,23 @@ class Monitor:
             self._commits.setdefault(end.generation, (end, event.time))
         elif (change := pace_change(event)) is not None:
             self._paced = change, event.time
-        if event.kind == "recovery" or (
-            event.kind == "error" and event.detail.get("where") == "ranks"
-        ):
-            why = event.detail.get("message") or event.detail.get("reason")
-            self._death = Death(event.time, str(why or "a rank died"))
+        self._outages.note_event(event)
 
     def _read_samples(self) -> None:
         # Windows are scored before the folder drops them: a page is half of what it keeps.
         page = min(SAMPLES_PER_READ, max(1, self._topology.num_ranks * KEPT_WINDOWS // 2))
+        limit_s = tokens_due_s(self._stalled_after_s, self._sample_every_s())
+        num_stored = 0
+        if self._num_pruned is None:
+            num_stored = sum(self.store.sample_counts(self._reader.run.run).values())
         for accepted in self._reader.read(page):
             for sample in accepted:
+                self._outages.note_sample(sample, limit_s)
                 self._note_sample(sample)
             self._score_windows()
         self._score_windows()
+        if self._num_pruned is None:
+            self._num_pruned = max(0, num_stored - self._reader.num_read)
 
     def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
@@ -270,9 +307,16 @@ class Monitor:
             return [] if self._history is None else self._history.marks(since, until)
 
     def drift(self, seen: Reading) -> Drift | None:
-        """Return how far the load is from the one that the serving placement was planned on."""
-        with self._lock:
+        """Return how far the load is from the one that the serving placement was planned on.
+
+        None: it is not known, or a look at the store hangs.
+        """
+        if not self._lock.acquire(timeout=HANGS_S):
+            return None
+        try:
             return self._drift.update(seen, self.windows(KEPT_WINDOWS))
+        finally:
+            self._lock.release()
 
     def judged(self, seen: Reading) -> Reading:
         """Judge a reading, and note what is wrong."""
@@ -289,10 +333,16 @@ class Monitor:
         with self._lock:
             if not self._is_read:
                 self.refresh()
+            found = self.unread()
+        return self.judged(found)
+
+    def unread(self) -> Reading:
+        """Put together what is known without a look at the store; it is not judged."""
+        with self._lock:
             of_ranks = rank_tally(self._states)
             series = tuple(self._scores.values())
             rebalances = self._decisions.rebalances()
-            found = Reading(
+            return Reading(
                 state=self._state(of_ranks, series, rebalances),
                 series=series,
                 marks=self._marks(),
@@ -301,8 +351,9 @@ class Monitor:
                 latest=next(reversed(self._windows.values()), None),
                 scale=self._scale if self._info else None,
                 counts=self._event_tally.counts(of_ranks, self._earlier),
+                open_migration=self._published,
+                is_read=self._is_read,
             )
-        return self.judged(found)
 
     def _state(
         self,
@@ -310,16 +361,20 @@ class Monitor:
         series: Sequence[WindowScore],
         rebalances: Sequence[DecisionRecord],
     ) -> State:
-        info, now = self._info, self._clock()
+        info, now = self._info, self.clock()
         model, topology = (self._model, self._topology) if info else (None, None)
         ranks = tuple(self._rank_views(now)) if info else ()
-        supervision = self._supervision()
+        supervision = self.supervision()
         if topology is not None:
-            hosts = set(topology.host_of_rank.tolist())
-            found = (_cache_view(one, now) for one in self._caches if int(one.name) in hosts)
+            hosts = {str(host) for host in topology.host_of_rank.tolist()}
+            found = (
+                _beat_view(one, now)
+                for one in self._beats
+                if one.name in hosts or one.component in (CONTROLLER, SERVICE)
+            )
             processes = (*supervision.processes, *found)
             supervision = replace(supervision, processes=processes)
-        token_time, stepped = self._samples.token_time, self._step_at[1]
+        token_time, stepped = self._outages.token_time, self._step_at[1]
         progress_age_s, progress_of = _oldest_progress(self._states, now)
         control, effective = self._live.control, self._live.effective
         return State(
@@ -343,7 +398,7 @@ class Monitor:
             node_of_rank=tuple(topology.node_of_rank.tolist()) if topology else (),
             silent_ranks=tuple(view.rank for view in ranks if not view.is_alive),
             uncounted_ranks=self._samples.uncounted(),
-            death=self._death,
+            death=self._outages.death,
             supervision=supervision,
             progress_age_s=progress_age_s,
             progress_of=progress_of,
@@ -369,7 +424,7 @@ class Monitor:
             ),
             decisions=self._decisions.decisions(),
             last_rebalance=rebalances[0] if rebalances else None,
-            samples_stored=self._reader.num_read if info else 0,
+            samples_stored=self._reader.num_read + (self._num_pruned or 0) if info else 0,
             samples_lost=of_ranks[("samples_lost",)],
             movement=control.movement,
             observe=control.observe,
@@ -420,7 +475,7 @@ class Monitor:
                 age_s=age_s,
                 step_ms=state.detail.get("step_ms"),
                 frozen=state.frozen,
-                ahead_s=max(0.0, state.time - now),
+                ahead_s=state.clock_offset_s,
                 silent_after_s=state.silent_after_s,
                 cordon=cordon,
             )
@@ -475,13 +530,15 @@ def _progress_of(
     )
 
 
-def _cache_view(announced: Announcement, now: float) -> ProcessView:
-    """Give the cache of a host by its heartbeat; whoever supervises it is not known here."""
+def _beat_view(announced: Announcement, now: float) -> ProcessView:
+    """Give a process by its heartbeat; whoever supervises it is not known here."""
     age_s = max(0.0, now - announced.time)
-    is_silent = age_s > SILENT_AFTER_S
+    is_silent = age_s > MISSED_BEATS * announced.every_s
+    name, of = NAMES[announced.component], announced.name
+    where = f"{name} of host {of}" if of.isdigit() else f"{name}, {shown(of)}"
     return ProcessView(
-        name=f"the host cache of host {announced.name}",
-        kind="host_cache",
+        name=where,
+        kind=announced.component.replace(" ", "_"),
         state=ProcessState.DOWN if is_silent else ProcessState.RUNNING,
         report_age_s=age_s,
         is_late=is_silent,

@@ -3,7 +3,7 @@
     store -> every second, or when it changes -> Monitor.refresh -> Reading
 
 A store that fails or hangs ends nothing: the latest reading stays, and its age is part of the
-verdict.
+verdict. Before the first reading, what is known without the store is answered, as blind.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class BackgroundReader:
         self.monitor, self._clock = monitor, clock
         self._lock = threading.Lock()
         self._latest: Reading | None = None
+        self._unread = monitor.unread()  # what is known while nothing was read
+        self._has_looked = threading.Event()  # at the store once, whatever came of it
         self._listeners: frozenset[Callable[[], None]] = frozenset()  # replaced, never changed
         self._read_at, self._failure = clock(), ""
         self._stopped = threading.Event()
@@ -73,6 +75,8 @@ class BackgroundReader:
         """Begin to read in the background."""
         self._stopped.clear()
         self._latest = None  # it was read before the thread began, so it may be old
+        self._has_looked.clear()
+        self._read_at = self._clock()
         self._thread = threading.Thread(target=self._run, name="eplb-reader", daemon=True)
         self._thread.start()
 
@@ -88,25 +92,33 @@ class BackgroundReader:
             self._thread = None
 
     def reading(self) -> Reading:
-        """Return the latest reading; without a thread, or before its first one, read now.
+        """Return the latest reading, which the first look of the thread is waited for; without a
+        thread, read now.
 
         Raises:
-            StoreError: the store cannot be read, and never was.
+            StoreError: there is no thread, and the store cannot be read.
         """
+        if not self.is_running:
+            return self._read()
+        self._has_looked.wait(UNREAD_S)
         with self._lock:
             latest, age_s, why = self._latest, self._clock() - self._read_at, self._failure
-        if not self.is_running or latest is None:
-            return self._read()
-        if not why and age_s <= UNREAD_S:
+        if latest is not None and not why and age_s <= UNREAD_S:
             return latest
         why = f"the store has not been read for {age_s:.0f} s: {why or 'it does not answer'}"
-        return self.monitor.judged(replace(latest, state=replace(latest.state, unread=why)))
+        known = latest
+        if known is None:
+            now, processes = self.monitor.clock(), self.monitor.supervision()
+            state = replace(self._unread.state, time=now, supervision=processes)
+            known = replace(self._unread, state=state)
+        return self.monitor.judged(replace(known, state=replace(known.state, unread=why)))
 
     def _read(self) -> Reading:
         self.monitor.refresh()
         found = self.monitor.reading()
         with self._lock:
             self._latest, self._read_at, self._failure = found, self._clock(), ""
+        self._has_looked.set()
         self.wake_listeners()
         return found
 
@@ -128,3 +140,4 @@ class BackgroundReader:
     def _failed(self, why: str) -> None:
         with self._lock:
             self._failure = why
+        self._has_looked.set()

@@ -20,6 +20,7 @@ from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
 from eplb.fitting import Cordon
+from eplb.migration.build import Migration
 from telemetry.load.folder import Window
 from telemetry.state.events import Event, Outcome
 from telemetry.state.runs import LEAST_SILENCE_S
@@ -189,7 +190,10 @@ class RankView:
     age_s: Annotated[float | None, Meaning("age of its report; null: it never reported")]
     step_ms: Annotated[float | None, Meaning("time of a step")]
     frozen: Annotated[str, Meaning("why its migrations are disabled; empty: they are not")]
-    ahead_s: Annotated[float, Meaning("time by which its clock is ahead of this host's")] = 0.0
+    ahead_s: Annotated[
+        float,
+        Meaning("time by which its host's clock is ahead of the store's; below 0: behind"),
+    ] = 0.0
     silent_after_s: Annotated[
         float, Meaning("age of a report at which the rank counts as silent")
     ] = LEAST_SILENCE_S
@@ -261,10 +265,11 @@ class State:
     ]
     last_score: Annotated[WindowScore | None, Meaning("latest window that all ranks reported on")]
     token_age_s: Annotated[
-        float | None, Meaning("time since the newest token of the run; null: there was none")
+        float | None, Meaning("time since the newest token of any run; null: there was none")
     ]
     token_time: Annotated[
-        float | None, Meaning("time of the newest sample with a token", unit=EPOCH)
+        float | None,
+        Meaning("time of the newest sample with a token, by the store's clock", unit=EPOCH),
     ]
     sample_age_s: Annotated[
         float | None, Meaning("age of the newest sample of the rank that is furthest behind")
@@ -332,7 +337,7 @@ class Counts:
     tally: Mapping[tuple[str, ...], int]
     plan_s: Durations = Durations()
     rebalance_s: Durations = Durations()  # from offered to committed
-    unserved_s: float = 0.0  # without tokens, around restarts of ranks
+    unserved_s: float = 0.0  # without tokens, in outages that ended
 
     def total(self, *name: str) -> int:
         """Give the count of a name and the values of its labels; 0: none was counted."""
@@ -355,4 +360,6 @@ class Reading:
     latest: Window | None  # the newest one that was scored
     scale: Topology | None  # ranks of that window; those that held no expert are drained
     counts: Counts  # only metrics show them
+    open_migration: Migration | None = None
+    is_read: bool = True  # false: the store was never read, and nothing that it has is known
     findings: tuple[Finding, ...] = ()  # all that is wrong, the worst first

@@ -80,14 +80,20 @@ def judged(seen: Reading, stalled_after_s: float = STALLED_AFTER_S) -> Reading:
     return replace(seen, state=state, findings=found)
 
 
+def tokens_due_s(stalled_after_s: float, sample_every_s: float) -> float:
+    """Return the age of the newest token at which a deployment is stopped."""
+    return max(stalled_after_s, INTERVALS * sample_every_s)
+
+
 def unready(seen: Reading) -> str | None:
     """Return why requests should not come, the worst first; None when they should."""
     keep_away = (one.text for one in seen.findings if not one.is_ready)
     return next(keep_away, None)
 
 
-def _severity(finding: Finding) -> int:
-    return list(Grade).index(finding.grade)
+def _severity(finding: Finding) -> tuple[bool, int]:
+    """While the store is not read, nothing else is known of now."""
+    return finding.kind != "store-unread", list(Grade).index(finding.grade)
 
 
 def _serving(state: State) -> str:
@@ -100,13 +106,16 @@ def _serving(state: State) -> str:
         if views := [view for view in state.ranks if view.cordon is cordon]:
             notes.append(f"{name} by order: {_named(views)}")
     ranks = f"{len(state.ranks)} ranks serve, at step {state.step}"
-    return "; ".join([ranks, *notes])
+    return "; ".join([ranks, *notes, *(one.text for one in _clocks(state))])
 
 
 def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     state = seen.state
     if state.unread:
         yield Finding("store-unread", Grade.BLIND, state.unread)
+    if not seen.is_read:
+        yield from _processes(state)
+        return
     if state.run is None:
         yield Finding("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
@@ -125,7 +134,7 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
             is_ready=True,
             ranks=state.uncounted_ranks,
         )
-    yield from _processes(state, stalled_after_s)
+    yield from _processes(state)
     if frozen := [view for view in state.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
         yield Finding("rank-frozen", Grade.DEGRADED, text, ranks=_numbers(frozen))
@@ -142,18 +151,20 @@ def _leaderless(found: Leadership, stalled_after_s: float) -> Finding:
     return Finding("no-leader", Grade.DEGRADED, text)
 
 
-def _ranks(state: State) -> Iterator[Finding]:
-    if ahead := [view for view in state.ranks if view.ahead_s > CLOCK_TOLERANCE_S]:
-        most_s = max(view.ahead_s for view in ahead)
-        yield Finding(
-            "clocks-differ",
-            Grade.DEGRADED,
-            f"rank {_named(ahead)}: reports are dated {most_s:.0f} s ahead of this host's clock, "
-            f"expected at most {CLOCK_TOLERANCE_S:g} s: synchronise the clocks (NTP); samples that "
-            "are 60 s ahead are refused",
-            is_ready=True,
-            ranks=_numbers(ahead),
+def _clocks(state: State) -> Iterator[Finding]:
+    """Clocks of ranks that are off: ages, load and plans go by the store's."""
+    if off := [view for view in state.ranks if abs(view.ahead_s) > CLOCK_TOLERANCE_S]:
+        most_s = max((view.ahead_s for view in off), key=abs)
+        side = "ahead of" if most_s > 0 else "behind"
+        text = (
+            f"the clock of rank {_named(off)} is {abs(most_s):.0f} s {side} the store's, "
+            f"expected {CLOCK_TOLERANCE_S:g} s at most: synchronise it (NTP)"
         )
+        yield Finding("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
+
+
+def _ranks(state: State) -> Iterator[Finding]:
+    yield from _clocks(state)
     if not state.silent_ranks:
         return
     silent = [view for view in state.ranks if not view.is_alive]
@@ -162,7 +173,7 @@ def _ranks(state: State) -> Iterator[Finding]:
         "rank-silent",
         Grade.BLIND if len(silent) == len(state.ranks) else Grade.DEGRADED,
         f"silent ranks: {_named(silent)}, expected a report from all {len(state.ranks)} "
-        f"within {limit_s:g} s; a clock that is behind looks the same (eplb check)",
+        f"within {limit_s:g} s",
         ranks=_numbers(silent),
         since=_oldest(state, silent),
     )
@@ -194,13 +205,25 @@ def _stretches(ranks: list[int]) -> Iterator[str]:
 
 
 def _tokens(state: State, stalled_after_s: float) -> Iterator[Finding]:
-    """Tokens, by the samples of the ranks."""
-    if state.death is not None and state.death.time > (state.token_time or 0.0):
-        age_s, text = max(0.0, state.time - state.death.time), state.death.text
-        what = f"no token since {age_s:.0f} s ago: {text}"
-        yield Finding("no-tokens", Grade.STOPPED, what, since=state.death.time)
+    """Tokens, by the samples of the ranks; every age counts from the last one of any run."""
+    limit_s = tokens_due_s(stalled_after_s, state.sample_every_s)
+    last, begun = state.token_time or 0.0, state.started or 0.0
+    death = state.death if state.death is not None and state.death.time > last else None
+    is_new = begun > max(last, death.time if death else 0.0)  # started again, and no token since
+    has_steps = state.step_age_s is not None and state.step_age_s <= stalled_after_s
+    if death is not None or (is_new and last):
+        why = death.text if death else f"the ranks were started {state.time - begun:.0f} s ago"
+        since = last or (death.time if death else begun)
+        is_idle = is_new and has_steps and state.time - begun > limit_s
+        yield Finding(
+            "no-tokens",
+            Grade.BLIND if is_idle else Grade.STOPPED,
+            f"no token for {state.time - since:.0f} s: {why}"
+            + ("; steps advance since: no request came, or counters are missing" * is_idle),
+            is_ready=is_new,
+            since=since,
+        )
         return
-    limit_s = max(stalled_after_s, INTERVALS * state.sample_every_s)
     if len(state.silent_ranks) == len(state.ranks):
         return  # what they do not report cannot be judged, and that is a finding already
     if state.token_time is None:
@@ -217,7 +240,7 @@ def _tokens(state: State, stalled_after_s: float) -> Iterator[Finding]:
     if age_s <= limit_s:
         return
     late = f"no token for {age_s:.0f} s, expected within {limit_s:g} s"
-    if state.step_age_s is not None and state.step_age_s <= stalled_after_s:
+    if has_steps:
         text = f"{late}, while steps advance: no request came, or counters are missing"
         grade = Grade.BLIND
     else:
@@ -238,7 +261,7 @@ def _progress(state: State, stalled_after_s: float) -> Iterator[Finding]:
     yield Finding("no-progress", grade, what, since=state.time - age_s)
 
 
-def _processes(state: State, stalled_after_s: float) -> Iterator[Finding]:
+def _processes(state: State) -> Iterator[Finding]:
     for one in state.supervision.processes:
         if one.state is ProcessState.DEGRADED:
             text = f"{one.name} is down, beyond its restart budget: {one.reason}"
@@ -249,16 +272,11 @@ def _processes(state: State, stalled_after_s: float) -> Iterator[Finding]:
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
-            is_ready = one.kind == "host_cache"  # ranks serve without it, and cannot start again
-            yield Finding("process-down", Grade.DEGRADED, what, is_ready, subject=one.name)
-    lease_age_s = state.supervision.lease_age_s
-    if lease_age_s is not None and lease_age_s > stalled_after_s:
-        yield Finding(
-            "no-leader",
-            Grade.DEGRADED,
-            f"no controller has renewed its lease for {lease_age_s:.1f} s, "
-            f"expected within {stalled_after_s:g} s",
-        )
+            is_ready = one.state is ProcessState.DOWN  # by its heartbeat: ranks serve without it
+            since = state.time - one.report_age_s
+            yield Finding(
+                "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since
+            )
 
 
 def _unbalanced(seen: Reading) -> Iterator[Finding]:

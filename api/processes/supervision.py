@@ -26,7 +26,6 @@ from typing import Annotated
 
 from eplb.declared import Meaning, Setting, check_fields
 from eplb.errors import EplbError, StoreError
-from telemetry.state.lease import Lease
 from telemetry.state.store import StateStore
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
@@ -161,9 +160,6 @@ class SupervisionView:
     """What the supervising process knows and the store does not."""
 
     processes: tuple[ProcessView, ...] = ()
-    lease_age_s: Annotated[
-        float | None, Meaning("time since the controller's lease was last renewed")
-    ] = None
 
 
 class Supervised:
@@ -312,8 +308,6 @@ class Supervisor:
     def __init__(self, settings: SupervisionSettings, clock: Clock = time.monotonic) -> None:
         self.settings, self.clock = settings, clock
         self.processes: list[Supervised] = []
-        self._lease: Lease | None = None
-        self._renewed: float | None = None
 
     def supervise(
         self,
@@ -342,14 +336,6 @@ class Supervisor:
         for process in self.processes:
             process.check()
 
-    def record_lease(self, lease: Lease | None) -> None:
-        """Record the controller's lease; without a renewal its age grows."""
-        if lease is not None and lease != self._lease:
-            self._lease, self._renewed = lease, self.clock()
-
     def view(self) -> SupervisionView:
         """Return the present state."""
-        return SupervisionView(
-            tuple(process.view() for process in list(self.processes)),
-            lease_age_s=None if self._renewed is None else self.clock() - self._renewed,
-        )
+        return SupervisionView(tuple(process.view() for process in list(self.processes)))

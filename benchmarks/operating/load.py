@@ -18,6 +18,7 @@ from eplb import LoadSample, ModelShape, Placement, Plan, Topology, build_migrat
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.plans.planning import summary
 from rebalance.controller.plans.proposals import Why, drafted
+from telemetry.state.events import Outage
 from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
 from telemetry.state.store import StateStore
 
@@ -190,7 +191,8 @@ def fill(store: StateStore, size: Size, clock: Now) -> SeededDeployment:
         why = f"rank {size.killed} was killed by SIGKILL"
         death = {"survivors": survivors, "generation": 0, "reason": why}
         store.add_event("recovery", death)
-        store.add_event("serving", {"unserved_s": 8.2, "reason": why})
+        store.add_outage(Outage(clock.time, clock.time + 8.2, 8.2, why))
+        clock.time += 8.2
     made.begin("run-2")
     made.serve_windows(quarter)
     found = made.plan(current=made.placement)

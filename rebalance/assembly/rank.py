@@ -176,12 +176,13 @@ def build_rank(
     reporter = Reporter(
         store, spool=reporting.spool_of(place.rank), tempo=reporting.tempo, seed=place.rank
     )
+    reporter.clock.follow()  # the first sample is dated by it
     journal = None
     if config.journal_dir is not None:
         journal = Journal(config.journal_dir, place.run, place.rank)
     agent = wire_agent(
         AgentSettings(config, place.run, place.topology, membership),
-        Links(votes, sources, store, reporter, journal=journal or NoJournal()),
+        Links(votes, sources, store, reporter, reporter.clock, journal or NoJournal()),
         rank=place.rank,
         bank=bank,
         digests=digests,
@@ -218,7 +219,7 @@ def record_start(
         reason = "the run it was made for has ended"
         store.withdraw(open_migration.plan_id, outcome="rejected", reason=reason)
     shapes = model_to_dict(model), topology_to_dict(topology)
-    store.begin_run(RunInfo(run, time.time(), *shapes, *windows))
+    store.begin_run(RunInfo(run, store.backend.now(), *shapes, *windows))
 
 
 def committed_placement(store: StateStore) -> Placement:

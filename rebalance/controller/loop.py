@@ -43,6 +43,7 @@ from rebalance.controller.settings import ControllerSettings as ControllerSettin
 from rebalance.controller.settings import LiveReader
 from rebalance.controller.tasks import Tasks
 from telemetry.load.pruning import Keeper
+from telemetry.state.clock import StoreClock
 from telemetry.state.joining import ranks_of
 from telemetry.state.live import Control
 from telemetry.state.store import StateStore
@@ -60,7 +61,7 @@ class Controller:
         holder: name under which it holds the lease. A supervisor that restarts a controller after
             its death may reuse the name; the new process then need not wait for the lease to
             expire.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch; None: the store's.
         monotonic: of the lease, of the deadline of a migration, and of how long a plan takes.
 
     Raises:
@@ -73,10 +74,11 @@ class Controller:
         settings: ControllerSettings,
         *,
         holder: str | None = None,
-        clock: Clock = time.time,
+        clock: Clock | None = None,
         monotonic: Clock = time.monotonic,
     ) -> None:
         policy_named(settings.policy)
+        clock = clock or StoreClock(store)
         self._store, self._clock = store, clock
         self._live = LiveReader(store, settings)
         self._lease = ControllerLease(
@@ -114,6 +116,8 @@ class Controller:
 
     def turn(self) -> None:
         """Fold new samples; if this controller leads, plan, publish and watch."""
+        if isinstance(self._clock, StoreClock):
+            self._clock.follow()
         group = self._arrivals.follow()
         if group is None:
             return

@@ -38,7 +38,7 @@ class Links:
     sources: WeightSources
     store: StateStore
     reporter: SampleSink
-    clock: Clock = time.time
+    clock: Clock = time.time  # of the day; by which samples and reports are dated
     journal: JournalSink = field(default_factory=NoJournal)
     monotonic: Clock = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself

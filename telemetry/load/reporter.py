@@ -34,7 +34,8 @@ from eplb.core.load import LoadSample
 from eplb.declared import Setting
 from eplb.errors import EplbError, RankError, StoreError
 from telemetry.load.spool import DEFAULT_CAPACITY, ReporterStats, Spool
-from telemetry.state.runs import RankState
+from telemetry.state.clock import StoreClock
+from telemetry.state.runs import CLOCK_OFFSET_S, RankState
 from telemetry.state.store import StateStore
 
 # How often the inbox is looked into: after a look in vain the time doubles, after any other it is
@@ -74,6 +75,8 @@ class Reporter:
     Args:
         spool: where samples wait; this reporter closes it. None for one in memory.
         tempo: how often the store is written to.
+        clock: follows the store's while this reporter writes; samples and states are to be dated by
+            it. None: of this process.
         seed: of the pauses between tries; another one for each rank.
     """
 
@@ -84,11 +87,13 @@ class Reporter:
         spool: Spool | None = None,
         capacity: int = DEFAULT_CAPACITY,
         tempo: Tempo = AT_ONCE,
+        clock: StoreClock | None = None,
         seed: int = 0,
     ) -> None:
         assert capacity > 0, "an inbox without room would drop every sample"
         self._name = f"reporter of {store.deployment!r}"
         self._store, self._spool, self._tempo = store, spool or Spool(capacity=capacity), tempo
+        self.clock = clock or StoreClock(store)
         self._capacity, self._random = capacity, random.Random(seed)
         self._inbox: deque[LoadSample] = deque()
         self._offering = Lock()  # held by threads in ``offer`` alone
@@ -330,10 +335,12 @@ class Reporter:
             StoreError: the store failed; what it does not have goes back to the spool.
         """
         try:
+            self.clock.follow()
             self._write_batch()
             state = self._state
             if state is not None and state is not self._written:
-                self._store.report(state)
+                offset = {CLOCK_OFFSET_S: round(self.clock.offset_s, 3)}
+                self._store.report(replace(state, detail={**state.detail, **offset}))
                 self._written = state
         finally:
             self._spool.give_back()

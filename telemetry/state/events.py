@@ -3,6 +3,7 @@
     publish                  PlanOffer
     commit, abort, reject    PlanEnd
     pace                     eplb.decision.pace.PaceChange
+    outage                   Outage
 
 A detail that lacks a field, or has one of another type, is refused: a plan id or generation that is
 filled in would pass for what was stored.
@@ -17,8 +18,8 @@ from typing import Annotated, Literal, TypeVar
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
 from eplb.migration.build import Migration
-from telemetry.state.backend import Change, JournalLine
-from telemetry.state.codec import from_json, from_record, to_json
+from telemetry.state.backend import Change, JournalLine, Range, Table
+from telemetry.state.codec import decode, encode, from_json, from_record, to_json
 from telemetry.state.part import Part
 from telemetry.state.runs import Details
 
@@ -30,7 +31,11 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
 }
 OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
+OUTAGE = "outage"  # kind: tokens came again after a time without any
 STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
+
+OUTAGES = Table("outages", is_ordered=True)  # by their ends
+KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in
 
 T = TypeVar("T")
 
@@ -76,6 +81,20 @@ class PlanEnd:
     reason: str
 
 
+@dataclass(frozen=True)
+class Outage:
+    """A time without tokens, from the last one before it to the first one after it."""
+
+    start: float  # seconds since the epoch, by the store's clock, as its end
+    end: float
+    unserved_s: float
+    reason: str
+
+    def overlaps(self, other: Outage) -> bool:
+        """Whether both are of one time."""
+        return self.start < other.end and other.start < self.end
+
+
 class EventPart(Part):
     """The journal of a deployment."""
 
@@ -84,6 +103,18 @@ class EventPart(Part):
         text = to_json(dict(detail))
         (event_id,) = self.backend.make(f"event {kind!r}", lambda c: c.append(kind, text))
         return event_id
+
+    def add_outage(self, outage: Outage) -> None:
+        """Record an outage, unless it is on record: several services may find it at once."""
+
+        def decision(change: Change) -> None:
+            later = change.scan(OUTAGES, Range(after=outage.start))
+            if not any(decode(Outage, one, "an outage").overlaps(outage) for _, one in later):
+                change.put(OUTAGES, repr(outage.start), encode(outage), order=outage.end)
+                note(change, OUTAGE, outage)
+
+        self.backend.decide("an outage that ended", decision)
+        self.backend.prune(OUTAGES, outage.end - KEPT_OUTAGES_S)
 
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``, oldest first."""
@@ -140,6 +171,15 @@ def plan_end(event: Event) -> PlanEnd | None:
         return None
     end = read_event(event, PlanEnd)
     return end if end.plan_id > 0 else None
+
+
+def outage_of(event: Event) -> Outage | None:
+    """Return which outage has ended; None for another event.
+
+    Raises:
+        StoreError: as ``read_event``.
+    """
+    return read_event(event, Outage) if event.kind == OUTAGE else None
 
 
 def pace_change(event: Event) -> PaceChange | None:

@@ -28,6 +28,12 @@ def new_holder() -> str:
     return f"{socket.gethostname()}:{pid}:{_place()}-{started}-{secrets.token_hex(3)}"
 
 
+def host_of(holder: str) -> str | None:
+    """Return the host of a process's name; None where the name is of another form."""
+    name = _NAME.fullmatch(holder)
+    return name["host"] if name else None
+
+
 def shown(holder: str) -> str:
     """Return a holder's name for display."""
     name = _NAME.fullmatch(holder)

@@ -2,8 +2,11 @@
 
     begin_run, restore      the store announces the ranks of a start with it
     controller              announces itself whenever it acquires the lease
-    eplb host-cache         check_versions, then announce; each rank compares when it connects.
-                            Its announcement is its heartbeat, every HEARTBEAT_S
+    eplb host-cache         check_versions, then announce; each rank compares when it connects
+
+Controllers, host caches, launchers and services also announce themselves every ``HEARTBEAT_S``
+(``Heartbeat``), so that a store that lost its contents has them again, and a process that is gone
+is noticed.
 
 ``eplb/versions.py`` has the rule. Only what serves now counts: ranks that report, and the
 controller that leads. A process that is silent cannot refuse one that joins.
@@ -17,17 +20,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from threading import Event, Thread
 
 from eplb.clock import Clock
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import ConfigError, EplbError, StoreError
 from eplb.versions import CONTROLLER, HOST_CACHE, NAMES, RANKS, Announcement, refusal
-from telemetry.state.holder import is_dead
+from telemetry.state.holder import host_of, is_dead
 from telemetry.state.store import StateStore
 
 ANNOUNCED_WITHIN_S = 10.0  # for which a joining process waits for an announcement
-HEARTBEAT_S = 5.0  # between two announcements of a host cache
-SILENT_AFTER_S = 3 * HEARTBEAT_S  # age of an announcement at which a host cache counts as silent
+HEARTBEAT_S = 5.0  # between two announcements of a process
+MISSED_BEATS = 3  # after so many intervals a process counts as silent
+FORGOTTEN_S = 3600.0  # a silent process of no host of the topology is not expected back after that
+END_DEADLINE_S = 15.0  # for an announcement that is under way: longer than a store's own
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +59,7 @@ def check_versions(
     joining: Announcement,
     *,
     wait_s: float = ANNOUNCED_WITHIN_S,
-    clock: Clock = time.time,
+    clock: Clock | None = None,
 ) -> None:
     """Refuse a process whose version those that serve cannot work with.
 
@@ -60,7 +68,7 @@ def check_versions(
 
     Args:
         wait_s: how long an announcement is waited for.
-        clock: seconds since the epoch, to tell what serves.
+        clock: seconds since the epoch, to tell what serves; None: the store's.
 
     Raises:
         ConfigError: with the component, and the versions found and expected.
@@ -70,7 +78,7 @@ def check_versions(
     while True:
         version = store.version()  # before the look: a later announcement ends the wait
         missing = []
-        for present in serving(store, clock()):
+        for present in serving(store, (clock or store.backend.now)()):
             if not _meet(joining.component, present.component):
                 continue
             if present.announced is None:
@@ -110,9 +118,78 @@ def ranks_of(store: StateStore, run: str) -> Announcement | None:
     return next(matching, None)
 
 
-def host_caches(store: StateStore) -> list[Announcement]:
-    """Give the latest announcement of the cache of each host, unless it was ended on purpose."""
-    return [seen for seen in store.announced() if seen.component == HOST_CACHE]
+class Heartbeat:
+    """Announces a process on a thread of its own between ``start`` and ``stop``.
+
+    Args:
+        open_store: opens the store of the deployment; the thread has one of its own.
+        component: of the process.
+        name: of the process, alike after a restart where it has a host of the topology.
+    """
+
+    def __init__(self, open_store: Callable[[], StateStore], component: str, name: str) -> None:
+        self._open_store = open_store
+        self.mine = Announcement(component, name, every_s=HEARTBEAT_S)
+        self._stopped, self._thread = Event(), Thread()
+
+    def start(self) -> None:
+        """Begin to announce."""
+        self._stopped = Event()
+        self._thread = Thread(
+            target=self._run, args=(self._stopped,), name="heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, for good or for a fork."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join(END_DEADLINE_S)
+
+    def retire(self) -> None:
+        """Record that the process ends on purpose."""
+        self.stop()
+        try:
+            with closing(self._open_store()) as store:
+                store.retire(self.mine)
+        except EplbError as exc:
+            log.warning("the end of %s is not stored: %s", NAMES[self.mine.component], exc)
+
+    def __enter__(self) -> Heartbeat:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.retire()
+        else:  # what failed is missed
+            self.stop()
+
+    def _run(self, stopped: Event) -> None:
+        store: StateStore | None = None
+        while not stopped.is_set():
+            try:
+                store = store or self._open_store()
+                store.announce(self.mine)
+            except EplbError as exc:
+                log.debug("heartbeat not stored: %s", exc)
+            stopped.wait(HEARTBEAT_S)
+        if store is not None:
+            store.close()
+
+
+def heartbeats(store: StateStore, now: float) -> list[Announcement]:
+    """Give the latest announcement of each process that sends them, unless it was retired.
+
+    Of controllers and services there is one for each host: one that was started again has another
+    name. Those that are silent for long are left out, because no topology expects them.
+    """
+    latest: dict[tuple[str, str], Announcement] = {}
+    for seen in store.announced():  # oldest first
+        host = host_of(seen.name)
+        if seen.every_s and (host is None or now - seen.time <= FORGOTTEN_S):
+            latest[seen.component, seen.name if host is None else host] = seen
+    return list(latest.values())
 
 
 def _meet(joining: str, present: str) -> bool:

@@ -19,6 +19,7 @@ STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
 EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
 BATCH = "batch"  # of a rank's details: which parts act on its batches; missing: none
 BATCH_FAULTS = "batch_faults"  # of a rank's details: what these parts counted, by kind
+CLOCK_OFFSET_S = "clock_offset_s"  # of a rank's details: how far its host's clock is ahead
 REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 KEPT_ANNOUNCEMENTS = 256  # of a component: hosts, and controllers that were started again
@@ -46,7 +47,7 @@ class RankState:
 
     run: str
     rank: int
-    time: float
+    time: float  # seconds since the epoch, by the store's clock
     step: int
     generation: int
     phase: str  # of the phase machine: idle, preload, stage, swap, aborted
@@ -66,6 +67,11 @@ class RankState:
     def report_every_s(self) -> float:
         """Longest time between two reports by this rank's own settings; 0: it does not tell."""
         return float(self.detail.get(REPORT_EVERY_S, 0.0))
+
+    @property
+    def clock_offset_s(self) -> float:
+        """Seconds by which the clock of its host is ahead of the store's; below 0: behind."""
+        return float(self.detail.get(CLOCK_OFFSET_S, 0.0))
 
     @property
     def step_times(self) -> StepTimes | None:

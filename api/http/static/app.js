@@ -12,11 +12,11 @@ import { readRanks, showRanks } from "/static/ranks.js";
 import { readRecords, showRecords } from "/static/records.js";
 import { count, plural } from "/static/words.js";
 
-const PERIOD_MS = 1000, TIMEOUT_MS = 20000, LIST_MS = 5000, POINTS = 400;
+const PERIOD_MS = 1000, TIMEOUT_MS = 20000, LIST_MS = 5000, SILENT_MS = 5000, POINTS = 400;
 const RANGES = [900, 3600, 86400];
 const VIEWS = ["overview", "load", "ranks", "history"];
 
-let state = null, heat = null, history = null, historyDue = 0, listDue = 0;
+let state = null, heat = null, history = null, historyDue = 0, listDue = 0, readAt = -Infinity;
 
 const chart = new Chart($("chart"), (point) => text($("readout"), point === null ? "" :
   `${new Date(point.time * 1000).toLocaleTimeString("en-GB")}: measured ${point.measured.toFixed(3)}, ` +
@@ -59,19 +59,18 @@ async function readDeployments() {
 }
 
 export async function refresh() {
-  try {
-    const events = readEvents(view() === "history");
-    [state, heat] = await Promise.all([ask("state"), ["load", "ranks"].includes(view()) ? ask("heat") : heat,
-      readHistory(), events, readProposals(events), readAnomalies(), readDeployments()]);
-    if (view() === "ranks") await readRanks(state);
-    if (view() === "history") await readRecords();
-    show($("trouble"), false);
-    draw();
-  } catch (error) {
-    text($("trouble"), `No new data: ${error.message}. Retrying.`);
-    show($("trouble"), true);
-    if (state === null || Date.now() / 1000 - state.time > 5) showVerdict("blind", "the service does not answer this page");
-  }
+  // Each answer is shown whatever becomes of the others: the state is known without the store.
+  const events = readEvents(view() === "history"), asked = ask("state");
+  const answers = await Promise.allSettled([asked, ["load", "ranks"].includes(view()) ? ask("heat") : heat,
+    readHistory(), events, readProposals(events), readAnomalies(), readDeployments(),
+    view() === "ranks" ? asked.then((seen) => readRanks(seen)) : null, view() === "history" ? readRecords() : null]);
+  if (answers[0].status === "fulfilled") [state, readAt] = [answers[0].value, performance.now()];
+  if (answers[1].status === "fulfilled") heat = answers[1].value;
+  const failed = answers.find((one) => one.status === "rejected");
+  if (failed) text($("trouble"), `No new data: ${failed.reason.message}. Retrying.`);
+  show($("trouble"), failed !== undefined);
+  if (state !== null) draw();
+  if (answers[0].status === "rejected" && performance.now() - readAt > SILENT_MS) showVerdict("blind", "the service does not answer this page");
 }
 
 async function follow() {

@@ -38,6 +38,7 @@ const SENTENCES = {
   error: (d) => `${d.where}: ${d.message}`,
   lease: (d) => `The lease of the ${d.of}: ${process(d.holder)} ` +
     (d.state === "leads" ? "has it" : `lost it${why(d)}`),
+  outage: (d) => `Tokens are served again after ${fixed(d.unserved_s)} s without any${why(d)}`,
   pace: (d) => `The next migration has ${d.part} of the deployment's pace: ${d.reason}`,
   promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,
   proposal: (d) => `Proposal ${d.proposal} by ${d.actor} is ${d.state}${why(d)}`,
@@ -49,7 +50,6 @@ const SENTENCES = {
   run: (d) => `The ranks started: run ${d.run}, windows of ${plural(d.window_steps, "step")}`,
   samples: (d) => `Samples: ${plain(d.samples)}`,
   scrub: (d) => `Scrub of rank ${d.rank}: ${d.result}${why(d)}`,
-  serving: (d) => `All ranks serve again after ${fixed(d.unserved_s)} s${why(d)}`,
   settings: (d) => `Settings were changed: ${plain(d.live)}${why(d)}`,
   starting: (d) => `The controller, ${process(d.holder)}, starts: ${d.work}`,
   task: (d) => `Request ${d.task} (${d.kind}) is ${d.state}`,

@@ -197,9 +197,10 @@ class StoreLink:
             if identity.is_first:
                 run = store.current_run()
                 if run is None or run.run != identity.info.run:
-                    store.begin_run(identity.info)
+                    store.begin_run(replace(identity.info, time=store.backend.now()))
             spool = Spool(Path(identity.spool)) if identity.spool else None
             self._reporter = Reporter(store, spool=spool, seed=identity.rank)
+            self._reporter.clock.follow()
         except BaseException:
             store.close()
             raise
@@ -215,6 +216,8 @@ class StoreLink:
                 shape = fields["tokens"].shape
                 experts = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
                 fields = fields | {"slot_to_expert": experts}
+            # The rank dates its samples by its host's clock, as this process reads it.
+            fields = fields | {"time": fields["time"] - self._reporter.clock.offset_s}
             owner = identity.deployment, identity.info.run, identity.rank
             self._reporter.offer(LoadSample(*owner, **fields))
 

@@ -10,9 +10,9 @@ import yaml
 
 from api.monitor.anomalies import OF_EVENT, Anomaly, AnomalyLog
 from api.monitor.counts import ANOMALIES
-from api.monitor.state import FindingKind, Grade, Leadership, RankView, Reading, WindowScore
+from api.monitor.state import Death, FindingKind, Grade, Leadership, RankView, Reading, WindowScore
 from api.monitor.verdict import FAILED, FAILED_S, UNBALANCED, UNBALANCED_S, unready
-from telemetry.state.events import Event
+from telemetry.state.events import Event, Outage
 from tests.support.readings import changed, read
 from tests.support.repository import ROOT
 from tests.support.stores import MemoryStore
@@ -39,9 +39,10 @@ def at(now: float, **changes: Any) -> Reading:
     return changed(SERVES, **({"time": now, "token_time": now - 2} | changes))
 
 
-def silent(now: float, **changes: Any) -> Reading:
-    first, second = SERVES.state.ranks
-    return at(now, ranks=(first, replace(second, is_alive=False, age_s=12.0)), **changes)
+def silent(now: float, *, number: int = 1, since: float = NOW - 12, **changes: Any) -> Reading:
+    ranks = list(SERVES.state.ranks)
+    ranks[number] = replace(ranks[number], is_alive=False, age_s=now - since)
+    return at(now, ranks=tuple(ranks), **changes)
 
 
 def noted(log: AnomalyLog, seen: Reading) -> list[Anomaly]:
@@ -77,16 +78,39 @@ def test_silent_rank_is_open_since_its_last_report_and_ends_when_it_reports() ->
     assert (ended.id, ended.until) == (first.id, NOW + 9)
 
 
-def test_finding_that_comes_back_soon_is_the_same_and_later_another() -> None:
+def test_finding_that_comes_back_is_another_anomaly_and_never_a_longer_one() -> None:
     log = AnomalyLog()
-    noted(log, at(NOW, **LEADERLESS))
+    noted(log, silent(NOW))
     noted(log, at(NOW + 1))
-    assert [(one.id, one.until) for one in noted(log, at(NOW + 30, **LEADERLESS))] == [(1, None)]
-    noted(log, at(NOW + 31))
-    found = noted(log, at(NOW + 500, **LEADERLESS))
+    found = noted(log, silent(NOW + 30, since=NOW + 19))
 
-    assert [(one.id, one.until) for one in found] == [(2, None), (1, NOW + 31)]
-    assert found[0].since == NOW + 500
+    dates = [(one.id, one.since, one.until) for one in found]
+    assert dates == [(2, NOW + 19, None), (1, NOW - 12, NOW + 1)]
+
+
+def test_silence_of_another_rank_is_another_anomaly() -> None:
+    log = AnomalyLog()
+    noted(log, silent(NOW))
+    found = noted(log, silent(NOW + 1, number=0, since=NOW - 10))
+
+    dates = [(one.ranks, one.since, one.until) for one in found]
+    assert dates == [((0,), NOW - 10, None), ((1,), NOW - 12, NOW + 1)]
+
+
+def test_outage_on_record_stands_once_with_its_own_dates_and_after_a_restart() -> None:
+    outage = Outage(NOW - 1, NOW + 13, 14.0, "rank 1 was killed")
+    event = Event(9, NOW + 14, "outage", vars(outage))
+    death = Death(NOW, "rank 1 was killed")
+    log = AnomalyLog()
+    (live,) = noted(log, at(NOW + 12, token_time=NOW - 1, death=death))
+    (ended,) = noted(log, at(NOW + 15, events=(event,)))
+
+    assert (live.text, live.since) == ("no token for 13 s: rank 1 was killed", NOW - 1)
+    assert (ended.id, ended.kind, ended.severity) == (live.id, "no-tokens", "critical")
+    assert (ended.since, ended.until) == (NOW - 1, NOW + 13)
+    assert ended.text == "no token for 14.0 s: rank 1 was killed"
+    (known,) = noted(AnomalyLog(), at(NOW + 3600, events=(event,)))
+    assert (known.since, known.until, known.text) == (ended.since, ended.until, ended.text)
 
 
 def test_pages_go_from_the_newest_down_and_states_are_told_apart() -> None:

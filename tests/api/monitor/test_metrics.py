@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import httpx
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
@@ -20,6 +22,7 @@ from api.http.routes import answer_in_process
 from api.http.service import AdminService
 from api.metrics.definitions import Level
 from api.metrics.exposition import metric_families, metrics_text
+from api.monitor import reader as readers
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
@@ -28,8 +31,11 @@ from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.decision.triggers import ACTS
+from eplb.errors import StoreError
 from telemetry import open_store
+from telemetry.state.events import Outage
 from telemetry.state.live import Control
+from telemetry.state.memory import MemoryBackend
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.http import client_of
@@ -140,9 +146,10 @@ def documented_kinds() -> dict[str, set[str]]:
 
 
 def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: StateStore) -> None:
-    seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1)
+    seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),))
     monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
+    store.acquire_lease("one", 60.0)
     text = metrics_text([shown_of(monitor, "rank", (0, 0))])[0].decode()
     families = list(text_string_to_metric_families(text))
 
@@ -324,16 +331,15 @@ def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(
     store: StateStore,
 ) -> None:
     both = view_of(0.5, ProcessState.RUNNING, 1), view_of(7.0, ProcessState.DEGRADED, 2)
-    seen = SupervisionView(both, lease_age_s=3.0)
-    for unserved_s in (8.0, 42.0):
-        store.add_event("serving", {"unserved_s": unserved_s, "reason": "rank 1 died"})
+    seen = SupervisionView(both)
+    for start, end in ((NOW, NOW + 8.0), (NOW + 50.0, NOW + 92.0)):
+        store.add_outage(Outage(start, end, end - start, "rank 1 died"))
     monitor = Monitor(store, clock=lambda: NOW, supervision=lambda: seen)
     found = figures_in(metrics_text([shown_of(monitor)])[0].decode())
 
     assert found["eplb_process_report_age_seconds"] == {("host_cache",): 7.0}
     assert found["eplb_process_up"] == {("host_cache",): 0}
     assert found["eplb_process_restarts_total"] == {("host_cache",): 3}
-    assert found["eplb_controller_lease_age_seconds"] == {(): 3.0}
     assert found["eplb_unserved_seconds_total"] == {(): 50.0}
 
 
@@ -385,6 +391,87 @@ def test_no_counter_falls_when_the_ranks_start_again(store: StateStore) -> None:
         assert after["eplb_migrated_bytes_total"]["intra",] == 300 + 5
         assert after["eplb_telemetry_samples_total"]["late",] == 3
         assert after["eplb_telemetry_samples_total"]["stored",] == 4
+
+
+class Unsure(MemoryBackend):
+    """A store that fails, or does not answer until it is let."""
+
+    def __init__(self, deployment: str) -> None:
+        super().__init__(deployment, clock=lambda: NOW)
+        self.fails, self.answers = False, threading.Event()
+        self.answers.set()
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        self.answers.wait()
+        if self.fails:
+            raise StoreError("does not answer")
+        with super()._use():
+            yield
+
+
+@pytest.fixture
+def unsure() -> Iterator[Unsure]:
+    backend = Unsure("d")
+    a_busy_run(StateStore(backend))
+    yield backend
+    backend.answers.set()
+
+
+def scraped(client: httpx.Client, is_it: Callable[[Figures], bool]) -> Figures:
+    """The figures of the first scrape of that kind."""
+    while True:
+        answer = client.get("/metrics")
+        assert answer.status_code == 200
+        if is_it(found := figures_in(answer.text)):
+            return found
+
+
+def is_blind(found: Figures) -> bool:
+    return found["eplb_verdict"]["blind",] == 1
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_metrics_and_the_page_s_state_answer_while_the_store_does_not(
+    unsure: Unsure, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        StateStore(unsure).report(rank_report("a", rank, time=NOW, generation=2, step=9))
+    with client_of(create_app(StateStore(unsure), is_watching=True)) as client:
+        before = scraped(client, lambda found: "eplb_ranks_alive" in found)
+        monkeypatch.setattr(readers, "UNREAD_S", 0.05)
+        unsure.fails = not hangs
+        if hangs:
+            unsure.answers.clear()
+        found = scraped(client, is_blind)
+        state = client.get("/api/v1/state").json()
+        unsure.answers.set()
+
+    no_counter_fell(before, found)
+    assert found["eplb_ranks_alive"] == before["eplb_ranks_alive"]
+    assert state["verdict"] == "blind"
+    assert state["reason"].startswith("the store has not been read for ")
+    assert state["step"] == 9  # what is known
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_service_that_starts_without_the_store_is_blind_and_shows_no_counter_of_it(
+    unsure: Unsure, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "UNREAD_S", 0.05)
+    app = create_app(StateStore(unsure), is_watching=True)
+    unsure.fails = not hangs
+    if hangs:
+        unsure.answers.clear()
+    with client_of(app) as client:
+        found = scraped(client, is_blind)
+        state = client.get("/api/v1/state").json()
+        unsure.answers.set()
+
+    shown = {"eplb_verdict", "eplb_build_info", "eplb_event_streams"}
+    assert {name for name in found if not name.startswith("eplb_event_streams")} <= shown
+    assert (state["verdict"], state["run"]) == ("blind", None)
+    assert [one.split(" for ")[0] for one in state["problems"]] == ["the store has not been read"]
 
 
 def test_metrics_are_served_and_the_global_registry_gains_none(store: StateStore) -> None:

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from api.metrics.definitions import metrics_of
 from api.monitor.monitor import Monitor
 from api.monitor.scores import contiguous_load, heat_of
-from api.monitor.state import Reading, WindowScore
+from api.monitor.state import Finding, Grade, Reading, WindowScore
 from api.monitor.verdict import unready
 from api.terminal.live import LiveView, PlainLines, look_at, window_line
 from api.terminal.picture import Look, in_time, in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.errors import StoreError
-from eplb.versions import HOST_CACHE, Announcement
-from telemetry.state.joining import SILENT_AFTER_S
+from eplb.versions import CONTROLLER, HOST_CACHE, LAUNCHER, SERVICE, Announcement
+from telemetry.state.joining import HEARTBEAT_S, MISSED_BEATS
 from telemetry.state.live import Control
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
@@ -277,26 +278,41 @@ def test_readiness_is_judged_by_what_ranks_report(
     assert re.search(why, str(unready(seen_by(store, now))))
 
 
-def test_host_cache_without_a_heartbeat_degrades_the_deployment_that_serves_on(
-    store: StateStore,
+HERE = "gpu7:4242:9f31c2aa-8812345-5be012"
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "shown"),
+    [
+        (HOST_CACHE, "0", "the host cache of host 0"),
+        (LAUNCHER, "0", "the launcher of host 0"),
+        (CONTROLLER, HERE, "the controller, process 4242 on host gpu7"),
+        (SERVICE, HERE, "the service, process 4242 on host gpu7"),
+    ],
+)
+def test_process_without_a_heartbeat_degrades_the_deployment_that_serves_on(
+    store: StateStore, component: str, name: str, shown: str
 ) -> None:
+    silent_after_s = MISSED_BEATS * HEARTBEAT_S
+    late = NOW + silent_after_s + 1
     for rank in (0, 1):
-        store.report(state(rank, time=NOW + SILENT_AFTER_S))
-    kept, gone = Announcement(HOST_CACHE, "0"), Announcement(HOST_CACHE, "7")
-    for one in (kept, gone):  # the topology of the run has one host
-        store.announce(one)
+        store.report(state(rank, time=NOW + silent_after_s))
+    mine = Announcement(component, name, every_s=HEARTBEAT_S)
+    for one in (mine, Announcement(HOST_CACHE, "7", every_s=HEARTBEAT_S)):
+        store.announce(one)  # the topology of the run has one host
 
-    def found(now: float) -> list[str]:
-        problems = seen_by(store, now).state.problems
-        return [one for one in problems if "host cache" in one]
+    def down(now: float) -> list[Finding]:
+        return [one for one in seen_by(store, now).findings if one.kind == "process-down"]
 
-    assert found(NOW + SILENT_AFTER_S) == []
-    (text,) = found(NOW + SILENT_AFTER_S + 1)
-    assert text.startswith("no report from the host cache of host 0 for 16.0 s")
-    silent = seen_by(store, NOW + SILENT_AFTER_S + 1)
-    assert all(one.is_ready for one in silent.findings if one.subject)
-    store.retire(kept)
-    assert found(NOW + SILENT_AFTER_S + 1) == []
+    assert down(NOW + silent_after_s) == []
+    (found,) = down(late)
+    assert (found.subject, found.grade, found.is_ready) == (shown, Grade.DEGRADED, True)
+    assert found.text.startswith(f"no report from {shown} for 16.0 s: ")
+    assert found.since == NOW
+    up = {one.name: one.figures for one in metrics_of(seen_by(store, late), drift=None, backend="")}
+    assert up["eplb_process_up"] == {(component.replace(" ", "_"),): 0.0}
+    store.retire(mine)
+    assert down(late) == []
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:

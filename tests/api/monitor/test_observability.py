@@ -74,15 +74,13 @@ def metrics() -> dict[str, Metric]:
         layer_ids=(0,),
         swap_pauses_ms=(1.0,),
         controller=Leadership("one", 9.0, "", "", turn_age_s=1.0),
-        supervision=SupervisionView(tuple(processes), 0.1),
+        supervision=SupervisionView(tuple(processes)),
     )
     drift = Drift(np.zeros(1), 0.0, 0.0)
     found = metrics_of(
         seen,
         "rank",
         drift=drift,
-        migration=None,
-        samples_stored=0,
         backend="memory",
         received=tokens,
     )

@@ -90,7 +90,13 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
             Grade.DEGRADED,
             "no load.* 5 s ago",
         ),
-        (seen(death=Death(NOW - 1, "rank 3 died")), Grade.STOPPED, "1 s ago: rank 3 died"),
+        (seen(death=Death(NOW - 1, "rank 3 died")), Grade.STOPPED, "no token for 2 s: rank 3 died"),
+        (seen(started=NOW - 1), Grade.STOPPED, "for 2 s: the ranks were started 1 s ago"),
+        (
+            seen(token_time=NOW - 90, started=NOW - 60, step_age_s=1.0),
+            Grade.BLIND,
+            "for 90 s: the ranks were started 60 s ago; steps advance since: no request came",
+        ),
         (seen(**STUCK), Grade.STOPPED, "31.0 s.* 30 s: rank 1, step: dispatch"),
         (
             seen(**STUCK | {"progress_of": "rank 1, mover: pulling"}),
@@ -99,9 +105,10 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
         ),
         (
             seen(ranks=(rank(0, ahead_s=3600.0), rank(1))),
-            Grade.DEGRADED,
-            "rank 0: reports are dated 3600 s ahead of this host's clock, ",
+            Grade.SERVING,
+            "at step 7; the clock of rank 0 is 3600 s ahead of the store's, ",
         ),
+        (seen(ranks=(rank(0), rank(1, ahead_s=-118))), Grade.SERVING, "rank 1 is 118 s behind"),
         (seen(uncounted_ranks=(1,)), Grade.DEGRADED, "rank 1: the counters"),
         (seen(**leaderless()), Grade.DEGRADED, "no leader"),
         (supervised(processes=DOWN), Grade.DEGRADED, "the controller.* exit status 1"),
@@ -149,7 +156,7 @@ def test_readiness_is_the_worst_of_the_findings_that_keep_requests_away() -> Non
 
 
 def metrics(of: Reading) -> dict[str, Mapping[tuple[str, ...], Figure]]:
-    found = metrics_of(of, drift=None, migration=None, samples_stored=0, backend="memory")
+    found = metrics_of(of, drift=None, backend="memory")
     return {one.name: one.figures for one in found}
 
 

@@ -10,9 +10,7 @@ from api.processes.supervision import (
     Restarts,
     Supervised,
     SupervisionSettings,
-    Supervisor,
 )
-from telemetry.state.lease import Lease
 
 
 class Clock:
@@ -184,24 +182,3 @@ def test_suspended_supervisor_kills_no_process() -> None:
 
     assert not scene.started[0].is_killed
     assert scene.notes == []
-
-
-def lease(renewals: int) -> Lease:
-    return Lease("a", 1, 2000.0 + renewals, 10.0, 1990.0, renewals)
-
-
-def test_age_of_a_lease_that_is_not_renewed_grows() -> None:
-    clock = Clock()
-    supervisor = Supervisor(SupervisionSettings(), clock)
-    supervisor.record_lease(None)
-    assert supervisor.view().lease_age_s is None
-
-    supervisor.record_lease(lease(renewals=1))
-    clock.now += 5
-    supervisor.record_lease(lease(renewals=2))
-    clock.now += 7
-    supervisor.record_lease(lease(renewals=2))
-    clock.now += 2
-    supervisor.record_lease(None)
-
-    assert supervisor.view().lease_age_s == 9.0

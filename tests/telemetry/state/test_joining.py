@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -10,10 +11,29 @@ import numpy as np
 import pytest
 
 from eplb.core.placement import Placement
-from eplb.errors import ConfigError
-from eplb.versions import CONTROLLER, HOST_CACHE, PROTOCOL, RANKS, Announcement
+from eplb.errors import ConfigError, StoreError
+from eplb.versions import (
+    CONTROLLER,
+    HOST_CACHE,
+    LAUNCHER,
+    PROTOCOL,
+    RANKS,
+    SERVICE,
+    Announcement,
+)
 from rebalance.controller.lease import ControllerLease
-from telemetry.state.joining import Present, check_versions, host_caches, ranks_of, serving
+from telemetry.state import joining
+from telemetry.state.holder import new_holder
+from telemetry.state.joining import (
+    FORGOTTEN_S,
+    HEARTBEAT_S,
+    Heartbeat,
+    Present,
+    check_versions,
+    heartbeats,
+    ranks_of,
+    serving,
+)
 from telemetry.state.live import LiveState
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
@@ -160,8 +180,88 @@ def test_ranks_replace_ranks_of_any_version(store: StateStore) -> None:
     check(store, RANKS)
 
 
-def test_latest_start_of_each_host_cache_is_shown(store: StateStore) -> None:
-    for host in ("0", "1", "0"):
-        store.announce(Announcement(HOST_CACHE, host))
+def beating(component: str, name: str) -> Announcement:
+    return Announcement(component, name, every_s=HEARTBEAT_S)
 
-    assert sorted(one.name for one in host_caches(store)) == ["0", "1"]
+
+def test_heartbeats_have_each_host_once_and_no_process_that_sends_none(store: StateStore) -> None:
+    first, second = (new_holder().replace(":", f":{number}", 1) for number in (1, 2))
+    for host in ("0", "1", "0"):
+        store.announce(beating(HOST_CACHE, host))
+    store.announce(beating(LAUNCHER, "0"))
+    store.announce(beating(CONTROLLER, first))
+    store.announce(Announcement(CONTROLLER, "embedded"))
+    later = NOW + 100
+    with closing(MemoryStore("west", clock=lambda: later)) as other:
+        for one in store.announced():
+            other.announce(one)
+        other.announce(beating(CONTROLLER, second))
+
+        found = [(one.component, one.name) for one in heartbeats(other, later)]
+        old = [(one.component, one.name) for one in heartbeats(other, later + FORGOTTEN_S + 1)]
+
+    hosts = [(HOST_CACHE, "0"), (HOST_CACHE, "1"), (LAUNCHER, "0")]
+    assert sorted(found) == [(CONTROLLER, second), *hosts]
+    assert sorted(old) == hosts  # the topology expects these
+
+
+def announced_in(store: StateStore) -> list[str]:
+    return [one.component for one in store.announced()]
+
+
+def wait_until(store: StateStore, expected: list[str]) -> None:
+    while announced_in(store) != expected:
+        store.wait(store.version(), 0.01)
+
+
+class Shared(MemoryStore):
+    """A store of several openers, each of which closes it; it may fail at their call."""
+
+    is_broken = False
+    beats = 0
+
+    def close(self) -> None:
+        """Leave it to the others."""
+
+    def announce(self, mine: Announcement) -> None:
+        self.beats += 1
+        if self.is_broken:
+            raise StoreError("does not answer")
+        super().announce(mine)
+
+
+@pytest.mark.parametrize("component", [CONTROLLER, HOST_CACHE, LAUNCHER, SERVICE])
+def test_process_announces_again_after_a_store_lost_its_contents_and_retires(
+    component: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "HEARTBEAT_S", 0.01)
+    store = Shared("west")
+    with Heartbeat(lambda: store, component, "0"):
+        wait_until(store, [component])
+        assert check_versions(store, Announcement(RANKS, "joins"), wait_s=0.0) is None
+        store.backend.lose()
+        wait_until(store, [component])
+        store.is_broken = True
+        seen = store.beats
+        while store.beats < seen + 3:
+            store.wait(store.version(), 0.01)
+        store.is_broken = False
+        store.backend.lose()
+        wait_until(store, [component])
+
+    assert announced_in(store) == []
+
+
+def test_heartbeat_that_was_stopped_for_a_fork_leaves_no_thread_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "HEARTBEAT_S", 0.01)
+    store, threads = Shared("west"), threading.active_count()
+    heart = Heartbeat(lambda: store, LAUNCHER, "0")
+    for _ in range(2):
+        heart.start()
+        store.backend.lose()
+        wait_until(store, [LAUNCHER])
+        heart.stop()
+        assert threading.active_count() == threads
+    assert announced_in(store) == [LAUNCHER]  # it has not ended on purpose

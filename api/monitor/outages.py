@@ -1,0 +1,87 @@
+"""The outage clock: when tokens came last, over all runs, and the outages that ended.
+
+Every view and metric counts from here. An outage lasts from the last token before it to the first
+token after it, by the times of the samples that counted them:
+
+    restart   the ranks were started again in between, however soon
+    stall     no step was completed for longer than the verdict allows, without a restart
+
+A deployment that gets no requests completes no step either, and looks the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from api.monitor.state import Death
+from eplb.core.load import LoadSample
+from telemetry.state.events import Event, Outage, outage_of
+
+KEPT_DEATHS = 1000
+RESTARTED = "the ranks were started again"
+STALLED = "no step was completed"
+
+
+class OutageLog:
+    """Follows the samples and events of one deployment. Its owner serialises calls."""
+
+    def __init__(self) -> None:
+        self.token_time: float | None = None  # of the newest token of any run; store's clock
+        self.death: Death | None = None  # the latest
+        self.found: list[Outage] = []  # outages that the store does not have, the oldest first
+        self._recorded: list[Outage] = []
+        self._deaths: deque[Death] = deque(maxlen=KEPT_DEATHS)
+        self._is_restart = False  # ranks were started since the last token
+        self._newest: dict[int, LoadSample] = {}  # newest sample of each rank of this run
+
+    def begin_run(self) -> None:
+        """Note that the ranks were started again."""
+        self._newest.clear()
+        self._is_restart = self.token_time is not None
+
+    def note_event(self, event: Event) -> None:
+        """Note a death, or an outage that some service has recorded."""
+        is_end = event.kind == "error" and event.detail.get("where") == "ranks"
+        if event.kind == "recovery" or is_end:
+            why = event.detail.get("message") or event.detail.get("reason")
+            self.death = Death(event.time, str(why or "a rank died"))
+            self._deaths.append(self.death)
+        elif (known := outage_of(event)) is not None:
+            self._recorded.append(known)
+            self.found = [one for one in self.found if not one.overlaps(known)]
+
+    def note_sample(self, sample: LoadSample, limit_s: float) -> None:
+        """Note a sample; one that ends an outage is its end.
+
+        Args:
+            limit_s: without a step for so long, a deployment is stopped.
+        """
+        before = self._newest.get(sample.rank)
+        if before is None or sample.sequence > before.sequence:
+            self._newest[sample.rank] = sample
+        if not sample.tokens.any():
+            return
+        if self._is_restart and self.token_time is not None:
+            self._note(self.token_time, sample.time, RESTARTED)
+        # Samples that were lost leave a gap in the sequences, and prove nothing.
+        elif (
+            before is not None
+            and sample.sequence == before.sequence + 1
+            and sample.time - before.time > limit_s
+        ):
+            self._note(before.time, sample.time, STALLED)
+        self._is_restart = False
+        self.token_time = max(sample.time, self.token_time or sample.time)
+
+    def clamp(self, now: float) -> None:
+        """Take no token for a later one than now, after the store's clock was set back."""
+        if self.token_time is not None:
+            self.token_time = min(self.token_time, now)
+
+    def _note(self, start: float, end: float, reason: str) -> None:
+        if end <= start:
+            return
+        deaths = [one.text for one in self._deaths if start <= one.time <= end]
+        found = Outage(start, end, round(end - start, 3), deaths[0] if deaths else reason)
+        if not any(found.overlaps(one) for one in (*self._recorded, *self.found)):
+            self.found.append(found)
