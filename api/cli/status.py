@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from api.access.audit import Audit
 from api.cli.config import Configured
 from api.cli.options import AsJson, with_options
-from api.cli.store_place import ApiOptions, configured_store, open_existing
+from api.cli.store_place import ApiOptions, audit_folder, configured_store, open_existing
 from api.interrupts import StopSignals
 from api.terminal.printable import printable, unbreakable_console
 from eplb.errors import ConfigError
@@ -114,7 +115,8 @@ def _asked(
     with closing(open_existing(url, deployment)) as store:
         if place.store is None and place.deployment is None:
             check_configured(store, settings, os.environ)
-        service = AdminService(store, keeps_history=False)
+        audit = Audit(audit_folder(url))
+        service = AdminService(store, keeps_history=False, audit=audit)
         if watches:
             service.reader.start()
         try:

@@ -52,6 +52,11 @@ class ProblemType(Enum):
         "Base moved on",
         "another placement was committed since the proposal was made",
     )
+    LOSES = (
+        409,
+        "Loses by its price",
+        "by the load of now it costs more than it saves; `accept_loss` has it carried out",
+    )
     TASK_BEGUN = 409, "Task is not queued", "the controller has begun or ended the task"
     CONTROLLER_REFUSED = (
         409,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,14 @@ class Metric:
     figures: Mapping[tuple[str, ...], Figure]
 
 
+class ServiceFigures(NamedTuple):
+    """What the HTTP service counts of one deployment."""
+
+    streams: int
+    streams_dropped: int
+    audit_lost: int
+
+
 def metrics_of(
     seen: Reading,
     level: Level = "default",
@@ -61,7 +69,7 @@ def metrics_of(
     samples_stored: int,
     backend: str,
     received: NDArray[np.int64] | None = None,
-    event_streams: tuple[int, int] | None = None,
+    of_service: ServiceFigures | None = None,
 ) -> Iterator[Metric]:
     """Give every metric of a deployment; one whose figure is not known yet has no series.
 
@@ -70,7 +78,7 @@ def metrics_of(
         samples_stored: of this run.
         backend: kind of the store.
         received: [L, R] tokens over all samples; None: they are not asked for.
-        event_streams: how many are open, and how many were ended because they were not read.
+        of_service: figures of the HTTP service; None: there is none.
     """
     yield _gauge("build_info", "1; the label is the version.", {__version__: 1}, "version")
     yield from _health(seen)
@@ -79,11 +87,13 @@ def metrics_of(
     yield from _rebalances(seen, migration)
     yield from _moved(seen.counts)
     yield from _telemetry(seen, samples_stored, backend)
-    if event_streams is not None:
-        num_open, num_ended = event_streams
-        yield _gauge("event_streams", "Open streams of events of this service.", num_open)
+    if of_service is not None:
+        streams_help = "Open streams of events of this service."
+        yield _gauge("event_streams", streams_help, of_service.streams)
         ended_help = "Streams of events that were ended, because they were not read."
-        yield _counter("event_streams_dropped", ended_help, num_ended)
+        yield _counter("event_streams_dropped", ended_help, of_service.streams_dropped)
+        lost_help = "Lines of the audit that neither its file nor the store took; the log has them."
+        yield _counter("audit_lost", lost_help, of_service.audit_lost)
     if level != "default":
         yield from _per_layer(seen, received)
 
@@ -104,6 +114,9 @@ def _health(seen: Reading) -> Iterator[Metric]:
     yield _gauge("ranks_alive", "Ranks that reported lately.", alive)
     frozen = sum(bool(view.frozen) for view in state.ranks)
     yield _gauge("ranks_frozen", "Ranks with migrations disabled.", frozen)
+    yield _gauge("state_free_bytes", "Room on the disk of the state folder.", state.free_bytes)
+    waiting_help = "Lines of the audit that its file could not take; the store has them."
+    yield _gauge("audit_waiting", waiting_help, state.audit_waiting)
     yield _gauge("paused", "1 while movement is switched off.", not state.movement)
     yield _gauge("placement_version", "Generation of the committed placement.", state.generation)
     mismatch_help = "Ranks that serve another generation than the committed one."

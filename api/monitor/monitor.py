@@ -13,7 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from shutil import disk_usage
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +78,7 @@ class Monitor:
         clock: seconds since the epoch; gives how long a rank has been silent.
         supervision: what the process that supervises others knows; by default none does.
         stalled_after_s: of the verdict.
+        folder: the state folder; None: not known here.
     """
 
     def __init__(
@@ -85,7 +89,9 @@ class Monitor:
         clock: Clock = time.time,
         supervision: Callable[[], SupervisionView] = SupervisionView,
         stalled_after_s: float = STALLED_AFTER_S,
+        folder: Path | None = None,
     ) -> None:
+        self._folder = folder
         self.store, self.anomalies = store, AnomalyLog()
         self._clock, self._supervision, self._stalled_after_s = clock, supervision, stalled_after_s
         self._lock = threading.RLock()
@@ -152,6 +158,9 @@ class Monitor:
         self._committed = self.store.committed()
         self._published = self.store.published()
         self._controller = leadership(self.store, now)
+        self._audit_waiting, self._free_bytes = len(self.store.audit_lines()), None
+        with suppress(OSError):  # there is no folder yet
+            self._free_bytes = None if self._folder is None else disk_usage(self._folder).free
         if now - self._versions_at >= VERSIONS_S:
             self._versions_at = now
             found = {one.component: one.version for one in serving(self.store, now)}
@@ -374,6 +383,9 @@ class Monitor:
             movement=control.movement,
             observe=control.observe,
             until=self._live.until.get("movement"),
+            switched=self._live.changes.get("movement"),
+            free_bytes=self._free_bytes,
+            audit_waiting=self._audit_waiting,
         )
 
     def _pace(self, budget: float) -> PaceView:

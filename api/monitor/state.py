@@ -22,6 +22,7 @@ from eplb.declared import Meaning
 from eplb.fitting import Cordon
 from telemetry.load.folder import Window
 from telemetry.state.events import Event, Outcome
+from telemetry.state.live import LiveChange
 from telemetry.state.runs import LEAST_SILENCE_S
 
 EPOCH = "s since the epoch"
@@ -48,6 +49,8 @@ FindingKind = Literal[
     "rank-uncounted",
     "process-down",
     "rank-frozen",
+    "disk-full",
+    "audit-waits",
     "unbalanced",
     "migrations-fail",
 ]
@@ -292,6 +295,15 @@ class State:
     observe: Annotated[bool, Meaning("true: plans are reported and not carried out")]
     until: Annotated[
         float | None, Meaning("when a pause ends by itself; null: it does not", unit=EPOCH)
+    ]
+    switched: Annotated[
+        LiveChange | None, Meaning("who switched movement, when and why; null: nobody did")
+    ]
+    free_bytes: Annotated[
+        int | None, Meaning("room on the disk of the state folder; null: not known", unit="bytes")
+    ]
+    audit_waiting: Annotated[
+        int, Meaning("lines of the audit that its file could not take; the store has them")
     ]
 
 

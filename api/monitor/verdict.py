@@ -32,6 +32,7 @@ NAMED_RANKS = 8  # more are given as stretches
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
 UNBALANCED, UNBALANCED_S = 1 / 0.7, 600.0  # imbalance, and for how long
 FAILED, FAILED_S = 3, 1800.0  # more migrations than that, within so long
+LEAST_FREE_BYTES = 64_000_000  # as in the alert EplbDiskFull
 INTERVALS = 3.0  # intervals of samples; a deployment that samples seldom is not stopped between two
 
 
@@ -94,13 +95,22 @@ def _serving(state: State) -> str:
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
-    notes = [] if state.movement else [f"movement is off{until}"]
+    notes = [] if state.movement else [f"movement is off{until}{_who(state)}"]
     notes += ["observe is on"] if state.observe else []
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
             notes.append(f"{name} by order: {_named(views)}")
     ranks = f"{len(state.ranks)} ranks serve, at step {state.step}"
     return "; ".join([ranks, *notes])
+
+
+def _who(state: State) -> str:
+    """Who switched movement off and why, where an operator did."""
+    if state.switched is None:
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(state.switched.time))
+    by = f" by {state.switched.by}" if state.switched.by else ""
+    return f" since {at}{by}: {state.switched.reason}"
 
 
 def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
@@ -129,8 +139,24 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     if frozen := [view for view in state.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
         yield Finding("rank-frozen", Grade.DEGRADED, text, ranks=_numbers(frozen))
+    yield from _disk(state)
     yield from _unbalanced(seen)
     yield from _failures(seen)
+
+
+def _disk(state: State) -> Iterator[Finding]:
+    if state.free_bytes is not None and state.free_bytes < LEAST_FREE_BYTES:
+        text = (
+            f"the disk of the state folder is full: found {state.free_bytes / 1e6:.1f} MB free, "
+            f"expected {LEAST_FREE_BYTES / 1e6:g} MB; of all changes only a pause is possible"
+        )
+        yield Finding("disk-full", Grade.DEGRADED, text, is_ready=True)
+    if state.audit_waiting:
+        text = (
+            f"{state.audit_waiting} lines of the audit wait in the store, expected none: its file "
+            "cannot be written (eplb_audit_waiting)"
+        )
+        yield Finding("audit-waits", Grade.DEGRADED, text, is_ready=True)
 
 
 def _leaderless(found: Leadership, stalled_after_s: float) -> Finding:

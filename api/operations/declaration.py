@@ -193,6 +193,10 @@ class Call:
         actor: Actor = self.request.state.actor
         return actor
 
+    def done(self) -> None:
+        """Note in the audit that the change is made: the answer may wait for ranks."""
+        getattr(self.request.state, "done", lambda status: None)(self.status)
+
     def tag(self, number: int) -> None:
         """Give the answer a number as its entity tag (RFC 9110, 8.8.3)."""
         self.headers["ETag"] = f'"{number}"'
@@ -221,7 +225,9 @@ class Call:
         from eplb.errors import StaleRevision
 
         try:
-            state = self.store.change_live(changes, expected=self.expected_revision(), **given)
+            state = self.store.change_live(
+                changes, expected=self.expected_revision(), by=self.actor.name, **given
+            )
         except StaleRevision as exc:
             raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
         self.tag(state.revision)

@@ -215,7 +215,9 @@ def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
         revision = state.revision if expected is None else expected
         changes = {"cordons": written_cordons(cordons)}
         try:
-            changed = store.change_live(changes, expected=revision, reason=reason)
+            changed = store.change_live(
+                changes, expected=revision, reason=reason, by=call.actor.name
+            )
         except StaleRevision as exc:
             why = exc
             if expected is not None:

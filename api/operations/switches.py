@@ -135,6 +135,7 @@ def _switch(
     state = call.change_live(changes, reason=body.reason, lasts_s=lasts_s)
     reported = None
     if body.wait_s:
+        call.done()
         reported = 0 if info is None else _num_reported(store, info, known, body.wait_s)
     return ControlAnswer(
         deployment=store.deployment,
@@ -203,7 +204,7 @@ def change_settings(call: Call, body: Any) -> Any:
     """
     from api.http.live_settings import change_settings as change
 
-    answer = change(call.store, body, call.expected_revision())
+    answer = change(call.store, body, call.expected_revision(), call.actor.name)
     call.tag(answer.revision)
     return answer
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeVar
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
 from eplb.migration.build import Migration
-from telemetry.state.backend import Change, JournalLine
+from telemetry.state.backend import Change, JournalLine, Table, text_of
 from telemetry.state.codec import from_json, from_record, to_json
 from telemetry.state.part import Part
 from telemetry.state.runs import Details
@@ -31,6 +31,8 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
 OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
+
+AUDIT_LINES = Table("audit_lines", is_ordered=True)  # by number
 
 T = TypeVar("T")
 
@@ -104,6 +106,22 @@ class EventPart(Part):
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events, and return how many; ids are not reused."""
         return self.backend.prune_journal(max(0, keep))
+
+    def keep_audit_line(self, line: str) -> None:
+        """Keep a line of the audit for as long as its file cannot be written."""
+
+        def decision(change: Change) -> None:
+            change.put(AUDIT_LINES, change.next("audit_line"), line)
+
+        self.backend.decide("a line of the audit", decision)
+
+    def audit_lines(self) -> list[tuple[int, str]]:
+        """Return the lines of the audit that are not in its file, by number."""
+        return [(int(number), text_of(one)) for number, one in self.backend.scan(AUDIT_LINES)]
+
+    def forget_audit_lines(self, last: int) -> None:
+        """Forget the lines up to a number, which are in the file."""
+        self.backend.prune(AUDIT_LINES, last + 1)
 
 
 def note(change: Change, kind: str, detail: object) -> None:

@@ -27,7 +27,7 @@ const chart = new Chart($("chart"), (point) => text($("readout"), point === null
 export async function ask(path, options = {}) {
   const response = await fetch(`api/v1/${path}`, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   const answer = await response.json();
-  if (!response.ok) throw new Error(answer.detail ?? `${response.status} from ${path}`);
+  if (!response.ok) throw Object.assign(new Error(answer.detail ?? `${response.status} from ${path}`), { type: answer.type });
   return answer;
 }
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.http.app import create_app
 from api.http.routes import answer_in_process
 from api.http.service import AdminService
-from api.metrics.definitions import Level
+from api.metrics.definitions import Level, ServiceFigures
 from api.metrics.exposition import metric_families, metrics_text
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
@@ -141,9 +141,11 @@ def documented_kinds() -> dict[str, set[str]]:
 
 def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: StateStore) -> None:
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),), 0.1)
-    monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
+    monitor = Monitor(
+        store, clock=lambda: NOW + 1, supervision=lambda: seen, folder=Path(__file__).parent
+    )
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
-    text = metrics_text([shown_of(monitor, "rank", (0, 0))])[0].decode()
+    text = metrics_text([shown_of(monitor, "rank", ServiceFigures(0, 0, 0))])[0].decode()
     families = list(text_string_to_metric_families(text))
 
     kinds = {one.name + "_total" * (one.type == "counter"): one.type for one in families}
