@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isnan
+from statistics import median
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from api.monitor.counts import EXCLUDED
 from api.monitor.monitor import PHASES
 from api.monitor.scores import layer_imbalance
-from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Reading
+from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Reading, State
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
@@ -114,6 +115,12 @@ def _health(seen: Reading) -> Iterator[Metric]:
     yield _gauge("ranks_alive", "Ranks that reported lately.", alive)
     frozen = sum(bool(view.frozen) for view in state.ranks)
     yield _gauge("ranks_frozen", "Ranks with migrations disabled.", frozen)
+    yield _gauge(
+        "step_seconds",
+        "Median time of a rank's latest steps; own: without its host's wait for other ranks.",
+        _step_times(state),
+        *("time", "agg"),
+    )
     yield _gauge("state_free_bytes", "Room on the disk of the state folder.", state.free_bytes)
     waiting_help = "Lines of the audit that its file could not take; the store has them."
     yield _gauge("audit_waiting", waiting_help, state.audit_waiting)
@@ -127,6 +134,16 @@ def _health(seen: Reading) -> Iterator[Metric]:
     yield _counter("mover_failures", failures_help, counts.total("mover_failures"))
     anomalies_help = "Anomalies: refused load, no plan, exit of a rank, lost contents of the store."
     yield _counter("anomalies", anomalies_help, counts.by_label("anomalies"), "type")
+
+
+def _step_times(state: State) -> dict[tuple[str, ...], Figure]:
+    """Of the rank in the middle and of the slowest: in step, and by its own work."""
+    times = [(one.step_ms, one.wait_ms or 0.0) for one in state.ranks if one.step_ms is not None]
+    found: dict[tuple[str, ...], Figure] = {}
+    for name, ms in (("step", [s for s, _ in times]), ("own", [s - w for s, w in times])):
+        if ms:
+            found |= {(name, "median"): median(ms) / 1e3, (name, "max"): max(ms) / 1e3}
+    return found
 
 
 def _supervision(seen: Reading) -> Iterator[Metric]:

@@ -59,7 +59,16 @@ from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader
 from telemetry.state.events import Event, PlanEnd, pace_change, plan_end
 from telemetry.state.joining import SILENT_AFTER_S, host_caches, serving
-from telemetry.state.runs import BATCH, BATCH_FAULTS, STEP_TIMES, RankState, RunInfo
+from telemetry.state.proposals import Proposal
+from telemetry.state.runs import (
+    BATCH,
+    BATCH_FAULTS,
+    STEP_MS,
+    STEP_TIMES,
+    WAIT_MS,
+    RankState,
+    RunInfo,
+)
 from telemetry.state.store import StateStore
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
@@ -67,6 +76,7 @@ SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
+OF_PROPOSALS = ("proposal", "commit", "restore")  # events after which others are open
 VERSIONS_S = 5.0  # after which the versions are read again
 
 
@@ -108,7 +118,8 @@ class Monitor:
         self._versions: Mapping[str, str] = {}
         self._versions_at = -VERSIONS_S
         self._caches: list[Announcement] = []
-        self._is_read = False
+        self._is_read = self._has_proposals = False  # the second: since they were read last
+        self._proposals: list[Proposal] = []
         self._follow(None)
 
     def _follow(self, info: RunInfo | None) -> None:
@@ -158,6 +169,8 @@ class Monitor:
         self._committed = self.store.committed()
         self._published = self.store.published()
         self._controller = leadership(self.store, now)
+        if self._has_proposals:
+            self._has_proposals, self._proposals = False, self.store.proposals()
         self._audit_waiting, self._free_bytes = len(self.store.audit_lines()), None
         with suppress(OSError):  # there is no folder yet
             self._free_bytes = None if self._folder is None else disk_usage(self._folder).free
@@ -206,6 +219,7 @@ class Monitor:
 
     def _note(self, event: Event) -> None:
         self._event_tally.note(event, ended=self._decisions.note(event))
+        self._has_proposals |= event.kind in OF_PROPOSALS
         if event.kind == "run":  # marks are placed by steps, and those of another run are others
             self._commits.clear()
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
@@ -383,6 +397,10 @@ class Monitor:
             movement=control.movement,
             observe=control.observe,
             until=self._live.until.get("movement"),
+            stage=self._live.text("stage"),
+            open_proposals=sum(
+                one.state == "open" and one.expires > now for one in self._proposals
+            ),
             switched=self._live.changes.get("movement"),
             free_bytes=self._free_bytes,
             audit_waiting=self._audit_waiting,
@@ -410,7 +428,7 @@ class Monitor:
         """About how long a rank takes to its next sample: its window, and its way to the store."""
         if self._info is None:
             return 0.0
-        step_ms = max((float(one.detail.get("step_ms") or 0) for one in self._states), default=0.0)
+        step_ms = max((float(one.detail.get(STEP_MS) or 0) for one in self._states), default=0.0)
         window_s = self._info.window_seconds or self._info.window_steps * step_ms / 1e3
         return window_s + max((state.report_every_s for state in self._states), default=0.0)
 
@@ -430,7 +448,8 @@ class Monitor:
                 phase=state.phase,
                 is_alive=age_s <= state.silent_after_s,
                 age_s=age_s,
-                step_ms=state.detail.get("step_ms"),
+                step_ms=state.detail.get(STEP_MS),
+                wait_ms=state.detail.get(WAIT_MS),
                 frozen=state.frozen,
                 ahead_s=max(0.0, state.time - now),
                 silent_after_s=state.silent_after_s,

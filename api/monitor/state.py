@@ -190,13 +190,17 @@ class RankView:
     phase: str
     is_alive: Annotated[bool, Meaning("it reported within `silent_after_s`")]
     age_s: Annotated[float | None, Meaning("age of its report; null: it never reported")]
-    step_ms: Annotated[float | None, Meaning("time of a step")]
+    step_ms: Annotated[float | None, Meaning("median time of its latest steps")]
     frozen: Annotated[str, Meaning("why its migrations are disabled; empty: they are not")]
     ahead_s: Annotated[float, Meaning("time by which its clock is ahead of this host's")] = 0.0
     silent_after_s: Annotated[
         float, Meaning("age of a report at which the rank counts as silent")
     ] = LEAST_SILENCE_S
     cordon: Annotated[Cordon | None, Meaning("order of an operator; see /api/v1/ranks")] = None
+    wait_ms: Annotated[
+        float | None,
+        Meaning("of `step_ms`, the host's wait for exchanges: the slowest rank waits least"),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -296,6 +300,8 @@ class State:
     until: Annotated[
         float | None, Meaning("when a pause ends by itself; null: it does not", unit=EPOCH)
     ]
+    stage: Annotated[str, Meaning("stage of the rollout; empty: not known")]
+    open_proposals: Annotated[int, Meaning("proposals that wait for a decision")]
     switched: Annotated[
         LiveChange | None, Meaning("who switched movement, when and why; null: nobody did")
     ]

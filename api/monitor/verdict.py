@@ -73,10 +73,8 @@ def judged(seen: Reading, stalled_after_s: float = STALLED_AFTER_S) -> Reading:
     """
     found = tuple(sorted(_findings(seen, stalled_after_s), key=_severity))
     problems = tuple(one.text for one in found if one.grade is not Grade.SERVING)
-    if problems:
-        grade, reason = found[0].grade, found[0].text
-    else:
-        grade, reason = Grade.SERVING, _serving(seen.state)
+    grade = found[0].grade if problems else Grade.SERVING
+    reason = "; ".join([*problems[:1], *_notes(seen.state, is_serving=not problems)])
     state = replace(seen.state, verdict=grade, reason=reason, problems=problems)
     return replace(seen, state=state, findings=found)
 
@@ -91,17 +89,25 @@ def _severity(finding: Finding) -> int:
     return list(Grade).index(finding.grade)
 
 
-def _serving(state: State) -> str:
+def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
+    """What an operator wants to know beside the worst that is wrong."""
+    if is_serving:
+        yield f"{len(state.ranks)} ranks serve, at step {state.step}"
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
-    notes = [] if state.movement else [f"movement is off{until}{_who(state)}"]
-    notes += ["observe is on"] if state.observe else []
+    if not state.movement:
+        yield f"movement is off{until}{_who(state)}"
+    if state.observe:
+        yield "observe is on"
+    if state.stage not in ("", "all"):
+        yield f"stage {state.stage}"
+    if state.open_proposals:
+        wait = "proposals wait" if state.open_proposals > 1 else "proposal waits"
+        yield f"{state.open_proposals} {wait} for a decision"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
-            notes.append(f"{name} by order: {_named(views)}")
-    ranks = f"{len(state.ranks)} ranks serve, at step {state.step}"
-    return "; ".join([ranks, *notes])
+            yield f"{name} by order: {_named(views)}"
 
 
 def _who(state: State) -> str:

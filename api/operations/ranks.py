@@ -74,7 +74,8 @@ def show_reports(found: list[dict[str, Any]]) -> None:
     """Print what ranks do beside what they hold."""
     listing(
         (one | {"alive": "yes" if one["is_alive"] else "no"} for one in found),
-        "rank node alive step generation phase age_s step_ms state experts sole_experts frozen",
+        "rank node alive step generation phase age_s step_ms wait_ms state experts sole_experts "
+        "frozen",
     )
 
 

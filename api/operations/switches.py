@@ -25,7 +25,7 @@ from api.operations.declaration import (
     command,
     operation,
 )
-from api.operations.printing import WHY, at, line
+from api.operations.printing import UNITS_S, WHY, at, line
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ REPORTS_WAIT_S = 3.0  # a command waits for reports: ranks send one every 0.25 s
 MOST_WAIT_S = 5.0  # the request holds a thread of the service
 LOOK_S = 0.05
 FOR = {"lasts": "for"}  # name of an option
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ filled in would pass for what was stored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -32,6 +33,7 @@ OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
 
+RANKS_IN_WORDS = re.compile(r"\branks?:? (\d[\d,\- and]*)")  # "rank 3", "ranks: 0-7, 12"
 AUDIT_LINES = Table("audit_lines", is_ordered=True)  # by number
 
 T = TypeVar("T")
@@ -45,6 +47,16 @@ class Event:
     time: Annotated[float, Meaning("time of the event", unit="s since the epoch")]
     kind: Annotated[str, Meaning("what happened", example="commit")]
     detail: Annotated[Details, Meaning("facts, by the kind of the event")]
+
+    def is_about(self, rank: int) -> bool:
+        """Whether it names a rank, as a fact or in its words."""
+        detail = self.detail
+        if rank in (detail.get("rank"), *detail.get("survivors", ())):
+            return True
+        words = " ".join(one for one in detail.values() if isinstance(one, str))
+        named = " ".join(RANKS_IN_WORDS.findall(words))
+        spans = re.findall(r"(\d+)(?:-(\d+))?", named)
+        return any(int(first) <= rank <= int(last or first) for first, last in spans)
 
 
 @dataclass(frozen=True)
@@ -96,11 +108,17 @@ class EventPart(Part):
         lines = self.backend.journal(before=before, limit=limit, newest_first=True)
         return list(map(_event_of, lines))
 
-    def events_backwards(self, kinds: Container[str]) -> Iterator[Event]:
-        """Give events of some kinds, newest first, a page at a time as long as more are asked."""
+    def events_onwards(self, after: int = 0) -> Iterator[Event]:
+        """Give events past an id, oldest first, a page at a time as long as more are asked."""
+        while page := self.events(after=after):
+            yield from page
+            after = page[-1].id
+
+    def events_backwards(self, kinds: Container[str] | None = None) -> Iterator[Event]:
+        """Give events of some kinds or all, newest first, as ``events_onwards``."""
         before = None
         while page := self.latest_events(before=before):
-            yield from (event for event in page if event.kind in kinds)
+            yield from (event for event in page if kinds is None or event.kind in kinds)
             before = page[-1].id
 
     def prune_events(self, keep: int) -> int:

@@ -145,6 +145,7 @@ def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: St
         store, clock=lambda: NOW + 1, supervision=lambda: seen, folder=Path(__file__).parent
     )
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
+    store.report(rank_report("a", 0, step_ms=20.0, swap_pauses_ms=[1.0]))
     text = metrics_text([shown_of(monitor, "rank", ServiceFigures(0, 0, 0))])[0].decode()
     families = list(text_string_to_metric_families(text))
 
@@ -156,6 +157,17 @@ def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: St
         assert family.documentation.endswith("."), family.name
         assert family.samples, family.name
         assert {sample.labels["deployment"] for sample in family.samples} == {"d"}
+
+
+def test_slowest_rank_is_the_one_that_waits_least(store: StateStore) -> None:
+    for rank, wait_ms in enumerate((15.0, 1.0)):
+        store.report(rank_report("a", rank, step_ms=20.0, wait_ms=wait_ms))
+
+    found = text_of(store)
+
+    assert 'eplb_step_seconds{agg="max",deployment="d",time="step"} 0.02' in found
+    assert 'eplb_step_seconds{agg="max",deployment="d",time="own"} 0.019' in found
+    assert 'eplb_step_seconds{agg="median",deployment="d",time="own"} 0.012' in found
 
 
 def num_series(text: str) -> int:
