@@ -131,6 +131,11 @@ class ProblemType(Enum):
     )
     KEY_REUSED = 422, "Idempotency key reused", "the key was used for another body"
     TOO_MUCH_LOAD = 422, "Too much load", "the load matrix would be larger than its format may be"
+    PRECONDITION_REQUIRED = (
+        428,
+        "Precondition required",
+        "the change needs `If-Match`: the `ETag` that was read, or `*`",
+    )
     TOO_MANY_FAILED_LOGINS = (
         429,
         "Too many failed logins",

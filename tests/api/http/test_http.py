@@ -444,7 +444,7 @@ def test_body_that_does_not_fit_is_refused_by_key_and_changes_nothing(
     assert (store.version(), store.live()) == (before, LiveState())
 
 
-@pytest.mark.parametrize("tag", [None, "0", 'W/"0"'])
+@pytest.mark.parametrize("tag", [None, "", "0", 'W/"0"'])
 def test_settings_change_only_at_a_revision(
     client: httpx.Client, store: StateStore, tag: str | None
 ) -> None:
@@ -453,9 +453,23 @@ def test_settings_change_only_at_a_revision(
 
     refused = problem_of(client.patch("/settings", json=body, headers=headers))
 
-    assert refused[0] is ProblemType.INVALID_REQUEST
-    assert refused[1].startswith("header.if-match: ")
+    missing, malformed = ProblemType.PRECONDITION_REQUIRED, ProblemType.INVALID_REQUEST
+    assert refused[0] is (malformed if tag else missing)
+    assert refused[1].startswith("header.if-match: " if tag else "found no If-Match, expected the ")
     assert store.live() == LiveState()
+
+
+@pytest.mark.parametrize("path", ["/livez", "/metrics", "/", "/api/v1/state", "/api/v1/tasks/99"])
+def test_head_has_the_status_and_type_of_get_and_no_body(client: httpx.Client, path: str) -> None:
+    url = client.base_url.join(path)
+    head, get = client.head(url), client.get(url)
+
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_head_of_a_stream_is_not_allowed(client: httpx.Client) -> None:
+    assert client.head("/events/stream").status_code == 405
 
 
 @pytest.mark.parametrize(
