@@ -306,7 +306,9 @@ class RankAgent:
         Raises:
             BrokenGroup: a peer is dead.
         """
+        begun = self._links.monotonic()
         self.voter.wait_for_exchange(exchange, self._last.last)
+        self._step_timer.waited(self._links.monotonic() - begun)
 
     def begin_update(self, version: int) -> None:
         """Stop moving experts, on every rank, so that the engine can replace all weights.
@@ -515,6 +517,7 @@ class RankAgent:
                 "sweeps": scrubber.num_sweeps,
                 REPORT_EVERY_S: self.report_every_s,
             }
+            | self._step_timer.latest_ms()
             | times
             | self.notes,
         )

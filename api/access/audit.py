@@ -7,32 +7,42 @@ the chain. Lines that were cut off at the end break nothing: compare the number 
 line with a copy that is kept elsewhere (``eplb audit --verify`` prints both).
 
 A change is written before it is done, and its outcome after it: a disk that is full refuses the
-change, and not its record.
+change, and not its record. A pause alone is done all the same. Lines that the file cannot take are
+kept in the store, and follow once the file can be written (``AuditLines``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import pwd
 import socket
 import time
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_SH, flock
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from api.access.keys import Role, private
 from eplb.declared import Meaning
-from eplb.errors import EplbError
+from eplb.errors import EplbError, StoreError
+
+if TYPE_CHECKING:
+    from telemetry.state.store import StateStore
 
 AUDIT_FILE = "audit.jsonl"  # in the state folder
 START = "0" * 64  # the hash before the first line
 MOST_BYTES = 16_384  # of a line
 MOST_TEXT = 600  # characters of a reason or detail
+
+
+log = logging.getLogger(__name__)
 
 
 class AuditError(EplbError):
@@ -57,7 +67,9 @@ class AuditEntry:
     request: Annotated[str, Meaning("the same in both lines of one request")]
     action: Annotated[str, Meaning("method and path, or the command")]
     reason: str
-    outcome: Annotated[str, Meaning("asked, then the status of the answer")]
+    outcome: Annotated[
+        str, Meaning("asked, then the status of the answer; of a command done or failed")
+    ]
     number: int = 0
     before: Annotated[str, Meaning("hash of the line before it")] = ""
     hash: str = ""
@@ -178,6 +190,39 @@ class Audit:
         return last
 
 
+class AuditLines:
+    """The audit of one deployment: its file, and the lines that wait for it in the store."""
+
+    def __init__(self, audit: Audit, store: StateStore) -> None:
+        self._audit, self._store = audit, store
+
+    def keep(self, entry: AuditEntry) -> bool:
+        """Add a line to the file, or else to the store; False: neither took it."""
+        try:
+            self._audit.append(entry)
+        except AuditError as exc:
+            log.error("%s", exc)
+            try:
+                self._store.keep_audit_line(json.dumps(asdict(entry)))
+            except StoreError as also:
+                log.error("lost line of the audit: %s; %s", entry, also)
+                return False
+        return True
+
+    def catch_up(self) -> None:
+        """Move lines that wait to the file, once it takes them; a death may repeat one.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        for number, line in self._store.audit_lines():
+            try:
+                self._audit.append(_entry(line.encode(), f"line {number} that waits"))
+            except AuditError:
+                return
+            self._store.forget_audit_lines(number)
+
+
 def local_actor() -> str:
     """Return the user of this process and its host, as the audit names them."""
     try:
@@ -187,8 +232,9 @@ def local_actor() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def note(state_dir: Path, deployment: str, action: str, reason: str, outcome: str) -> None:
-    """Add what a command of this host did to the audit.
+@contextmanager
+def noting(state_dir: Path, deployment: str, action: str, reason: str) -> Iterator[None]:
+    """Add what a command of this host does to the audit, and how it ended.
 
     Raises:
         AuditError: it cannot be written.
@@ -199,12 +245,18 @@ def note(state_dir: Path, deployment: str, action: str, reason: str, outcome: st
         actor=local_actor(),
         role=Role.ADMIN.label,
         address="local",
-        request="",
+        request=uuid.uuid4().hex,
         action=action,
         reason=reason,
-        outcome=outcome,
+        outcome="asked",
     )
-    Audit(state_dir).append(entry)
+    audit, outcome = Audit(state_dir), "failed"
+    audit.append(entry)
+    try:
+        yield
+        outcome = "done"
+    finally:
+        audit.append(replace(entry, time=time.time(), outcome=outcome))
 
 
 def _start_of(text: mmap, number: int) -> int:

@@ -3,8 +3,9 @@
     Authentication -> Guard -> Choice -> Changes -> route
 
 A change is in the audit before it is done, and its outcome after it. Where the audit cannot be
-written nothing is changed. A POST with an ``Idempotency-Key`` is done once: the same request again
-gets the stored answer, another body under the same key is refused.
+written nothing is changed, but for a pause: its lines follow. A POST with an ``Idempotency-Key`` is
+done once: the same request again gets the stored answer, another body under the same key is
+refused.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.access.audit import Audit, AuditEntry, AuditError
+from api.access.audit import Audit, AuditEntry, AuditError, AuditLines
 from api.access.authentication import client_address
 from api.http.guard import SAFE_METHODS
 from api.http.problems import ProblemType
 from api.http.refusals import problem
+from api.http.service import AdminService
+from api.operations.switches import pause
 from eplb.clock import Clock
+from eplb.errors import StoreError
 
 KEPT_ANSWERS, KEPT_ANSWERS_S = 1000, 24 * 3600.0
 MOST_KEY = 200  # characters of an idempotency key
@@ -64,7 +68,7 @@ class Changes:
     """ASGI middleware around the routes: actor, body and deployment are in ``scope["state"]``.
 
     Args:
-        state_dir: that has the audit; None: there is none.
+        audit: None: there is none.
         clock: seconds since the epoch, of the audit.
         age_clock: of kept answers; it never jumps.
     """
@@ -73,12 +77,12 @@ class Changes:
         self,
         app: ASGIApp,
         *,
-        state_dir: Path | None,
+        audit: Audit | None,
         clock: Clock = time.time,
         age_clock: Clock = time.monotonic,
     ) -> None:
         self._app, self._clock, self._age_clock = app, clock, age_clock
-        self._audit = None if state_dir is None else Audit(state_dir)
+        self._audit = audit
         self._answers: OrderedDict[_Place, _Answer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,23 +149,30 @@ class Changes:
             reason=reason,
             outcome="asked",
         )
+        service: AdminService = scope["state"]["service"]
+        kept, waiting = AuditLines(audit, service.store), list[AuditEntry]()
         try:
             await run_in_threadpool(audit.append, entry)
         except AuditError as exc:
-            log.error("%s", exc)
-            refusal = problem(ProblemType.AUDIT_UNAVAILABLE, f"nothing was changed: {exc}")
-            await refusal(scope, receive, send)
-            return
+            if entry.action != pause.route:
+                log.error("%s", exc)
+                refusal = problem(ProblemType.AUDIT_UNAVAILABLE, f"nothing was changed: {exc}")
+                await refusal(scope, receive, send)
+                return
+            waiting.append(entry)
         status, is_noted = 500, False
 
-        async def outcome() -> None:
+        def done(status: int) -> None:
+            """Note the outcome, in a thread: before the answer, which may wait for ranks."""
             nonlocal is_noted
             is_noted = True
-            ended = replace(entry, time=self._clock(), outcome=str(status))
-            try:
-                await run_in_threadpool(audit.append, ended)
-            except AuditError as exc:  # it was asked for, which is in the audit
-                log.error("the outcome of request %s, %d: %s", entry.request, status, exc)
+            for one in (*waiting, replace(entry, time=self._clock(), outcome=str(status))):
+                service.audit_lost += not kept.keep(one)
+            if not waiting:
+                with suppress(StoreError):  # they wait on
+                    kept.catch_up()
+
+        scope["state"]["done"] = done
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -169,15 +180,16 @@ class Changes:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = entry.request
-            elif not message.get("more_body", False):
-                await outcome()  # before it is sent: whoever has the answer finds it in the audit
+            elif not message.get("more_body", False) and not is_noted:
+                # Before it is sent: whoever has the answer finds it in the audit.
+                await run_in_threadpool(done, status)
             await send(message)
 
         try:
             await self._app(scope, receive, note)
         finally:
             if not is_noted:
-                await outcome()
+                await run_in_threadpool(done, status)
 
 
 def _checked_reason(body: bytes) -> str:

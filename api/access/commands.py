@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from api.access.audit import START, Audit, BrokenChain, local_actor, note
+from api.access.audit import START, Audit, BrokenChain, local_actor, noting
 from api.access.keys import AccessKeys
 from api.cli.config import Configured
 from api.cli.options import AsJson, with_options
@@ -42,10 +42,10 @@ def add_key(
     included, and is an admin's.
     """
     state_dir, deployment = _place(configured)
-    note(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason, "asked")
     kept = AccessKeys(state_dir)
     is_first = not kept.exists
-    key = kept.add(name, role, force=force)
+    with noting(state_dir, deployment, f"keys add {name[:100]} {role[:20]}", reason):
+        key = kept.add(name, role, force=force)
     typer.echo(key)
     typer.echo(f"eplb: {name} is {role}, by {local_actor()}; the key is not shown again", err=True)
     if is_first:
@@ -66,8 +66,8 @@ def remove_key(
 ) -> None:
     """Remove a key; the next request with it is refused."""
     state_dir, deployment = _place(configured)
-    note(state_dir, deployment, f"keys remove {name[:100]}", reason, "asked")
-    AccessKeys(state_dir).remove(name, force=force)
+    with noting(state_dir, deployment, f"keys remove {name[:100]}", reason):
+        AccessKeys(state_dir).remove(name, force=force)
     typer.echo(f"{name} is removed, by {local_actor()}: {printable(reason)}")
 
 

@@ -61,6 +61,11 @@ class AccessKey:
     sha256: str  # of salt and secret
     created: float  # seconds since the epoch
 
+    def __post_init__(self) -> None:
+        texts = (self.name, self.role, self.salt, self.sha256)
+        if not all(isinstance(text, str) for text in texts) or self.role not in ROLES:
+            raise ValueError(f"a key of name {self.name!r} and role {self.role!r}")
+
 
 @dataclass(frozen=True)
 class Actor:
@@ -199,9 +204,15 @@ class AccessKeys:
                     f"{self.path} is of version {record['version']!r}, expected {VERSION}"
                 )
             keys = [AccessKey(**line) for line in record["keys"]]
-            self._keys = {key.name: key for key in keys if ROLES[key.role]}
-        except (OSError, ValueError, TypeError, KeyError) as exc:
-            raise ConfigError(f"{self.path} cannot be read as access keys: {exc!r}") from exc
+            self._keys = {key.name: key for key in keys}
+        except OSError as exc:
+            raise ConfigError(f"{self.path} cannot be read: {exc}") from exc
+        except (ValueError, TypeError, KeyError) as exc:
+            raise ConfigError(
+                f"{self.path} is damaged: found {exc!r}, expected the JSON that `eplb keys add` "
+                "writes. Restore a copy of it, or remove it and add the keys again: without the "
+                "file the service is open to this host alone"
+            ) from exc
         self._stamp = stamp
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api.access.audit import note
+from api.access.audit import local_actor, noting
 from api.cli.options import with_options
 from api.cli.store_place import (
     ConfiguredDeployment,
@@ -107,8 +107,10 @@ def _print_live(
             changes = parsed_changes(texts, given_by="--set")
             given = ", ".join(f"{name}={value}" for name, value in changes.items())
             # Before it is done: a change that the audit cannot hold is not made.
-            note(audit, deployment, f"config --live {given}", reason, "asked")
-            state = store.change_live(changes, expected=state.revision, reason=reason)
+            with noting(audit, deployment, f"config --live {given}", reason):
+                state = store.change_live(
+                    changes, expected=state.revision, reason=reason, by=local_actor()
+                )
         typer.echo(live_page(deployment, state), nl=False)
 
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from api.access.audit import Audit
 from api.cli.config import Configured
 from api.cli.options import AsJson, with_options
-from api.cli.store_place import ApiOptions, configured_store, open_existing
+from api.cli.store_place import ApiOptions, audit_folder, configured_store, open_existing
 from api.interrupts import StopSignals
+from api.operations.printing import at
 from api.terminal.printable import printable, unbreakable_console
 from eplb.errors import ConfigError
 from telemetry.state.store import without_password
@@ -37,9 +39,12 @@ WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 def status(
     place: ApiOptions,
     configured: Configured,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also leader, imbalance, pace, and each rank.")
+    ] = False,
     json_output: AsJson = False,
 ) -> None:
-    """Show who leads, what serves, the ranks, the imbalance and the switches.
+    """Show how a deployment stands: the verdict, the latest plan, and what else is wrong.
 
     Exit status 0: nothing is wrong; 1: something is; 2: the deployment cannot be read.
     """
@@ -51,7 +56,7 @@ def status(
     with _asked(place, configured) as (ask, where):
         state: State = ask(watching.state)
     as_json = TypeAdapter(State).dump_json(state, indent=1).decode() if json_output else ""
-    typer.echo(as_json or render(state, where))
+    typer.echo(as_json or "\n".join(map(printable, _lines(state, where, verbose))))
     if state.problems:
         raise typer.Exit(NOT_OK)
 
@@ -114,7 +119,8 @@ def _asked(
     with closing(open_existing(url, deployment)) as store:
         if place.store is None and place.deployment is None:
             check_configured(store, settings, os.environ)
-        service = AdminService(store, keeps_history=False)
+        audit = Audit(audit_folder(url))
+        service = AdminService(store, keeps_history=False, audit=audit)
         if watches:
             service.reader.start()
         try:
@@ -169,8 +175,17 @@ def check_configured(store: StateStore, settings: Settings, environ: Mapping[str
         )
 
 
-def render(state: State, where: str) -> str:
-    """Give a state as lines for people."""
+def _lines(state: State, where: str, is_verbose: bool) -> Iterator[str]:
+    """A state as lines for people."""
+    yield f"{state.verdict}: {state.reason}"
+    for plan in state.decisions[-1:]:
+        yield f"{plan.decision} at {at(plan.time)}: {plan.reason}"
+    if is_verbose:
+        yield from _all_of(state, where)
+    yield from (f"problem    {one}" for one in state.problems[1:])
+
+
+def _all_of(state: State, where: str) -> Iterator[str]:
     found, window, moving = state.controller, state.last_score, state.migration
     turn = f"last turn {found.turn_age_s or 0.0:.0f} s ago"
     leader = f"{found.leader}, {turn}, lease for {found.lease_left_s:.0f} s more"
@@ -199,17 +214,16 @@ def render(state: State, where: str) -> str:
         "switches": f"movement {_on(state.movement)}, observe {_on(state.observe)}",
         "versions": "; ".join(f"{names}: {version}" for version, names in alike.items()) or "none",
     }
-    text = [f"{state.verdict}: {state.reason}"]
-    text += [f"{name:<11}{line}" for name, line in lines.items()]
+    yield from (f"{name:<11}{line}" for name, line in lines.items())
     if state.ranks:
-        text.append("rank  host  state    generation  step      last report")
+        yield "rank  host  state    generation  step      step ms  wait ms  last report"
     for view in state.ranks:
         phase = view.phase if view.is_alive else "silent"
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
         host = state.node_of_rank[view.rank]
-        text.append(f"{view.rank:<6}{host:<6}{phase:<9}{view.generation:<12}{view.step:<10}{age}")
-    text += [f"problem    {one}" for one in state.problems]
-    return "\n".join(map(printable, text))
+        times = (f"{'-' if ms is None else ms:<9}" for ms in (view.step_ms, view.wait_ms))
+        place = f"{view.rank:<6}{host:<6}{phase:<9}{view.generation:<12}{view.step:<10}"
+        yield f"{place}{''.join(times)}{age}"
 
 
 def _on(is_on: bool) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import time
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,15 +21,12 @@ from api.cli.store_place import (
     open_existing,
 )
 from api.config.tree import load, profile_names
-from api.operations.printing import listing
-from eplb.errors import ConfigError
+from api.operations.printing import TIME_OR_AGE, listing, time_of
 from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import deployments_of
 from telemetry.load.rollup import HOUR, MINUTE
 from telemetry.state.sqlite_backup import backup as copy_store
 from telemetry.state.sqlite_backup import shrink as shrink_file
-
-_SECONDS = {"s": 1, "m": MINUTE, "h": HOUR, "d": 24 * HOUR}
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -91,9 +86,7 @@ def backup(
 
 @app.command()
 def purge(
-    before: Annotated[
-        str, typer.Option(help="A time, as 2026-03-01T12:00 (UTC), or an age: 90m, 12h, 7d.")
-    ],
+    before: Annotated[str, typer.Option(help=f"A time as {TIME_OR_AGE}.")],
     store: StoreUrl = DEFAULT_STORE,
     deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = "demo",
     shrink: Annotated[bool, typer.Option(help="Make the file smaller; writers wait.")] = False,
@@ -102,7 +95,7 @@ def purge(
 
     Placements, tasks and events stay.
     """
-    before_time = _time_of(before, now=time.time())
+    before_time = time_of("--before", before)
     path = file_at(store, "--shrink") if shrink else None
     # A deployment that never ran is refused: a misspelt name must not look like an empty store.
     with closing(open_existing(store, deployment)) as opened:
@@ -114,25 +107,3 @@ def purge(
         f"{deployment}: removed {samples} samples, {minutes} roll-ups of a minute and {hours} of "
         f"an hour before {datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
     )
-
-
-def _time_of(text: str, now: float) -> float:
-    """Read a time, or an age, as seconds since the epoch.
-
-    Raises:
-        ConfigError: it is neither, before 1970, or in the future.
-    """
-    age = re.fullmatch(r"(\d{1,12})([smhd])", text)
-    try:
-        if age:
-            found = now - int(age[1]) * _SECONDS[age[2]]
-        else:
-            parsed = datetime.fromisoformat(text)
-            found = (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError) as exc:
-        expected = "a time as 2026-03-01T12:00, or an age as 90m, 12h or 7d"
-        raise ConfigError(f"--before is {text!r}, expected {expected}") from exc
-    if not 0 <= found <= now:
-        place = "in the future" if found > now else "before 1970"
-        raise ConfigError(f"--before is {text!r}, which is {place}, expected 1970-01-01 to now")
-    return found

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Union
 
 import torch
@@ -155,7 +154,6 @@ def _serve(
         figures.stepped(time.perf_counter() - started)
         reported = rank.built.reporter.stats()
         agent.notes = {
-            "step_ms": round(median(figures.step_ms[-50:]), 2),
             "samples_lost": reported.dropped,
             "store_errors": reported.errors,
             "first_token": figures.first_token or 0.0,

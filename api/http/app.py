@@ -79,11 +79,17 @@ def create_app(
         others: deployments that are shown beside it; None: there are none.
     """
 
+    audit = None if state_dir is None else Audit(state_dir)
+
     def serve(
         of: StateStore, supervision: Callable[[], SupervisionView] = SupervisionView
     ) -> AdminService:
         return AdminService(
-            of, plan_wait_s=plan_wait_s, metrics_level=metrics_level, supervision=supervision
+            of,
+            plan_wait_s=plan_wait_s,
+            metrics_level=metrics_level,
+            supervision=supervision,
+            audit=audit,
         )
 
     deployments = Deployments(serve(store, supervision), others, serve, is_watching=is_watching)
@@ -99,8 +105,8 @@ def create_app(
     app = _bare_app(TITLE, running)
     app.state.deployments, app.state.limits = deployments, limits
     app.state.streams = deployments
-    app.state.audit = None if state_dir is None else Audit(state_dir)
-    app.add_middleware(Changes, state_dir=state_dir)
+    app.state.audit = audit
+    app.add_middleware(Changes, audit=audit)
     app.add_middleware(Choice, deployments=deployments)
     _add_checks(app, token, state_dir, actor)
     app.add_middleware(Prefix)

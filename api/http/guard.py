@@ -18,7 +18,8 @@ from api.http.problems import ProblemType, Refused
 from api.http.refusals import place_of, problem
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
-THREADLESS = frozenset({"/livez", "/readyz", "/api/v1/events/stream"})  # they take no thread
+STREAM = "/api/v1/events/stream"
+THREADLESS = frozenset({"/livez", "/readyz", STREAM})  # they take no thread
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -42,7 +43,8 @@ DEFAULT_LIMITS = HttpLimits()
 class Guard:
     """ASGI middleware: refuses a request by its host and size, and one too many with 503.
 
-    The body of a request that goes on is in ``scope["state"]["body"]``.
+    The body of a request that goes on is in ``scope["state"]["body"]``. A HEAD is answered as the
+    GET, without its body; not that of a stream, which has no end.
 
     Args:
         any_host: where requests prove a token, a name that leads here by mistake leads nowhere.
@@ -57,6 +59,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD" and scope["path"] != STREAM:
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
         if refused := self._refusal(Headers(scope=scope)):
             await problem(*refused)(scope, receive, send)
             return
@@ -101,6 +105,13 @@ class Guard:
             detail = f"a body of {length[:20]} bytes, expected at most {most_bytes}"
             return ProblemType.BODY_TOO_LARGE, detail
         return None
+
+
+def _without_body(send: Send) -> Send:
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
 
 
 async def check_request(request: Request) -> None:

@@ -73,13 +73,16 @@ def settings_answer(state: LiveState) -> SettingsAnswer:
     return SettingsAnswer(revision=state.revision, settings=settings_in(state))
 
 
-def change_settings(store: StateStore, body: _SettingsBody, expected: int | None) -> SettingsAnswer:
+def change_settings(
+    store: StateStore, body: _SettingsBody, expected: int | None, by: str
+) -> SettingsAnswer:
     """Change live settings at the revision that the client has read.
 
     Args:
         store: that has them.
         body: the changes.
         expected: the revision that the client has read; None: any.
+        by: name of the client.
 
     Raises:
         Refused: another change came first, or no setting was named.
@@ -95,6 +98,7 @@ def change_settings(store: StateStore, body: _SettingsBody, expected: int | None
         if value is not None and (check := live_settings()[name].about.check) is not None:
             check(value)
     try:
-        return settings_answer(store.change_live(changes, expected=expected, reason=body.reason))
+        state = store.change_live(changes, expected=expected, reason=body.reason, by=by)
+        return settings_answer(state)
     except StaleRevision as exc:
         raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc

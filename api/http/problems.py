@@ -52,6 +52,11 @@ class ProblemType(Enum):
         "Base moved on",
         "another placement was committed since the proposal was made",
     )
+    LOSES = (
+        409,
+        "Loses by its price",
+        "by the load of now it costs more than it saves; `accept_loss` has it carried out",
+    )
     TASK_BEGUN = 409, "Task is not queued", "the controller has begun or ended the task"
     CONTROLLER_REFUSED = (
         409,
@@ -126,6 +131,11 @@ class ProblemType(Enum):
     )
     KEY_REUSED = 422, "Idempotency key reused", "the key was used for another body"
     TOO_MUCH_LOAD = 422, "Too much load", "the load matrix would be larger than its format may be"
+    PRECONDITION_REQUIRED = (
+        428,
+        "Precondition required",
+        "the change needs `If-Match`: the `ETag` that was read, or `*`",
+    )
     TOO_MANY_FAILED_LOGINS = (
         429,
         "Too many failed logins",

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from api.access.authentication import OPEN
 from api.http.problems import ProblemType
 from api.http.refusals import MEDIA_TYPE, Problem
 from api.operations.declaration import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from api.http.service import AdminService
 
+OF_SCHEMES = "an access key or the deployment's token, as password; without either: this host alone"
 NOT_YET = "Not done yet; see Location"
 NEXT = Annotated[
     int | None, Meaning("give as `before` or `after` to continue; null: there are no more")
@@ -68,13 +70,20 @@ def add_operations(app: FastAPI, operations: Iterable[Operation]) -> None:
 
 
 def correct_document(document: dict[str, Any]) -> None:
-    """Add the schema of problems, and take the description of a parameter out of its schema.
+    """Add the schema of problems, how a request proves its key, and descriptions of parameters.
 
     FastAPI makes a model of each response that has one, which takes 0.3 s for all problems.
     """
     document["components"]["schemas"]["Problem"] = adapter(Problem).json_schema()
-    for operations in document["paths"].values():
+    schemes = ("bearer", "basic")
+    document["components"]["securitySchemes"] = {
+        one: {"type": "http", "scheme": one, "description": OF_SCHEMES} for one in schemes
+    }
+    document["security"] = [*({one: []} for one in schemes), {}]
+    for path, operations in document["paths"].items():
         for operation in operations.values():
+            if path in OPEN:
+                operation["security"] = []
             for parameter in operation.get("parameters", []):
                 if "description" in parameter["schema"]:
                     parameter["description"] = parameter["schema"].pop("description")

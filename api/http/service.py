@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from api.access.audit import Audit, AuditLines
 from api.http.answers import TaskAnswer, task_answer
 from api.http.problems import ProblemType, Refused
 from api.http.refusals import OF_REFUSAL
-from api.metrics.definitions import Level
+from api.metrics.definitions import Level, ServiceFigures
 from api.metrics.exposition import metric_families
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
@@ -54,6 +55,7 @@ class AdminService:
         metrics_level: how many series /metrics has.
         supervision: what the process that supervises others knows; by default none does.
         keeps_history: whether imbalance over time is kept, for which all runs are read.
+        audit: of the state folder; None: there is none.
         clock: of ``plan_wait_s``.
     """
 
@@ -66,6 +68,7 @@ class AdminService:
         metrics_level: Level = "default",
         supervision: Callable[[], SupervisionView] = SupervisionView,
         keeps_history: bool = True,
+        audit: Audit | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
@@ -74,7 +77,9 @@ class AdminService:
             history=History() if keeps_history else None,
             supervision=supervision,
             stalled_after_s=stalled_after_s,
+            folder=None if audit is None else audit.path.parent,
         )
+        self._audit, self.audit_lost = audit, 0  # lines that neither file nor store took
         self.reader = BackgroundReader(self.monitor)
         self.num_streams = self.num_slow_streams = 0  # event streams: open; ended as too slow
         self._metrics_level = metrics_level
@@ -93,8 +98,10 @@ class AdminService:
         Raises:
             StoreError: the store cannot be read.
         """
-        streams = self.num_streams, self.num_slow_streams
-        return metric_families(self.reader, self._metrics_level, streams)
+        if self._audit is not None and self.reader.reading().state.audit_waiting:
+            AuditLines(self._audit, self.store).catch_up()
+        of_service = ServiceFigures(self.num_streams, self.num_slow_streams, self.audit_lost)
+        return metric_families(self.reader, self._metrics_level, of_service)
 
     def readiness(self) -> str:
         """State that every rank serves. Where the reader runs, this never waits for the store.

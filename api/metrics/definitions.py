@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal
+from statistics import median
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from api.monitor.counts import EXCLUDED
 from api.monitor.monitor import PHASES
 from api.monitor.scores import layer_imbalance
-from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Reading
+from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Reading, State
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
@@ -52,6 +53,14 @@ class Metric:
     figures: Mapping[tuple[str, ...], Figure]
 
 
+class ServiceFigures(NamedTuple):
+    """What the HTTP service counts of one deployment."""
+
+    streams: int
+    streams_dropped: int
+    audit_lost: int
+
+
 def metrics_of(
     seen: Reading,
     level: Level = "default",
@@ -59,14 +68,14 @@ def metrics_of(
     drift: Drift | None,
     backend: str,
     received: NDArray[np.int64] | None = None,
-    event_streams: tuple[int, int] | None = None,
+    of_service: ServiceFigures | None = None,
 ) -> Iterator[Metric]:
     """Give every metric of a deployment; one whose figure is not known yet has no series.
 
     Args:
         backend: kind of the store.
         received: [L, R] tokens over all samples; None: they are not asked for.
-        event_streams: how many are open, and how many were ended because they were not read.
+        of_service: figures of the HTTP service; None: there is none.
     """
     yield _gauge("build_info", "1; the label is the version.", {__version__: 1}, "version")
     grades = {grade.value: grade is seen.state.verdict for grade in Grade}
@@ -82,11 +91,13 @@ def metrics_of(
     yield from _rebalances(seen)
     yield from _moved(seen.counts)
     yield from _telemetry(seen, backend)
-    if event_streams is not None:
-        num_open, num_ended = event_streams
-        yield _gauge("event_streams", "Open streams of events of this service.", num_open)
+    if of_service is not None:
+        streams_help = "Open streams of events of this service."
+        yield _gauge("event_streams", streams_help, of_service.streams)
         ended_help = "Streams of events that were ended, because they were not read."
-        yield _counter("event_streams_dropped", ended_help, num_ended)
+        yield _counter("event_streams_dropped", ended_help, of_service.streams_dropped)
+        lost_help = "Lines of the audit that neither its file nor the store took; the log has them."
+        yield _counter("audit_lost", lost_help, of_service.audit_lost)
     if level != "default":
         yield from _per_layer(seen, received)
 
@@ -106,6 +117,15 @@ def _health(seen: Reading) -> Iterator[Metric]:
     yield _gauge("ranks_alive", "Ranks that reported lately.", alive)
     frozen = sum(bool(view.frozen) for view in state.ranks)
     yield _gauge("ranks_frozen", "Ranks with migrations disabled.", frozen)
+    yield _gauge(
+        "step_seconds",
+        "Median time of a rank's latest steps; own: without its host's wait for other ranks.",
+        _step_times(state),
+        *("time", "agg"),
+    )
+    yield _gauge("state_free_bytes", "Room on the disk of the state folder.", state.free_bytes)
+    waiting_help = "Lines of the audit that its file could not take; the store has them."
+    yield _gauge("audit_waiting", waiting_help, state.audit_waiting)
     yield _gauge("paused", "1 while movement is switched off.", not state.movement)
     yield _gauge("placement_version", "Generation of the committed placement.", state.generation)
     mismatch_help = "Ranks that serve another generation than the committed one."
@@ -116,6 +136,16 @@ def _health(seen: Reading) -> Iterator[Metric]:
     yield _counter("mover_failures", failures_help, counts.total("mover_failures"))
     anomalies_help = "Anomalies: refused load, no plan, exit of a rank, lost contents of the store."
     yield _counter("anomalies", anomalies_help, counts.by_label("anomalies"), "type")
+
+
+def _step_times(state: State) -> dict[tuple[str, ...], Figure]:
+    """Of the rank in the middle and of the slowest: in step, and by its own work."""
+    times = [(one.step_ms, one.wait_ms or 0.0) for one in state.ranks if one.step_ms is not None]
+    found: dict[tuple[str, ...], Figure] = {}
+    for name, ms in (("step", [s for s, _ in times]), ("own", [s - w for s, w in times])):
+        if ms:
+            found |= {(name, "median"): median(ms) / 1e3, (name, "max"): max(ms) / 1e3}
+    return found
 
 
 def _supervision(seen: Reading) -> Iterator[Metric]:

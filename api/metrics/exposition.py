@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from api.metrics.definitions import Level, Metric, metrics_of
+from api.metrics.definitions import Level, Metric, ServiceFigures, metrics_of
 from api.monitor.reader import BackgroundReader
 from api.monitor.state import BUCKETS_S, Durations
 from eplb.errors import StoreError
@@ -63,15 +63,14 @@ def metrics_text(of_all: Iterable[Callable[[], Iterator[Any]]]) -> tuple[bytes, 
 def metric_families(
     reader: BackgroundReader,
     level: Level = "default",
-    event_streams: tuple[int, int] | None = None,
+    of_service: ServiceFigures | None = None,
 ) -> Iterator[Any]:
     """Give the metrics of one deployment in the library's own form.
 
     Args:
         reader: of its store.
         level: ``layer`` adds a series per layer, ``rank`` one per layer and rank as well.
-        event_streams: how many are open, and how many were ended as too slow; None: there
-            are none.
+        of_service: figures of the HTTP service; None: there is none.
 
     Raises:
         StoreError: the store cannot be read.
@@ -83,7 +82,7 @@ def metric_families(
         drift=monitor.drift(seen),
         backend=monitor.store.backend.kind,
         received=monitor.received() if level == "rank" else None,
-        event_streams=event_streams,
+        of_service=of_service,
     )
     for metric in found:
         yield _family(metric, seen.state.deployment)

@@ -1,8 +1,6 @@
 """Decisions of the controller and the migrations that followed, from the store's events.
 
-    plan (MOVE or RESPLIT) -> publish -> commit, abort or reject -> promise (once it is judged)
-
-A plan that was decided and held back is HELD: its event says why nothing moved.
+plan (MOVE or RESPLIT) -> publish -> commit, abort or reject -> promise (once it is judged)
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from telemetry.state.events import (
 )
 
 KEPT_DECISIONS, KEPT_REBALANCES = 50, 200
-HELD_BACK = " (not moved: "  # part of the reason of a plan that was not published
 
 
 class DecisionLog:
@@ -50,8 +47,6 @@ class DecisionLog:
             self._plan = _decision(event)
             self._decisions[event.id] = self._plan
             _drop_oldest(self._decisions, KEPT_DECISIONS)
-            if HELD_BACK in self._plan.reason:
-                self._mark(event, "HELD", self._plan.reason)
         elif (offer := plan_offer(event)) is not None:
             plan, self._plan = self._plan or _decision(event), None
             self._change(

@@ -27,7 +27,7 @@ KEPT_RECENT = 16_384  # windows: 0.25 s each for an hour
 KEPT_MARKS = 2000
 GAP_BINS, GAP_SPACINGS = 2.5, 3.0  # without a point for longer than both: a gap
 
-MarkKind = Literal["restart", "death", "MOVE", "RESPLIT", "HELD", "ROLLBACK", "pause", "resume"]
+MarkKind = Literal["restart", "death", "MOVE", "RESPLIT", "ROLLBACK", "pause", "resume"]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
+from pathlib import Path
+from shutil import disk_usage
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +65,16 @@ from telemetry.state.holder import shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
 from telemetry.state.placements import CommittedPlacement
-from telemetry.state.runs import BATCH, BATCH_FAULTS, STEP_TIMES, RankState, RunInfo
+from telemetry.state.proposals import Proposal
+from telemetry.state.runs import (
+    BATCH,
+    BATCH_FAULTS,
+    STEP_MS,
+    STEP_TIMES,
+    WAIT_MS,
+    RankState,
+    RunInfo,
+)
 from telemetry.state.store import StateStore
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
@@ -71,6 +83,7 @@ KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
 HANGS_S = 1.0  # of a look at the store, after which an answer leaves out what waits for it
+OF_PROPOSALS = ("proposal", "commit", "restore")  # events after which others are open
 VERSIONS_S = 5.0  # after which the versions are read again
 
 
@@ -83,6 +96,7 @@ class Monitor:
         clock: seconds since the epoch, of every age; None: the store's.
         supervision: what the process that supervises others knows; by default none does.
         stalled_after_s: of the verdict.
+        folder: the state folder; None: not known here.
     """
 
     def __init__(
@@ -93,7 +107,9 @@ class Monitor:
         clock: Clock | None = None,
         supervision: Callable[[], SupervisionView] = SupervisionView,
         stalled_after_s: float = STALLED_AFTER_S,
+        folder: Path | None = None,
     ) -> None:
+        self._folder = folder
         self.store, self.anomalies = store, AnomalyLog()
         self.clock, self.supervision = clock or StoreClock(store), supervision
         self._stalled_after_s = stalled_after_s
@@ -115,7 +131,8 @@ class Monitor:
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "", "")
-        self._is_read = False
+        self._is_read = self._has_proposals = False  # the second: since they were read last
+        self._proposals: list[Proposal] = []
         self._follow(None)
 
     def _follow(self, info: RunInfo | None) -> None:
@@ -175,6 +192,11 @@ class Monitor:
         self._committed = self.store.committed()
         self._published = self.store.published()
         self._controller = leadership(self.store, now)
+        if self._has_proposals:
+            self._has_proposals, self._proposals = False, self.store.proposals()
+        self._audit_waiting, self._free_bytes = len(self.store.audit_lines()), None
+        with suppress(OSError):  # there is no folder yet
+            self._free_bytes = None if self._folder is None else disk_usage(self._folder).free
         if not 0 <= now - self._versions_at < VERSIONS_S:  # below 0: the clock was set back
             self._versions_at = now
             found = {one.component: one.version for one in serving(self.store, now)}
@@ -231,6 +253,7 @@ class Monitor:
 
     def _note(self, event: Event) -> None:
         self._event_tally.note(event, ended=self._decisions.note(event))
+        self._has_proposals |= event.kind in OF_PROPOSALS
         if event.kind == "run":  # marks are placed by steps, and those of another run are others
             self._commits.clear()
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
@@ -429,6 +452,13 @@ class Monitor:
             movement=control.movement,
             observe=control.observe,
             until=self._live.until.get("movement"),
+            stage=self._live.text("stage"),
+            open_proposals=sum(
+                one.state == "open" and one.expires > now for one in self._proposals
+            ),
+            switched=self._live.changes.get("movement"),
+            free_bytes=self._free_bytes,
+            audit_waiting=self._audit_waiting,
         )
 
     def _pace(self, budget: float) -> PaceView:
@@ -453,7 +483,7 @@ class Monitor:
         """About how long a rank takes to its next sample: its window, and its way to the store."""
         if self._info is None:
             return 0.0
-        step_ms = max((float(one.detail.get("step_ms") or 0) for one in self._states), default=0.0)
+        step_ms = max((float(one.detail.get(STEP_MS) or 0) for one in self._states), default=0.0)
         window_s = self._info.window_seconds or self._info.window_steps * step_ms / 1e3
         return window_s + max((state.report_every_s for state in self._states), default=0.0)
 
@@ -473,7 +503,8 @@ class Monitor:
                 phase=state.phase,
                 is_alive=age_s <= state.silent_after_s,
                 age_s=age_s,
-                step_ms=state.detail.get("step_ms"),
+                step_ms=state.detail.get(STEP_MS),
+                wait_ms=state.detail.get(WAIT_MS),
                 frozen=state.frozen,
                 ahead_s=state.clock_offset_s,
                 silent_after_s=state.silent_after_s,

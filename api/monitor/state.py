@@ -23,6 +23,7 @@ from eplb.fitting import Cordon
 from eplb.migration.build import Migration
 from telemetry.load.folder import Window
 from telemetry.state.events import Event, Outcome
+from telemetry.state.live import LiveChange
 from telemetry.state.runs import LEAST_SILENCE_S
 
 EPOCH = "s since the epoch"
@@ -49,6 +50,8 @@ FindingKind = Literal[
     "rank-uncounted",
     "process-down",
     "rank-frozen",
+    "disk-full",
+    "audit-waits",
     "unbalanced",
     "migrations-fail",
 ]
@@ -188,7 +191,7 @@ class RankView:
     phase: str
     is_alive: Annotated[bool, Meaning("it reported within `silent_after_s`")]
     age_s: Annotated[float | None, Meaning("age of its report; null: it never reported")]
-    step_ms: Annotated[float | None, Meaning("time of a step")]
+    step_ms: Annotated[float | None, Meaning("median time of its latest steps")]
     frozen: Annotated[str, Meaning("why its migrations are disabled; empty: they are not")]
     ahead_s: Annotated[
         float,
@@ -198,6 +201,10 @@ class RankView:
         float, Meaning("age of a report at which the rank counts as silent")
     ] = LEAST_SILENCE_S
     cordon: Annotated[Cordon | None, Meaning("order of an operator; see /api/v1/ranks")] = None
+    wait_ms: Annotated[
+        float | None,
+        Meaning("of `step_ms`, the host's wait for exchanges: the slowest rank waits least"),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -297,6 +304,17 @@ class State:
     observe: Annotated[bool, Meaning("true: plans are reported and not carried out")]
     until: Annotated[
         float | None, Meaning("when a pause ends by itself; null: it does not", unit=EPOCH)
+    ]
+    stage: Annotated[str, Meaning("stage of the rollout; empty: not known")]
+    open_proposals: Annotated[int, Meaning("proposals that wait for a decision")]
+    switched: Annotated[
+        LiveChange | None, Meaning("who switched movement, when and why; null: nobody did")
+    ]
+    free_bytes: Annotated[
+        int | None, Meaning("room on the disk of the state folder; null: not known", unit="bytes")
+    ]
+    audit_waiting: Annotated[
+        int, Meaning("lines of the audit that its file could not take; the store has them")
     ]
 
 

@@ -32,6 +32,7 @@ NAMED_RANKS = 8  # more are given as stretches
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
 UNBALANCED, UNBALANCED_S = 1 / 0.7, 600.0  # imbalance, and for how long
 FAILED, FAILED_S = 3, 1800.0  # more migrations than that, within so long
+LEAST_FREE_BYTES = 64_000_000  # as in the alert EplbDiskFull
 INTERVALS = 3.0  # intervals of samples; a deployment that samples seldom is not stopped between two
 
 
@@ -72,10 +73,8 @@ def judged(seen: Reading, stalled_after_s: float = STALLED_AFTER_S) -> Reading:
     """
     found = tuple(sorted(_findings(seen, stalled_after_s), key=_severity))
     problems = tuple(one.text for one in found if one.grade is not Grade.SERVING)
-    if problems:
-        grade, reason = found[0].grade, found[0].text
-    else:
-        grade, reason = Grade.SERVING, _serving(seen.state)
+    grade = found[0].grade if problems else Grade.SERVING
+    reason = "; ".join([*problems[:1], *_notes(seen.state, is_serving=not problems)])
     state = replace(seen.state, verdict=grade, reason=reason, problems=problems)
     return replace(seen, state=state, findings=found)
 
@@ -96,17 +95,35 @@ def _severity(finding: Finding) -> tuple[bool, int]:
     return finding.kind != "store-unread", list(Grade).index(finding.grade)
 
 
-def _serving(state: State) -> str:
+def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
+    """What an operator wants to know beside the worst that is wrong."""
+    if is_serving:
+        yield f"{len(state.ranks)} ranks serve, at step {state.step}"
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
-    notes = [] if state.movement else [f"movement is off{until}"]
-    notes += ["observe is on"] if state.observe else []
+    if not state.movement:
+        yield f"movement is off{until}{_who(state)}"
+    if state.observe:
+        yield "observe is on"
+    if state.stage not in ("", "all"):
+        yield f"stage {state.stage}"
+    if state.open_proposals:
+        wait = "proposals wait" if state.open_proposals > 1 else "proposal waits"
+        yield f"{state.open_proposals} {wait} for a decision"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
-            notes.append(f"{name} by order: {_named(views)}")
-    ranks = f"{len(state.ranks)} ranks serve, at step {state.step}"
-    return "; ".join([ranks, *notes, *(one.text for one in _clocks(state))])
+            yield f"{name} by order: {_named(views)}"
+    yield from (one.text for one in _clocks(state))
+
+
+def _who(state: State) -> str:
+    """Who switched movement off and why, where an operator did."""
+    if state.switched is None:
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(state.switched.time))
+    by = f" by {state.switched.by}" if state.switched.by else ""
+    return f" since {at}{by}: {state.switched.reason}"
 
 
 def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
@@ -138,8 +155,24 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     if frozen := [view for view in state.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
         yield Finding("rank-frozen", Grade.DEGRADED, text, ranks=_numbers(frozen))
+    yield from _disk(state)
     yield from _unbalanced(seen)
     yield from _failures(seen)
+
+
+def _disk(state: State) -> Iterator[Finding]:
+    if state.free_bytes is not None and state.free_bytes < LEAST_FREE_BYTES:
+        text = (
+            f"the disk of the state folder is full: found {state.free_bytes / 1e6:.1f} MB free, "
+            f"expected {LEAST_FREE_BYTES / 1e6:g} MB; of all changes only a pause is possible"
+        )
+        yield Finding("disk-full", Grade.DEGRADED, text, is_ready=True)
+    if state.audit_waiting:
+        text = (
+            f"{state.audit_waiting} lines of the audit wait in the store, expected none: its file "
+            "cannot be written (eplb_audit_waiting)"
+        )
+        yield Finding("audit-waits", Grade.DEGRADED, text, is_ready=True)
 
 
 def _leaderless(found: Leadership, stalled_after_s: float) -> Finding:

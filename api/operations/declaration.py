@@ -193,6 +193,10 @@ class Call:
         actor: Actor = self.request.state.actor
         return actor
 
+    def done(self) -> None:
+        """Note in the audit that the change is made: the answer may wait for ranks."""
+        getattr(self.request.state, "done", lambda status: None)(self.status)
+
     def tag(self, number: int) -> None:
         """Give the answer a number as its entity tag (RFC 9110, 8.8.3)."""
         self.headers["ETag"] = f'"{number}"'
@@ -201,11 +205,14 @@ class Call:
         """Return the revision of live settings that ``If-Match`` names; None: any.
 
         Raises:
-            Refused: it is no entity tag, or is missing where it is required. Where it is not, what
-                is no tag of a revision is a precondition that fails (RFC 9110, 13.1.1).
+            Refused: it is missing where it is required (RFC 6585), or is no entity tag. Where it is
+                not required, what is no tag of a revision is a precondition that fails (RFC 9110).
         """
         is_required = self.operation.if_match == "known revision"
         tag = self.request.headers.get("if-match", "" if is_required else ANY)
+        if is_required and not tag:
+            why = "found no If-Match, expected the ETag of GET, or *"
+            raise Refused(ProblemType.PRECONDITION_REQUIRED, why)
         if not re.fullmatch(REVISION_TAG, tag):
             why = f'header.if-match: found {tag[:40]!r}, expected the ETag of GET, as "7", or *'
             kind = ProblemType.INVALID_REQUEST if is_required else ProblemType.SETTINGS_CHANGED
@@ -221,7 +228,9 @@ class Call:
         from eplb.errors import StaleRevision
 
         try:
-            state = self.store.change_live(changes, expected=self.expected_revision(), **given)
+            state = self.store.change_live(
+                changes, expected=self.expected_revision(), by=self.actor.name, **given
+            )
         except StaleRevision as exc:
             raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
         self.tag(state.revision)
@@ -416,6 +425,8 @@ class Operation:
             found += (ProblemType.GENERATION_MOVED_ON,)
         elif self.if_match:
             found += (ProblemType.SETTINGS_CHANGED,)
+        if self.if_match == "known revision":
+            found += (ProblemType.PRECONDITION_REQUIRED,)
         if self.role is not None and self.method == "GET":
             found += (ProblemType.ROLE_TOO_LOW,)
         if self.method == "POST":

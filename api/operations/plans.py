@@ -304,6 +304,15 @@ class ProposalRequest(ReasonRequest):
     ] = 900
 
 
+@dataclass(frozen=True)
+class ApproveRequest(ReasonRequest):
+    """Carry out a proposal."""
+
+    accept_loss: Annotated[
+        bool, Meaning("also where it costs more than it saves, by the load of now")
+    ] = False
+
+
 @operation(f"GET {V1}/proposals", answer=PROPOSAL, page="proposals")
 def proposals(
     call: Call,
@@ -361,11 +370,11 @@ def propose(call: Call, body: ProposalRequest) -> ProposalDetail | TaskAnswer:
 @operation(
     f"POST {V1}/proposals/{{proposal_id}}/approve",
     answer=TASK,
-    problems=(*OF_MOVES, *OF_PROPOSALS),
+    problems=(*OF_MOVES, *OF_PROPOSALS, ProblemType.LOSES),
     if_match="generation",
     is_task=True,
 )
-def approve(call: Call, proposal_id: Id, body: ReasonRequest) -> TaskAnswer:
+def approve(call: Call, proposal_id: Id, body: ApproveRequest) -> TaskAnswer:
     """Carry out a proposal. Moves to exactly the stored target, or to none: 409 when its base moved
     on.
     """
@@ -378,7 +387,7 @@ def approve(call: Call, proposal_id: Id, body: ReasonRequest) -> TaskAnswer:
     except ProposalEnded as exc:
         raise _ended(call.store, found, exc) from exc
     call.service.check_may_move(is_dry_run=False)
-    given = {"proposal": found.id, "by": call.actor.name, "reason": body.reason}
+    given = _given(body) | {"proposal": found.id, "by": call.actor.name}
     return _answered(call, call.service.ask("approve", given, expected))
 
 
@@ -441,9 +450,16 @@ def show_proposed(found: dict[str, Any]) -> None:
     _print_proposal(found)
 
 
-@command("approve", "eplb approve 12 --reason 'looks right' --if-generation 41", approve)
+@command(
+    "approve",
+    "eplb approve 12 --reason 'looks right' --if-generation 41",
+    approve,
+    names={"accept_loss": "force"},
+)
 def show_approved(found: dict[str, Any]) -> None:
-    """Carry out exactly a proposal; refused once its base moved on."""
+    """Carry out exactly a proposal; refused once its base moved on, and where it loses by the load
+    of now, without --force.
+    """
     _print_task(found)
 
 

@@ -1,12 +1,16 @@
-"""What commands print of answers: tables, lines and times. The table's library is loaded late."""
+"""What commands print of answers, and times that they are given. Libraries are loaded late."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 WHY = "from the command line"  # reason of a change by a command that is given none
+TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 TIMES = ("time", "since", "until", "expires")  # fields that are seconds since the epoch
 
 
@@ -59,3 +63,26 @@ def more(found: dict[str, Any]) -> None:
 def at(seconds: float) -> str:
     """Give a time since the epoch as date and time of UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) + "Z"
+
+
+def time_of(option: str, text: str) -> float:
+    """Read a time, or an age, as seconds since the epoch.
+
+    Raises:
+        ConfigError: it is neither, before 1970, or in the future.
+    """
+    from eplb.errors import ConfigError
+
+    now, age = time.time(), re.fullmatch(r"(\d{1,12})([smhd])", text)
+    try:
+        if age:
+            found = now - int(age[1]) * UNITS_S[age[2]]
+        else:
+            parsed = datetime.fromisoformat(text)
+            found = (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError) as exc:
+        raise ConfigError(f"{option} is {text!r}, expected a time as {TIME_OR_AGE}") from exc
+    if not 0 <= found <= now:
+        place = "in the future" if found > now else "before 1970"
+        raise ConfigError(f"{option} is {text!r}, which is {place}, expected 1970-01-01 to now")
+    return found

@@ -74,7 +74,8 @@ def show_reports(found: list[dict[str, Any]]) -> None:
     """Print what ranks do beside what they hold."""
     listing(
         (one | {"alive": "yes" if one["is_alive"] else "no"} for one in found),
-        "rank node alive step generation phase age_s step_ms state experts sole_experts frozen",
+        "rank node alive step generation phase age_s step_ms wait_ms state experts sole_experts "
+        "frozen",
     )
 
 
@@ -215,7 +216,9 @@ def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
         revision = state.revision if expected is None else expected
         changes = {"cordons": written_cordons(cordons)}
         try:
-            changed = store.change_live(changes, expected=revision, reason=reason)
+            changed = store.change_live(
+                changes, expected=revision, reason=reason, by=call.actor.name
+            )
         except StaleRevision as exc:
             why = exc
             if expected is not None:

@@ -25,7 +25,7 @@ from api.operations.declaration import (
     command,
     operation,
 )
-from api.operations.printing import WHY, at, line
+from api.operations.printing import UNITS_S, WHY, at, line
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ REPORTS_WAIT_S = 3.0  # a command waits for reports: ranks send one every 0.25 s
 MOST_WAIT_S = 5.0  # the request holds a thread of the service
 LOOK_S = 0.05
 FOR = {"lasts": "for"}  # name of an option
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @dataclass(frozen=True)
@@ -135,6 +134,7 @@ def _switch(
     state = call.change_live(changes, reason=body.reason, lasts_s=lasts_s)
     reported = None
     if body.wait_s:
+        call.done()
         reported = 0 if info is None else _num_reported(store, info, known, body.wait_s)
     return ControlAnswer(
         deployment=store.deployment,
@@ -203,7 +203,7 @@ def change_settings(call: Call, body: Any) -> Any:
     """
     from api.http.live_settings import change_settings as change
 
-    answer = change(call.store, body, call.expected_revision())
+    answer = change(call.store, body, call.expected_revision(), call.actor.name)
     call.tag(answer.revision)
     return answer
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from api.http.problems import ProblemType, Refused
 from api.operations.declaration import (
     JSON,
     MAX_ID,
+    MAX_INDEX,
     V1,
     After,
     Answer,
@@ -26,7 +28,7 @@ from api.operations.declaration import (
     header,
     operation,
 )
-from api.operations.printing import listing, more
+from api.operations.printing import TIME_OR_AGE, listing, more, time_of
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -108,6 +110,10 @@ def load(
     )
 
 
+Kind = Annotated[str | None, Meaning("only of this kind; null: of each", max_length=40)]
+OfRank = Annotated[
+    int | None, Meaning("only those that name this rank", at_least=0, at_most=MAX_INDEX)
+]
 Time = Meaning("seconds since the epoch", at_least=0, at_most=1e11)
 End = Meaning("seconds since the epoch, not included; null: now", at_least=0, at_most=1e11)
 
@@ -257,11 +263,25 @@ def events(
     latest: Annotated[
         int | None, Meaning("the latest so many instead", at_least=1, at_most=1000)
     ] = None,
+    since: Annotated[float, Time] = 0.0,
+    until: Annotated[float | None, End] = None,
+    kind: Kind = None,
+    rank: OfRank = None,
 ) -> Page[Event]:
     """Events. Oldest first, past an id or the `latest` so many: `next` continues as `after`."""
+    kept = call.store.events_onwards(after) if latest is None else call.store.events_backwards()
+    wanted = (
+        one
+        for one in kept
+        if one.time >= since
+        and (until is None or one.time < until)
+        and kind in (None, one.kind)
+        and (rank is None or one.is_about(rank))
+    )
+    found = list(islice(wanted, latest or limit + 1))
     if latest is not None:
-        return Page(call.store.latest_events(limit=latest)[::-1], None)
-    return Page.of(call.store.events(after=after, limit=limit + 1), limit, lambda one: one.id)
+        return Page(found[::-1], None)
+    return Page.of(found, limit, lambda one: one.id)
 
 
 def show_events(found: dict[str, Any]) -> None:
@@ -276,16 +296,28 @@ def show_events(found: dict[str, Any]) -> None:
     more(found)
 
 
-@command("events", "eplb events --last 100 --json", show=show_events)
+@command("events", "eplb events --since 2h --kind error --rank 3", show=show_events)
 def ask_for_events(
     ask: Ask,
     last: Annotated[int, Meaning("how many, the latest", at_least=1, at_most=1000)] = 20,
     after: Annotated[
         int | None, Meaning("those past this id instead, oldest first", at_least=0, at_most=MAX_ID)
     ] = None,
+    since: Annotated[str | None, Meaning(f"from this time on: {TIME_OR_AGE}")] = None,
+    until: Annotated[str | None, Meaning("before this time, or before this long ago")] = None,
+    kind: Kind = None,
+    rank: OfRank = None,
 ) -> Answer:
     """Show what happened: decisions, commits, deaths, switches."""
-    return ask(events, latest=last) if after is None else ask(events, after=after)
+    page: dict[str, Any] = {"latest": last} if after is None else {"after": after}
+    return ask(
+        events,
+        since=time_of("--since", since) if since else None,
+        until=time_of("--until", until) if until else None,
+        kind=kind,
+        rank=rank,
+        **page,
+    )
 
 
 # Of each event, as a reader of event streams parses it.

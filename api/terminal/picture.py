@@ -130,7 +130,11 @@ def _switches(state: State) -> Text:
 def _anomalies(seen: Look) -> Iterator[Text]:
     """What is wrong beside the verdict's reason, and what ended last: the latest of both."""
     state = seen.state
-    shown = [one for one in seen.anomalies if one.until is not None or one.text != state.reason]
+    shown = [
+        one
+        for one in seen.anomalies
+        if one.until is not None or not state.reason.startswith(one.text)
+    ]
     for one in shown[:MOST_ANOMALIES]:
         style = SEVERITY_STYLE[one.severity]
         since = "now" if one.until is None else f"{in_time(state.time - one.until)} ago"

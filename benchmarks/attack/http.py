@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 
 from benchmarks.attack import Attack, Outcome
+from tests.support.http import SCHEMATHESIS
 from tests.support.sessions import pids_of
 
 BIN = Path(sys.executable).parent
@@ -279,6 +280,7 @@ def schemathesis(folder: Path) -> Outcome:
         command += ["--exclude-path", "/readyz"]
         # A request to rebalance waits 10 s for its plan.
         command += ["--max-response-time", "30", "--request-timeout", "30"]
+        (folder / "schemathesis.toml").write_text(SCHEMATHESIS)
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
     lines = [line.strip() for line in done.stdout.splitlines()]
     words = ("Tested", "generated", "ST1", "ST2", "ST3", "ST4", "- GET", "- POST", "curl")

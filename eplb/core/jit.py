@@ -1,28 +1,22 @@
-"""Typed access to numba: kernels, their parts, records that they pass by reference, array types.
+"""Kernels, their parts, records that they pass by reference, and array types.
 
 A kernel is a compiled function that Python calls; parts are functions that only kernels call. Until
 a kernel has had enough work, Python interprets it, with the same result to the last bit: a plan for
 58 layers of 256 experts takes one or two seconds so, and the compiler five times as long.
+
+They are declared here, and defined by ``eplb/core/compiler.py`` at the first call of a kernel:
+commands that plan nothing import no compiler.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from inspect import get_annotations
-from types import CodeType
 from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
-from numba.core import caching, event, types
-from numba.core.typing.templates import builtin_registry
-from numba.experimental import structref
 from numpy.typing import NDArray
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -31,110 +25,41 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-# Elements of the arrays that a kernel was given, in all calls together, after which it is compiled.
-MOST_INTERPRETED = 200_000
 # A plain -1 or 0 as an argument makes numba compile the function once more for that literal.
 NONE = cast(int, np.int64(-1))
 ZERO = cast(int, np.int64(0))
 
-log = logging.getLogger(__name__)
-untyped: Any = caching
-njit: Any = numba.njit
+_at_once: list[bool] = []  # of ``compiled_at_once``, while it is entered
+_defining = threading.RLock()
+_declared: list[Callable[[Any], None]] = []  # each is given the compiler
 
 
-class _ByContent:
-    """Where numba keeps a compiled function, valid while the code that it was made of is the same.
+class Kernel:
+    """A function that is compiled, or interpreted at first; what it lacks the compiler's has."""
 
-    numba's own stamp covers the one file that has the function, in some versions by its time.
-    """
+    def __init__(self, function: Callable[..., Any], at_once: list[bool] | None) -> None:
+        self.py_func, self.__doc__ = function, function.__doc__
+        self._dispatcher: Any = None
 
-    def __init__(self, function: Any, file: str) -> None:
-        super().__init__(function, file)  # type: ignore[call-arg]  # of numba's locators
-        self._function = function
+        def define(compiler: Any) -> None:
+            self._dispatcher = compiler.dispatcher_of(self, at_once)
 
-    def get_source_stamp(self) -> str:
-        """Nothing yet: functions that it calls may be defined after it, see ``_Cache``."""
-        return ""
+        _declared.append(define)
 
-    def ensure_cache_path(self) -> None:
-        """Accept a folder that cannot be written where the function was compiled into it before."""
-        try:
-            super().ensure_cache_path()  # type: ignore[misc]
-        except OSError:
-            folder: str = self.get_cache_path()  # type: ignore[attr-defined]
-            code = self._function.__code__
-            names = f"*.{self._function.__name__}-{code.co_firstlineno}.*.nbi"
-            if not any(pathlib.Path(folder).glob(names)):
-                raise
+    @property
+    def dispatcher(self) -> Any:
+        """What numba made of it."""
+        if self._dispatcher is None:
+            with _defining:
+                from eplb.core import compiler
 
+                while _declared:
+                    _declared.pop(0)(compiler)
+        return self._dispatcher
 
-class _Implementation(untyped.CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes = tuple(
-        type(one.__name__, (_ByContent, one), {})
-        for one in untyped.CompileResultCacheImpl._locator_classes
-    )
-
-
-class _Cache(untyped.FunctionCache):  # type: ignore[misc]
-    """numba's cache on disk, which an earlier version of this package may have written."""
-
-    _impl_class = _Implementation
-
-    def has(self, signature: Any, target: Any) -> bool:
-        """Whether the function is on disk for this signature and this processor."""
-        try:
-            return self._index_key(signature, target.codegen()) in self._stamped()._load_index()
-        except (ImportError, AttributeError):  # as in ``load_overload``
-            return False
-
-    def _stamped(self) -> Any:
-        self._cache_file._source_stamp = code_digest(self._py_func)
-        return self._cache_file
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled function for a signature; None where it must be compiled."""
-        self._stamped()
-        try:
-            return super().load_overload(sig, target_context)
-        except (ImportError, AttributeError):  # it names a module or a type that is gone
-            self.flush()
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Save a compiled function, unless only the folder of an image has it."""
-        try:
-            super().save_overload(sig, data)
-        except OSError as exc:
-            log.warning("kernel %s is compiled for this process only: %s", self._name, exc)
-
-
-@cache
-def code_digest(function: Any) -> str:
-    """Digest of a function, and of all functions, records and figures that it names."""
-    parts: list[Any] = []
-    seen, waiting = {function.__code__}, [(function.__code__, function.__globals__)]
-    while waiting:
-        code, names = waiting.pop()
-        parts.append((code.co_name, code.co_code, code.co_names, code.co_varnames))
-        values = [getattr(names.get(name), "py_func", names.get(name)) for name in code.co_names]
-        for value in (*code.co_consts, *values):
-            if isinstance(value, CodeType) or hasattr(value, "__code__"):
-                named = getattr(value, "__code__", value)
-                if named not in seen:
-                    seen.add(named)
-                    waiting.append((named, getattr(value, "__globals__", names)))
-            elif isinstance(value, type):
-                parts.append(get_annotations(value))
-            elif isinstance(value, int | float | tuple | str | np.generic):
-                parts.append(value)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-# No fast math: results equal those of ``tests/support/slow_planner.py`` to the last bit. Division
-# by zero gives infinity as in numpy, since a check at every division costs time.
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_at_once: list[bool] = []
-_inner: list[Any] = []  # numba refers to them weakly
+    def __call__(self, *args: Any) -> Any:
+        """Call the compiled function, or the interpreted one."""
+        return (self._dispatcher or self.dispatcher)(*args)
 
 
 @contextmanager
@@ -149,64 +74,18 @@ def compiled_at_once() -> Iterator[None]:
 
 def inner(function: Compiled) -> Compiled:
     """Compile a function with the kernels that call it; Python calls the function itself."""
-    compiled: Any = njit(**OPTIONS, no_cpython_wrapper=True)(function)
-    registry: Any = builtin_registry
-    registry.register_global(function, types.Dispatcher(compiled))
-    _inner.append(compiled)
+    _declared.append(lambda compiler: compiler.define_inner(function))
     return function
 
 
 def jit(function: Compiled) -> Compiled:
     """Compile on first use, kept on disk if it can be; no interpreter lock while it runs."""
-    compiled: Any = njit(**OPTIONS)(function)
-    try:
-        compiled._cache = _Cache(function)
-    except RuntimeError as exc:
-        if "no locator available" not in str(exc):
-            raise
-        # No writable cache directory (read-only install and home): each process compiles.
-    # numba's dispatcher is called like the function; its own type does not express that.
-    return cast(Compiled, compiled)
+    return cast(Compiled, Kernel(function, None))
 
 
 def kernel(function: Compiled) -> Compiled:
     """As ``jit``, but interpreted until it has had enough work, unless it is on disk."""
-    compiled: Any = jit(function)
-    compile_for, on_disk, had = compiled._compile_for_args, compiled._cache, 0
-    missing: set[Any] = set()
-
-    def interpreted(*args: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return function(*args)
-
-    def version_for(*args: Any) -> Any:
-        """The compiled function for these arguments, or the interpreted one."""
-        nonlocal had
-        had += _num_elements(args)
-        if _at_once or had > MOST_INTERPRETED:
-            if not isinstance(on_disk, _Cache):
-                log.warning(
-                    "kernel %s is compiled for this process only, which takes seconds: no folder "
-                    "to keep it in, expected NUMBA_CACHE_DIR or `eplb compile` at installation",
-                    function.__qualname__,
-                )
-            return compile_for(*args)
-        signature = tuple(compiled.typeof_pyval(each) for each in args)
-        if signature not in missing and isinstance(on_disk, _Cache):
-            if on_disk.has(signature, compiled.targetctx):
-                return compile_for(*args)
-            missing.add(signature)
-        return interpreted
-
-    compiled._compile_for_args = version_for
-    return cast(Compiled, compiled)
-
-
-def _num_elements(value: Any) -> int:
-    """Elements of all arrays in arguments."""
-    if isinstance(value, tuple):
-        return sum(_num_elements(each) for each in value)
-    return value.size if isinstance(value, np.ndarray) else 0
+    return cast(Compiled, Kernel(function, _at_once))
 
 
 @inner
@@ -222,34 +101,6 @@ def by_reference(fields: type[Fields]) -> Callable[..., Fields]:
     A tuple of twenty arrays is 200 values that every call copies, and that took most of the
     compiler's time; a record is one pointer.
     """
-    name = f"{fields.__name__}Record"
-    kind = type(name, (types.StructRef,), {"__module__": __name__})
-    # The cache on disk refers to a record's type by its module and name.
-    assert name not in globals(), "names of record types are unique"
-    records: Any = structref  # untyped
-    globals()[name] = records.register(kind)
     maker = dataclass(eq=False)(fields)  # as Python makes it, where it interprets
-    records.define_constructor(maker, kind, list(fields.__annotations__))
-    records.define_attributes(kind)
+    _declared.append(lambda compiler: compiler.define_record(fields, maker))
     return maker
-
-
-class _Passes(event.Listener):
-    def __init__(self, on_pass: Callable[[str], None]) -> None:
-        self._on_pass = on_pass
-
-    def on_start(self, event: Any) -> None:
-        self._on_pass(f"{event.data['module']}.{event.data['qualname']}")
-
-    def on_end(self, event: Any) -> None:
-        """Nothing: the next pass begins at once."""
-
-
-@contextmanager
-def compiler_passes(on_pass: Callable[[str], None]) -> Iterator[None]:
-    """Call ``on_pass`` with the name of the function at each pass of the compiler over it.
-
-    A function that is on disk already causes no call.
-    """
-    with event.install_listener("numba:run_pass", _Passes(on_pass)):
-        yield

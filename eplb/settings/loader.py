@@ -347,9 +347,9 @@ def _known(tree: type[SettingsTree], given: _Given) -> Known | None:
     names = tree.names
     if given.name in names:
         return names[given.name]
-    if tree.whole is not None and given.name.partition(".")[0] not in tree.whole:
-        if not difflib.get_close_matches(given.name, tree.known, n=1, cutoff=MISSPELT):
-            return None
+    is_of_others = tree.whole is not None and given.name.partition(".")[0] not in tree.whole
+    if is_of_others and not difflib.get_close_matches(given.name, tree.known, 1, MISSPELT):
+        return None
     for path, reason in REMOVED.items():
         if given.name in (path, path.partition(".")[2]):
             raise ConfigError(f"{given.written} in {given.place} was removed: {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from eplb.core.jit import compiler_passes
+from eplb.core.compiler import compiler_passes
 from eplb.precompile import warm_up
 from eplb.versions import CONTROLLER, Announcement
 from rebalance.controller.lease import new_holder

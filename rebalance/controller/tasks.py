@@ -23,7 +23,7 @@ from eplb.migration.throttle import Throttle
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group
-from rebalance.controller.plans.planning import Planning, TaskRefused
+from rebalance.controller.plans.planning import Planning, TaskRefused, cost_s_of
 from rebalance.controller.plans.proposals import Why, to_carry_out
 from rebalance.controller.plans.publishing import Publisher
 from rebalance.controller.settings import LiveReader
@@ -181,6 +181,8 @@ class Tasks:
         why = f"proposal {found.id}, approved by {by} ({reason})"
         settings = self._live.settings
         proposal = self._planning.plan_back(group, settings, past, serving, target, why)
+        if not task.request.get("accept_loss"):
+            _refuse_if_it_loses(proposal, found.id)
         self._publisher.note(group, proposal, newest, trigger="approval", actor=f"task {task.id}")
         approval = Approval(found.id, by, reason)
         migration = self._publisher.publish(
@@ -209,6 +211,20 @@ class Tasks:
         if self._store.published() is not None:
             why = "a migration is open already, expected none"
             raise TaskRefused(Refusal.MIGRATION_OPEN, why)
+
+
+def _refuse_if_it_loses(plan: Plan, proposal_id: int) -> None:
+    """Refuse a plan that costs more than it saves, by the load of now."""
+    cost, lost_s = plan.problem.cost, cost_s_of(plan)
+    saved_s = cost.saved_seconds(plan.before - plan.after)
+    if lost_s > saved_s:
+        raise TaskRefused(
+            Refusal.LOSES,
+            f"proposal {proposal_id} loses by the load of now: imbalance {plan.before:.3f} -> "
+            f"{plan.after:.3f} saves {saved_s:.3g} s in {cost.pay_back_s:g} s and costs "
+            f"{lost_s:.3g} s, expected that it saves more, or an approval that accepts the loss "
+            "(accept_loss; eplb approve --force)",
+        )
 
 
 def _is_of_the_store(exc: EplbError) -> bool:

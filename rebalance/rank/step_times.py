@@ -16,6 +16,7 @@ from eplb.clock import Clock
 from eplb.core.load import Phase as LoadPhase
 from eplb.decision.pace import StepTimes
 from rebalance.protocol.phases import Phase, RankPhase
+from telemetry.state.runs import STEP_MS, WAIT_MS
 
 KEPT = 512  # of the latest steps of each kind
 LOAD_PHASES: tuple[LoadPhase, ...] = get_args(LoadPhase)
@@ -55,6 +56,11 @@ class StepTimer:
         self._idle = {phase: _Latest() for phase in LOAD_PHASES}
         self._around = _Around(0, {})
         self._last: tuple[float, LoadPhase, RankPhase] | None = None  # start of the present step
+        self._steps, self._waits, self._waited_s = _Latest(), _Latest(), 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Note that the present step waited for other ranks."""
+        self._waited_s += seconds
 
     def at_step(self, state: RankPhase, load_phase: LoadPhase) -> None:
         """Note that a step begins, and of which kind its predecessor was.
@@ -68,6 +74,9 @@ class StepTimer:
         if last is None:
             return
         begun, load_phase, before = last
+        self._steps.add(now - begun)
+        self._waits.add(self._waited_s)
+        self._waited_s = 0.0
         # A migration may begin or end within a step.
         moving = next((one for one in (before, state) if _moves(one)), None)
         if moving is not None and moving.plan is not None:
@@ -80,6 +89,11 @@ class StepTimer:
             before = {phase: idle.copy() for phase, idle in self._idle.items()}
             self._around = _Around(plan_id, before)
         return self._around
+
+    def latest_ms(self) -> dict[str, float]:
+        """Return the median of the latest steps, and of their waits, as details of a report."""
+        medians = (_percentiles_ms(one.copy())[0] for one in (self._steps, self._waits))
+        return dict(zip((STEP_MS, WAIT_MS), medians, strict=True)) if self._steps.count else {}
 
     def figures(self) -> StepTimes:
         """Return the times around the latest migration."""

@@ -144,6 +144,7 @@ def _loop_over_lanes(lanes: NDArray[np.int32]) -> tuple[int, int]:
 def compiled_lane_sums() -> LaneSums:
     """Four times as fast, and readers of a disk do not share the interpreter's lock over it."""
     try:
+        from eplb.core import compiler  # noqa: F401
         from eplb.core.jit import jit
     except ImportError:  # a GPU host's own Python may have no numba
         log.info("numba is not installed: digests on the CPU are worked out by numpy")

@@ -15,7 +15,6 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.jit import jit
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import EMPTY
 from eplb.errors import HistoryError
@@ -200,28 +199,15 @@ def _count_alike(
     return accepted
 
 
-@jit
 def _has_bad_slot(
     held: NDArray[np.int32], tokens: NDArray[np.int64], num_experts: int
 ) -> NDArray[np.bool_]:
     """[N] whether ``RunShape.check_slots`` refuses a sample."""
-    num_samples, num_layers, num_slots = held.shape
-    is_bad = np.zeros(num_samples, dtype=np.bool_)
-    for sample in range(num_samples):
-        for layer in range(num_layers):
-            for slot in range(num_slots):
-                expert, count = held[sample, layer, slot], tokens[sample, layer, slot]
-                if (
-                    expert < EMPTY
-                    or expert >= num_experts
-                    or count > MOST_TOKENS
-                    or (expert == EMPTY and count > 0)
-                ):
-                    is_bad[sample] = True
-    return is_bad
+    is_bad = (held < EMPTY) | (held >= num_experts) | (tokens > MOST_TOKENS)
+    is_bad |= (held == EMPTY) & (tokens > 0)
+    return np.asarray(is_bad.any(axis=(1, 2)))
 
 
-@jit
 def _count(
     held: NDArray[np.int32],
     tokens: NDArray[np.int64],
@@ -230,18 +216,13 @@ def _count(
     of_rank: NDArray[np.int64],
 ) -> None:
     """Add tokens of some samples; ``places`` [2, n] has their numbers and their ranks."""
-    _, num_layers, num_slots = held.shape
-    for n in range(places.shape[1]):
-        sample, rank = places[0, n], places[1, n]
-        for layer in range(num_layers):
-            received = 0
-            for slot in range(num_slots):
-                expert = held[sample, layer, slot]
-                if expert != EMPTY:
-                    num_tokens = tokens[sample, layer, slot]
-                    of_expert[layer, expert] += num_tokens
-                    received += num_tokens
-            of_rank[layer, rank] += received
+    numbers, ranks = places
+    counted = np.where(held[numbers] == EMPTY, 0, tokens[numbers])  # [n, L, S]
+    num_layers, num_experts = of_expert.shape
+    first = np.arange(num_layers)[:, None] * num_experts
+    expert = np.maximum(held[numbers], 0) + first  # of all layers
+    np.add.at(of_expert.reshape(-1), expert.ravel(), counted.ravel())
+    np.add.at(of_rank.T, ranks, counted.sum(axis=2))
 
 
 def named(sample: LoadSample) -> str:

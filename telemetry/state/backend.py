@@ -230,6 +230,10 @@ class Backend(Reader):
     def prune_log(self, before: float) -> int:
         """Remove the records of times below ``before``, and return how many."""
 
+    def make_room(self) -> bool:
+        """Give a full disk the room that is reserved for the kill switch; False: there is none."""
+        return False
+
     @abstractmethod
     def version(self) -> int:
         """Return a number that grows with each change that readers wait for."""

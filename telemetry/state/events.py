@@ -11,6 +11,7 @@ filled in would pass for what was stored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -18,7 +19,7 @@ from typing import Annotated, Literal, TypeVar
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
 from eplb.migration.build import Migration
-from telemetry.state.backend import Change, JournalLine, Range, Table
+from telemetry.state.backend import Change, JournalLine, Range, Table, text_of
 from telemetry.state.codec import decode, encode, from_json, from_record, to_json
 from telemetry.state.part import Part
 from telemetry.state.runs import Details
@@ -36,6 +37,8 @@ STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lea
 
 OUTAGES = Table("outages", is_ordered=True)  # by their ends
 KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in
+RANKS_IN_WORDS = re.compile(r"\branks?:? (\d[\d,\- and]*)")  # "rank 3", "ranks: 0-7, 12"
+AUDIT_LINES = Table("audit_lines", is_ordered=True)  # by number
 
 T = TypeVar("T")
 
@@ -48,6 +51,16 @@ class Event:
     time: Annotated[float, Meaning("time of the event", unit="s since the epoch")]
     kind: Annotated[str, Meaning("what happened", example="commit")]
     detail: Annotated[Details, Meaning("facts, by the kind of the event")]
+
+    def is_about(self, rank: int) -> bool:
+        """Whether it names a rank, as a fact or in its words."""
+        detail = self.detail
+        if rank in (detail.get("rank"), *detail.get("survivors", ())):
+            return True
+        words = " ".join(one for one in detail.values() if isinstance(one, str))
+        named = " ".join(RANKS_IN_WORDS.findall(words))
+        spans = re.findall(r"(\d+)(?:-(\d+))?", named)
+        return any(int(first) <= rank <= int(last or first) for first, last in spans)
 
 
 @dataclass(frozen=True)
@@ -125,16 +138,38 @@ class EventPart(Part):
         lines = self.backend.journal(before=before, limit=limit, newest_first=True)
         return list(map(_event_of, lines))
 
-    def events_backwards(self, kinds: Container[str]) -> Iterator[Event]:
-        """Give events of some kinds, newest first, a page at a time as long as more are asked."""
+    def events_onwards(self, after: int = 0) -> Iterator[Event]:
+        """Give events past an id, oldest first, a page at a time as long as more are asked."""
+        while page := self.events(after=after):
+            yield from page
+            after = page[-1].id
+
+    def events_backwards(self, kinds: Container[str] | None = None) -> Iterator[Event]:
+        """Give events of some kinds or all, newest first, as ``events_onwards``."""
         before = None
         while page := self.latest_events(before=before):
-            yield from (event for event in page if event.kind in kinds)
+            yield from (event for event in page if kinds is None or event.kind in kinds)
             before = page[-1].id
 
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events, and return how many; ids are not reused."""
         return self.backend.prune_journal(max(0, keep))
+
+    def keep_audit_line(self, line: str) -> None:
+        """Keep a line of the audit for as long as its file cannot be written."""
+
+        def decision(change: Change) -> None:
+            change.put(AUDIT_LINES, change.next("audit_line"), line)
+
+        self.backend.decide("a line of the audit", decision)
+
+    def audit_lines(self) -> list[tuple[int, str]]:
+        """Return the lines of the audit that are not in its file, by number."""
+        return [(int(number), text_of(one)) for number, one in self.backend.scan(AUDIT_LINES)]
+
+    def forget_audit_lines(self, last: int) -> None:
+        """Forget the lines up to a number, which are in the file."""
+        self.backend.prune(AUDIT_LINES, last + 1)
 
 
 def note(change: Change, kind: str, detail: object) -> None:

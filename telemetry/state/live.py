@@ -19,7 +19,7 @@ from math import inf
 from typing import Annotated, Any, TypeVar
 
 from eplb.declared import Setting
-from eplb.errors import ConfigError, StaleRevision
+from eplb.errors import ConfigError, StaleRevision, StoreError
 from telemetry.state.backend import HEAD, Change, Reader
 from telemetry.state.codec import encode
 from telemetry.state.events import note
@@ -54,6 +54,7 @@ class LiveChange:
     revision: int
     time: float  # seconds since the epoch, by the store's clock
     reason: str
+    by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,18 @@ class LivePart(Part):
         *,
         expected: int | None = None,
         reason: str,
+        by: str | None = None,
         lasts_s: float | None = None,
     ) -> LiveState:
         """Set live values, and return what applies then; the change is an event.
+
+        One that stops movement takes the room that is reserved for it, where the disk is full.
 
         Args:
             changes: by name; None: the static value applies again.
             expected: the revision that the caller has read; None: whatever it is now.
             reason: stored with the change.
+            by: who makes it, stored with it; None: the program itself.
             lasts_s: after which the values are removed; None: they stay.
 
         Raises:
@@ -119,9 +124,14 @@ class LivePart(Part):
         """
 
         def decision(change: Change) -> LiveState:
-            return _change(change, changes, expected=expected, reason=reason, lasts_s=lasts_s)
+            return _change(change, changes, expected, reason, by, lasts_s)
 
-        return self.backend.decide("live settings", decision)
+        try:
+            return self.backend.decide("live settings", decision)
+        except StoreError:
+            if changes.get("movement") is not False or not self.backend.make_room():
+                raise
+            return self.backend.decide("live settings", decision)
 
     def expire_live(self) -> LiveState:
         """Remove live values whose time has passed by the store's clock; each end is an event.
@@ -139,7 +149,7 @@ class LivePart(Part):
             if not over:
                 return state
             reason = f"{EXPIRED}: {state.changes[over[0]].reason}"
-            return _change(change, dict.fromkeys(over), expected=None, reason=reason)
+            return _change(change, dict.fromkeys(over), None, reason)
 
         return self.backend.decide("expiry of live settings", decision)
 
@@ -196,9 +206,9 @@ def _live_in(reader: Reader) -> LiveState:
 def _change(
     change: Change,
     changes: Mapping[str, Value | None],
-    *,
     expected: int | None,
     reason: str,
+    by: str | None = None,
     lasts_s: float | None = None,
 ) -> LiveState:
     """Write a change of live values with its events."""
@@ -213,7 +223,7 @@ def _change(
             f"found revision {state.revision}: read them again"
         )
     given = {name: value for name, value in changes.items() if value is not None}
-    mark = LiveChange(state.revision + 1, change.time, reason)
+    mark = LiveChange(state.revision + 1, change.time, reason, by)
     ends = {} if lasts_s is None else dict.fromkeys(given, change.time + lasts_s)
     state = put_live(
         change,
@@ -226,14 +236,19 @@ def _change(
         ),
     )
     if changes.keys() & set(SWITCHES):
-        note(change, "control", _control_detail(state, reason))
+        note(change, "control", _control_detail(state, reason, by))
     others = {name: value for name, value in changes.items() if name not in SWITCHES}
     if others:
-        note(change, "settings", {"revision": state.revision, "live": others, "reason": reason})
+        detail = {"revision": state.revision, "live": others, "reason": reason}
+        note(change, "settings", detail | _actor(by))
     return state
 
 
-def _control_detail(state: LiveState, reason: str) -> dict[str, Any]:
+def _control_detail(state: LiveState, reason: str, by: str | None = None) -> dict[str, Any]:
     until = state.until.get("movement")
     ends = {} if until is None else {"until": until}
-    return vars(state.control) | {"reason": reason} | ends
+    return vars(state.control) | {"reason": reason} | _actor(by) | ends
+
+
+def _actor(by: str | None) -> dict[str, str]:
+    return {} if by is None else {"actor": by}

@@ -16,6 +16,8 @@ from telemetry.state.part import Part
 
 Details = Mapping[str, Any]  # JSON-ready values
 STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
+STEP_MS = "step_ms"  # of a rank's details: median time of its latest steps
+WAIT_MS = "wait_ms"  # the same: of that, the host's wait for exchanges with other ranks
 EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
 BATCH = "batch"  # of a rank's details: which parts act on its batches; missing: none
 BATCH_FAULTS = "batch_faults"  # of a rank's details: what these parts counted, by kind

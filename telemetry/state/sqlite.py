@@ -203,6 +203,10 @@ class SqliteBackend(Backend):
             if num_new < _PRUNED_AT_ONCE:
                 return num_pruned
 
+    def make_room(self) -> bool:
+        """Give a full disk the room that is reserved beside the file."""
+        return self._file.make_room()
+
     def version(self) -> int:
         """Return a number that grows with each change that readers wait for."""
         ((version,),) = self._rows("SELECT version FROM deployment WHERE name = ?")

@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -21,6 +21,7 @@ from eplb.errors import StoreError
 APPLICATION_ID = 0x45504C42  # "EPLB": distinguishes these files from those of other programs
 SCHEMA_VERSION = 9  # counts up with each change of the tables below
 KEPT = "what was acknowledged before is kept"
+RESERVE_BYTES = 2**20  # for the pause of a deployment whose disk is full
 _NEW = 0  # version of a file without tables
 _RETRY_S = 0.01
 
@@ -74,6 +75,26 @@ class SqliteFile:
             except BaseException:
                 self._writer.close()
                 raise
+        self.keep_room()
+
+    def make_room(self) -> bool:
+        """Give the disk the room that is reserved; False: it was given already."""
+        try:
+            self._reserve.unlink()
+        except OSError:
+            return False
+        return True
+
+    def keep_room(self) -> None:
+        """Reserve room on the disk, if it has more than that."""
+        if self._reserve.exists() or shutil.disk_usage(self.path.parent).free < 4 * RESERVE_BYTES:
+            return
+        with suppress(OSError), self._reserve.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+
+    @property
+    def _reserve(self) -> Path:
+        return self.path.with_name(f"{self.path.name}-reserve")
 
     @property
     def beside(self) -> tuple[Path, Path]:

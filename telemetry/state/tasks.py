@@ -38,6 +38,7 @@ class Refusal(StrEnum):
     GENERATION_MOVED_ON = "generation-moved-on"  # another one serves than the request names
     BASE_MOVED_ON = "base-moved-on"  # of the proposal
     PROPOSAL_ENDED = "proposal-ended"
+    LOSES = "loses"  # by the load of now an approved plan costs more than it saves
     NOT_PUBLISHED = "not-published"  # another plan came first: ask again
     IMPOSSIBLE_THROTTLE = "impossible-throttle"  # out of range, or not of the mode of migrations
     EXPIRED = "expired"  # it was queued for too long

@@ -18,6 +18,24 @@ from tests.support.limits import NEVER_S
 
 IN_PROCESS = "http://127.0.0.1"
 
+# 412: a request of the right form, at a revision that is not the latest.
+_ACCEPTED = '"2xx", "401", "403", "404", "409", "412", "5xx"'
+# What schemathesis takes for answers as documented, as its file of settings.
+SCHEMATHESIS = "\n".join(
+    [
+        f"[checks.positive_data_acceptance]\nexpected-statuses = [{_ACCEPTED}]",
+        # 413: a list of too many items is a body of too many bytes first.
+        '[checks.negative_data_rejection]\nexpected-statuses = ["4xx", "5xx"]',
+        '[checks.missing_required_header]\nexpected-statuses = ["428"]',
+        # 422: no pattern can state that a list of ranks, layers or pins names each once.
+        *(
+            f'[[operations]]\ninclude-name = "{operation}"\n'
+            f'checks.positive_data_acceptance.expected-statuses = [{_ACCEPTED}, "422"]'
+            for operation in ("PATCH /api/v1/settings", "PUT /api/v1/pins")
+        ),
+    ]
+)
+
 
 class _ToApplication(httpx.BaseTransport):
     """Gives requests to an application, whose event loop runs in a thread."""

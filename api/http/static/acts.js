@@ -83,9 +83,16 @@ async function propose() {
   return [made.state === "open" ? element("p", {}, `Proposal ${made.id} waits for a decision.`) : unanswered(made)];
 }
 
-async function approve(one) {
-  const task = await send("POST", `proposals/${one.id}/approve`, { reason: reason("approved on the page") },
-    { "If-Match": `"${one.base_generation}"` });
+async function approve(one, acceptsLoss = false) {
+  const why = { reason: reason("approved on the page"), accept_loss: acceptsLoss };
+  let task;
+  try {
+    task = await send("POST", `proposals/${one.id}/approve`, why, { "If-Match": `"${one.base_generation}"` });
+  } catch (error) {
+    if (acceptsLoss || !error.type?.endsWith("/loses")) throw error;
+    if (await sure(error.message, `Approve proposal ${one.id} all the same`)) return approve(one, true);
+    return [element("p", { class: "quiet" }, "Nothing was approved.")];
+  }
   if (task.state !== "done") return [unanswered(task)];
   return [element("p", {}, `Proposal ${one.id} is carried out by plan ${task.result.plan_id}.`)];
 }

@@ -2,7 +2,7 @@
 
 import { ask } from "/static/app.js";
 import { $, element, keyed, set, show, text } from "/static/dom.js";
-import { ago, took, when } from "/static/words.js";
+import { at, took, when } from "/static/words.js";
 
 const READ = 200, OPEN_SHOWN = 20, ENDED_SHOWN = 100;
 const GRAVEST = ["critical", "warning", "notice"];
@@ -18,6 +18,8 @@ export const ADVICE = {
   "no-leader": "Start eplb serve or eplb controller. Ranks serve meanwhile, and nothing is balanced.",
   "rank-uncounted": "Switch observe on until its dispatcher counts.",
   "process-down": "Read its log. A process beyond its restart budget is started again each minute.",
+  "disk-full": "Free room on the disk of the state folder. Ranks serve, and a pause is possible.",
+  "audit-waits": "Make the file of the audit writable: its lines follow by themselves.",
   "rank-frozen": "Remove the reason, then restart the rank.",
   unbalanced: "Read the reason of the last decision. Resume movement if it is paused; if slots are the limit, add redundancy.",
   "migrations-fail": "Follow the reasons of the events. Pause movement meanwhile if a source of bytes fails.",
@@ -42,7 +44,7 @@ export function showAnomalies(now) {
   const hidden = open.length - OPEN_SHOWN, latest = ended[0];
   text($("anomalies-count"), (open.length ? `${open.length} open` : "None is open") +
     (hidden > 0 ? `, the gravest ${OPEN_SHOWN} are shown` : "") +
-    (latest ? `. ${ended.length} ended, the latest ${ago(now - latest.until)}: ${latest.text}` : ""));
+    (latest ? `. ${ended.length} ended, the latest at ${at(latest.until)}: ${latest.text}` : ""));
   list($("anomalies"), open.slice(0, OPEN_SHOWN), now);
 }
 

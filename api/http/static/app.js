@@ -10,7 +10,7 @@ import { showMigration, showOverview } from "/static/overview.js";
 import { readProposals, showProposals } from "/static/proposals.js";
 import { readRanks, showRanks } from "/static/ranks.js";
 import { readRecords, showRecords } from "/static/records.js";
-import { count, plural } from "/static/words.js";
+import { at, count, plural } from "/static/words.js";
 
 const PERIOD_MS = 1000, TIMEOUT_MS = 20000, LIST_MS = 5000, SILENT_MS = 5000, POINTS = 400;
 const RANGES = [900, 3600, 86400];
@@ -19,7 +19,7 @@ const VIEWS = ["overview", "load", "ranks", "history"];
 let state = null, heat = null, history = null, historyDue = 0, listDue = 0, readAt = -Infinity;
 
 const chart = new Chart($("chart"), (point) => text($("readout"), point === null ? "" :
-  `${new Date(point.time * 1000).toLocaleTimeString("en-GB")}: measured ${point.measured.toFixed(3)}, ` +
+  `${at(point.time)}: measured ${point.measured.toFixed(3)}, ` +
   `unbalanced ${point.contiguous.toFixed(3)}, generation ${point.generation}` +
   (point.is_migrating ? ", migrating" : "")));
 
@@ -27,7 +27,7 @@ const chart = new Chart($("chart"), (point) => text($("readout"), point === null
 export async function ask(path, options = {}) {
   const response = await fetch(`api/v1/${path}`, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   const answer = await response.json();
-  if (!response.ok) throw new Error(answer.detail ?? `${response.status} from ${path}`);
+  if (!response.ok) throw Object.assign(new Error(answer.detail ?? `${response.status} from ${path}`), { type: answer.type });
   return answer;
 }
 

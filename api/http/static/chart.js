@@ -1,6 +1,7 @@
 // Imbalance by wall-clock time. The picture is made once; new data changes its lines and marks.
 
 import { element, keyed, set, shape, show, text } from "/static/dom.js";
+import { at, clock } from "/static/words.js";
 
 const LEFT = 40, RIGHT = 14, TOP = 20, BOTTOM = 22;
 const MINUTE = 60, HOUR = 3600;
@@ -13,9 +14,6 @@ function niceStep(range, most) {
   const power = 10 ** Math.floor(Math.log10(rough));
   return [1, 2, 2.5, 5, 10].map((n) => n * power).find((step) => step >= rough);
 }
-
-const clock = (seconds) => new Date(seconds * 1000)
-  .toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 
 export class Chart {
   // onPoint(point or null) follows the pointer and the arrow keys.
@@ -58,7 +56,7 @@ export class Chart {
     set(this.last, { cx: this.x(now.time), cy: y(now.measured) });
     set(this.cursor, { y1: TOP, y2: height - BOTTOM });
     const kinds = history.marks.length;
-    set(this.svg, { "aria-label": `Imbalance from ${clock(since)} to ${clock(until)}, now ` +
+    set(this.svg, { "aria-label": `Imbalance from ${at(since)} to ${at(until)}, now ` +
       `${now.measured.toFixed(2)}, unbalanced ${now.contiguous.toFixed(2)}, marks: ${kinds}` });
   }
 
@@ -66,9 +64,8 @@ export class Chart {
     const levels = [];
     for (let value = 1; value <= most + 1e-9; value += step) levels.push(value);
     const gap = TIME_STEPS.find((one) => (until - since) / one <= Math.max(2, width / 90)) ?? TIME_STEPS.at(-1);
-    const shift = new Date(until * 1000).getTimezoneOffset() * MINUTE;  // ticks are even by the local clock
     const times = [];
-    for (let at = Math.ceil((since - shift) / gap) * gap + shift; at <= until; at += gap) {
+    for (let at = Math.ceil(since / gap) * gap; at <= until; at += gap) {
       if (this.x(at) > LEFT + 16 && this.x(at) < width - 18) times.push(at);
     }
     keyed(this.grid, [...levels.map((value) => ({ value })), ...times.map((time) => ({ time }))],
@@ -90,12 +87,12 @@ export class Chart {
   #drawMarks(marks, width, height) {
     keyed(this.marks, marks, (mark) => `${mark.kind}${mark.time}`,
       (mark) => shape("g", { class: `mark ${mark.kind}` },
-        shape("title", {}, `${clock(mark.time)} ${mark.kind}: ${mark.text}`),
+        shape("title", {}, `${at(mark.time)} ${mark.kind}: ${mark.text}`),
         shape("line"), shape("line", { class: "wide" }), shape("text", { "text-anchor": "middle" })),
       (node, mark) => {
-        const at = this.x(mark.time).toFixed(1);
-        for (const line of [node.children[1], node.children[2]]) set(line, { x1: at, x2: at, y1: TOP, y2: height - BOTTOM });
-        set(node.children[3], { x: at, y: TOP - 7 });
+        const x = this.x(mark.time).toFixed(1);
+        for (const line of [node.children[1], node.children[2]]) set(line, { x1: x, x2: x, y1: TOP, y2: height - BOTTOM });
+        set(node.children[3], { x, y: TOP - 7 });
       });
     // A death keeps its label where others are too near.
     const taken = [], numbers = [...marks.keys()], isDeath = (number) => marks[number].kind === "death";

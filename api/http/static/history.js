@@ -32,7 +32,7 @@ export function showHistory(state) {
 function showDecisions(decisions) {
   show($("no-decision"), !decisions.length);
   keyed($("decisions"), decisions.toReversed(), (one) => one.id, (one) => {
-    const kind = one.reason.includes(" (not moved: ") ? "HELD" : one.decision;
+    const kind = one.reason.includes(" (not moved: ") ? "not moved" : one.decision;
     return element("div", { class: "entry" }, when(one.time), element("span", { class: `tag ${kind}` }, kind),
       one.reason, element("div", { class: "figures" }, ...parted(origin(one))),
       element("div", { class: "figures" }, ...parted(decisionFigures(one))), element("div"));

@@ -1,7 +1,7 @@
 // At a glance: is it balanced, what is it doing, what did the last rebalance bring.
 
 import { $, element, figures, keyed, set, show, text } from "/static/dom.js";
-import { ago, change, count, plural, size, stretches, took } from "/static/words.js";
+import { ago, at, change, count, plural, size, stretches, took } from "/static/words.js";
 
 const PHASES = ["idle", "preload", "stage", "swap"];
 
@@ -31,7 +31,7 @@ function showSummary(state) {
 
 function doing(state) {
   const open = state.migration, last = state.decisions.at(-1);
-  const decided = last ? `${last.decision} ${ago(state.time - last.time)}: ${last.reason}` : "no decision yet";
+  const decided = last ? `${last.decision} at ${at(last.time)}: ${last.reason}` : "no decision yet";
   if (open) return [`moving\u00a0${Math.round(100 * open.fraction)}\u00a0%`, `plan ${open.plan_id}, phase ${state.phase}, to generation ${open.target_generation}`];
   if (!state.movement) return ["paused", "movement is off: no weight moves"];
   return [state.observe ? "observing" : "idle", decided];
@@ -41,7 +41,7 @@ function brought(state) {
   const last = state.last_rebalance;
   if (last === null) return ["none", "since the service has read events"];
   if (last.ended === null) return ["open", `${plural(last.moves, "move")}, ${fixed(last.imbalance_before)} → ${fixed(last.imbalance_after)} predicted`];
-  const when = ago(state.time - last.ended);
+  const when = `at ${at(last.ended)}`;
   if (last.outcome !== "committed") return [last.outcome, `${when}: ${last.end_reason}`];
   if (last.gain_realised == null) return ["committed", `${when}, not judged yet`];
   return [change(last.gain_realised), "of imbalance" + (last.gain_promised == null ? "" : `, ${change(last.gain_promised)} promised`) + `; ${when}`];
@@ -56,7 +56,8 @@ function showLast(state) {
     (last.outcome && last.outcome !== "committed" ? ` (${last.end_reason})` : ""));
   const pause = Math.max(...state.swap_pauses_ms, 0);
   figures($("last"), [
-    ["when", ago(state.time - (last.ended ?? last.offered)), last.ended === null ? "open since" : `plan ${last.plan_id}, generation ${last.target_generation}`],
+    ["when", ago(state.time - (last.ended ?? last.offered)), `${at(last.ended ?? last.offered)}, ` +
+      (last.ended === null ? "open since" : `plan ${last.plan_id}, generation ${last.target_generation}`)],
     ["cost", `${plural(last.moves, "move")}`, `${size(last.bytes)}, ${last.ended === null ? "open" : took(last.ended - last.offered)}` +
       (pause ? `, pause ${pause.toFixed(1)} ms` : "")],
     ["predicted", `${fixed(last.imbalance_before)} → ${fixed(last.imbalance_after)}`, "imbalance"],
@@ -87,9 +88,9 @@ export function showMigration(state) {
   showBytes(state);
 }
 
-function paceOf({ migration, decisions, pace, time }) {
+function paceOf({ migration, decisions, pace }) {
   const own = migration && decisions.findLast((one) => one.plan_id === migration.plan_id)?.pace_reason;
-  const since = pace.budget && pace.changed !== null ? `, ${ago(time - pace.changed)}` : "";
+  const since = pace.budget && pace.changed !== null ? `, since ${at(pace.changed)}` : "";
   return (own ? `Its pace: ${own}. ` : "") +
     `Pace of the next migration: ${pace.part} of the deployment's own; ${pace.reason}${since}.`;
 }

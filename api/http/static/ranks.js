@@ -3,7 +3,7 @@
 import { order } from "/static/acts.js";
 import { ask } from "/static/app.js";
 import { $, element, keyed, set, text } from "/static/dom.js";
-import { ago, count, plural } from "/static/words.js";
+import { ago, at, count, plural } from "/static/words.js";
 
 const PERIOD_MS = 5000;
 const PARTS = 8;  // of the rows out of sight, of which each turn changes one
@@ -24,7 +24,7 @@ export function showRanks(state, heat) {
     state.silent_ranks.length && `${state.silent_ranks.length} silent`,
     ...["cordoned", "draining", "drained"].filter((name) => byState[name]).map((name) => `${byState[name].length} ${name}`),
     held.waits && `draining waits: ${held.waits}`, ...held.unmet,
-    held.reason && `latest order ${ago(state.time - held.time)}: ${held.reason}`].filter(Boolean).join("; "));
+    held.reason && `latest order at ${at(held.time)}: ${held.reason}`].filter(Boolean).join("; "));
   // Another run may have other ranks than those that were read last.
   const lines = held.ranks.filter((one) => state.ranks[one.rank]?.rank === one.rank)
     .map((one) => ({ ...one, name: nameOf(state.ranks[one.rank], one) }))
@@ -41,11 +41,11 @@ export function showRanks(state, heat) {
     text(cells[2].firstChild, rank.is_alive || one.state === "open" ? name : `silent, ${one.state}`);
     text(cells[3], rank.age_s === null ? "never" : ago(rank.age_s));
     text(cells[4], load === null ? "–" : load[one.rank].toFixed(2));
-    text(cells[5], rank.step_ms === null ? "–" : `${rank.step_ms.toFixed(1)} ms`);
-    text(cells[6], count(one.experts));
-    text(cells[7], count(one.sole_experts));
-    text(cells[8], rank.generation);
-    keyed(cells[9], ORDERS[one.state], (verb) => verb, (verb) => {
+    for (const [cell, ms] of [[5, rank.step_ms], [6, rank.wait_ms]]) text(cells[cell], ms === null ? "–" : `${ms.toFixed(1)} ms`);
+    text(cells[7], count(one.experts));
+    text(cells[8], count(one.sole_experts));
+    text(cells[9], rank.generation);
+    keyed(cells[10], ORDERS[one.state], (verb) => verb, (verb) => {
       const button = element("button", { type: "button", "aria-label": `${verb} rank ${one.rank}` }, verb);
       button.addEventListener("click", async () => {
         await order(button, verb, node.line);
@@ -67,7 +67,7 @@ function seen(body) {
 
 const made = (one) => element("tr", {}, element("th", { scope: "row" }, one.rank), element("td", { class: "more" }),
   element("td", {}, element("span", { class: "tag" })), element("td", { class: "more" }), element("td"),
-  ...[0, 1, 2, 3].map(() => element("td", { class: "more" })), element("td", { class: "orders" }));
+  ...[0, 1, 2, 3, 4].map(() => element("td", { class: "more" })), element("td", { class: "orders" }));
 
 // [R] over the layers that have tokens; null without any.
 function loads(state, heat) {

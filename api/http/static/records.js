@@ -40,7 +40,7 @@ export function showRecords() {
   show($("changes"), changes.length > 0);
   text($("no-change"), unread || "No change yet.");
   keyed($("changes"), changes, (one) => one.number, (one) => element("div", { class: "entry" }, when(one.time),
-    element("span", { class: one.outcome.startsWith("2") ? "tag" : "tag warning" }, one.outcome),
+    element("span", { class: /^2|done/.test(one.outcome) ? "tag" : "tag warning" }, one.outcome),
     `${one.action}${one.reason && `: ${one.reason}`}`,
     element("div", { class: "figures" }, `${one.actor} (${one.role}), ${one.address}`)));
 }

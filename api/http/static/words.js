@@ -27,7 +27,7 @@ const process = (holder) => {
   const [, host, number] = /^(.*):(\d+):[0-9a-f]{8}-\d+-[0-9a-f]+$/.exec(holder) ?? [];
   return host === undefined ? holder : `process ${number} on host ${host}`;
 };
-const why = (detail) => (detail.reason ? `: ${detail.reason}` : "");
+const why = (detail) => (detail.actor ? ` by ${detail.actor}` : "") + (detail.reason ? `: ${detail.reason}` : "");
 const SENTENCES = {
   abort: (d) => `Plan ${d.plan_id} was aborted${why(d)}`,
   check: (d) => `eplb check ran on host ${d.host}`,
@@ -41,7 +41,7 @@ const SENTENCES = {
   outage: (d) => `Tokens are served again after ${fixed(d.unserved_s)} s without any${why(d)}`,
   pace: (d) => `The next migration has ${d.part} of the deployment's pace: ${d.reason}`,
   promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,
-  proposal: (d) => `Proposal ${d.proposal} by ${d.actor} is ${d.state}${why(d)}`,
+  proposal: (d) => `Proposal ${d.proposal} is ${d.state}${why(d)}`,
   publish: (d) => `Plan ${d.plan_id} is offered: ${plural(d.moves, "move")} in ` +
     `${plural(d.transactions, "transaction")}, to generation ${d.generation}`,
   recovery: (d) => `Ranks ${stretches(d.survivors ?? [])} continue with generation ${d.generation}${why(d)}`,
@@ -78,14 +78,11 @@ export function ago(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
 }
 
-const clock = (seconds) => new Date(seconds * 1000)
-  .toLocaleTimeString("en-GB", {
-    // Named, or hours before 10 have one digit.
-    hour: "2-digit", minute: "2-digit", second: "2-digit", timeZoneName: "short",
-  });
+// As commands print it: 2026-11-27 09:38:59Z.
+export const at = (seconds) => `${new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ")}Z`;
+export const clock = (seconds) => at(seconds).slice(11, 16);
 export const when = (seconds) => element("time", { class: "when",
-  datetime: new Date(seconds * 1000).toISOString(),
-  title: new Date(seconds * 1000).toISOString() }, clock(seconds));
+  datetime: new Date(seconds * 1000).toISOString() }, at(seconds));
 
 // What made the plan due, at whose word, in which stage of the rollout.
 export const origin = (one) => [

@@ -119,7 +119,8 @@ def test_copy_replaces_no_file_and_leaves_none_behind(path: Path, tmp_path: Path
         assert message in done.stderr
 
     assert taken.read_text() == "mine"
-    assert {found.name for found in tmp_path.iterdir()} == {"taken", "foreign", "store.sqlite"}
+    kept = {"taken", "foreign", "store.sqlite", "store.sqlite-reserve"}
+    assert {found.name for found in tmp_path.iterdir()} == kept
 
 
 # -- purge

@@ -28,9 +28,11 @@ from eplb.versions import RANKS, Announcement
 from rebalance.weights.link.secret import deployment_secret
 from telemetry import open_store
 from telemetry.state.live import Control
+from telemetry.state.proposals import Content, Proposal
 from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support.http import serving
+from tests.support.limits import NEVER_S
 from tests.support.readings import read
 
 SECRET = "0123456789abcdef"
@@ -76,7 +78,8 @@ def run(tmp_path: Path, *words: str, **environ: str) -> tuple[int, str]:
 def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     tmp_path: Path, store: StateStore
 ) -> None:
-    status, shown = run(tmp_path)
+    status, shown = run(tmp_path, "--verbose")
+    short = run(tmp_path)
 
     assert status == 0, shown
     assert f"deployment west in {tmp_path}/store.sqlite" in shown
@@ -90,6 +93,45 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     ours = Announcement(RANKS, "a").version
     assert f"versions   ranks: {ours}; controller: a version not announced" in shown
     assert shown.startswith("serving: 2 ranks serve, at step 7\n")
+    assert short == (0, "serving: 2 ranks serve, at step 7\n")
+
+
+def test_first_lines_say_who_paused_what_waits_and_why_nothing_moved(
+    tmp_path: Path, store: StateStore
+) -> None:
+    store.change_live({"stage": "propose"}, reason="rollout")
+    paused = store.change_live({"movement": False}, reason="change 4711", by="alice")
+    target = SECOND.with_generation(2)
+    given = dict.fromkeys(("trigger", "reason", "plan_reason", "policy"), "")
+    store.propose(
+        Proposal(
+            time=time.time(),
+            expires=time.time() + NEVER_S,
+            base_generation=1,
+            base_hash=FIRST.hash,
+            target_generation=2,
+            by="bob",
+            decision="MOVE",
+            imbalance_before=1.6,
+            imbalance_after=1.0,
+            expected_gain=0.6,
+            moves=1,
+            bytes=8,
+            cost_s=0.1,
+            **given,
+        ),
+        Content(target),
+    )
+    store.add_event("plan", {"decision": "KEEP", "reason": "the gain is less than the cost"})
+
+    first, plan = run(tmp_path)[1].splitlines()
+
+    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(paused.changes["movement"].time))
+    assert first == (
+        f"serving: 2 ranks serve, at step 7; movement is off since {at} by alice: change 4711; "
+        "stage propose; 1 proposal waits for a decision"
+    )
+    assert re.fullmatch(r"KEEP at .*Z: the gain is less than the cost", plan)
 
 
 def test_json_has_what_the_text_has(tmp_path: Path, store: StateStore) -> None:
@@ -114,7 +156,7 @@ def test_status_and_top_of_a_service_are_those_of_its_store(
     of_store = json.loads(run(tmp_path, "--json")[1])
     with serving(create_app(store)) as service:
         status, shown = run(tmp_path, "--json", "--service", service.url)
-        in_lines = run(tmp_path, "--service", service.url)
+        in_lines = run(tmp_path, "--verbose", "--service", service.url)
         picture = CliRunner().invoke(app, ["top", "--once", "--service", service.url])
     of_service = json.loads(shown)
 
@@ -234,7 +276,7 @@ def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: Sta
 
     assert status == 1
     assert "problem    no controller leads, expected one (eplb serve or eplb controller)" in shown
-    assert "problem    silent ranks: 0, 1" in shown
+    assert shown.startswith("blind: silent ranks: 0, 1")
 
 
 def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: StateStore) -> None:
@@ -247,12 +289,12 @@ def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: St
     for function in ("eplb.search.improve", "eplb.search.improve", "eplb.search.layer"):
         reports.compiling(function)
 
-    status, shown = run(tmp_path)
+    status, shown = run(tmp_path, "-v")
 
     assert status == 1
     words = "'another' is starting: compiling the planner's kernels: 2 functions in 7 s, as of "
     assert f"leader     {words}" in shown
-    assert f"problem    no controller leads yet: {words}" in shown
+    assert shown.startswith(f"degraded: no controller leads yet: {words}")
     assert len(sent) == 3
     assert [one.kind for one in store.events()][-2:] == ["starting", "starting"]
     store.acquire_lease("another", 60.0)
@@ -263,11 +305,11 @@ def test_deployment_whose_ranks_never_started_can_be_read(tmp_path: Path) -> Non
     with closing(open_store(tmp_path / "store.sqlite", "west")) as opened:
         opened.commit(FIRST, expected=None, reason="start")
 
-    status, shown = run(tmp_path)
+    status, shown = run(tmp_path, "-v")
 
     assert status == 1
     assert "serves     nothing yet" in shown
-    assert "problem    no run has begun, expected one" in shown
+    assert shown.startswith("blind: no run has begun, expected one\n")
 
 
 def test_deployment_that_cannot_be_read_has_status_2(tmp_path: Path) -> None:

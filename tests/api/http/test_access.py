@@ -7,8 +7,12 @@ import itertools
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,19 +23,23 @@ from starlette.types import Message, Receive, Scope, Send
 from typer.testing import CliRunner
 
 from api.access import authentication
-from api.access.audit import Audit, AuditEntry, AuditError
+from api.access.audit import Audit, AuditEntry, AuditError, AuditLines
 from api.access.authentication import FAILURES, FAILURES_S, OF_HOST, FailedLogins, role_for
 from api.access.changes import Changes
 from api.access.keys import AccessKeys, Role
 from api.cli.main import app as commands
 from api.http.app import create_app
 from api.http.problems import ProblemType
+from api.http.service import AdminService
 from eplb.errors import ConfigError
+from telemetry import open_store
 from tests.support.http import client_of, problem_of
 from tests.support.limits import NEVER_S
 from tests.support.stores import MemoryStore
+from tests.support.two_ranks import begin_run
 
 PAUSE = {"reason": "maintenance"}
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -116,6 +124,34 @@ def test_keys_that_others_can_read_close_the_service(service: httpx.Client, tmp_
     assert (kind, "mode 644, expected 600" in detail) == (ProblemType.KEYS_UNAVAILABLE, True)
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"version": 1, "keys": [{}]}', '{"version": 1, "keys": 7}', "\xff"]
+)
+def test_damaged_file_of_keys_closes_the_service_and_names_the_way_back(
+    service: httpx.Client, tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "access-keys.json"
+    file.touch(0o600)
+    file.write_text(text, "latin-1")
+
+    kind, detail = problem_of(service.get("/api/v1/state", headers=bearer("eplb_a_1")))
+
+    assert kind is ProblemType.KEYS_UNAVAILABLE
+    assert f"{file} is damaged: found" in detail
+    assert "Restore a copy of it, or remove it" in detail
+
+
+def test_key_with_a_salt_that_is_no_text_closes_the_service(
+    service: httpx.Client, tmp_path: Path
+) -> None:
+    key = AccessKeys(tmp_path).add("alice", "admin")
+    file = tmp_path / "access-keys.json"
+    file.write_text(file.read_text().replace('"salt": "', '"salt": 7, "x": "'))
+
+    kind, _ = problem_of(service.get("/api/v1/state", headers=bearer(key)))
+    assert kind is ProblemType.KEYS_UNAVAILABLE
+
+
 @pytest.mark.parametrize(("name", "role"), [("A", "admin"), ("", "admin"), ("a", "root")])
 def test_key_with_an_unusable_name_or_role_is_refused(tmp_path: Path, name: str, role: str) -> None:
     with pytest.raises(ConfigError, match="expected"):
@@ -180,11 +216,109 @@ def test_change_that_cannot_be_audited_is_not_done(
     service: httpx.Client, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(tmp_path / "audit.jsonl")
+    observe = {"reason": "r", "observe": True}
 
-    answer = service.post("/api/v1/pause", json=PAUSE)
+    answer = service.patch("/api/v1/control", json=observe)
 
     assert problem_of(answer)[0] is ProblemType.AUDIT_UNAVAILABLE
-    assert service.get("/api/v1/state").json()["movement"] is True
+    assert service.get("/api/v1/state").json()["observe"] is False
+
+
+def figure(service: httpx.Client, name: str) -> float:
+    (line,) = (one for one in service.get("/metrics").text.splitlines() if one.startswith(name))
+    return float(line.split()[-1])
+
+
+def test_pause_with_an_audit_that_is_full_is_done_and_its_lines_follow(
+    service: httpx.Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "audit.jsonl"
+    file.symlink_to("/dev/full")
+
+    paused = service.post("/api/v1/pause", json=PAUSE)
+    state = service.get("/api/v1/state").json()
+    waiting = figure(service, "eplb_audit_waiting")
+    file.unlink()
+    figure(service, "eplb_audit_waiting")  # a scrape moves them
+
+    assert paused.status_code == 200
+    assert (state["movement"], state["audit_waiting"], waiting) == (False, 2, 2.0)
+    assert any("2 lines of the audit wait in the store" in one for one in state["problems"])
+    assert (state["switched"]["by"], state["switched"]["reason"]) == (OF_HOST.name, "maintenance")
+    assert [one.outcome for one in lines(tmp_path)] == ["asked", "200"]
+    assert Audit(tmp_path).verify() is not None
+    assert (figure(service, "eplb_audit_waiting"), figure(service, "eplb_audit_lost")) == (0.0, 0.0)
+
+
+def test_line_that_neither_audit_nor_store_takes_counts_as_lost(tmp_path: Path) -> None:
+    (tmp_path / "audit.jsonl").symlink_to("/dev/full")
+    store = open_store(tmp_path / "store.sqlite", "d")
+    kept = AuditLines(Audit(tmp_path), store)
+
+    assert kept.keep(entry(1)) is True
+    store.close()
+    assert kept.keep(entry(2)) is False
+
+
+FULL_DISK = """
+import os, subprocess, sys
+from telemetry import open_store
+from tests.support.two_ranks import FIRST, begin_run
+
+folder = sys.argv[1]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
+store = open_store(f"{folder}/store.sqlite", "d")  # as ranks have it open
+begin_run(store)
+store.commit(FIRST, expected=None, reason="start")
+ballast = os.open(f"{folder}/ballast", os.O_CREAT | os.O_WRONLY)
+try:
+    while True:
+        os.write(ballast, bytes(4096))
+except OSError:
+    pass
+for act in ("resume", "pause"):
+    words = [act, "--store", f"{folder}/store.sqlite", "--deployment", "d", "--wait", "0"]
+    subprocess.run([sys.executable, "-m", "api.cli.main", *words])
+print("movement", store.control().movement, flush=True)
+subprocess.run(["cat", f"{folder}/audit.jsonl"])
+"""
+
+
+@pytest.mark.system
+def test_pause_by_command_on_a_full_disk_takes_effect(tmp_path: Path) -> None:
+    command = ["unshare", "-Urm", sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+
+    assert "nothing was changed: the audit" in done.stderr, done.stdout + done.stderr  # the resume
+    assert "d: movement off (was on)" in done.stdout, done.stdout + done.stderr
+    assert "movement False" in done.stdout
+    outcomes = [json.loads(one)["outcome"] for one in done.stdout.splitlines() if one[0] == "{"]
+    assert outcomes == ["asked", "200"]
+
+
+@pytest.mark.system
+def test_pause_that_is_ended_while_it_waits_for_ranks_has_its_outcome(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "store.sqlite", "d")) as store:
+        begin_run(store)
+        command = [
+            sys.executable,
+            "-m",
+            "api.cli.main",
+            "pause",
+            "--wait",
+            "5",
+            "--deployment",
+            "d",
+        ]
+        command += ["--store", str(tmp_path / "store.sqlite")]
+        with subprocess.Popen(command, cwd=REPOSITORY) as process:
+            while len(lines(tmp_path)) < 2 and process.poll() is None:
+                store.wait(store.version(), 0.05)
+            process.terminate()
+
+        assert process.returncode == -signal.SIGTERM
+        assert [one.outcome for one in lines(tmp_path)] == ["asked", "200"]
+        assert store.live().changes["movement"].by == lines(tmp_path)[0].actor
 
 
 @pytest.mark.parametrize(
@@ -302,6 +436,8 @@ def test_commands_add_list_and_remove_keys_and_the_audit_has_each(tmp_path: Path
     assert removed[0] == 0
     assert again == (2, "eplb: there is no key 'alice', expected one of: none\n")
     assert "keys add alice operator asked: new" in told
+    assert "keys add alice operator done: new" in told
+    assert told.splitlines()[-1].endswith("keys remove alice failed: removed from the command line")
 
 
 def test_first_key_is_an_admin_s_and_the_last_one_of_an_admin_stays(tmp_path: Path) -> None:
@@ -333,9 +469,9 @@ def test_audit_command_verifies_the_chain_against_a_noted_line(tmp_path: Path) -
     found = run(tmp_path, "audit", "--verify", "--expect", mark)
 
     assert (status, held[0], cut[0]) == (0, 0, 0)
-    assert shown.startswith("2 lines, the chain holds; the last is 2:")
+    assert shown.startswith("4 lines, the chain holds; the last is 4:")
     assert found[0] == 1
-    assert "line 2 has the hash no such line, expected " in found[1]
+    assert "line 4 has the hash no such line, expected " in found[1]
 
 
 def test_repeated_request_is_done_once_and_another_body_is_refused(
@@ -362,8 +498,9 @@ async def asked_of(changes: Changes, send: Send, *headers: tuple[bytes, bytes]) 
         raise AssertionError("the body was read before")
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "client": None}
+    state = {"deployment": "d", "actor": OF_HOST, "body": b"{}"}
     await changes(
-        scope | {"state": {"deployment": "d", "actor": OF_HOST, "body": b"{}"}}, receive, send
+        scope | {"state": state | {"service": AdminService(MemoryStore("d"))}}, receive, send
     )
 
 
@@ -373,7 +510,7 @@ def test_outcome_is_in_the_audit_before_the_answer_is_sent_whole(tmp_path: Path)
     async def send(message: Message) -> None:
         found.append((message["type"], *(entry.outcome for entry in lines(tmp_path))))
 
-    changes = Changes(PlainTextResponse("done"), state_dir=tmp_path)
+    changes = Changes(PlainTextResponse("done"), audit=Audit(tmp_path))
     asyncio.run(asked_of(changes, send))
 
     assert found == [("http.response.start", "asked"), ("http.response.body", "asked", "200")]
@@ -389,7 +526,7 @@ def test_clock_that_jumps_does_not_have_a_repeated_request_done_again(tmp_path: 
     async def send(message: Message) -> None:
         pass
 
-    changes = Changes(route, state_dir=tmp_path, clock=lambda: now[0])
+    changes = Changes(route, audit=Audit(tmp_path), clock=lambda: now[0])
     for jump in (0.0, 3e6, -6e6):
         now[0] += jump
         asyncio.run(asked_of(changes, send, (b"idempotency-key", b"one")))

@@ -193,6 +193,34 @@ def test_open_migration_is_shown_with_its_moves_and_is_a_conflict(
     assert (refused[0], "plan 1" in refused[1]) == (ProblemType.MIGRATION_OPEN, True)
 
 
+def test_events_are_read_by_time_kind_and_rank(client: httpx.Client, store: StateStore) -> None:
+    first = store.latest_events(limit=1)[0].id
+    for kind, detail in (
+        ("error", {"where": "ranks", "message": "rank 1 died; restarting the ranks of host 0"}),
+        ("scrub", {"rank": 1, "result": "ok"}),
+        ("scrub", {"rank": 11, "result": "ok"}),
+        ("recovery", {"survivors": [0, 1], "reason": "rank 12 is late"}),
+        ("note", {"message": "silent ranks: 0-2, 12 for 30 s"}),
+    ):
+        store.add_event(kind, detail)
+    times = [one.time for one in store.events(after=first)]
+
+    def found(**query: object) -> list[int]:
+        answer = client.get("/events", params={"after": first, **query})  # type: ignore[arg-type]
+        assert answer.status_code == 200, answer.text
+        return [one["id"] - first for one in answer.json()["events"]]
+
+    assert found(rank=1) == [1, 2, 4, 5]
+    assert found(rank=12) == [4, 5]
+    assert found(rank=30) == []
+    assert found(kind="scrub") == found(kind="scrub", latest=9) == [2, 3]
+    assert found(kind="scrub", rank=11, latest=1) == [3]
+    assert found(since=times[0], until=times[-1] + 1) == [1, 2, 3, 4, 5]
+    assert found(until=times[0]) == found(since=times[-1] + 1) == []
+    page = client.get("/events", params={"kind": "scrub", "limit": 1}).json()
+    assert page["next"] == page["events"][0]["id"] == first + 2
+
+
 def test_events_are_read_on_from_an_id(client: httpx.Client, store: StateStore) -> None:
     last = client.get("/events").json()["events"][-1]["id"]
     store.add_event("error", {"where": "rank 1", "message": "lost"})
@@ -416,7 +444,7 @@ def test_body_that_does_not_fit_is_refused_by_key_and_changes_nothing(
     assert (store.version(), store.live()) == (before, LiveState())
 
 
-@pytest.mark.parametrize("tag", [None, "0", 'W/"0"'])
+@pytest.mark.parametrize("tag", [None, "", "0", 'W/"0"'])
 def test_settings_change_only_at_a_revision(
     client: httpx.Client, store: StateStore, tag: str | None
 ) -> None:
@@ -425,9 +453,23 @@ def test_settings_change_only_at_a_revision(
 
     refused = problem_of(client.patch("/settings", json=body, headers=headers))
 
-    assert refused[0] is ProblemType.INVALID_REQUEST
-    assert refused[1].startswith("header.if-match: ")
+    missing, malformed = ProblemType.PRECONDITION_REQUIRED, ProblemType.INVALID_REQUEST
+    assert refused[0] is (malformed if tag else missing)
+    assert refused[1].startswith("header.if-match: " if tag else "found no If-Match, expected the ")
     assert store.live() == LiveState()
+
+
+@pytest.mark.parametrize("path", ["/livez", "/metrics", "/", "/api/v1/state", "/api/v1/tasks/99"])
+def test_head_has_the_status_and_type_of_get_and_no_body(client: httpx.Client, path: str) -> None:
+    url = client.base_url.join(path)
+    head, get = client.head(url), client.get(url)
+
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_head_of_a_stream_is_not_allowed(client: httpx.Client) -> None:
+    assert client.head("/events/stream").status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -437,7 +479,7 @@ def test_settings_change_only_at_a_revision(
         ("/metrics?x=1", "'x', expected none"),
         ("/?x=1", "'x', expected none"),
         ("/api/v1/state?x=1", "'x', expected none"),
-        ("/api/v1/events?afetr=1", "'afetr', expected one of: after, latest, limit"),
+        ("/api/v1/events?afetr=1", "'afetr', expected one of: after, kind, latest, limit"),
         ("/api/v1/load?last=1&last=2", "['last', 'last'], expected each once"),
         *(
             (f"/api/v1/{path}{number}", str(number) if "?" in path else "")

@@ -86,3 +86,13 @@ def test_operation_with_a_precondition_documents_its_header_and_refusal(
     assert header["name"] == "if-match"
     assert header["required"] is (operation.if_match == "known revision")
     assert "412" in route["responses"]
+    assert ("428" in route["responses"]) is (operation.if_match == "known revision")
+
+
+def test_document_says_how_a_request_proves_its_key() -> None:
+    document = create_app(MemoryStore("d")).openapi()
+
+    assert document["components"]["securitySchemes"].keys() == {"bearer", "basic"}
+    assert document["security"] == [{"bearer": []}, {"basic": []}, {}]
+    assert document["paths"]["/livez"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/api/v1/state"]["get"]

@@ -15,7 +15,7 @@ from eplb.core.placement import Placement
 from telemetry import open_store
 from telemetry.state.live import Control
 from telemetry.state.store import StateStore
-from tests.support.controlled_deployment import EVEN, START, Deployment, planned_by_request
+from tests.support.controlled_deployment import EVEN, SKEWED, START, Deployment, planned_by_request
 from tests.support.http import client_of, problem_of
 from tests.support.limits import NEVER_S
 
@@ -89,6 +89,23 @@ def test_proposal_is_made_read_and_carried_out_after_a_restart(
     assert ended["plan_end"]["outcome"] == "committed"
     again = client.post(f"{path}/approve", json=WHY)
     refusal(again, ProblemType.PROPOSAL_ENDED, "approved (hot expert)")
+
+
+def test_proposal_that_loses_by_the_load_of_now_is_carried_out_once_accepted(
+    deployment: Deployment, open_service: Open
+) -> None:
+    client = open_service()
+    path = f"/proposals/{client.post('/proposals', json=WHY).json()['id']}"
+    deployment.store.set_control(Control(), reason="go on")
+    deployment.serve(SKEWED[::-1], windows=64)
+
+    refused = client.post(f"{path}/approve", json=WHY)
+    state = client.get(path).json()["state"]
+    accepted = client.post(f"{path}/approve", json=WHY | {"accept_loss": True})
+
+    refusal(refused, ProblemType.LOSES, "by the load of now", "saves -", "costs 0.1 s")
+    assert state == "open"
+    assert accepted.json()["result"]["published"] is True
 
 
 def test_proposal_that_is_not_open_is_refused(

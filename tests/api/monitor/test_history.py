@@ -149,7 +149,7 @@ def test_rebalance_has_its_cost_what_it_promised_and_what_it_gave() -> None:
     assert (ended.imbalance_before, ended.imbalance_after) == (1.6, 1.1)
     assert (ended.gain_promised, ended.gain_realised) == (0.5, 0.4)
     marks = monitor.history_marks(START - 1, START + 1)
-    assert [mark.kind for mark in marks] == ["restart", "HELD", "MOVE", "pause"]
+    assert [mark.kind for mark in marks] == ["restart", "MOVE", "pause"]
     assert marks[-1].text == "maintenance"
 
 

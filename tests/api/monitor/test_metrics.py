@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.http.app import create_app
 from api.http.routes import answer_in_process
 from api.http.service import AdminService
-from api.metrics.definitions import Level
+from api.metrics.definitions import Level, ServiceFigures
 from api.metrics.exposition import metric_families, metrics_text
 from api.monitor import reader as readers
 from api.monitor.history import History
@@ -147,10 +147,13 @@ def documented_kinds() -> dict[str, set[str]]:
 
 def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: StateStore) -> None:
     seen = SupervisionView((view_of(0.5, ProcessState.RUNNING, 1),))
-    monitor = Monitor(store, clock=lambda: NOW + 1, supervision=lambda: seen)
+    monitor = Monitor(
+        store, clock=lambda: NOW + 1, supervision=lambda: seen, folder=Path(__file__).parent
+    )
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, "slow")))
     store.acquire_lease("one", 60.0)
-    text = metrics_text([shown_of(monitor, "rank", (0, 0))])[0].decode()
+    store.report(rank_report("a", 0, step_ms=20.0, swap_pauses_ms=[1.0]))
+    text = metrics_text([shown_of(monitor, "rank", ServiceFigures(0, 0, 0))])[0].decode()
     families = list(text_string_to_metric_families(text))
 
     kinds = {one.name + "_total" * (one.type == "counter"): one.type for one in families}
@@ -161,6 +164,17 @@ def test_every_metric_has_a_help_text_and_the_kind_that_its_page_names(store: St
         assert family.documentation.endswith("."), family.name
         assert family.samples, family.name
         assert {sample.labels["deployment"] for sample in family.samples} == {"d"}
+
+
+def test_slowest_rank_is_the_one_that_waits_least(store: StateStore) -> None:
+    for rank, wait_ms in enumerate((15.0, 1.0)):
+        store.report(rank_report("a", rank, step_ms=20.0, wait_ms=wait_ms))
+
+    found = text_of(store)
+
+    assert 'eplb_step_seconds{agg="max",deployment="d",time="step"} 0.02' in found
+    assert 'eplb_step_seconds{agg="max",deployment="d",time="own"} 0.019' in found
+    assert 'eplb_step_seconds{agg="median",deployment="d",time="own"} 0.012' in found
 
 
 def num_series(text: str) -> int:

@@ -18,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.metrics.definitions import Metric, metrics_of
+from api.metrics.definitions import Metric, ServiceFigures, metrics_of
 from api.metrics.exposition import metric_families, metrics_text
 from api.metrics.observability import ALERTS, DASHBOARD
 from api.monitor.monitor import Monitor
@@ -83,6 +83,7 @@ def metrics() -> dict[str, Metric]:
         drift=drift,
         backend="memory",
         received=tokens,
+        of_service=ServiceFigures(0, 0, 0),
     )
     return {metric.name: metric for metric in found}
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba.core.dispatcher import Dispatcher
 
 import eplb
 from eplb import DispatchRule
-from eplb.core.jit import MOST_INTERPRETED, code_digest, compiler_passes
+from eplb.core.compiler import MOST_INTERPRETED, code_digest, compiler_passes
+from eplb.core.jit import Kernel
 
 PROGRAM = """
 from eplb.core.jit import jit
@@ -31,7 +31,7 @@ print(eplb.__file__, jit(lambda number: 2 * number)(21))
 COMPILE_AND_LIST = """
 import pkgutil
 from importlib import import_module
-from numba.core.dispatcher import Dispatcher
+from eplb.core.jit import Kernel
 import eplb, runtime, simulations
 from eplb.precompile import compile_planner
 from runtime.memory.shared import compile_digest
@@ -46,10 +46,10 @@ kernels = {
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.startswith(("runtime.kernels", "runtime.batch.kernels"))  # of triton
     for name, member in vars(import_module(module.name)).items()
-    if isinstance(member, Dispatcher) and member.py_func.__module__ == module.name
+    if isinstance(member, Kernel) and member.py_func.__module__ == module.name
 }
-print(sum(bool(kernel.signatures) for kernel in kernels.values()))
-print("missing:", *[name for name, kernel in kernels.items() if not kernel.signatures])
+print(sum(bool(kernel.dispatcher.signatures) for kernel in kernels.values()))
+print("missing:", *[name for name, kernel in kernels.items() if not kernel.dispatcher.signatures])
 """
 
 
@@ -58,11 +58,11 @@ def test_compiled_functions_of_the_planner_leave_the_interpreter_to_other_thread
         member
         for module in pkgutil.walk_packages(eplb.__path__, "eplb.")
         for member in vars(import_module(module.name)).values()
-        if isinstance(member, Dispatcher)
+        if isinstance(member, Kernel)
     ]
 
     assert len(kernels) > 15
-    assert all(kernel.targetoptions["nogil"] for kernel in kernels)
+    assert all(kernel.dispatcher.targetoptions["nogil"] for kernel in kernels)
 
 
 # Plans of a fresh and of a serving placement, and how many kernels were compiled for them.
@@ -77,7 +77,7 @@ load = drawn.poisson(1000 * drawn.lognormal(size=(1, 2, 16)), size=(3, 2, 16))
 rule = DispatchRule(sys.argv[1])
 fresh = plan(load, ranks, dispatch=rule)
 hashes = [fresh.hash, plan(load[..., ::-1], ranks, current=fresh.target, dispatch=rule).hash]
-print(*hashes, len(_work.signatures))
+print(*hashes, len(_work.dispatcher.signatures))
 """
 
 TOTAL = """
@@ -155,9 +155,9 @@ def test_kernel_is_interpreted_until_it_had_enough_elements(tmp_path: Path) -> N
     few, many = np.arange(3.0), np.ones(MOST_INTERPRETED)
 
     assert total(few) == 3.0
-    assert not total.signatures
+    assert not total.dispatcher.signatures
     assert total(many) == MOST_INTERPRETED
-    assert len(total.signatures) == 1
+    assert len(total.dispatcher.signatures) == 1
 
 
 @pytest.mark.parametrize("rule", [DispatchRule.WEIGHTED, DispatchRule.SGLANG_STATIC])

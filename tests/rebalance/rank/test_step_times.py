@@ -82,3 +82,15 @@ def test_rank_without_a_migration_reports_no_steps() -> None:
     steps.take(IDLE, 40, ms=10)
 
     assert steps.timer.figures() == StepTimes()
+
+
+def test_report_has_the_median_of_steps_and_of_their_waits() -> None:
+    steps = Steps()
+    assert steps.timer.latest_ms() == {}
+    for wait_s in (0.004, 0.002, 0.03):
+        steps.take(IDLE, ms=20)
+        steps.timer.waited(wait_s)
+        steps.timer.waited(wait_s)
+    steps.take(IDLE, ms=90)
+
+    assert steps.timer.latest_ms() == {"step_ms": 20.0, "wait_ms": 8.0}

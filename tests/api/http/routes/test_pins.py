@@ -72,10 +72,20 @@ def test_of_two_changes_at_one_revision_the_second_is_refused(client: httpx.Clie
     assert at_last.json()["pins"] == client.get(PATH).json()["pins"] == []
 
 
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_pins_are_not_replaced_without_the_revision_that_was_read(
+    client: httpx.Client, method: str
+) -> None:
+    body = WHY | ({"pins": []} if method == "PUT" else {})
+
+    refused = client.request(method, PATH, json=body)
+
+    assert problem_of(refused)[0] is ProblemType.PRECONDITION_REQUIRED
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "expected"),
     [
-        ({"pins": []}, {}, "header.if-match: found ''"),
         ({"pins": []}, {"if-match": "7"}, "header.if-match: found '7'"),
         ({"pins": [pin(0, 1), pin(0, 0)]}, ANY_REVISION, "layer 0 expert 0 "),
         ({"pins": [pin(0, 1, 1)]}, ANY_REVISION, "layer 0 expert 0 "),
