@@ -69,17 +69,16 @@ class ModelShape:
         """L."""
         return len(self.layer_ids)
 
-    def position_of(self, layer_id: int) -> int:
-        """Give the index among the MoE layers of the layer with this number in the model.
 
-        Raises:
-            ConfigError: no MoE layer has the number.
-        """
-        if layer_id not in self.layer_ids:
-            raise ConfigError(
-                f"layer {layer_id} is no MoE layer, expected one of {spans(self.layer_ids)}"
-            )
-        return self.layer_ids.index(layer_id)
+def position_in(layer_ids: tuple[int, ...], layer_id: int) -> int:
+    """Give the index of a layer's number among those of the MoE layers.
+
+    Raises:
+        ConfigError: no MoE layer has the number.
+    """
+    if layer_id not in layer_ids:
+        raise ConfigError(f"layer {layer_id} is no MoE layer, expected one of {spans(layer_ids)}")
+    return layer_ids.index(layer_id)
 
 
 def spans(numbers: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from eplb.core.cost import Decision
 from eplb.core.load import Phase
+from eplb.core.model import position_in
 from eplb.core.placement import EMPTY, Placement, moves_per_layer
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
@@ -160,6 +161,7 @@ class Plan:
     def explain(self, layer: int, expert: int) -> Explanation:
         """Explain why an expert has its replicas, why on these ranks, and which moves it needs.
 
+        The layer is its number in the model; without a model, as the placement counts, from 0.
         ``str()`` of the result gives text, ``to_dict()`` JSON.
 
         Raises:
@@ -230,15 +232,16 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
 
     Args:
         plan: any plan, also one that keeps the serving placement.
-        layer: as the placement counts, from 0.
+        layer: its number in the model; without a model, as the placement counts, from 0.
         expert: a logical expert.
 
     Raises:
         ConfigError: no such layer or expert.
     """
+    number, layer = layer, position_in(plan.problem.layer_ids, layer)
     view = _view(plan, layer)
     if not 0 <= expert < len(view.work):
-        raise ConfigError(f"expert {expert} of layer {layer}, expected 0..{len(view.work) - 1}")
+        raise ConfigError(f"expert {expert} of layer {number}, expected 0..{len(view.work) - 1}")
     load, total = float(view.work[expert]), float(view.work.sum())
     before = _ranks_with(plan.base, layer, expert, plan.topology)
     after = _ranks_with(plan.target, layer, expert, plan.topology)
@@ -247,7 +250,7 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
     without, with_more = marginal(plan, layer, expert)
     held = plan.target.slot_to_expert[layer] == expert
     found = Explanation(
-        layer=plan.problem.layer_ids[layer],
+        layer=number,
         expert=expert,
         num_experts=len(view.work),
         decision=plan.decision.value,
@@ -273,18 +276,19 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
 
 
 def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
-    """Explain the changes of a plan to one layer.
+    """Explain the changes of a plan to one layer, by its number in the model.
 
     Raises:
         ConfigError: no such layer.
     """
+    number, layer = layer, position_in(plan.problem.layer_ids, layer)
     view = _view(plan, layer)
     was, will_be = plan.base.replica_count[layer], plan.target.replica_count[layer]
     by_heat: list[int] = np.argsort(-view.work, kind="stable").tolist()
     busiest = max(view.rank_loads, key=lambda at: at.before)
     held = plan.base.slot_to_expert[layer, plan.topology.slots_on(busiest.rank)].tolist()
     found = LayerExplanation(
-        layer=plan.problem.layer_ids[layer],
+        layer=number,
         decision=plan.decision.value,
         reason=plan.reason,
         before=view.before,
@@ -348,8 +352,6 @@ class _View(NamedTuple):
 
 
 def _view(plan: Plan, layer: int) -> _View:
-    if not 0 <= layer < plan.base.num_layers:
-        raise ConfigError(f"layer {layer}, expected 0..{plan.base.num_layers - 1}")
     problem, topology = plan.problem, plan.topology
     work = problem.scaled.mean(axis=1)  # [L, E]
     pair = tuple(as_dispatched(problem, it) for it in (plan.base, plan.target))

@@ -121,7 +121,7 @@ class Tasks:
         if task.kind == "explain":
             layer, expert = (int(task.request[name]) for name in ("layer", "expert"))
             try:
-                found = proposal.explain(group.model.position_of(layer), expert)
+                found = proposal.explain(layer, expert)
                 return TaskResult(detail=found.to_dict())
             except ConfigError as exc:
                 raise TaskRefused(Refusal.NO_SUCH_EXPERT, str(exc)) from exc

@@ -45,7 +45,9 @@ export class Chart {
     const width = this.host.clientWidth, height = this.host.clientHeight;
     const highest = Math.max(1.1, ...this.points.flatMap((one) => [one.measured, one.contiguous]));
     const step = niceStep(highest - 1, 4), most = 1 + step * Math.ceil((highest - 1) / step);
-    const { since, until } = history;
+    // A deployment that is younger than the range has the whole width, of 15 minutes at least.
+    const first = Math.min(this.points[0].time, ...history.marks.map((mark) => mark.time));
+    const since = Math.max(history.since, first), until = Math.max(history.until, since + 15 * MINUTE);
     this.x = (time) => LEFT + ((time - since) / (until - since)) * (width - LEFT - RIGHT);
     const y = (value) => TOP + ((most - value) / (most - 1)) * (height - TOP - BOTTOM);
     set(this.svg, { viewBox: `0 0 ${width} ${height}` });

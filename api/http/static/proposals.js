@@ -4,7 +4,7 @@ import { ask } from "/static/app.js";
 import { $, element, keyed, set, show, text } from "/static/dom.js";
 import { count, decisionFigures, parted, plural, size, took, when } from "/static/words.js";
 
-const MOVES_SHOWN = 20, ENDED_SHOWN = 2, PERIOD_MS = 15000;
+const MOVES_SHOWN = 20, ENDED_SHOWN = 2, EXPIRED_SHOWN = 20, PERIOD_MS = 15000;
 const TELLING = ["proposal", "commit", "publish"];
 
 let proposals = [], due = 0, orders = null;
@@ -17,10 +17,15 @@ export async function readProposals(fresh) {
 }
 
 export function showProposals(now) {
-  const ended = proposals.filter((one) => one.state !== "open").slice(0, ENDED_SHOWN);
-  const shown = [...proposals.filter((one) => one.state === "open"), ...ended];
-  show($("proposals-section"), shown.length > 0);
-  keyed($("proposals"), shown, (one) => one.id, entry, (node, one) => update(node, one, now));
+  const of = Object.groupBy(proposals, ({ state }) => (["open", "expired"].includes(state) ? state : "ended"));
+  const expired = (of.expired ?? []).slice(0, EXPIRED_SHOWN);
+  show($("proposals-section"), proposals.length > 0);
+  show($("expired"), expired.length > 0);
+  text($("expired").firstElementChild, `${plural(expired.length, "proposal")} that expired`);
+  for (const [host, shown] of [[$("proposals"), [...of.open ?? [], ...(of.ended ?? []).slice(0, ENDED_SHOWN)]],
+    [$("expired").lastElementChild, expired]]) {
+    keyed(host, shown, (one) => one.id, entry, (node, one) => update(node, one, now));
+  }
 }
 
 // `given.approve(one)` and `given.reject(one)` carry out what the user decides.

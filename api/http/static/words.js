@@ -27,7 +27,7 @@ const process = (holder) => {
   const [, host, number] = /^(.*):(\d+):[0-9a-f]{8}-\d+-[0-9a-f]+$/.exec(holder) ?? [];
   return host === undefined ? holder : `process ${number} on host ${host}`;
 };
-const why = (detail) => (detail.actor ? ` by ${detail.actor}` : "") + (detail.reason ? `: ${detail.reason}` : "");
+const why = (detail) => (detail.actor ? `, by ${detail.actor}` : "") + (detail.reason ? `: ${detail.reason}` : "");
 const SENTENCES = {
   abort: (d) => `Plan ${d.plan_id} was aborted${why(d)}`,
   check: (d) => `eplb check ran on host ${d.host}`,

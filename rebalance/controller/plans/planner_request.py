@@ -18,7 +18,7 @@ from eplb.core.constraints import Constraints, Which, room_of
 from eplb.core.cost import GROUPED_GEMM_H200, CostModel, Curve
 from eplb.core.dispatch import DispatchRuleName
 from eplb.core.load import LoadHistory
-from eplb.core.model import ModelShape, spans
+from eplb.core.model import ModelShape, position_in, spans
 from eplb.core.placement import Placement
 from eplb.core.problem import AskedObjective
 from eplb.core.topology import Topology
@@ -337,7 +337,7 @@ class PlannerRequest:
                     f"redundancy gives layer {layer} {redundant} redundant slots, expected layers "
                     f"{spans(model.layer_ids)} and 0..{most} slots"
                 )
-            counts[model.position_of(layer)] = min(model.num_experts + redundant, live)
+            counts[position_in(model.layer_ids, layer)] = min(model.num_experts + redundant, live)
         return slots_per_layer(counts, topology)
 
     def recorded(self, coverage: Coverage) -> dict[str, Any]:

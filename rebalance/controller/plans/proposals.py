@@ -79,14 +79,14 @@ def drafted(
 
 
 def _explained(plan: Plan) -> list[dict[str, Any]]:
-    gain = plan.before_per_layer - plan.after_per_layer
+    layer_ids, gain = plan.problem.layer_ids, plan.before_per_layer - plan.after_per_layer
     changes = (plan.base.slot_to_expert != plan.target.slot_to_expert).any(axis=1)
     changes |= (plan.base.slot_share != plan.target.slot_share).any(axis=1)
     best = np.argsort(-np.where(changes, gain, -np.inf), kind="stable")
     taken = [int(layer) for layer in best[:EXPLAINED_LAYERS] if changes[layer]]
     return [
         {"layer": found.layer, "sentences": list(found.sentences)}
-        for found in (explain_layer(plan, layer) for layer in taken)
+        for found in (explain_layer(plan, layer_ids[layer]) for layer in taken)
     ]
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,10 +24,13 @@ from api.monitor.state import FindingKind
 from eplb import ModelShape, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.errors import StoreError
+from telemetry.state.live import Control
 from telemetry.state.memory import MemoryBackend
 from telemetry.state.runs import REPORT_EVERY_S, STEP_TIMES
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import TaskResult
+from tests.support.controlled_deployment import MODEL as CONTROLLED
+from tests.support.controlled_deployment import SKEWED, START, planned_by_request
 from tests.support.http import serving
 from tests.support.limits import NEVER_S
 from tests.support.rank_reports import rank_report
@@ -36,6 +40,7 @@ from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run, serve
 pytestmark = pytest.mark.system
 
 CHROMIUM = shutil.which("chromium")
+SHOWN = os.environ.get("EPLB_TEST_PICTURES")  # a folder for pictures
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -91,11 +96,14 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def opened_page(browser: Any, store: StateStore, folder: Path, *others: str) -> Iterator[Any]:
+def opened_page(
+    browser: Any, store: StateStore, folder: Path, *others: str, refusals: int = 0
+) -> Iterator[Any]:
     """The page of a store; what its console says of errors fails the test.
 
     Args:
         others: names of deployments that are shown beside the one of the store.
+        refusals: requests that are refused with 409, which the console lists.
     """
     errors: list[str] = []
     shown = Others(lambda: others, MemoryStore)
@@ -106,7 +114,8 @@ def opened_page(browser: Any, store: StateStore, folder: Path, *others: str) -> 
         page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
         page.goto(service.url)
         yield page
-    assert errors == []
+    refused = [one for one in errors if "status of 409 (Conflict)" in one]
+    assert (errors, len(refused)) == (refused, refusals)
 
 
 @pytest.fixture
@@ -227,7 +236,7 @@ def test_page_begins_with_the_verdict_and_what_balancing_gains(
     assert page.locator("#anomalies").is_hidden()
 
 
-def test_events_are_sentences_with_a_time_zone(page: Any, store: StateStore) -> None:
+def test_events_are_sentences_with_a_date_in_utc(page: Any, store: StateStore) -> None:
     view(page, "History")
     store.add_event("publish", PUBLISHED)
     store.add_event("starting", {"holder": "gpu7:1:9f31c2aa-8-5be012", "work": "compiling"})
@@ -242,7 +251,7 @@ def test_events_are_sentences_with_a_time_zone(page: Any, store: StateStore) -> 
     ]
     assert not [one for one in lines if "{" in one or '"' in one]
     shown = page.locator("#events time").first.inner_text()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d (UTC|GMT\S*|[A-Z]{2,5})", shown), shown
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", shown), shown
 
 
 def test_page_fits_its_window_and_the_header_of_a_wide_one_is_one_line(seen: Any) -> None:
@@ -281,6 +290,52 @@ def test_dry_run_asks_the_controller_and_shows_its_answer(page: Any, store: Stat
 
     assert asked == [{"reason": "curious", "dry_run": True}]
     assert "imbalance 1.600 → 1.000 predicted" in page.locator("#answer").inner_text()
+
+
+def test_explain_button_shows_why_an_expert_is_where_it_is(browser: Any, tmp_path: Path) -> None:
+    with (
+        closing(MemoryStore("d")) as store,
+        planned_by_request(store, replace(CONTROLLED, layer_ids=(7,))),
+        opened_page(browser, store, tmp_path) as page,
+    ):
+        view(page, "Load")
+        page.get_by_role("button", name="Explain the hottest expert of layer 7").click()
+        page.locator("#explained h3", has_text="Layer 7, expert 0").wait_for()
+        sentences = page.locator("#explained li").all_inner_texts()
+        if SHOWN is not None:
+            page.screenshot(path=Path(SHOWN) / "explained.png", full_page=True)
+
+    assert sentences[0].startswith("Layer 7, expert 0: 60.0% of the layer's tokens")
+    assert any("rank 1" in one for one in sentences)
+
+
+def test_expired_proposal_is_folded_and_a_loss_is_asked_about_again(
+    browser: Any, tmp_path: Path
+) -> None:
+    with (
+        closing(MemoryStore("d")) as store,
+        planned_by_request(store) as deployment,
+        opened_page(browser, store, tmp_path, refusals=1) as page,
+    ):
+        for number in (1, 2):
+            page.get_by_role("button", name="Propose").click()
+            page.locator("#answer", has_text=f"Proposal {number} waits").wait_for()
+        waiting = page.locator("#proposals .entry", has_text="Proposal 1:")
+        store.set_control(Control(), reason="go on")
+        deployment.serve(SKEWED[::-1], windows=64)
+        waiting.get_by_role("button", name="Approve").click()
+        page.get_by_role("button", name="Approve proposal 1", exact=True).click()
+        page.locator("#sure-what", has_text="loses by the load of now").wait_for()
+        page.get_by_role("button", name="Approve proposal 1 all the same").click()
+        page.locator("#answer", has_text="Proposal 1 is carried out by plan").wait_for()
+        other = Placement(START.slot_to_expert, 4, generation=1)
+        store.commit(other, expected=0, reason="by hand")
+
+        folded = page.locator("#expired .entry", has_text="Proposal 2:").locator(".tag.expired")
+        folded.wait_for(state="attached")
+        assert not folded.is_visible()
+        page.locator("#expired summary", has_text="that expired").first.click()
+        folded.wait_for()
 
 
 def test_movement_is_switched_with_the_keyboard_and_weights_move_after_a_second_question(

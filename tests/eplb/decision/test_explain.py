@@ -99,8 +99,22 @@ def test_explanation_of_one_replica_on_a_fast_rank_names_its_load() -> None:
 def test_explanation_of_an_unknown_expert_is_refused(layer: int, expert: int) -> None:
     found = plan(LOAD, TWO_RANKS, current=SERVING)
 
-    with pytest.raises(ConfigError, match=r"layer -?\d+, expected 0\.\.[02]"):
+    with pytest.raises(ConfigError, match=r"layer -?\d+.*, expected "):
         explain(found, layer, expert)
+
+
+def test_explanation_takes_the_model_s_number_of_a_layer() -> None:
+    shape = ModelShape((3, 5), num_experts=3, top_k=1, hidden=2, intermediate=2)
+    load = np.concatenate([LOAD, LOAD[..., ::-1]], axis=-2)
+    serving = Placement(np.repeat(SERVING.slot_to_expert, 2, axis=0), num_experts=3)
+    found = plan(load, TWO_RANKS, current=serving, model=shape)
+
+    told = found.explain(5, 2)
+
+    assert (told.layer, told.load) == (5, found.explain(3, 0).load)
+    assert explain_layer(found, 5).layer == 5
+    with pytest.raises(ConfigError, match=r"layer 1 is no MoE layer, expected one of 3, 5"):
+        found.explain(1, 0)
 
 
 def test_explanation_gives_imbalance_with_one_more_replica() -> None:
