@@ -27,6 +27,10 @@ POLL_S = 0.2
 UNREACHABLE = "unreachable"  # no answer of the service: Prometheus has EplbTargetLost for that
 OUTAGE_S = 0.5  # without a token; a step comes every 0.05 s
 GRACE_S = 2.0
+# Of balance: this load, which moves experts all the time, raises them without any fault.
+OF_BALANCE = frozenset(
+    {"EplbFlapping", "EplbRebalanceStuck", "EplbPlacementMismatch", "EplbUnbalanced", "EplbDrift"}
+)
 UNSERVED = re.compile(r"^eplb_unserved_seconds_total\{[^}]*\} (\S+)$", re.MULTILINE)
 Span = tuple[float, float]
 
@@ -108,7 +112,8 @@ class Observer:
 
     def _alerts(self) -> frozenset[str]:
         try:
-            return frozenset(self._prometheus.alerts() if self._prometheus else ())
+            found = self._prometheus.alerts() if self._prometheus else ()
+            return frozenset(found) - OF_BALANCE
         except OSError:  # it starts
             return frozenset()
 

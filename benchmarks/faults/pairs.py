@@ -41,7 +41,7 @@ START_DEADLINE_S, LIMIT_S, HUMAN_S = 120.0, 180.0, 60.0
 STOPPED_S, CUT_S = 60.0, 90.0
 SKEW_S = 3600.0
 STALLED_S = 30.0 + GRACE_S  # by then an outage of any cause is told
-GAPS_S = (1.0, 20.0)  # between two faults
+LEAST_GAP_S, MOST_GAP_S = 0.5, 20.0  # between two faults: the second comes while the first lasts
 Mend = Callable[[], object]
 
 
@@ -121,6 +121,12 @@ def empty_store(draw: Draw) -> Mend:
     return draw.deployment.redis.start
 
 
+def fill_disks(draw: Draw) -> Mend:
+    mend = draw.deployment.fill_disks()
+    draw.deployment.pause_and_resume()
+    return mend
+
+
 def skew(ahead_s: float) -> Callable[[Draw], Mend]:
     def set_clock(draw: Draw) -> Mend:
         draw.deployment.set_clock(draw.host, ahead_s)
@@ -147,18 +153,20 @@ class Fault:
 FAULTS: dict[str, Fault] = {
     "rank-killed": Fault(kill_rank, 0.0, GRACE_S),
     "rank-stopped": Fault(stop_rank, STOPPED_S, 10.0 + GRACE_S),  # a rank is silent after 10 s
-    "cache-killed": Fault(killed("cache-{host}"), RESTART_S, None),  # its heartbeat: 15 s
+    "cache-killed": Fault(killed("cache-{host}"), RESTART_S, 15.0 + GRACE_S),  # of its heartbeat
     "controller-killed": Fault(kill_controller, 0.0, None),
     "serve-killed": Fault(killed("serve"), RESTART_S, GRACE_S),
     "launcher-killed": Fault(killed("launch-{host}"), RESTART_S, GRACE_S),
     "store-stopped": Fault(stop_store, STOPPED_S, 10.0 + GRACE_S),
     "store-empty": Fault(empty_store, RESTART_S, None),
-    "disk-full": Fault(lambda draw: draw.deployment.fill_disks(), STOPPED_S, None),
+    "disk-full": Fault(fill_disks, STOPPED_S, None),
     "clock-ahead": Fault(skew(SKEW_S), STOPPED_S, None),
     "clock-behind": Fault(skew(-SKEW_S), STOPPED_S, None),
     "link-cut": Fault(lambda draw: draw.deployment.cut_link(), CUT_S, 10.0 + GRACE_S),
 }
-NO_OUTAGE = {"clock-ahead", "clock-behind", "disk-full", "controller-killed", "store-empty"}
+CLOCKS = {"clock-ahead", "clock-behind"}  # never a reason for another verdict
+NO_OUTAGE = CLOCKS | {"cache-killed", "controller-killed", "serve-killed", "disk-full"}
+NO_OUTAGE |= {"store-stopped", "store-empty"}
 
 
 # -- cases
@@ -180,9 +188,11 @@ class Case:
     def draws(self) -> Iterator[tuple[float, int, int]]:
         """For each fault: seconds after the one before, rank, host."""
         rng = random.Random(f"{self.seed} {self.name}")
-        for number in range(len(self.faults)):
-            gap_s = rng.uniform(*GAPS_S) if number else 0.0
+        gap_s = 0.0
+        for name in self.faults:
             yield round(gap_s, 1), rng.choice(RANKS), rng.randrange(2)
+            most_s = 0.8 * FAULTS[name].lasts_s or MOST_GAP_S / 2
+            gap_s = rng.uniform(LEAST_GAP_S, min(most_s, MOST_GAP_S))
 
 
 def cases_of(parts: set[str], firsts: list[str], num_pairs: int, seed: int) -> list[Case]:
@@ -291,7 +301,8 @@ class Run:
         line["manager"] = {n: p.ends for n, p in self.deployment.processes.items() if p.ends}
         self.deployment.read_checks()
         checks = {"checks": len(self.deployment.checks), "wrong": self.deployment.num_wrong()}
-        return line | checks | {"anomalies": self._anomalies()}
+        told = {"notes": self.deployment.notes, "anomalies": self._anomalies()}
+        return line | checks | told
 
     def _state(self) -> str:
         last = self.observer.samples[-1] if self.observer.samples else None
@@ -339,6 +350,10 @@ def losses(line: dict[str, Any]) -> list[str]:
     limit_s = faults[0].told_s
     if limit_s is not None and (line["told_s"] is None or line["told_s"] > limit_s):
         found.append(f"told after {line['told_s']} s, expected {limit_s:g}")
+    if line["told_s"] is not None and set(line["faults"]) <= CLOCKS:
+        _, verdict, reason = next(one for one in line["verdicts"] if one[1] != "serving")
+        found.append(f"verdict {verdict}: {reason[:60]}")
+    found += line["notes"]
     for (_, lasted_s), told_s in zip(line["outages"], line["stop_told_s"], strict=True):
         if lasted_s > STALLED_S and (told_s is None or told_s > STALLED_S):
             found.append(f"outage of {lasted_s:.0f} s told after {told_s} s")
@@ -409,6 +424,7 @@ def main() -> None:
     if unknown := set(firsts) - FAULTS.keys():
         parser.error(f"--faults has {sorted(unknown)}, expected some of {', '.join(FAULTS)}")
     cases = cases_of(set(given.parts.split(",")), firsts, given.pairs, given.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     known = {(line["case"], line["seed"]) for line in read(given.log)}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

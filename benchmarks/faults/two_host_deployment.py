@@ -5,8 +5,8 @@
 
 The hosts are network namespaces with a cable between them, each with a state folder that is a small
 file system of its own. A process that ends is started again after RESTART_S, as by a unit of
-``Restart=on-failure``, ``RestartSec=5``, ``RestartPreventExitStatus=2``: status 2 is a refusal, and
-waits for a human. Weights, configuration and engine file are those of ``eplb demo``.
+``Restart=on-failure``, ``RestartSec=20``, ``RestartPreventExitStatus=2``: status 2 is a refusal,
+and waits for a human. Weights, configuration and engine file are those of ``eplb demo``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from api.demo.checking import CheckedStep, checks_in
 from api.demo.options import DEFAULTS, Options
 from api.demo.setup import Prepared, prepare
 from api.demo.state_dir import StateDir
-from api.processes.commands import own_command
+from api.processes.commands import end_with_parent, own_command
 from benchmarks.faults.clock.sitecustomize import FILE_VARIABLE
 from benchmarks.faults.paced_engine import TOKENS_VARIABLE, tokens_of
 from tests.support.deployments import clean_environ
@@ -41,7 +42,7 @@ from tests.support.repository import ROOT
 from tests.support.sessions import pids_of, processes_of
 from tests.support.two_hosts import ADDRESSES, TwoHosts
 
-RESTART_S = 5.0
+RESTART_S = 20.0  # longer than a host cache may be silent
 REFUSED = 2
 STATE_BYTES = 32_000_000  # of a host's file system for state
 END_S = 20.0
@@ -97,6 +98,7 @@ class Process:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
         self.restart_at = None
 
@@ -192,7 +194,7 @@ class TwoHostDeployment:
         store = f"redis://{ADDRESSES[0]}:{self.redis.port}"
         self.prepared = hosts.prepare(store, seed)
         self.deployment, self.checks = self.prepared.deployment, list[CheckedStep]()
-        self._checks_read = 0
+        self._checks_read, self.notes = 0, list[str]()
         self.processes = {one.name: one for one in self._processes(logs)}
         for one in self.processes.values():
             one.start()
@@ -273,6 +275,20 @@ class TwoHostDeployment:
         answer.raise_for_status()
         return answer
 
+    def pause_and_resume(self) -> None:
+        """Order a pause and its end as an operator would; refusals are noted."""
+        for movement in (False, True):
+            asked = {"movement": movement, "reason": "a trial under faults"}
+            try:
+                answer = self.client.patch("/api/v1/control", json=asked)
+            except httpx.HTTPError as exc:
+                self.notes.append(f"{movement=} is not answered: {type(exc).__name__}")
+                continue
+            if not answer.is_success:
+                self.notes.append(
+                    f"{movement=} is refused: {answer.status_code} {answer.text[:200]}"
+                )
+
     # -- what faults change
 
     def cut_link(self) -> Callable[[], None]:
@@ -293,7 +309,10 @@ class TwoHostDeployment:
 
     def set_clock(self, host: int, ahead_s: float) -> None:
         """Set the clock of a host's ranks."""
-        self.hosts.clocks[host].write_bytes(struct.pack("d", ahead_s))
+        with self.hosts.clocks[host].open(
+            "r+b", buffering=0
+        ) as file:  # in place: it is read always
+            file.write(struct.pack("d", ahead_s))
 
     def fill_disks(self) -> Callable[[], None]:
         """Fill the file systems of both state folders; returns what frees them."""
