@@ -196,14 +196,15 @@ class Case:
 
 
 def cases_of(parts: set[str], firsts: list[str], num_pairs: int, seed: int) -> list[Case]:
-    """All cases that were asked for, in order."""
+    """All cases that were asked for, in order; a first fault A+B is that pair alone."""
     follows = {"deaths": "rank-killed", "caches": "cache-killed"}
     found = [Case("singles", (one,), seed) for one in FAULTS]
     found += [Case(part, (one, then), seed) for part, then in follows.items() for one in FAULTS]
     others = [(a, b) for a in FAULTS for b in FAULTS if a != b and b not in follows.values()]
     drawn = random.Random(seed).sample(others, num_pairs)
     found += [Case("pairs", pair, seed) for pair in drawn]
-    return [case for case in found if case.part in parts and case.faults[0] in firsts]
+    named = [Case("named", tuple(one.split("+")), seed) for one in firsts if "+" in one]
+    return named + [one for one in found if one.part in parts and one.faults[0] in firsts]
 
 
 class Run:
@@ -419,13 +420,13 @@ def main() -> None:
     """Run the cases that the log lacks, and print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--faults", default=",".join(FAULTS), help="first faults")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="first faults; A+B is a pair")
     parser.add_argument("--parts", default="singles,deaths,caches,pairs")
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     firsts = given.faults.split(",")
-    if unknown := set(firsts) - FAULTS.keys():
+    if unknown := {one for first in firsts for one in first.split("+")} - FAULTS.keys():
         parser.error(f"--faults has {sorted(unknown)}, expected some of {', '.join(FAULTS)}")
     cases = cases_of(set(given.parts.split(",")), firsts, given.pairs, given.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
