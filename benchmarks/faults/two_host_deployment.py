@@ -148,7 +148,6 @@ class Hosts:
             stack.callback(subprocess.run, ["umount", "-l", str(path)], check=True)
         self.tokens, self.clocks = folder / "tokens", [folder / f"clock-{host}" for host in HOSTS]
         os.environ["EPLB_SECRET"] = secrets.token_hex(16)
-        self.prepared: Prepared | None = None
 
     def on(self, host: int, words: list[str]) -> list[str]:
         """The words of a command on a host; this process is on the first."""

@@ -24,8 +24,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -485,6 +485,28 @@ class Schedule:
         return "; ".join(violations), LIMIT_S if served_s is None else served_s
 
 
+def run_schedules(
+    pairs: Sequence[tuple[str, ...]], num_gaps: int, seed: int
+) -> Iterator[tuple[str, str, float]]:
+    """Run schedules of each sequence of faults.
+
+    Yields:
+        name of the schedule, its violation or "", and the time to serve after the last cause.
+    """
+    hosts: dict[str, Any] = {"topology__nodes": 2, "topology__hosts": ["127.0.0.1", "127.0.0.2"]}
+    with tempfile.TemporaryDirectory() as folder, simulated(world, Rank):
+        found = deployment_in(Path(folder), controller__stage="all", **hosts)
+        deployment = SimulatedDeployment(*(getattr(found, one.name) for one in fields(found)))
+        for pair, number in itertools.product(pairs, range(num_gaps)):
+            violation, served_s = Schedule(deployment, pair, f"{seed} {pair} {number}").run()
+            yield f"{' + '.join(pair)}, schedule {number}", violation, served_s
+
+
+def refusing() -> AbstractContextManager[None]:
+    """Break the launchers on purpose: a start that lacks a peer is a refusal."""
+    return replaced(local_ranks, "REFUSED", 1)
+
+
 def main() -> int:
     """Run the schedules, and print which of them end badly."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -492,35 +514,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="one fault, or a pair: A,B")
     parser.add_argument("--trace", action="store_true", help="print what was said")
-    parser.add_argument("--mutant", action="store_true", help="a missing peer is a refusal")
+    parser.add_argument("--mutant", action="store_true", help="break the launchers on purpose")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     pairs: list[tuple[str, ...]] = list(itertools.permutations(FAULTS, 2))
     pairs = [tuple(args.only.split(","))] if args.only else pairs
-    times, bad, begun = list[float](), list[str](), time.monotonic()
-    mutant = replaced(local_ranks, "REFUSED", 1) if args.mutant else nullcontext()
-    with tempfile.TemporaryDirectory() as folder, simulated(world, Rank), mutant:
-        hosts: dict[str, Any] = {
-            "topology__nodes": 2,
-            "topology__hosts": ["127.0.0.1", "127.0.0.2"],
-        }
-        found = deployment_in(Path(folder), controller__stage="all", **hosts)
-        deployment = SimulatedDeployment(*(getattr(found, one.name) for one in fields(found)))
-        for pair, number in itertools.product(pairs, range(args.gaps)):
-            seed = f"{args.seed} {pair} {number}"
-            violation, served_s = Schedule(deployment, pair, seed).run()
+    times, num_bad, begun = list[float](), 0, time.monotonic()
+    with refusing() if args.mutant else nullcontext():
+        for name, violation, served_s in run_schedules(pairs, args.gaps, args.seed):
             times.append(served_s)
+            num_bad += bool(violation)
             if args.trace:
                 print("\n".join(world().trace))
             if violation:
-                bad.append(f"{' + '.join(pair)}, schedule {number}: {violation}")
-                print(bad[-1], flush=True)
+                print(f"{name}: {violation}", flush=True)
     print(
-        f"{len(pairs)} sequences of faults, {len(times)} schedules, {len(bad)} end badly; serving "
+        f"{len(pairs)} sequences of faults, {len(times)} schedules, {num_bad} end badly; serving "
         f"again p50 {np.median(times):.0f} s, p99 {np.percentile(times, 99):.0f} s after the last "
         f"cause; {time.monotonic() - begun:.0f} s"
     )
-    return 1 if bad else 0
+    return 1 if num_bad else 0
 
 
 if __name__ == "__main__":
