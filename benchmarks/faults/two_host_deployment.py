@@ -284,9 +284,8 @@ class TwoHostDeployment:
                 self.notes.append(f"{movement=} is not answered: {type(exc).__name__}")
                 continue
             if not answer.is_success:
-                self.notes.append(
-                    f"{movement=} is refused: {answer.status_code} {answer.text[:200]}"
-                )
+                title = answer.json().get("title")
+                self.notes.append(f"{movement=} is refused: {answer.status_code} {title}")
 
     # -- what faults change
 
