@@ -24,7 +24,7 @@ DONE = Completion(is_cuda=False)
 
 
 @contextmanager
-def _replaced(where: Any, name: str, by: object) -> Iterator[None]:
+def replaced(where: Any, name: str, by: object) -> Iterator[None]:
     kept = getattr(where, name)
     setattr(where, name, by)
     try:
@@ -106,15 +106,15 @@ def forgets_forward(state: RankPhase, record: Any) -> list[tuple[Ballot, Verdict
 
 
 MUTANTS: dict[str, Callable[[], Any]] = {
-    "own flag": lambda: _replaced(phases, "read_verdict", on_its_own_flag),
-    "deaf": lambda: _replaced(phases, "read_verdict", deaf),
-    "ring freed when ordered": lambda: _replaced(StagingRing, "release", frees_when_ordered),
-    "reads_after ignored": lambda: _replaced(phases, "may_stage", stages_at_once),
-    "staged unadopted": lambda: _replaced(phases, "may_stage", stages_unadopted),
-    "digest not checked": lambda: _replaced(Stager, "_reject", Stager._accept),
-    "applied when ordered": lambda: _replaced(Swapper, "swap", applied_when_ordered),
-    "adopted early": lambda: _replaced(Swapper, "adopt", adopts_early),
-    "skipped when prepared": lambda: _replaced(Voter, "read", skips_when_prepared),
-    "not drained": lambda: _replaced(Mover, "_settle", never_drains),
-    "not rolled forward": lambda: _replaced(phases, "missed_verdicts", forgets_forward),
+    "own flag": lambda: replaced(phases, "read_verdict", on_its_own_flag),
+    "deaf": lambda: replaced(phases, "read_verdict", deaf),
+    "ring freed when ordered": lambda: replaced(StagingRing, "release", frees_when_ordered),
+    "reads_after ignored": lambda: replaced(phases, "may_stage", stages_at_once),
+    "staged unadopted": lambda: replaced(phases, "may_stage", stages_unadopted),
+    "digest not checked": lambda: replaced(Stager, "_reject", Stager._accept),
+    "applied when ordered": lambda: replaced(Swapper, "swap", applied_when_ordered),
+    "adopted early": lambda: replaced(Swapper, "adopt", adopts_early),
+    "skipped when prepared": lambda: replaced(Voter, "read", skips_when_prepared),
+    "not drained": lambda: replaced(Mover, "_settle", never_drains),
+    "not rolled forward": lambda: replaced(phases, "missed_verdicts", forgets_forward),
 }

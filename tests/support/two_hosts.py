@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
 from types import TracebackType
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 NEEDED = ("unshare", "nsenter", "ip", "bash")
 SCRIPT = """
 set -e
@@ -58,6 +60,16 @@ class TwoHosts:
         """Give the words that run a command on a host; signals reach the command itself."""
         enter = ["nsenter", "--target", self._pids[host], "--user", "--net"]
         return [*enter, "--preserve-credentials", "--", *words]
+
+    def enter(self, host: int) -> None:
+        """Move this thread, and all that it starts from now on, to a host's network; needs root.
+
+        Raises:
+            OSError: this process may not.
+        """
+        with Path(f"/proc/{self._pids[host]}/ns/net").open() as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns to the network of a host")
 
 
 def folders(root: Path) -> list[Path]:

@@ -1,0 +1,327 @@
+"""A deployment on two hosts that faults are injected into, and the service manager that it lacks.
+
+    10.0.0.1   redis-server, eplb serve, eplb host-cache, eplb launch (ranks 0, 1), a checker
+    10.0.0.2                             eplb host-cache, eplb launch (ranks 2, 3), a checker
+
+The hosts are network namespaces with a cable between them, each with a state folder that is a small
+file system of its own. A process that ends is started again after RESTART_S, as by a unit of
+``Restart=on-failure``, ``RestartSec=20``, ``RestartPreventExitStatus=2``: status 2 is a refusal,
+and waits for a human. Weights, configuration and engine file are those of ``eplb demo``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from api.config.tree import load
+from api.demo.checking import CheckedStep, checks_in
+from api.demo.options import DEFAULTS, Options
+from api.demo.setup import Prepared, prepare
+from api.demo.state_dir import StateDir
+from api.processes.commands import end_with_parent, own_command
+from benchmarks.faults.clock.sitecustomize import FILE_VARIABLE
+from benchmarks.faults.paced_engine import TOKENS_VARIABLE, tokens_of
+from tests.support.deployments import clean_environ
+from tests.support.redis_servers import RedisProcess
+from tests.support.repository import ROOT
+from tests.support.sessions import pids_of, processes_of
+from tests.support.two_hosts import ADDRESSES, TwoHosts
+
+RESTART_S = 20.0  # longer than a host cache may be silent
+REFUSED = 2
+STATE_BYTES = 32_000_000  # of a host's file system for state
+END_S = 20.0
+HOSTS, RANKS = range(2), range(4)
+INTERFACES = ("end0", "end1")  # of TwoHosts
+NOWHERE = "02:00:00:00:00:99"  # an address that no network card has
+SETTINGS: dict[str, Any] = {
+    "topology.nodes": 2,
+    "topology.ranks_per_node": 2,
+    "topology.hosts": list(ADDRESSES),
+    "model.layers": 3,
+    "model.experts": 16,
+    "model.top_k": 2,
+    "model.hidden": 32,
+    "model.intermediate": 32,
+    "telemetry.window_steps": 16,
+    "planner.pay_back_s": 1e9,  # a plan at every opportunity
+    "supervision.restart_after_death": 1_000_000,
+    "supervision.process_restarts": 1_000_000,
+}
+
+
+@dataclass
+class Process:
+    """One command of the deployment, over its restarts."""
+
+    name: str
+    words: list[str]
+    environ: dict[str, str]
+    output: Path
+    process: subprocess.Popen[bytes] | None = None
+    restart_at: float | None = None  # of the service manager
+    ends: list[str] = field(default_factory=list)  # how it ended, each time
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether it ended and the service manager does not start it again."""
+        return self.process is None and self.restart_at is None
+
+    def start(self) -> None:
+        """Start it."""
+        with self.output.open("ab") as printed:
+            self.process = subprocess.Popen(
+                self.words,
+                cwd=self.output.parent,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid()),
+            )
+        self.restart_at = None
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        return lines[-1][-300:] if lines else "nothing"
+
+    def look(self, now: float) -> None:
+        """Note its end, and start it again when that is due."""
+        if self.process is not None and (status := self.process.poll()) is not None:
+            self.process = None
+            self.ends.append(f"status {status}: {self.last_words()}")
+            self.restart_at = None if status in (0, REFUSED) else now + RESTART_S
+        if self.restart_at is not None and now >= self.restart_at:
+            self.start()
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        if self.process is not None:
+            for pid in processes_of(self.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait(END_S)
+            self.process = None
+
+
+class Hosts:
+    """The two hosts: networks, state folders, and what every deployment on them is given.
+
+    Args:
+        stack: undoes everything.
+        folder: for all files.
+
+    Raises:
+        OSError: this process may not make namespaces or mount file systems.
+    """
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.folder, self.spaces = folder, stack.enter_context(TwoHosts())
+        self.spaces.enter(0)
+        self.state_dirs = [folder / f"state-{host}" for host in HOSTS]
+        for path in self.state_dirs:
+            path.mkdir()
+            size = f"size={STATE_BYTES}"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(path)], check=True)
+            stack.callback(subprocess.run, ["umount", "-l", str(path)], check=True)
+        self.tokens, self.clocks = folder / "tokens", [folder / f"clock-{host}" for host in HOSTS]
+        os.environ["EPLB_SECRET"] = secrets.token_hex(16)
+
+    def on(self, host: int, words: list[str]) -> list[str]:
+        """The words of a command on a host; this process is on the first."""
+        return words if host == 0 else self.spaces.on(host, words)
+
+    def run(self, host: int, *words: str) -> None:
+        """Run a command on a host to its end."""
+        subprocess.run(self.on(host, list(words)), check=True)
+
+    def prepare(self, store: str, seed: int) -> Prepared:
+        """Write weights, configuration and the engine's file."""
+        named = SETTINGS | {
+            "deployment.store": store,
+            "deployment.name": f"pairs-{os.getpid()}",
+            "deployment.state_dir": self.folder / "demo",
+        }
+        settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
+        texts = [ROOT / "LICENSE", ROOT / "README.md"]
+        options = Options(tokens_per_rank=64, text=texts, seed=seed, check_every=2)
+        state = StateDir(settings.deployment.state_dir)
+        try:
+            return prepare(options, settings, state)
+        finally:
+            state.close()
+
+
+class TwoHostDeployment:
+    """One life of the deployment, with an empty store at its start."""
+
+    def __init__(self, stack: ExitStack, hosts: Hosts, seed: int) -> None:
+        self.hosts = hosts
+        for path in hosts.state_dirs:
+            for old in path.iterdir():
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for path in (logs := hosts.folder / "logs", hosts.tokens):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        for path in hosts.clocks:
+            path.write_bytes(struct.pack("d", 0.0))
+        bind = {"bind": ADDRESSES[0], "protected-mode": "no"}
+        self.redis = RedisProcess(hosts.folder / "redis", bind)
+        stack.callback(self.redis.kill)
+        store = f"redis://{ADDRESSES[0]}:{self.redis.port}"
+        self.prepared = hosts.prepare(store, seed)
+        self.deployment, self.checks = self.prepared.deployment, list[CheckedStep]()
+        self._checks_read, self.notes = 0, list[str]()
+        self.processes = {one.name: one for one in self._processes(logs)}
+        for one in self.processes.values():
+            one.start()
+            stack.callback(one.kill)
+        http, token = self.deployment.settings.http, self.deployment.secret.http_token
+        self.token, self.target = token or "", f"127.0.0.1:{http.port}"
+        self.client = httpx.Client(
+            base_url=f"http://{self.target}",
+            headers={"authorization": f"Bearer {token}"},
+            timeout=2.0,
+            trust_env=False,
+        )
+        stack.callback(self.client.close)
+
+    def _processes(self, logs: Path) -> list[Process]:
+        def made(name: str, host: int, *words: str, **environ: str) -> Process:
+            own = dict(self.prepared.environ) | {
+                "EPLB_DEPLOYMENT__STATE_DIR": str(self.hosts.state_dirs[host]),
+                "GLOO_SOCKET_IFNAME": INTERFACES[host],
+                "PYTHONPATH": str(ROOT),
+            }
+            on_host = self.hosts.on(host, list(words))
+            return Process(name, on_host, clean_environ(**own | environ), logs / name)
+
+        engine = str(self.prepared.engine_path)
+        found = [made("serve", 0, *own_command("serve"))]
+        for host in HOSTS:
+            of_host = ("--host", str(host))
+            checking = [sys.executable, "-P", "-m", "api.demo.checking", engine]
+            found.append(made(f"cache-{host}", host, *own_command("host-cache", *of_host)))
+            found.append(made(f"checker-{host}", host, *checking))
+            ranks = ("--module", "benchmarks.faults.paced_engine", "--", engine)
+            given = {
+                TOKENS_VARIABLE: str(self.hosts.tokens),
+                FILE_VARIABLE: str(self.hosts.clocks[host]),
+                "PYTHONPATH": f"{ROOT / 'benchmarks/faults/clock'}:{ROOT}",
+            }
+            words = own_command("launch", *of_host, *ranks)
+            found.append(made(f"launch-{host}", host, *words, **given))
+        return found
+
+    # -- what is there
+
+    def look(self) -> None:
+        """The service manager's turn."""
+        now = time.monotonic()
+        for one in self.processes.values():
+            one.look(now)
+
+    def pids(self, title: str) -> list[int]:
+        """Processes with a title: ``rank 1``, ``controller``."""
+        lives = [one.process.pid for one in self.processes.values() if one.process is not None]
+        return [pid for life in lives for pid in pids_of(life, title)]
+
+    def tokens(self) -> list[float]:
+        """Monotonic times of all steps so far."""
+        return tokens_of(self.hosts.tokens)
+
+    def ranks_serve(self, within_s: float) -> bool:
+        """Whether each rank has stepped within so long."""
+        limit = time.monotonic() - within_s
+        ends = [path.read_bytes()[-8:] for path in self.hosts.tokens.glob("rank-*")]
+        times = [struct.unpack("d", end)[0] for end in ends if len(end) == 8]
+        return len(times) == len(RANKS) and min(times) > limit
+
+    def read_checks(self) -> None:
+        """Read the results of the checkers."""
+        found, self._checks_read = checks_in(self.prepared.engine.checks.results, self._checks_read)
+        self.checks += found
+
+    def num_wrong(self) -> int:
+        """Checked steps whose outputs were not the reference's."""
+        return sum(not one.is_right("float32") for one in self.checks)
+
+    def get(self, path: str, **parameters: Any) -> httpx.Response:
+        """Ask the service."""
+        answer = self.client.get(path, params=parameters)
+        answer.raise_for_status()
+        return answer
+
+    def pause_and_resume(self) -> None:
+        """Order a pause and its end as an operator would; refusals are noted."""
+        for movement in (False, True):
+            asked = {"movement": movement, "reason": "a trial under faults"}
+            try:
+                answer = self.client.patch("/api/v1/control", json=asked)
+            except httpx.HTTPError as exc:
+                self.notes.append(f"{movement=} is not answered: {type(exc).__name__}")
+                continue
+            if not answer.is_success:
+                title = answer.json().get("title")
+                self.notes.append(f"{movement=} is refused: {answer.status_code} {title}")
+
+    # -- what faults change
+
+    def cut_link(self) -> Callable[[], None]:
+        """Lose every frame between the hosts, in silence as a switch would; returns what mends it.
+
+        Frames go to a hardware address that nobody has: carrier and routes stay.
+        """
+        for host in HOSTS:
+            gone = (ADDRESSES[1 - host], "lladdr", NOWHERE, "nud", "permanent")
+            self.hosts.run(host, "ip", "neigh", "replace", *gone, "dev", INTERFACES[host])
+
+        def mend() -> None:
+            for host in HOSTS:
+                words = ("del", ADDRESSES[1 - host], "dev", INTERFACES[host])
+                self.hosts.run(host, "ip", "neigh", *words)
+
+        return mend
+
+    def set_clock(self, host: int, ahead_s: float) -> None:
+        """Set the clock of a host's ranks."""
+        with self.hosts.clocks[host].open(
+            "r+b", buffering=0
+        ) as file:  # in place: it is read always
+            file.write(struct.pack("d", ahead_s))
+
+    def fill_disks(self) -> Callable[[], None]:
+        """Fill the file systems of both state folders; returns what frees them."""
+        filled = [path / "fills-the-disk" for path in self.hosts.state_dirs]
+        for path in filled:
+            with path.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(65_536)):
+                    pass
+
+        def mend() -> None:
+            for path in filled:
+                path.unlink()
+
+        return mend
