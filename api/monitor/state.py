@@ -47,6 +47,7 @@ FindingKind = Literal[
     "no-leader",
     "rank-uncounted",
     "process-down",
+    "start-waits",
     "rank-frozen",
     "unbalanced",
     "migrations-fail",

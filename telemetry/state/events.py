@@ -31,6 +31,7 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
 OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
+WAITING = "waiting"  # kind: ranks cannot start yet
 
 T = TypeVar("T")
 
