@@ -159,13 +159,12 @@ def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "")
     with closing(launch.deployment.opened_store()) as store:
         check_versions(store, Announcement(RANKS, ""))
         by = f"eplb launch, host {launch.host}"
-        placement, wrote = ensure_first_placement(
-            store, launch.deployment, by, lost_after=lost_after
+        placement, did = ensure_first_placement(
+            store, launch.deployment, by, lost_after=lost_after, is_of_ranks=True
         )
         if died:
             message = f"{died}; restarting the ranks of host {launch.host}"
             store.add_event("error", {"where": "ranks", "message": message})
-    did = "wrote the first placement" if wrote else "found a placement"
     where = launch.deployment.store_shown
     return placement.generation, f"{did}, generation {placement.generation}, in {where}"
 

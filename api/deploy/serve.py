@@ -73,7 +73,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         first = partial(ensure_first_placement, store, deployment, "eplb serve")
         if (started := once_reached(first, stop, notifier, tell)) is None:
             return
-        placement, wrote = started
+        placement, did = started
         supervisor = Supervisor(deployment.settings.supervision)
         token = secret.http_token
         app = create_app(
@@ -113,7 +113,6 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
             say(f"eplb serve: {metrics.url}/metrics")
         if metrics_token_file is not None:
             say(f"eplb serve: the token of that address is in {metrics_token_file}")
-        did = "wrote the first placement" if wrote else "found a placement"
         say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
         if store.live().text("stage") == "observe":
             say("eplb serve: stage observe: plans are recorded, nothing moves (operations.md)")

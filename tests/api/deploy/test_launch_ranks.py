@@ -156,6 +156,25 @@ def test_rank_that_is_stopped_alone_on_its_host_is_killed_and_all_serve_again(
 
 
 @pytest.mark.slow
+def test_deployment_is_resized_by_a_start_with_other_ranks(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    host.start_cache()
+    shapes = [(2, ""), (3, "2 ranks x 5 slots taken over for 3 ranks x 4 slots: 16 of 16 replicas")]
+    shapes.append((1, "3 ranks x 4 slots taken over for 1 ranks x 8 slots: "))
+
+    for generation, (num_ranks, words) in enumerate(shapes):
+        environ = {"EPLB_TOPOLOGY__RANKS_PER_NODE": str(num_ranks)}
+        launch = host.start("eplb", "launch", *ENGINE, **environ)
+        launch.wait_for(f"placement of {words}" if words else "wrote the first placement")
+        launch.wait_for(f"engine: generation {generation} serves")
+        assert launch.ends(signal.SIGTERM) == 0, launch.lines
+        ended = re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))
+        assert len(ended) == num_ranks
+
+
+@pytest.mark.slow
 def test_engine_that_formed_its_group_itself_keeps_it(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:
