@@ -18,6 +18,8 @@ Each message gives the place, what was found and what was expected. Broken invar
 are ``assert``s, not these.
 """
 
+ABSENT = 75  # exit status EX_TEMPFAIL of sysexits.h: a peer, a host cache or the store may come
+
 
 def shown(value: object) -> str:
     """A value as messages show it."""
@@ -28,7 +30,8 @@ class EplbError(Exception):
     """Root of the tree: catch this to catch every error that this project raises on purpose."""
 
     # Status with which a rank that cannot start exits. `eplb launch` starts it again unless the
-    # status is 2: a setting, a file or the engine's code has to change first.
+    # status is 2: a setting, a file or the engine's code has to change first. A status of ABSENT
+    # does not count as a death.
     rank_exit_status = 2
 
 
@@ -65,7 +68,7 @@ class HistoryError(EplbError, ValueError):
 class MigrationError(EplbError):
     """Moves that cannot be made, or that failed."""
 
-    rank_exit_status = 1  # a host cache may come back
+    rank_exit_status = ABSENT
 
 
 class CheckpointError(EplbError):
@@ -75,7 +78,7 @@ class CheckpointError(EplbError):
 class StoreError(EplbError):
     """The load store cannot be used."""
 
-    rank_exit_status = 1
+    rank_exit_status = ABSENT
 
 
 class StaleGeneration(StoreError):
@@ -93,7 +96,7 @@ class FencedOut(StoreError):
 class RankError(EplbError):
     """A rank died, fell out of step, or missed a deadline."""
 
-    rank_exit_status = 1
+    rank_exit_status = ABSENT
 
 
 class BrokenGroup(RankError):

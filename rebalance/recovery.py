@@ -46,7 +46,9 @@ Result = TypeVar("Result")
 class Deadlines:
     """Deadlines of a recovery."""
 
-    reports_s: float = 10.0  # for the others' reports; a rank without one counts as dead
+    # For the others' reports; a rank without one counts as dead. All ranks see at about the same
+    # time that their group is broken, and all of them are started again.
+    reports_s: float = 5.0
     store_s: float = 20.0  # for a store that fails, in all
     group_s: float = 20.0  # for the new group, and for its vote
 

@@ -2,7 +2,8 @@
 
 ``eplb serve`` and ``eplb launch`` may start in any order and on any host: the store's
 compare-and-set lets one of them write. Live settings that were set stay: a start with another
-configuration replaces the static layer alone.
+configuration replaces the static layer alone. The first start of ``eplb launch`` with other ranks
+or slots takes the placement over for them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from eplb.clock import Clock
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_fits
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, EplbError, StaleGeneration
+from eplb.errors import ConfigError, EplbError, StaleGeneration, StoreError
+from eplb.migration.resize import taken_over
+from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
+from eplb.versions import RANKS
 from rebalance.weights.link.secret import Secret
 from telemetry.state.events import Event
+from telemetry.state.joining import serving
 from telemetry.state.runs import Details
 from telemetry.state.store import StateStore
 
@@ -47,9 +52,10 @@ def ensure_first_placement(
     by: str,
     *,
     lost_after: int | None = None,
+    is_of_ranks: bool = False,
     clock: Clock = time.time,
-) -> tuple[Placement, bool]:
-    """Have the store name a placement that ranks can start from; also, whether it was written here.
+) -> tuple[Placement, str]:
+    """Have the store name a placement that ranks can start from; also, what was done for that.
 
     Args:
         store: of the deployment.
@@ -57,28 +63,40 @@ def ensure_first_placement(
         by: the process, for the history.
         lost_after: the generation that served last, if it is known: a store that has none now lost
             its contents, and generations must grow.
+        is_of_ranks: whether ranks start from it. At their first start a placement of other ranks or
+            slots is taken over for them.
         clock: of this host, compared with that of the store.
 
     Raises:
-        ConfigError: the store is of another deployment: another secret, model or topology.
+        ConfigError: the store is of another deployment: another secret or model. Or ranks start
+            again whose deployment has other ranks now.
         CheckpointError: the checkpoint is another one than at the first start.
-        StoreError: the store cannot be used.
+        StoreError: the store cannot be used, or ranks of the other topology still serve.
     """
     check_belongs(store, deployment)
     check_same_checkpoint(store, deployment.settings.model, recorded_by=by)
-    wrote = False
+    did = "found a placement"
     if store.committed() is None:
         first = contiguous_placement(deployment.model, deployment.topology)
         generation = 0 if lost_after is None else lost_after + LOST_GENERATIONS
         reason = f"first placement: unbalanced, experts in order ({by})"
         try:
-            wrote = store.commit(first.with_generation(generation), expected=None, reason=reason)
+            if store.commit(first.with_generation(generation), expected=None, reason=reason):
+                did = "wrote the first placement"
         except StaleGeneration as exc:  # another process was first
             log.info("the first placement was written by another process: %s", exc)
     committed = store.committed()
     if committed is None:
         raise ConfigError("the store lost the first placement at once, expected it to be kept")
-    _check_placement(committed.placement, deployment)
+    placement = committed.placement
+    if is_of_ranks and lost_after is None:
+        placement, resized = _resize(store, placement, deployment, by, clock)
+        did = resized or did
+    elif is_of_ranks and (why := _misfit(placement, deployment)):
+        raise ConfigError(
+            f"store: deployment {deployment.name!r} has other ranks now, expected "
+            f"{_shown(deployment.topology)} as at the start of this process: {why}"
+        )
     if store.live().static != deployment.static:
         state = store.set_static(
             deployment.static, reason=f"start with another configuration ({by})"
@@ -86,7 +104,51 @@ def ensure_first_placement(
         for one in overriding(state):
             log.warning("live setting: %s; eplb config --live changes it", one)
     record_start(store, deployment, by, clock)
-    return committed.placement, wrote
+    return placement, did
+
+
+def _resize(
+    store: StateStore, placement: Placement, deployment: Deployment, by: str, clock: Clock
+) -> tuple[Placement, str]:
+    """Take the placement of other ranks over, once those have ended; also, a sentence about it."""
+    from rebalance.assembly.rank import new_run_name  # loads torch
+    from rebalance.assembly.rank import record_start as begin_run
+
+    run, now = store.current_run(), deployment.topology
+    before = topology_from_dict(dict(run.topology)) if run is not None else now
+    has_served = before.num_slots == placement.num_slots
+    is_same = np.array_equal(before.slots_of_rank, now.slots_of_rank) or not has_served
+    if is_same and not _misfit(placement, deployment):
+        return placement, ""
+    if any(one.component == RANKS for one in serving(store, clock())):
+        raise StoreError(
+            f"store: {_shown(before)} of deployment {deployment.name!r} still serve, expected "
+            f"none before its placement is taken over for {_shown(now)}"
+        )
+    if has_served:
+        try:
+            made, num_kept = taken_over(placement, before, now, deployment.spare_slots)
+        except EplbError as exc:
+            raise ConfigError(f"the deployment cannot have {_shown(now)}: {exc}") from exc
+        did = (
+            f"placement of {_shown(before)} taken over for {_shown(now)}: {num_kept} of "
+            f"{placement.replica_count.sum()} replicas kept"
+        )
+    else:
+        made = contiguous_placement(deployment.model, now).with_generation(placement.generation + 1)
+        did = f"first placement of {_shown(now)}: the one of {placement.num_slots} slots in all "
+        did += "never served"
+    store.commit(made, expected=placement.generation, reason=f"{did} ({by})")
+    given = deployment.settings.telemetry
+    # Readers take the ranks of the placement from the latest start.
+    windows = given.window_steps, given.window_seconds
+    begin_run(store, new_run_name(), deployment.model, now, windows)
+    return made, did
+
+
+def _shown(topology: Topology) -> str:
+    slots = sorted(set(topology.slots_of_rank.tolist()))
+    return f"{topology.num_ranks} ranks x {', '.join(map(str, slots))} slots"
 
 
 def record_start(
@@ -128,13 +190,20 @@ def check_belongs(store: StateStore, deployment: Deployment) -> None:
     """Refuse a store that another deployment of this name uses; reads only.
 
     Raises:
-        ConfigError: it has another secret, or a placement of another model or topology.
+        ConfigError: it has another secret, or a placement of another model.
         StoreError: the store cannot be used.
     """
     check_secret(store, deployment.secret)
-    committed = store.committed()
-    if committed is not None:
-        _check_placement(committed.placement, deployment)
+    committed, model = store.committed(), deployment.model
+    if committed is None:
+        return
+    found = (committed.placement.num_layers, committed.placement.num_experts)
+    if found != (model.num_layers, model.num_experts):
+        raise ConfigError(
+            f"store: deployment {deployment.name!r} has a placement of (layers, experts) {found}, "
+            f"expected {(model.num_layers, model.num_experts)} by the configuration: it is of "
+            "another deployment, or its model has changed; give a new deployment.name"
+        )
 
 
 def check_secret(store: StateStore, secret: Secret) -> None:
@@ -159,22 +228,12 @@ def last_start(store: StateStore) -> Event | None:
     return next(store.events_backwards({START_EVENT}), None)
 
 
-def _check_placement(placement: Placement, deployment: Deployment) -> None:
-    found = (placement.num_layers, placement.num_experts, placement.num_slots)
-    model, topology = deployment.model, deployment.topology
-    expected = (model.num_layers, model.num_experts, topology.num_slots)
-    if found != expected:
-        raise ConfigError(
-            f"store: deployment {deployment.name!r} has a placement of (layers, experts, slots) "
-            f"{found}, expected {expected} by the configuration: it is of another deployment, or "
-            "its model or topology has changed; give a new deployment.name"
-        )
+def _misfit(placement: Placement, deployment: Deployment) -> str:
+    """Why the ranks of a deployment cannot serve a placement; "": they can."""
     try:
-        check_fits(placement, topology)
+        check_fits(placement, deployment.topology)
         if deployment.spare_slots:
-            compact(placement, topology, deployment.spare_slots)
+            compact(placement, deployment.topology, deployment.spare_slots)
     except EplbError as exc:
-        raise ConfigError(
-            f"store: the placement of deployment {deployment.name!r} does not fit its topology: "
-            f"{exc}"
-        ) from exc
+        return str(exc)
+    return ""

@@ -34,13 +34,15 @@ from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
 from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached
 from api.processes.supervision import Restarts, SupervisionSettings
-from eplb.errors import ConfigError, RankError
+from eplb.errors import ConfigError, RankError, StoreError
 from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import holder_of
+from telemetry.state.events import WAITING
 from telemetry.state.joining import Heartbeat, check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
+TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # of a wait
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
 NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE", NOTIFY_VARIABLE)
 
@@ -157,13 +159,12 @@ def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "")
     with closing(launch.deployment.opened_store()) as store:
         check_versions(store, Announcement(RANKS, ""))
         by = f"eplb launch, host {launch.host}"
-        placement, wrote = ensure_first_placement(
-            store, launch.deployment, by, lost_after=lost_after
+        placement, did = ensure_first_placement(
+            store, launch.deployment, by, lost_after=lost_after, is_of_ranks=True
         )
         if died:
             message = f"{died}; restarting the ranks of host {launch.host}"
             store.add_event("error", {"where": "ranks", "message": message})
-    did = "wrote the first placement" if wrote else "found a placement"
     where = launch.deployment.store_shown
     return placement.generation, f"{did}, generation {placement.generation}, in {where}"
 
@@ -219,11 +220,53 @@ def become_rank(launch: Launch) -> None:
         raise ConfigError(f"{launch.command[0]} cannot be started: {exc.strerror}") from exc
 
 
+class WaitReports:
+    """Reports what the ranks of a launcher wait for: to the supervisor, the log and the store."""
+
+    def __init__(self, launch: Launch, notifier: Notifier, say: Callable[[str], None]) -> None:
+        self._launch, self._notifier, self._say = launch, notifier, say
+        self._since: float | None = None
+        self._tell_at, self._told = 0.0, ""
+
+    def note(self, what: str) -> None:
+        """Record what is waited for at present; "": nothing."""
+        now = time.monotonic()
+        if not what or self._since is None:
+            self._since, self._told = (now if what else None), ""
+            self._tell_at = now + TELL_AFTER_S
+            return
+        if now < self._tell_at and (what == self._told or not self._told):
+            return
+        line = f"launcher of host {self._launch.host} waits for {what}, {now - self._since:.0f} s"
+        if what != self._told:
+            self._say(line)
+        self._tell_at, self._told = now + TELL_EVERY_S, what
+        self._notifier.status(line)
+        try:
+            with closing(self._launch.deployment.opened_store()) as store:
+                store.add_event(WAITING, {"host": self._launch.host, "message": line})
+        except StoreError as exc:
+            log.debug("event not stored: %s", exc)
+
+
+def excluded_ranks(launch: Launch, run: str) -> frozenset[int] | None:
+    """Ranks that the survivors of a death have excluded from a run; None: none is on record."""
+    try:
+        with closing(launch.deployment.opened_store()) as store:
+            record = store.recovery()
+    except StoreError as exc:
+        log.debug("excluded ranks are not known: %s", exc)
+        return None
+    if record is None or record.run != run:
+        return None
+    return frozenset(launch.ranks) - frozenset(record.survivors)
+
+
 def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[str], None]) -> int:
     """Run the ranks of this host until all have ended well; returns the exit status.
 
-    After a death they are started again, and a store that fails is waited for: neither has an end
-    but a signal, or a rank that refuses to start.
+    After a death they are started again; a store, peers and a host cache that are absent are waited
+    for. Neither has an end but a signal, or a rank that refuses to start.
 
     Args:
         launch: what is started.
@@ -235,16 +278,19 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()
     heart = Heartbeat(launch.deployment.opened_store, LAUNCHER, str(launch.host))
+    retries = Restarts(sys.maxsize, supervision)  # of starts in which nothing failed
+    waits = WaitReports(launch, notifier, say)
     generation: int | None = None
-    died = ""
+    died, has_said = "", False
     while True:
         prepare = partial(prepare_store, launch, lost_after=generation, died=died)
         prepared = once_reached(prepare, stop, notifier, say)
         if prepared is None:
             return 128 + stop.received
         generation, found = prepared
-        if not died:
+        if not has_said:
             say(found)
+        has_said = True
         started = time.monotonic()
         environs = {
             rank: launch.environment(rank_file, local) for local, rank in enumerate(launch.ranks)
@@ -253,7 +299,13 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         heart.start()  # a thread: not before the fork
         notifier.ready()
         notifier.status("")  # what ended the ranks before is over
-        how = ranks.wait(stop, notifier.alive)
+
+        def look(ranks: LocalRanks = ranks) -> None:
+            notifier.alive()
+            if ranks.waits_for is not None:
+                waits.note(ranks.waits_for)
+
+        how = ranks.wait(stop, look, partial(excluded_ranks, launch))
         if not how or stop.received:
             heart.retire()
             return 0 if not how else 128 + stop.received
@@ -261,7 +313,16 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             notifier.status(how)
             say(f"{how}: it refused to start, and is not started again")
             return REFUSED
-        delay_s = restarts.next_delay_s(time.monotonic() - started)
+        ran_s = time.monotonic() - started
+        if ranks.has_waited:
+            waits.note(ranks.waits_for or how)
+            died, delay_s = "", retries.next_delay_s(ran_s)
+            if stop.wait(delay_s, notifier.alive):
+                heart.retire()
+                return 128 + stop.received
+            heart.stop()
+            continue
+        delay_s = restarts.next_delay_s(ran_s)
         died, why = how, f": {restarts} used up" if restarts.is_over_budget else ""
         told = f"{how}; starting the ranks of this host again in {delay_s:.1f} s{why}"
         notifier.status(told)

@@ -9,21 +9,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from api.interrupts import StopSignals
 from api.processes.commands import REFUSED, end_with_parent, start_with_parent
-from eplb.errors import ConfigError
+from eplb.errors import ABSENT, ConfigError
 from rebalance.assembly.places import HALT_FILE_VARIABLE
 
-END_DEADLINE_S = 90.0  # after a first exit: for survivors to agree and end
-REFUSED_DEADLINE_S = 15.0  # after a rank refused to start: for the refusals of the others
+# After a first exit, or the record of a recovery: for survivors to end. They try a store that fails
+# for 25 s, and a new group for 20 s.
+END_DEADLINE_S = 45.0
+START_END_DEADLINE_S = 5.0  # after a first exit in a start: nothing is to be agreed on
+EXCLUDED_LOOK_S = 2.0  # interval of looks at the record of the latest recovery
 HALT_DEADLINE_S = 30.0  # after a signal: for ranks to leave their serving loops, at one step
 # After a rank has left its loop: for its last reports and the end of its interpreter, which takes
 # long on a busy host. Its tokens are served by then, so nothing is lost by waiting.
 EXIT_DEADLINE_S = 300.0
 POLL_MS = 250
+PIPE_BYTES = 65536  # pipe(7): all that may wait, so that a line is read whole
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +131,10 @@ class LocalRanks:
         self._ends = [self._notices, theirs]
         self._halted: set[int] = set()  # ranks that have left their serving loops
         self._late: set[int] = set()  # of these, ranks that were killed because they did not exit
+        self._starting = set(environs)  # ranks that have not served yet
+        self._run = ""  # that they begin, or serve in
+        # What a rank that starts waits for, or why its start failed; "": all serve.
+        self.waits_for: str | None = None
         named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
         given = {rank: {**environ, **named} for rank, environ in environs.items()}
         try:
@@ -141,18 +149,26 @@ class LocalRanks:
             self._close()
             raise
 
-    def wait(self, stop: StopSignals, alive: Callable[[], None] = lambda: None) -> str:
+    def wait(
+        self,
+        stop: StopSignals,
+        alive: Callable[[], None] = lambda: None,
+        excluded: Callable[[str], Collection[int] | None] = lambda _: None,
+    ) -> str:
         """Wait for all to end; returns how the first failed, "" if none did.
 
         A rank that has ended on its own gives the others a deadline, and so does a signal, which
         they get too. A rank that has left its serving loop has a longer one to exit, and is no
-        failure if it misses that.
+        failure if it misses that. A rank that the survivors of a death have excluded is killed at
+        once: they have agreed without it, and it may be stopped.
 
         Args:
             stop: the signals of this process.
             alive: called a few times a second.
+            excluded: gives the ranks that are excluded from a run; None: it goes on.
         """
         first, deadline, is_told, is_exiting = "", float("inf"), False, False
+        look_at = time.monotonic() + EXCLUDED_LOOK_S
         try:
             while left := {r: p for r, p in self._processes.items() if p.poll() is None}:
                 alive()
@@ -161,9 +177,17 @@ class LocalRanks:
                     is_exiting, deadline = True, time.monotonic() + self._exit_deadline_s
                 failed = self._first_failure() if not first else ""
                 if failed:
-                    given_s = REFUSED_DEADLINE_S if self.has_refused else END_DEADLINE_S
+                    given_s = END_DEADLINE_S if self._has_served else START_END_DEADLINE_S
                     first, deadline = failed, min(deadline, time.monotonic() + given_s)
+                    look_at = 0.0  # survivors record whom they exclude before they end
                     log.warning("%s; the other ranks have %g s to end", first, given_s)
+                if self._run and time.monotonic() >= look_at:
+                    if (those := excluded(self._run)) is not None:
+                        deadline = min(deadline, time.monotonic() + END_DEADLINE_S)
+                    for rank in left.keys() & set(those or ()):
+                        log.warning("rank %d was excluded by the others: killed", rank)
+                        left[rank].kill()
+                    look_at = time.monotonic() + EXCLUDED_LOOK_S
                 if stop.received and not is_told:
                     is_told = True
                     if not is_exiting:
@@ -180,6 +204,16 @@ class LocalRanks:
     def has_refused(self) -> bool:
         """Whether a rank ended because it cannot start as things are."""
         return any(process.returncode == REFUSED for process in self._processes.values())
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether a start ended because a peer, a host cache or the store is absent."""
+        statuses = {process.returncode for process in self._processes.values()}
+        return not self._has_served and ABSENT in statuses <= {0, ABSENT, -signal.SIGKILL}
+
+    @property
+    def _has_served(self) -> bool:
+        return self._starting < self._processes.keys()
 
     def _first_failure(self) -> str:
         for rank, process in self._processes.items():
@@ -216,13 +250,17 @@ class LocalRanks:
             ready = [descriptor for descriptor, _ in poll.poll(POLL_MS)]
         if self._notices not in ready:
             return
-        for line in os.read(self._notices, select.PIPE_BUF).decode().splitlines():
-            what, rank = line.split()
+        for line in os.read(self._notices, PIPE_BYTES).decode().splitlines():
+            what, rank, *words = line.split(maxsplit=2)
             if what == "halted":
                 self._halted.add(int(rank))
-            elif int(rank) in left:  # excluded by the survivors, which have agreed and end
-                log.warning("rank %s was excluded by the others and still runs: killed", rank)
-                left[int(rank)].kill()
+            elif what == "waits":
+                self.waits_for = "".join(words)
+            elif what == "begins":
+                self._run = "".join(words)
+            elif what == "serves":
+                self._starting.discard(int(rank))
+                self.waits_for = self.waits_for if self._starting else ""
 
     def _close(self) -> None:
         while self._ends:

@@ -25,6 +25,7 @@ from eplb.errors import StoreError
 from eplb.versions import CONTROLLER, HOST_CACHE, Announcement
 from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
+from rebalance.controller.loop import Controller
 from telemetry.state.events import STARTING
 from telemetry.state.joining import Heartbeat, check_versions
 from telemetry.state.store import StateStore
@@ -84,7 +85,6 @@ def run_controller(deployment: Deployment, say: Say) -> None:
 
     Raises:
         ConfigError: the store is of another deployment.
-        StoreError: it was reached, and failed before the controller was built.
     """
     stop, notifier, holder = StopSignals(), Notifier(), new_holder()
     set_title("controller")
@@ -97,20 +97,26 @@ def run_controller(deployment: Deployment, say: Say) -> None:
         log.info("the controller is starting: %s", work)
         notifier.status(work)
 
-    opened = once_reached(
-        deployment.opened_store, stop, notifier, lambda line: say(f"eplb controller: {line}")
-    )
-    if opened is None:
+    def built() -> tuple[StateStore, Controller]:
+        store = deployment.opened_store()
+        try:
+            check_belongs(store, deployment)
+            return store, build_controller(
+                deployment.controller,
+                store,
+                deployment.name,
+                holder=holder,
+                on_compile=StartReports(store, holder, starting).compiling,
+            )
+        except BaseException:
+            store.close()
+            raise
+
+    made = once_reached(built, stop, notifier, lambda line: say(f"eplb controller: {line}"))
+    if made is None:
         return
-    with closing(opened) as store:
-        check_belongs(store, deployment)
-        controller = build_controller(
-            deployment.controller,
-            store,
-            deployment.name,
-            holder=holder,
-            on_compile=StartReports(store, holder, starting).compiling,
-        )
+    store, controller = made
+    with closing(store):
         say(f"eplb controller: ready for {deployment.name} in {deployment.store_shown}")
         notifier.ready()
         with Heartbeat(deployment.opened_store, CONTROLLER, holder):

@@ -59,17 +59,20 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         bound_metrics = _bound_metrics(http)
         if bound_metrics is not None:
             stack.callback(bound_metrics.close)
-        store = once_reached(
-            deployment.opened_store, stop, notifier, lambda line: say(f"eplb serve: {line}")
-        )
+
+        def tell(line: str) -> None:
+            say(f"eplb serve: {line}")
+
+        store = once_reached(partial(_joined, deployment), stop, notifier, tell)
         if store is None:
             return
         stack.callback(store.close)
-        check_versions(store, versions.Announcement(versions.CONTROLLER, ""))
-        check_belongs(store, deployment)
         secret, state_dir = deployment.secret, deployment.state_dir
         token_file = write_token(secret.http_token, state_dir / TOKEN_FILE)
-        placement, wrote = ensure_first_placement(store, deployment, "eplb serve")
+        first = partial(ensure_first_placement, store, deployment, "eplb serve")
+        if (started := once_reached(first, stop, notifier, tell)) is None:
+            return
+        placement, did = started
         supervisor = Supervisor(deployment.settings.supervision)
         token = secret.http_token
         app = create_app(
@@ -109,7 +112,6 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
             say(f"eplb serve: {metrics.url}/metrics")
         if metrics_token_file is not None:
             say(f"eplb serve: the token of that address is in {metrics_token_file}")
-        did = "wrote the first placement" if wrote else "found a placement"
         say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
         stack.enter_context(Heartbeat(deployment.opened_store, versions.SERVICE, new_holder()))
         if store.live().text("stage") == "observe":
@@ -120,6 +122,18 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         while not stop.received:
             helpers.look()
             notifier.alive()
+
+
+def _joined(deployment: Deployment) -> StateStore:
+    """Open the store of a deployment that this process may join."""
+    store = deployment.opened_store()
+    try:
+        check_versions(store, versions.Announcement(versions.CONTROLLER, ""))
+        check_belongs(store, deployment)
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
 def _bound_metrics(http: HttpSettings) -> socket | None:

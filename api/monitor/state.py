@@ -49,6 +49,7 @@ FindingKind = Literal[
     "no-leader",
     "rank-uncounted",
     "process-down",
+    "start-waits",
     "rank-frozen",
     "disk-full",
     "audit-waits",

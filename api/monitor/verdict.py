@@ -21,13 +21,14 @@ from api.monitor.state import Finding, Grade, Leadership, RankView, Reading, Sta
 from api.processes.supervision import ProcessState
 from eplb.fitting import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
-from telemetry.state.events import OUTCOME_OF_EVENT, STARTING, plan_end
+from telemetry.state.events import OUTCOME_OF_EVENT, STARTING, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
 STALLED_AFTER_S = 30.0  # without a step or a token
 STARTING_SHOWN_S = 600.0  # longer than any supervisor waits for progress of a start
+WAITING_SHOWN_S = 90.0  # three times as long as from one report of a launcher to the next
 NAMED_RANKS = 8  # more are given as stretches
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
 UNBALANCED, UNBALANCED_S = 1 / 0.7, 600.0  # imbalance, and for how long
@@ -152,6 +153,7 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
             ranks=state.uncounted_ranks,
         )
     yield from _processes(state)
+    yield from _waits(seen)
     if frozen := [view for view in state.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
         yield Finding("rank-frozen", Grade.DEGRADED, text, ranks=_numbers(frozen))
@@ -310,6 +312,17 @@ def _processes(state: State) -> Iterator[Finding]:
             yield Finding(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since
             )
+
+
+def _waits(seen: Reading) -> Iterator[Finding]:
+    """Launchers whose ranks cannot start yet, by what they reported last; none once tokens come."""
+    state = seen.state
+    after = max(state.token_time or 0.0, state.time - WAITING_SHOWN_S)
+    latest = {str(event.detail["host"]): event for event in seen.events if event.kind == WAITING}
+    for host, event in latest.items():
+        if event.time > after:
+            text, name = str(event.detail["message"]), f"the launcher of host {host}"
+            yield Finding("start-waits", Grade.DEGRADED, text, subject=name)
 
 
 def _unbalanced(seen: Reading) -> Iterator[Finding]:

@@ -33,8 +33,14 @@ from rebalance.agent import RankAgent
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
 from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.group import RankGroups, interface_of, join_ranks, join_votes
-from rebalance.assembly.meeting import Attendance, agree, meet
-from rebalance.assembly.places import claim_place, report_excluded, report_halt
+from rebalance.assembly.meeting import Attendance, agree, is_agents, meet
+from rebalance.assembly.places import (
+    claim_place,
+    report_halt,
+    report_ready,
+    report_run,
+    report_wait,
+)
 from rebalance.assembly.rank import (
     BuiltRank,
     build_rank,
@@ -125,13 +131,13 @@ class EmbeddedRank:
         rank, topology = self.place.rank, self.place.topology
         try:
             record = recover(self.agent, self.built.store, num_ranks=topology.num_ranks)
-            excluded = sorted(set(range(topology.num_ranks)) - set(record.survivors))
-            if self._rendezvous is not None:
+            # Rank 0 is where ranks meet, unless torchrun's agent is: one that is stopped accepts
+            # connections, and never answers.
+            if self._rendezvous is not None and (0 in record.survivors or is_agents(self._environ)):
                 host = self.deployment.config.host_of(rank)
                 votes = rejoin(record, self._rendezvous, rank, host=host)
                 end_together(votes, record, self.agent.placement, rank)
                 votes.close()
-            report_excluded(excluded, self._environ)
         except EplbError as exc:
             log.warning("rank %d: no recovery: %s", rank, exc)
         self.agent.close()  # an orderly leave: the others must not take it for a death
@@ -167,16 +173,21 @@ def build_rank_from_env(
         groups, rendezvous = _joined(deployment, rank, device, environ)
         store = deployment.opened_store()
         run = _begun_run(deployment, store, rank, groups)
+        report_run(rank, run, environ)
         cache = deployment.host_caches[host]
+        report_wait(rank, f"the cache of host {host}, and the first experts", environ)
         place = RankPlace(rank, run, deployment.topology, groups, device, cache)
         experts = deployment.schema
         filled = None if own_experts is None else own_experts(place, committed_placement(store))
         built = build_rank(
             deployment.config, place, deployment.model, filled or experts, store, passes
         )
-    except BaseException:
+    except BaseException as exc:
         claim.close()
+        if isinstance(exc, EplbError):
+            report_wait(rank, f"another start: {exc}", environ)
         raise
+    report_ready(rank, environ)
     built.agent.on_halt = partial(report_halt, rank, environ)
     return EmbeddedRank(built, place, deployment, rendezvous, claim, environ)
 
@@ -245,11 +256,12 @@ def _joined(
         groups = join_votes(network)
         agree(mine, lambda _, message: gathered(message, groups.votes))
         return groups, None
+    tell = partial(report_wait, rank, environ=environ)
     if device.type == "cuda":  # NCCL connects to the rendezvous again later
-        store = meet(mine, environ, network.join_deadline_s)
+        store = meet(mine, environ, network.join_deadline_s, tell)
     else:
         with gloo_listeners_closed():  # all ranks are connected to it: strangers come too late
-            store = meet(mine, environ, network.join_deadline_s)
+            store = meet(mine, environ, network.join_deadline_s, tell)
     return join_ranks(network, store, rank, num_ranks, device), store
 
 
@@ -263,7 +275,10 @@ def _begun_run(
             said["run"] = _begin(deployment, store)
         except EplbError as exc:
             said["refusal"] = str(exc)[:500]
-    first = gathered(said, groups.votes)[0]
+    try:
+        first = gathered(said, groups.votes)[0]
+    except RuntimeError as exc:
+        raise RankError(f"rank {rank}: a rank died while the start was recorded: {exc}") from exc
     if first["refusal"]:
         raise RankError(f"rank {rank}: rank 0 could not record the start: {first['refusal']}")
     return str(first["run"])

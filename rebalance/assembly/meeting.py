@@ -3,9 +3,12 @@
     rank 0 listens at MASTER_ADDR:MASTER_PORT
     each rank: claims its place --> sends hello --> waits for all --> proves that it has the secret
 
-The deadline names the ranks that are missing. A second process with one rank's place, another
-configuration and another secret are refused, each by all ranks. torch's own rendezvous would wait
-for the first without a name, and form a group with the others.
+Missing ranks are named while they are waited for, and at the deadline. A second process with one
+rank's place, another configuration and another secret are refused, each by all ranks. torch's own
+rendezvous would wait for the first without a name, and form a group with the others.
+
+A rank that died here and was started again ends the meeting: the other ranks compare what the dead
+process has sent, so all of them start again and meet anew.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from eplb.core.bounded_json import decode_json
 from eplb.errors import RankError
 
 RETRY_S = 0.1
+TELL_S = 5.0  # between two reports of what a rank waits for
 LEAVE_DEADLINE_S = 5.0  # for other ranks to read why the meeting is refused
 HELLO, PROOF, REFUSAL, LEFT = "hello", "proof", "refusal", "left"
 
@@ -47,36 +51,47 @@ class Attendance:
     summary: Mapping[str, str]  # of its configuration
 
 
-def meet(mine: Attendance, environ: Mapping[str, str], deadline_s: float) -> Store:
+def meet(
+    mine: Attendance,
+    environ: Mapping[str, str],
+    deadline_s: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Store:
     """Meet all other ranks; returns the store in which they met, for the group to be formed.
 
     Args:
         mine: this rank.
         environ: MASTER_ADDR and MASTER_PORT, as torchrun and ``eplb launch`` set them.
         deadline_s: for all ranks to be there.
+        tell: reports what is waited for.
 
     Raises:
         RankError: a rank is missing at the deadline, is there twice, or has another configuration
             or secret.
     """
     deadline = time.monotonic() + deadline_s
-    store = _reached(mine, environ, deadline)
+    store = _reached(mine, environ, deadline, tell)
     try:
-        return _met(mine, store, deadline)
+        return _met(mine, store, deadline, tell)
     except RuntimeError as exc:  # torch's: the rank that listens has ended
         raise RankError(f"rank {mine.rank}: the meeting of the ranks ended: {exc}") from exc
 
 
-def _met(mine: Attendance, store: Store, deadline: float) -> Store:
+def _met(mine: Attendance, store: Store, deadline: float, tell: Callable[[str], None]) -> Store:
     if store.add(f"place/{mine.rank}", 1) > 1:
-        raise RankError(
+        refusal = (
             f"rank {mine.rank}: its place is taken by {_described(store, mine.rank)}, "
             f"found this process {os.getpid()} on {mine.host} too, expected one of them"
         )
+        if _hello_of(store, mine.rank).get("host", mine.host) == mine.host:
+            # The first of them has died: on one host only one process has the rank's place.
+            store.set(REFUSAL, refusal)
+            store.set(f"{LEFT}/{mine.rank}", "")
+        raise RankError(refusal)
 
     def exchange(what: str, message: Any) -> list[Any]:
         store.set(f"{what}/{mine.rank}", json.dumps(message))
-        return _all(mine, store, what, deadline)
+        return _all(mine, store, what, deadline, tell)
 
     try:
         agree(mine, exchange)
@@ -134,20 +149,27 @@ def _proof(key: bytes, rank: int, agreed: str) -> str:
     return hmac.new(key, f"rank {rank} {agreed}".encode(), "sha256").hexdigest()
 
 
-def _all(mine: Attendance, store: Store, what: str, deadline: float) -> list[Any]:
+def _all(
+    mine: Attendance, store: Store, what: str, deadline: float, tell: Callable[[str], None]
+) -> list[Any]:
     """Wait for one message of each rank."""
     keys, pause_s = [f"{what}/{rank}" for rank in range(mine.num_ranks)], RETRY_S / 8
+    tell_at = time.monotonic() + TELL_S
     # Asked again and again: a wait of the store that times out logs lines of torch's own.
     while not store.check(keys):
-        if mine.rank and store.check([REFUSAL]):
+        if store.check([REFUSAL]):
             raise RankError(f"rank {mine.rank}: refused by {store.get(REFUSAL).decode()}")
-        if (left_s := deadline - time.monotonic()) <= 0:
+        now = time.monotonic()
+        if (left_s := deadline - now) <= 0 or now >= tell_at:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise RankError(
-                f"rank {mine.rank}: {mine.num_ranks - len(missing)} of {mine.num_ranks} ranks met "
-                f"in time, missing: {', '.join(map(str, missing))}; expected all that the "
-                "configuration names"
-            )
+            named = ", ".join(map(str, missing))
+            if left_s <= 0:
+                raise RankError(
+                    f"rank {mine.rank}: {mine.num_ranks - len(missing)} of {mine.num_ranks} ranks "
+                    f"met in time, missing: {named}; expected all that the configuration names"
+                )
+            tell(f"{len(missing)} of {mine.num_ranks} ranks: {named}")
+            tell_at = now + TELL_S
         Event().wait(min(left_s, pause_s))
         pause_s = min(2 * pause_s, 4 * RETRY_S)
     return [_decoded(rank, store.get(key)) for rank, key in enumerate(keys)]
@@ -172,15 +194,26 @@ def _check_summaries(mine: Attendance, hellos: list[Any]) -> None:
                 )
 
 
+def _hello_of(store: Store, rank: int) -> Mapping[str, Any]:
+    """What the process with a place has sent; empty: nothing yet."""
+    is_there = store.check([f"{HELLO}/{rank}"])
+    found: Mapping[str, Any] = _decoded(rank, store.get(f"{HELLO}/{rank}")) if is_there else {}
+    return found
+
+
 def _described(store: Store, rank: int) -> str:
-    """Who has a place; it may not have sent its hello yet."""
-    if not store.check([f"{HELLO}/{rank}"]):
-        return "another process"
-    found = _decoded(rank, store.get(f"{HELLO}/{rank}"))
-    return f"process {found['pid']} on {found['host']}"
+    found = _hello_of(store, rank)
+    return f"process {found['pid']} on {found['host']}" if found else "another process"
 
 
-def _reached(mine: Attendance, environ: Mapping[str, str], deadline: float) -> Store:
+def is_agents(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent has the store in which ranks meet; else rank 0 has it."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _reached(
+    mine: Attendance, environ: Mapping[str, str], deadline: float, tell: Callable[[str], None]
+) -> Store:
     """Reach the meeting; rank 0 opens it, unless torchrun's agent did."""
     try:
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
@@ -190,11 +223,10 @@ def _reached(mine: Attendance, environ: Mapping[str, str], deadline: float) -> S
             f"{environ.get('MASTER_PORT')!r}, expected where ranks meet; start them with eplb "
             "launch or torchrun"
         ) from exc
-    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    opens = mine.rank == 0 and not is_agents
+    opens = mine.rank == 0 and not is_agents(environ)
     listening = _listening(host, port) if opens else None
     if listening is None:
-        _await_listener(mine.rank, host, port, deadline)
+        _await_listener(mine.rank, host, port, deadline, tell)
     left_s = max(1.0, deadline - time.monotonic())
     try:
         store = TCPStore(
@@ -224,8 +256,11 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from exc
 
 
-def _await_listener(rank: int, host: str, port: int, deadline: float) -> None:
+def _await_listener(
+    rank: int, host: str, port: int, deadline: float, tell: Callable[[str], None]
+) -> None:
     """Wait until there is a listener, which torch would log a stack trace for each second."""
+    tell(f"rank 0, at {host}:{port}")
     while True:
         left_s = deadline - time.monotonic()
         try:

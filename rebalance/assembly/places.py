@@ -1,7 +1,7 @@
 """A rank's place on its host: one process at a time, found at once and not by a hanging group.
 
-``eplb launch`` also learns here which ranks have left their serving loops, and which the survivors
-of a death have excluded.
+``eplb launch`` also learns here what its ranks wait for while they start, in which run they serve,
+and which have left their serving loops.
 
 The place is an abstract Unix socket: it goes with the process, and shows which process has it.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from eplb.errors import RankError
 from rebalance.weights.link import local
 
 HALT_FILE_VARIABLE = "EPLB_HALT_FILE"  # a pipe of eplb launch, below /proc
 LOOPBACK = "127.0.0.1"
+WORDS = 1000  # characters of a report: one write of it is not mixed with another (PIPE_BUF)
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +58,19 @@ def report_halt(rank: int, environ: Mapping[str, str]) -> None:
     _report(f"halted {rank}\n", environ)
 
 
-def report_excluded(ranks: Sequence[int], environ: Mapping[str, str]) -> None:
-    """Tell the launcher, if there is one, which ranks the survivors of a death have excluded.
+def report_wait(rank: int, what: str, environ: Mapping[str, str]) -> None:
+    """Tell the launcher, if there is one, what a rank waits for, or why its start failed."""
+    _report(f"waits {rank} {' '.join(what.split())[:WORDS]}\n", environ)
 
-    One that hangs would keep the others of its host from being started again.
-    """
-    _report("".join(f"excluded {rank}\n" for rank in ranks), environ)
+
+def report_run(rank: int, run: str, environ: Mapping[str, str]) -> None:
+    """Tell the launcher, if there is one, in which run a rank will serve."""
+    _report(f"begins {rank} {run}\n", environ)
+
+
+def report_ready(rank: int, environ: Mapping[str, str]) -> None:
+    """Tell the launcher, if there is one, that the start of a rank is over."""
+    _report(f"serves {rank}\n", environ)
 
 
 def _report(lines: str, environ: Mapping[str, str]) -> None:

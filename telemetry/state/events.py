@@ -34,6 +34,7 @@ OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 OUTAGE = "outage"  # kind: tokens came again after a time without any
 STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
+WAITING = "waiting"  # kind: ranks cannot start yet
 
 OUTAGES = Table("outages", is_ordered=True)  # by their ends
 KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in

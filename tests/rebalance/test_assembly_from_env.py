@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
@@ -79,6 +79,25 @@ def test_ranks_meet_and_a_second_process_with_a_place_of_theirs_is_refused() -> 
     (second,) = met(three()[1:2], port)
 
     assert second.startswith(f"rank 1: its place is taken by process {os.getpid()} on {HERE}")
+
+
+def test_rank_that_was_started_again_ends_the_meeting_that_its_dead_process_joined() -> None:
+    """Else the others would wait for the dead one until the deadline."""
+    listening = TCPStore(HERE, 0, None, True, timedelta(seconds=NEVER_S), wait_for_workers=False)
+    ranks, environ = three(), at(listening.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    PrefixStore("eplb/0", listening).add("place/1", 1)
+
+    def come(mine: Attendance) -> str:
+        with pytest.raises(RankError) as caught:
+            meet(mine, environ, NEVER_S / 2)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(come, ranks[rank]) for rank in (0, 2)]
+        refused = come(ranks[1])
+
+    assert refused.startswith("rank 1: its place is taken by another process")
+    assert all(f"refused by {refused}" in one.result() for one in waiting)
 
 
 def test_rank_that_is_not_there_in_time_is_named_to_all_others(

@@ -17,6 +17,7 @@ export const ADVICE = {
   "no-progress": "If only the mover hangs, the migration is dropped by itself. If no step completes, restart the rank.",
   "no-leader": "Start eplb serve or eplb controller. Ranks serve meanwhile, and nothing is balanced.",
   "rank-uncounted": "Switch observe on until its dispatcher counts.",
+  "start-waits": "Start what the launcher waits for; then the ranks start by themselves.",
   "process-down": "Read its log. A process beyond its restart budget is started again each minute.",
   "disk-full": "Free room on the disk of the state folder. Ranks serve, and a pause is possible.",
   "audit-waits": "Make the file of the audit writable: its lines follow by themselves.",

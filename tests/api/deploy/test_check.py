@@ -283,10 +283,10 @@ def test_store_of_another_deployment_is_refused(tmp_path: Path) -> None:
     with closing(small(tmp_path).opened_store()) as store:
         ensure_first_placement(store, small(tmp_path), "eplb serve")
 
-    (found,) = check_store(small(tmp_path, topology__slots_per_rank=6))
+    (found,) = check_store(small(tmp_path, model__experts=16))
 
-    assert "has a placement of (layers, experts, slots) (2, 8, 10)" in found.found
-    assert found.expected.startswith("(2, 8, 12) by the configuration")
+    assert "has a placement of (layers, experts) (2, 8)" in found.found
+    assert found.expected.startswith("(2, 16) by the configuration")
 
 
 @pytest.mark.parametrize(("ahead_s", "words"), [(30.0, "ahead of"), (-30.0, "behind")])

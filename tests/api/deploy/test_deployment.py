@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,8 +17,11 @@ from api.config.deployment import ModelSettings
 from api.deploy.deployment import Deployment, host_here
 from api.deploy.first_placement import check_belongs, ensure_first_placement
 from api.deploy.model import model_shape
-from eplb.errors import CheckpointError, ConfigError
+from eplb.core.placement import check_fits
+from eplb.errors import CheckpointError, ConfigError, StoreError
+from rebalance.assembly.rank import record_start
 from telemetry.state.live import Control
+from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.deployments import deployment_in
 from tests.support.repository import ROOT
@@ -158,10 +162,10 @@ def test_first_starter_writes_the_placement_and_the_second_keeps_it(
 ) -> None:
     deployment = deployment_in(tmp_path)
 
-    first, wrote = ensure_first_placement(store, deployment, "eplb launch, host 0")
-    second, wrote_again = ensure_first_placement(store, deployment, "eplb serve")
+    first, did = ensure_first_placement(store, deployment, "eplb launch, host 0")
+    second, did_again = ensure_first_placement(store, deployment, "eplb serve")
 
-    assert (wrote, wrote_again) == (True, False)
+    assert (did, did_again) == ("wrote the first placement", "found a placement")
     assert first.hash == second.hash
     assert [one.reason for one in store.placements()] == [
         "first placement: unbalanced, experts in order (eplb launch, host 0)"
@@ -190,9 +194,9 @@ def test_restart_keeps_a_pause_and_a_serving_placement(tmp_path: Path, store: St
     store.commit(first.with_generation(7), expected=0, reason="a plan")
     store.set_control(Control(movement=False), reason="an operator")
 
-    found, wrote = ensure_first_placement(store, deployment, "eplb serve")
+    found, did = ensure_first_placement(store, deployment, "eplb serve")
 
-    assert (found.generation, wrote) == (7, False)
+    assert (found.generation, did) == (7, "found a placement")
     assert store.control() == Control(movement=False)
 
 
@@ -232,8 +236,7 @@ def test_store_that_lost_its_contents_gets_a_later_generation(
 
 def other_deployments() -> list[Any]:
     return [
-        pytest.param({"model__experts": 16}, {}, r"\(2, 8, 10\), expected \(2, 16, 20\)"),
-        pytest.param({"topology__slots_per_rank": 6}, {}, r"\(2, 8, 10\), expected \(2, 8, 12\)"),
+        pytest.param({"model__experts": 16}, {}, r"\(2, 8\), expected \(2, 16\)"),
         pytest.param({}, SECRET, "was started with a secret of fingerprint .* by eplb serve"),
     ]
 
@@ -253,6 +256,74 @@ def test_store_of_another_deployment_is_refused(
         check_belongs(store, other)
     with pytest.raises(ConfigError, match=expected):
         ensure_first_placement(store, other, "eplb launch")
+
+
+def resized(folder: Path, num_ranks: int, slots: int, spares: int = 0) -> Deployment:
+    return deployment_in(
+        folder,
+        topology__ranks_per_node=num_ranks,
+        topology__slots_per_rank=slots,
+        topology__spare_slots=spares,
+    )
+
+
+def launched(store: StateStore, deployment: Deployment, run: str, **again: Any) -> tuple[Any, str]:
+    """Have ranks start from the placement of the store, and begin a run."""
+    found = ensure_first_placement(store, deployment, "eplb launch", is_of_ranks=True, **again)
+    record_start(store, run, deployment.model, deployment.topology, (64, 0.0))
+    return found
+
+
+def test_ranks_of_another_number_or_with_other_slots_take_the_placement_over(
+    tmp_path: Path, store: StateStore
+) -> None:
+    launched(store, resized(tmp_path, 4, 3), "a")
+    shapes = [(6, 3, 0), (6, 2, 1), (2, 4, 0), (2, 4, 1)]
+    said, generations = [], []
+
+    for number, shape in enumerate(shapes):
+        deployment = resized(tmp_path, *shape)
+        found, did = launched(store, deployment, f"b{number}")
+        same, found_again = launched(store, deployment, f"c{number}")
+        said.append(did)
+        generations.append(found.generation)
+        check_fits(found, deployment.topology)
+        assert (same.hash, found_again) == (found.hash, "found a placement")
+
+    assert generations == [1, 2, 3, 4]
+    assert said[0] == (
+        "placement of 4 ranks x 3 slots taken over for 6 ranks x 3 slots: 16 of 16 replicas kept"
+    )
+    assert said[3].endswith("for 2 ranks x 5 slots: 16 of 16 replicas kept")
+    assert [one.placement.num_slots for one in store.placements()] == [10, 8, 18, 18, 12]
+
+
+def test_ranks_that_serve_are_waited_for_before_others_take_their_placement(
+    tmp_path: Path, store: StateStore
+) -> None:
+    before, after = resized(tmp_path, 2, 5), resized(tmp_path, 4, 3)
+    launched(store, before, "a")
+    now = time.time()
+    store.report(RankState("a", 0, now, 5, 0, "idle", 0, 0, 0, 0))
+
+    with pytest.raises(StoreError, match=r"2 ranks x 5 slots .* still serve, expected none before"):
+        launched(store, after, "b")
+    later, _ = launched(store, after, "b", clock=lambda: now + 60.0)
+
+    assert later.num_slots == 12
+    with pytest.raises(ConfigError, match="has other ranks now, expected 2 ranks x 5 slots"):
+        launched(store, before, "a", lost_after=0)
+
+
+def test_first_placement_that_never_served_is_replaced_for_other_ranks(
+    tmp_path: Path, store: StateStore
+) -> None:
+    ensure_first_placement(store, resized(tmp_path, 2, 5), "eplb serve")
+
+    found, did = launched(store, resized(tmp_path, 4, 3), "a")
+
+    assert (found.generation, found.num_slots) == (1, 12)
+    assert did.startswith("first placement of 4 ranks x 3 slots: ")
 
 
 def test_spare_slots_stay_empty_in_the_first_placement(tmp_path: Path, store: StateStore) -> None:

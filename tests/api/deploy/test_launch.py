@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from api.deploy.launch import Launch, check_start, run_ranks
+from api.deploy.launch import Launch, check_start, excluded_ranks, run_ranks
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
 from api.processes.supervision import SupervisionSettings
-from eplb.errors import ConfigError, RankError
+from eplb.errors import ABSENT, ConfigError, RankError
+from eplb.migration.recovery import Recovery
 from rebalance.assembly import places
 from rebalance.assembly.description import DeploymentDescription
 from rebalance.assembly.places import claim_place
@@ -39,6 +40,14 @@ SECRET = "0123456789abcdef0123456789abcdef"
 PRINT_ENVIRON = (
     "import json, os, pathlib; pathlib.Path(f\"rank-{os.environ['RANK']}.json\")"
     ".write_text(json.dumps(dict(os.environ)))"
+)
+
+
+# The product's own reports, in a program that imports nothing else of it.
+REPORTS = (
+    "import logging, os, signal\nfrom collections.abc import Mapping\n"
+    "HALT_FILE_VARIABLE, WORDS, log = 'EPLB_HALT_FILE', 1000, logging.getLogger()\n"
+    + "".join(map(inspect.getsource, (places.report_halt, places.report_run, places._report)))
 )
 
 
@@ -133,6 +142,63 @@ def test_ranks_are_started_again_after_each_death_and_later_beyond_the_budget(
     assert said[1:] == [f"{death} 0.1 s", f"{death} 60.0 s: 1 restarts within 3600 s used up"]
 
 
+def test_starts_that_wait_for_what_is_absent_count_as_no_deaths(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, signal; r = os.environ['RANK']\n"
+        "with open(f'starts-{r}', 'a') as file: file.write('x')\n"
+        "starts = pathlib.Path(f'starts-{r}').read_text()\n"
+        f"os.kill({os.getpid()}, signal.SIGTERM) if starts == 'xxxx' else None\n"
+        f"os._exit({ABSENT})"
+    )
+
+    status, said = run(launch_of(tmp_path, code))
+
+    assert status == 128 + signal.SIGTERM
+    assert "xxxx" in {path.read_text() for path in tmp_path.glob("starts-*")}
+    assert not [line for line in said if "used up" in line], "the budget is of one restart"
+
+
+def test_death_in_a_start_ends_the_other_ranks_that_wait_there(tmp_path: Path) -> None:
+    """Nothing was served that they could agree on."""
+    code = (
+        "import sys, threading\n"
+        "sys.exit(7) if os.environ['RANK'] == '1' else threading.Event().wait()"
+    )
+    words = launch_of(tmp_path, code).command
+    ranks = LocalRanks(words, {rank: dict(os.environ) | {"RANK": str(rank)} for rank in (0, 1)})
+
+    assert ranks.wait(StopSignals()) == "rank 1 exited with status 7"
+    assert not ranks.has_waited
+
+
+def test_rank_that_others_have_excluded_is_killed_though_no_rank_has_ended(
+    tmp_path: Path,
+) -> None:
+    code = REPORTS + "report_run(0, 'r1', os.environ)\nos.kill(os.getpid(), signal.SIGSTOP)"
+    launch = launch_of(tmp_path, code)
+    ranks = LocalRanks(launch.command, {0: dict(os.environ)})
+    asked: list[str] = []
+
+    def excluded(run: str) -> set[int] | None:
+        asked.append(run)
+        return {0} if len(asked) > 1 else None
+
+    found = ranks.wait(StopSignals(), excluded=excluded)
+
+    assert (found, asked[:2]) == ("rank 0 was killed by SIGKILL", ["r1", "r1"])
+
+
+def test_store_names_the_ranks_of_this_host_that_a_run_excluded(tmp_path: Path) -> None:
+    hosts = {"topology__nodes": 2, "topology__hosts": ["127.0.0.1", "127.0.0.2"]}
+    launch = launch_of(tmp_path, "", host=1, **hosts)
+    record = Recovery(1, "r1", (0, 3), 0, 0, 0, "rank 1 died, rank 2 sent no report in time", 1.0)
+    with closing(launch.deployment.opened_store()) as store:
+        store.recover(record, expected_membership=0)
+
+    assert excluded_ranks(launch, "r1") == {2}
+    assert excluded_ranks(launch, "r2") is None
+
+
 def test_store_that_is_absent_at_the_start_is_waited_for(tmp_path: Path) -> None:
     with RedisProcess(tmp_path / "redis") as server:
         server.kill()
@@ -206,13 +272,7 @@ HALTS = (
 def test_rank_that_left_its_loop_has_its_own_deadline_to_exit(
     tmp_path: Path, code: str, deadlines: dict[str, float], how: str
 ) -> None:
-    launch = launch_of(
-        tmp_path, inspect.getsource(places.report_halt) + inspect.getsource(places._report) + code
-    )
-    launch.command[2] = (
-        "from __future__ import annotations\nimport logging\n"
-        "HALT_FILE_VARIABLE, log = 'EPLB_HALT_FILE', logging.getLogger()\n" + launch.command[2]
-    )
+    launch = launch_of(tmp_path, REPORTS + code)
     ranks = LocalRanks(launch.command, {0: dict(os.environ) | {"RANK": "0"}}, **deadlines)
     stop = StopSignals()
 

@@ -103,6 +103,77 @@ def test_rank_that_dies_after_the_store_lost_its_contents_serves_again(
     assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2
 
 
+TWO_HOSTS = {
+    "EPLB_TOPOLOGY__NODES": "2",
+    "EPLB_TOPOLOGY__RANKS_PER_NODE": "1",
+    "EPLB_TOPOLOGY__HOSTS": "127.0.0.1,127.0.0.2",
+    "EPLB_SUPERVISION__RESTART_AFTER_DEATH": "0",
+}
+
+
+@pytest.mark.slow
+def test_host_whose_peer_is_absent_says_so_and_serves_once_it_is_there(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    """Starts without the peer end at a deadline, and count as no deaths."""
+    host = OneHost(stack, tmp_path, small_checkpoint.path, deadline_s=8.0)
+    host.environ |= TWO_HOSTS
+    caches = [host.start("eplb", "host-cache", "--host", number) for number in "01"]
+    first = host.start("eplb", "launch", "--host", "0", *ENGINE)
+    first.wait_for("launcher of host 0 waits for 1 of 2 ranks: 1, ")
+    first.wait_for("1 of 2 ranks met in time, missing: 1", times=2)
+
+    status = host.says("eplb", "status")
+    second = host.start("eplb", "launch", "--host", "1", *ENGINE)
+    first.wait_for("engine: generation 0 serves")
+
+    assert "problem    launcher of host 0 waits for " in status
+    assert not [line for line in first.lines + second.lines if "used up" in line]
+    assert first.ends(signal.SIGTERM) == 0, first.lines
+    assert second.ends() == 0, second.lines
+    assert [cache.ends(signal.SIGTERM) for cache in caches] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_rank_that_is_stopped_alone_on_its_host_is_killed_and_all_serve_again(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint, stopped: int
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    budget = {"EPLB_SUPERVISION__RESTART_AFTER_DEATH": "1000"}  # on a busy machine more are late
+    host.environ |= TWO_HOSTS | budget | {"EPLB_AGENT__VOTE_DEADLINE_S": "5"}
+    for number in "01":
+        host.start("eplb", "host-cache", "--host", number)
+    launchers = [host.start("eplb", "launch", "--host", number, *ENGINE) for number in "01"]
+    launchers[0].wait_for("engine: generation 0 serves")
+    address = f"127.0.0.{stopped + 1}"
+    pid = holder_of(host.name, stopped, address)
+    assert pid is not None
+
+    os.kill(pid, signal.SIGSTOP)
+    launchers[stopped].wait_for(f"rank {stopped} was excluded by the others: killed")
+    launchers[0].wait_for("engine: generation 0 serves, 0 of 0 wrong", times=2)
+
+
+@pytest.mark.slow
+def test_deployment_is_resized_by_a_start_with_other_ranks(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    host.start_cache()
+    shapes = [(2, ""), (3, "2 ranks x 5 slots taken over for 3 ranks x 4 slots: 16 of 16 replicas")]
+    shapes.append((1, "3 ranks x 4 slots taken over for 1 ranks x 8 slots: "))
+
+    for generation, (num_ranks, words) in enumerate(shapes):
+        environ = {"EPLB_TOPOLOGY__RANKS_PER_NODE": str(num_ranks)}
+        launch = host.start("eplb", "launch", *ENGINE, **environ)
+        launch.wait_for(f"placement of {words}" if words else "wrote the first placement")
+        launch.wait_for(f"engine: generation {generation} serves")
+        assert launch.ends(signal.SIGTERM) == 0, launch.lines
+        ended = re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))
+        assert len(ended) == num_ranks
+
+
 @pytest.mark.slow
 def test_engine_that_formed_its_group_itself_keeps_it(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
@@ -189,5 +260,5 @@ def test_ranks_try_a_host_cache_with_another_secret_again(
 
     words = f"engine: the preload process of host {host.name}-host0-127.0.0.1 does not answer: "
     launch.wait_for(words)
-    launch.wait_for("starting the ranks of this host again")  # the cache may get the right one
+    launch.wait_for("launcher of host 0 waits for another start: ")  # it may get the right one
     assert launch.ends(signal.SIGTERM) != 0
