@@ -216,6 +216,46 @@ class Never:
         return self._poll.poll(0)
 
 
+class SimulatedThread:
+    """A thread of the process that runs, as ``threading.Thread``: it ends with the process."""
+
+    ident: int | None = None
+
+    def __init__(self, world: Callable[[], World], **given: Any) -> None:
+        self._world, self._given = world, given
+
+    def start(self) -> None:
+        """Begin it."""
+        me, self.ident = self._world().current, 1
+        assert me is not None, "a process starts it"
+        act = partial(self._given["target"], *self._given.get("args", ()))
+        me.children.append(Process(self._world(), f"thread of {me.name}", me.host, act))
+
+    def join(self, _: float = 0.0) -> None:
+        """Do not wait: it ends at its next look."""
+
+
+class SimulatedEvent(Never):
+    """An event that may be set."""
+
+    _is_set = False
+
+    def set(self) -> None:
+        """Set it."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return self._is_set
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for it, and look twice a second."""
+        until = self._world().now + seconds
+        while not self._is_set and self._world().now < until:
+            super().wait(min(0.5, until - self._world().now))
+        return self._is_set
+
+
 class Names:
     """A module some of whose names are others."""
 
@@ -243,6 +283,8 @@ def simulated(world: Callable[[], World], rank: object) -> Iterator[None]:
         (local_ranks, "ForkedRank", rank),
         (local_ranks, "select", Names(select, poll=never)),
         (interrupts, "Event", never),
+        (joining, "Event", partial(SimulatedEvent, world)),
+        (joining, "Thread", partial(SimulatedThread, world)),
     ]
     timed = (launch, local_ranks, interrupts, joining, rank_assembly)
     with ExitStack() as stack:

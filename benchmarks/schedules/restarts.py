@@ -51,7 +51,7 @@ from rebalance.assembly.rank import committed_placement, new_run_name, record_st
 from rebalance.controller.loop import Controller
 from rebalance.rank.watcher import StoreLoss
 from rebalance.recovery import membership_of_start
-from telemetry.state.joining import check_versions
+from telemetry.state.joining import Heartbeat, check_versions
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 from tests.support.deployments import deployment_in
@@ -60,7 +60,7 @@ NUM_RANKS, HOSTS = 4, range(2)
 COMMANDS = ("serve", "cache-0", "cache-1", "launch-0", "launch-1")
 RESTART_S, LIMIT_S, STEADY_S, MOST_GAP_S = 20.0, 900.0, 20.0, 60.0
 STEP_S, LOOK_S, START_S = 0.5, 1.0, 1.0
-JOIN_DEADLINE_S, VOTE_DEADLINE_S, REPORTS_S = 60.0, 30.0, 10.0  # as the product's defaults
+JOIN_DEADLINE_S, VOTE_DEADLINE_S, REPORTS_S = 60.0, 30.0, 5.0  # as the product's defaults
 
 
 class Restarted(World):
@@ -184,11 +184,13 @@ class Rank(Process):
         self._until(lambda: bool(group.run or group.refusal or group.is_broken), 60.0, lost)
         if group.refusal or group.is_broken:
             raise RankError(f"rank 0 could not record the start: {group.refusal}")
+        places.report_run(self.number, group.run, self._environ)
         self.placement = committed_placement(self._store)
         self.membership = membership_of_start(self._store)
         no_cache = MigrationError(f"the cache of host {self.host} does not answer")
         self._until(self._has_cache, JOIN_DEADLINE_S, no_cache)
         self.world.sleep(START_S)
+        places.report_ready(self.number, self._environ)
 
     def _has_cache(self) -> bool:
         cache = world().commands[f"cache-{self.host}"]
@@ -243,7 +245,7 @@ class Rank(Process):
         return LoadSample(*of_rank, step, step, "mixed", generation, held, tokens)
 
     def _recover(self, group: Group) -> None:
-        """As ``recover``: reports, one record, and the launcher hears who is excluded."""
+        """As ``recover``: reports, and one record, in which launchers read who is excluded."""
         dead = tuple(n for n, one in group.members.items() if one.returncode is not None)
         key = (group.run, self.number, self.membership, self.placement.generation)
         report = SurvivorReport(*key, 0, 0, 0, 0, 0, 0, 0, dead, self.world.time())
@@ -262,7 +264,7 @@ class Rank(Process):
         except EplbError as exc:
             self.world.say(self.name, f"no recovery: {exc}")
             return
-        places.report_excluded(sorted(everyone - set(record.survivors)), self._environ)
+        self.world.say(self.name, f"recovered: {record.reason}")
 
 
 # -- the commands
@@ -280,8 +282,8 @@ def run_cache(host: int) -> None:
     roles._join_store(world().deployment, host)
     world().sleep(START_S)
     world().commands[f"cache-{host}"].is_ready = True
-    never: Any = Never(world)
-    roles._announce(world().deployment, Announcement(HOST_CACHE, str(host)), never)
+    with Heartbeat(world().deployment.opened_store, HOST_CACHE, str(host)):
+        Never(world).wait(1e9)
 
 
 class Serve(Process):
