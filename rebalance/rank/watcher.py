@@ -123,8 +123,8 @@ class StoreLoss:
     """Restores a store that lost its contents (FLUSHALL, a server restarted without its files).
 
     Every rank knows the state that balancing needs: the run, the serving placement, the switches,
-    and the highest plan id. Each rank checks after every poll. The first to find no placement
-    restores all of it in one change; the others find it there. Samples, tasks, events and the
+    and the highest plan id. Each rank checks after every poll. The first that misses placement or
+    run restores all of it in one change; the others find it there. Samples, tasks, events and the
     history of placements are lost. Used by the watcher's thread alone.
     """
 
@@ -142,7 +142,8 @@ class StoreLoss:
         Raises:
             StoreError: the store failed.
         """
-        if self._store.committed() is not None:
+        # `eplb serve` may have written a first placement into the emptied store before this look.
+        if self._store.committed() is not None and self._store.current_run() is not None:
             self._live = live
             if self._run is None:
                 self._run = self._own_run()
@@ -150,7 +151,7 @@ class StoreLoss:
         if self._run is None or self._live is None:
             return False  # nothing was committed yet that could be lost
         state, (placement, plan_id) = self._agent.describe(), self._agent.settled()
-        reason = f"rank {state.rank} found no placement in the store: the store lost its contents"
+        reason = f"rank {state.rank} misses the run in the store: the store lost its contents"
         if self._store.restore(
             self._run, placement, self._live, last_plan_id=plan_id, reason=reason
         ):

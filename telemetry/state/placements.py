@@ -314,8 +314,9 @@ class PlacementPart(Part):
     ) -> bool:
         """Restore the state that a rank knows in a store that lost its contents, atomically.
 
-        Of all callers one writes. False: a placement is committed, or another run is current;
-        nothing is changed.
+        Of all callers one writes. False, and nothing is changed: the run has its placement, another
+        run is current, or a placement of a higher generation is committed. A first placement that
+        no run has used is replaced.
 
         Args:
             placement: what serves; the next commit follows its generation.
@@ -324,8 +325,10 @@ class PlacementPart(Part):
         """
 
         def decision(change: Change) -> bool:
-            current = current_run_in(change)
-            if committed_in(change) is not None or current not in (None, run.run):
+            current, committed = current_run_in(change), committed_in(change)
+            if current not in (None, run.run):
+                return False
+            if committed is not None and (current or committed[0] > placement.generation):
                 return False
             if current is None:
                 add_run(change, run)

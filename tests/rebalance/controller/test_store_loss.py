@@ -127,6 +127,36 @@ def test_balancing_continues_after_a_store_lost_its_contents(losing: Losing) -> 
         assert monitor.reading().counts.total("anomalies", "store_lost") == 1
 
 
+def test_store_that_lost_its_contents_and_got_a_first_placement_is_restored(
+    losing: Losing,
+) -> None:
+    store, lose = losing
+    with closing(Group(store)) as group:
+        group.begin()
+        group.move(TARGETS[0])
+
+        lose()
+        # As a service does that has waited for the store.
+        first = TARGETS[1].with_generation(0)
+        group.step_until(lambda: wrote(store, first))
+        group.step_until(group.is_restored)
+
+        assert group.placement.hash == TARGETS[0].hash
+        assert store.current_run() == RUN
+        group.move(TARGETS[2])
+        assert group.frozen() == ""
+
+
+def wrote(store: Any, first: Placement) -> bool:
+    """Whether the store has a placement, after a first one was offered to it."""
+    try:
+        if store.committed() is None:
+            store.commit(first, expected=None, reason="first placement")
+        return True
+    except StoreError:  # it is not back, or a rank was first
+        return False
+
+
 def test_store_lost_during_a_migration_is_restored_without_a_freeze(losing: Losing) -> None:
     store, lose = losing
     with closing(Group(store)) as group:

@@ -361,6 +361,26 @@ def test_store_that_lost_its_contents_is_restored_with_all_that_is_needed(
     assert kinds(other) == ["restore"]
 
 
+def test_first_placement_that_no_run_has_used_is_replaced_by_what_serves(
+    open_stores: OpenStore,
+) -> None:
+    store = open_stores("demo")
+    assert store.commit(make_placement(0), expected=None, reason="first placement")
+
+    assert store.restore(RUN, make_placement(7), LiveState(), last_plan_id=41, reason="lost")
+
+    committed = store.committed()
+    assert committed is not None
+    assert committed.placement.generation == 7
+
+
+def test_placement_of_a_higher_generation_is_not_replaced(open_stores: OpenStore) -> None:
+    store = open_stores("demo")
+    assert store.commit(make_placement(1000), expected=None, reason="first placement")
+
+    assert not store.restore(RUN, make_placement(7), LiveState(), last_plan_id=41, reason="lost")
+
+
 # -- samples and roll-ups
 
 
