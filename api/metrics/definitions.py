@@ -139,13 +139,16 @@ def _health(seen: Reading) -> Iterator[Metric]:
 
 
 def _step_times(state: State) -> dict[tuple[str, ...], Figure]:
-    """Of the rank in the middle and of the slowest: in step, and by its own work."""
+    """Of the rank in the middle, in step and by its own work; of the slowest, by its own work."""
     times = [(one.step_ms, one.wait_ms or 0.0) for one in state.ranks if one.step_ms is not None]
-    found: dict[tuple[str, ...], Figure] = {}
-    for name, ms in (("step", [s for s, _ in times]), ("own", [s - w for s, w in times])):
-        if ms:
-            found |= {(name, "median"): median(ms) / 1e3, (name, "max"): max(ms) / 1e3}
-    return found
+    if not times:
+        return {}
+    own = [step - wait for step, wait in times]
+    return {
+        ("step", "median"): median(step for step, _ in times) / 1e3,  # alike on all ranks
+        ("own", "median"): median(own) / 1e3,
+        ("own", "max"): max(own) / 1e3,
+    }
 
 
 def _supervision(seen: Reading) -> Iterator[Metric]:

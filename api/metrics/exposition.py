@@ -1,4 +1,4 @@
-"""Prometheus metrics of the current run, in base units, below a hundred series a deployment.
+"""Prometheus metrics of the current run, in base units, at most 130 series a deployment.
 
 Every figure comes from the store, so a counter does not fall when this process restarts. By default
 there is no series per expert, layer

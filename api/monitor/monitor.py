@@ -135,6 +135,7 @@ class Monitor:
         self._free_bytes: int | None = None  # not known yet
         self._is_read = self._has_proposals = False  # the second: since they were read last
         self._proposals: list[Proposal] = []
+        self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
         self._follow(None)
 
     def _follow(self, info: RunInfo | None) -> None:
@@ -196,9 +197,8 @@ class Monitor:
         self._controller = leadership(self.store, now)
         if self._has_proposals:
             self._has_proposals, self._proposals = False, self.store.proposals()
-        self._audit_waiting, self._free_bytes = len(self.store.audit_lines()), None
-        with suppress(OSError):  # there is no folder yet
-            self._free_bytes = None if self._folder is None else disk_usage(self._folder).free
+        self._audit_waiting = len(self.store.audit_lines())
+        self._free_bytes = _free_bytes(self._folder)
         if not 0 <= now - self._versions_at < VERSIONS_S:  # below 0: the clock was set back
             self._versions_at = now
             found = {one.component: one.version for one in serving(self.store, now)}
@@ -518,6 +518,13 @@ class Monitor:
             RebalanceMark(at, end.plan_id, self._first_step_of.get(at), when, end.reason)
             for at, (end, when) in sorted(self._commits.items())
         )
+
+
+def _free_bytes(folder: Path | None) -> int | None:
+    """Return the room on the disk of a folder; None: there is none yet."""
+    with suppress(OSError):
+        return None if folder is None else disk_usage(folder).free
+    return None
 
 
 def _slowest_phase(states: Iterable[RankState]) -> str:

@@ -65,7 +65,7 @@ async def readyz(call: Call) -> Health:
     media_types={"text/plain": {"type": "string"}},
 )
 def metrics(call: Call) -> Raw:
-    """Figures for Prometheus. Under a hundred series of each deployment, whose counters survive a
+    """Figures for Prometheus. At most 130 series of each deployment, whose counters survive a
     restart of the service. A path of one deployment has the series of that deployment alone.
     """
     from api.metrics.exposition import metrics_text

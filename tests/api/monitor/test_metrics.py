@@ -172,7 +172,7 @@ def test_slowest_rank_is_the_one_that_waits_least(store: StateStore) -> None:
 
     found = text_of(store)
 
-    assert 'eplb_step_seconds{agg="max",deployment="d",time="step"} 0.02' in found
+    assert 'eplb_step_seconds{agg="median",deployment="d",time="step"} 0.02' in found
     assert 'eplb_step_seconds{agg="max",deployment="d",time="own"} 0.019' in found
     assert 'eplb_step_seconds{agg="median",deployment="d",time="own"} 0.012' in found
 
