@@ -131,8 +131,6 @@ class Monitor:
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "", "")
-        self._audit_waiting = 0
-        self._free_bytes: int | None = None  # not known yet
         self._is_read = self._has_proposals = False  # the second: since they were read last
         self._proposals: list[Proposal] = []
         self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
