@@ -138,11 +138,10 @@ def test_port_of_the_http_service_in_use_is_refused(host: OneHost) -> None:
 @pytest.mark.parametrize(
     ("changes", "environ", "refusal"),
     [
-        ({"topology__slots_per_rank": 6}, {}, "has a placement of"),
         ({}, {"EPLB_SECRET": SECRET}, "was started with a secret of fingerprint"),
         ({"model__checkpoint": "other"}, {}, "has other bytes, of tensor"),
     ],
-    ids=["another topology", "another secret", "another checkpoint"],
+    ids=["another secret", "another checkpoint"],
 )
 def test_start_that_a_store_refuses_writes_nothing_to_it(
     tmp_path: Path,
