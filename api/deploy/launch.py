@@ -42,7 +42,7 @@ from telemetry.state.events import WAITING
 from telemetry.state.joining import Heartbeat, check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
-TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # of a wait
+TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # a wait is told first, and told again
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
 NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE", NOTIFY_VARIABLE)
 
@@ -278,7 +278,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()
     heart = Heartbeat(launch.deployment.opened_store, LAUNCHER, str(launch.host))
-    retries = Restarts(sys.maxsize, supervision)  # of starts in which nothing failed
+    retries = Restarts(sys.maxsize, supervision)  # delays of starts that wait for an absent part
     waits = WaitReports(launch, notifier, say)
     generation: int | None = None
     died, has_said = "", False

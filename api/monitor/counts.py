@@ -69,7 +69,7 @@ class EventTally:
         outcomes = OUTCOME_OF_EVENT.values()
         self.tally.update({("rebalances", act, end): 0 for act in ACTS for end in outcomes})
         self.plan_s = self.rebalance_s = Durations()
-        self.unserved_s = 0.0  # of all outages that ended
+        self.unserved_s = 0.0  # total length of the outages that ended
         self._excluded = dict.fromkeys(EXCLUDED, 0)  # counts of this run, as reported last
         self._excluded_before: Counter[str] = Counter(self._excluded)  # counts of earlier runs
 

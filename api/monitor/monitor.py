@@ -82,7 +82,7 @@ SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
-HANGS_S = 1.0  # of a look at the store, after which an answer leaves out what waits for it
+HANGS_S = 1.0  # a look at the store that takes longer is left out of an answer
 OF_PROPOSALS = ("proposal", "commit", "restore")  # events after which others are open
 VERSIONS_S = 5.0  # after which the versions are read again
 

@@ -26,7 +26,7 @@ class OutageLog:
     """Follows the samples and events of one deployment. Its owner serialises calls."""
 
     def __init__(self) -> None:
-        self.token_time: float | None = None  # of the newest token of any run; store's clock
+        self.token_time: float | None = None  # newest token of any run, by the store's clock
         self.death: Death | None = None  # the latest
         self.found: list[Outage] = []  # outages that the store does not have, the oldest first
         self._recorded: list[Outage] = []

@@ -40,7 +40,7 @@ STEADY_S = 5.0
 START_DEADLINE_S, LIMIT_S, HUMAN_S = 120.0, 180.0, 60.0
 STOPPED_S, CUT_S = 60.0, 90.0
 SKEW_S = 3600.0
-STALLED_S = 30.0 + GRACE_S  # by then an outage of any cause is told
+STALLED_S = 30.0 + GRACE_S  # deadline of the verdict for an outage of any cause
 LEAST_GAP_S, MOST_GAP_S = 0.5, 20.0  # between two faults: the second comes while the first lasts
 Mend = Callable[[], object]
 
@@ -153,7 +153,7 @@ class Fault:
 FAULTS: dict[str, Fault] = {
     "rank-killed": Fault(kill_rank, 0.0, GRACE_S),
     "rank-stopped": Fault(stop_rank, STOPPED_S, 10.0 + GRACE_S),  # a rank is silent after 10 s
-    "cache-killed": Fault(killed("cache-{host}"), RESTART_S, 15.0 + GRACE_S),  # of its heartbeat
+    "cache-killed": Fault(killed("cache-{host}"), RESTART_S, 15.0 + GRACE_S),  # heartbeat
     "controller-killed": Fault(kill_controller, 0.0, None),
     "serve-killed": Fault(killed("serve"), RESTART_S, GRACE_S),
     "launcher-killed": Fault(killed("launch-{host}"), RESTART_S, GRACE_S),
@@ -213,7 +213,7 @@ class Run:
     def __init__(self, case: Case, deployment: TwoHostDeployment, observer: Observer) -> None:
         self.case, self.deployment, self.observer = case, deployment, observer
         self._mends: list[tuple[float, Mend]] = []
-        self._date = 0.0  # of the first fault, by the wall clock
+        self._date = 0.0  # when the first fault was injected, by the wall clock
         self._num_checks = 0
 
     def wait(self, is_over: Callable[[], bool], within_s: float) -> bool:

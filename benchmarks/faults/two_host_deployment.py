@@ -44,10 +44,10 @@ from tests.support.two_hosts import ADDRESSES, TwoHosts
 
 RESTART_S = 20.0  # longer than a host cache may be silent
 REFUSED = 2
-STATE_BYTES = 32_000_000  # of a host's file system for state
+STATE_BYTES = 32_000_000  # size of a host's file system for state
 END_S = 20.0
 HOSTS, RANKS = range(2), range(4)
-INTERFACES = ("end0", "end1")  # of TwoHosts
+INTERFACES = ("end0", "end1")  # the ends of the veth pair of TwoHosts
 NOWHERE = "02:00:00:00:00:99"  # an address that no network card has
 SETTINGS: dict[str, Any] = {
     "topology.nodes": 2,
@@ -74,7 +74,7 @@ class Process:
     environ: dict[str, str]
     output: Path
     process: subprocess.Popen[bytes] | None = None
-    restart_at: float | None = None  # of the service manager
+    restart_at: float | None = None  # when the service manager restarts it
     ends: list[str] = field(default_factory=list)  # how it ended, each time
 
     @property
