@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -251,6 +251,8 @@ class Demo:
         """Have all ranks end at one step, and the checker once it has checked what they sent."""
         # Launchers have these deadlines for their ranks.
         self._commands.end(self._launchers, HALT_DEADLINE_S + EXIT_DEADLINE_S + GRACE_S)
+        with suppress(StoreError):  # the summary names what is missing
+            self._look_at_run()  # a start that served its first steps since the last look
         self._commands.end([self._checker], CHECKS_DEADLINE_S)
         self._read_checks()
 
