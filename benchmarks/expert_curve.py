@@ -305,23 +305,19 @@ def uneven(shape: Shape, batches: tuple[int, ...], draws: int) -> list[dict[str,
 
 
 def show(path: Path) -> None:
-    """Print errors of both rules of the simulator, by skew and batch; needs no GPU."""
-    from simulations.cost.expert_time import RULES, predicted_us, read_expert_time, with_rule
+    """Print errors of predicted times on uneven rows, by skew and batch; needs no GPU."""
+    from simulations.cost.expert_time import predicted_us, read_expert_time
 
     record = json.loads(path.read_text())
     curve = read_expert_time(path, UNEVEN_SLOTS)
-    curves = [with_rule(curve, rule) for rule in RULES]
     print(f"\n{path.stem}: predicted over measured, mean of draws")
-    print(f"{'skew':8}{'rows':>6}{'us':>10}" + "".join(f"{rule:>15}" for rule in RULES))
+    print(f"{'skew':8}{'rows':>6}{'us':>10}{'ratio':>15}")
     for skew in SKEWS:
         for mean in sorted({point["mean_rows"] for point in record["uneven"]}):
             here = [p for p in record["uneven"] if (p["skew"], p["mean_rows"]) == (skew, mean)]
-            ratios = [
-                statistics.mean(predicted_us(one, p["counts"]) / p["us"] for p in here)
-                for one in curves
-            ]
+            ratio = statistics.mean(predicted_us(curve, p["counts"]) / p["us"] for p in here)
             us = statistics.mean(point["us"] for point in here)
-            print(f"{skew:8}{mean:6}{us:10.1f}" + "".join(f"{ratio:15.3f}" for ratio in ratios))
+            print(f"{skew:8}{mean:6}{us:10.1f}{ratio:15.3f}")
 
 
 def compiled(task: tuple[Shape, int, Tiling]) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
+from simulations.cost.expert_time import ExpertTime, check_fits, of_kernel, read_expert_time
 from simulations.cost.hardware import hardware_named
+from simulations.cost.kernels import kernel_for
 from simulations.cost.step_time import StepModel
 from simulations.windows import Deployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
@@ -152,28 +153,54 @@ def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
     return model
 
 
+def experts_of(
+    model: ModelShape,
+    hardware: str,
+    slots_per_rank: float,
+    *,
+    engine: str | None = None,
+    expert_times: Path | None = None,
+    is_prefill: bool = False,
+) -> ExpertTime:
+    """Times of experts from a measured file, else from the constants of an engine's kernel.
+
+    Raises:
+        ConfigError: no constants, or a file of other experts.
+    """
+    if expert_times is None:
+        card = hardware_named(hardware).name
+        return of_kernel(kernel_for(card, model.precision, engine, is_prefill=is_prefill), model)
+    experts = read_expert_time(expert_times, slots_per_rank)
+    check_fits(expert_times, model)
+    return experts
+
+
 def step_model_of(
     model: ModelShape | None,
     topology: Topology,
     hardware: str,
     expert_times: Path | None = None,
     *,
+    engine: str | None = None,
     is_prefill: bool = False,
     other_us: float = 0.0,
     is_overlapped: bool = False,
     port_ranks: int = 1,
 ) -> StepModel:
-    """Times of steps from a data sheet, or from a measured file.
+    """Times of steps of a card.
 
     Raises:
-        ConfigError: no model, unknown hardware, or a file of other experts.
+        ConfigError: no model, unknown hardware, or as ``experts_of``.
     """
     if model is None:
         raise ConfigError("times of steps need the sizes of experts, expected --model")
     card = replace(hardware_named(hardware), port_ranks=port_ranks)
-    if expert_times is None:
-        experts = from_data_sheet(card, model)
-    else:
-        experts = read_expert_time(expert_times, float(topology.slots_of_rank.mean()))
-        check_fits(expert_times, model)
+    experts = experts_of(
+        model,
+        hardware,
+        float(topology.slots_of_rank.mean()),
+        engine=engine,
+        expert_times=expert_times,
+        is_prefill=is_prefill,
+    )
     return StepModel(model, topology, card, experts, is_prefill, other_us, is_overlapped)

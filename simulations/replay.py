@@ -96,7 +96,9 @@ class Replay:
     last_placement: Placement
     tokens: NDArray[np.float64]  # [T - 1] routed tokens of each window, mean over layers
     step_us: NDArray[np.float64]  # [T - 1] of one step of each window; empty without a step model
+    parts_us: NDArray[np.float64]  # [T - 1, 4] of it: dispatch, experts, combine, rest
     batch_us: NDArray[np.float64]  # [T - 1, B] as ``step_us``, for the scenario's batches
+    bound_us: NDArray[np.float64]  # [T - 1, B] of them, below which no placement comes
     failed: str = ""  # why it ended before the last window
 
     @property
@@ -159,7 +161,9 @@ class Runner:
         self._served: SlotLoad | None = None
         self._step_us: list[float] = []
         self._network_part = 0.0  # of the latest step
+        self._parts_us: list[tuple[float, ...]] = []
         self._batch_us: list[list[float]] = []
+        self._bound_us: list[list[float]] = []
 
     def plan(self, window: int, tokens: Tokens, past: Past) -> None:
         """Let the scheme plan after a window; an error ends this scheme and no other."""
@@ -209,24 +213,18 @@ class Runner:
         topology = self.scenario.topology
         self._imbalance.append(imbalance_of(by_rank(self._served, topology), topology))
         if (step_model := self.scenario.step_model) is not None:
-            batches = self.scenario.batches
-            rows = self._rows(tokens, self.scenario.tokens_per_step, step_model)
+            routed = np.maximum(tokens.sum(axis=1, keepdims=True), 1)  # [L, 1]
+            served, given = self._served, self.scenario.tokens_per_step
+            rows = served / self.scenario.windows.steps
+            if given is not None:
+                rows = served * (given * step_model.model.top_k / routed)
             step = step_model.of(rows)
             self._step_us.append(step.us)
+            self._parts_us.append(step.parts_us)
             self._network_part = step.network_part
-            timed = [step_model.of(self._rows(tokens, one, step_model)).us for one in batches]
-            self._batch_us.append(timed)
-
-    def _rows(
-        self, tokens: Tokens, tokens_per_step: float | None, step_model: StepModel
-    ) -> SlotLoad:
-        """[L, S] rows of each slot in one step."""
-        assert self._served is not None, "served before"
-        if tokens_per_step is None:
-            return self._served / self.scenario.windows.steps
-        routed = np.maximum(tokens.sum(axis=1, keepdims=True), 1)
-        rows: SlotLoad = self._served * (tokens_per_step * step_model.model.top_k / routed)
-        return rows
+            parts = [one * step_model.model.top_k / routed for one in self.scenario.batches]
+            self._batch_us.append([step_model.of(served * part).us for part in parts])
+            self._bound_us.append([step_model.bound(tokens * part).us for part in parts])
 
     def result(self, last: Tokens, routed: NDArray[np.float64]) -> Replay:
         """Everything together."""
@@ -246,7 +244,9 @@ class Runner:
             last_placement=self.scheme.serving,
             tokens=routed[: len(self._imbalance)],
             step_us=np.array(self._step_us),
+            parts_us=np.array(self._parts_us).reshape(-1, 4),
             batch_us=np.array(self._batch_us).reshape(len(self._batch_us), len(scenario.batches)),
+            bound_us=np.array(self._bound_us).reshape(len(self._bound_us), len(scenario.batches)),
             failed=self.failed,
         )
 

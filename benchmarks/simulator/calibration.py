@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from benchmarks.planner.dispatch_rules import Case
 from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, preset
-from simulations.cost.expert_time import from_data_sheet
+from simulations.cost.expert_time import of_kernel
 from simulations.cost.hardware import hardware_named
+from simulations.cost.kernels import kernel_for
 from simulations.cost.step_time import StepModel
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all
@@ -110,7 +111,7 @@ def replays(
         replace(MODEL, layer_ids=MODEL.layer_ids[:layers]),
         topology,
         CARD,
-        from_data_sheet(CARD, MODEL),
+        of_kernel(kernel_for(CARD.name, MODEL.precision, "sglang", is_prefill=is_prefill), MODEL),
         is_prefill,
         other_us,
         is_overlapped=True,

@@ -61,7 +61,7 @@ def fitted_line(rows: list[float], us: list[float]) -> tuple[float, float]:
 
 def step_model_of(record: dict[str, Any], layer: dict[str, Any]) -> StepModel:
     """The step model of a one-rank group, from what was measured apart."""
-    even = {**record, **layer, "uneven": []}  # no rule is chosen by rows that are predicted
+    even = {**record, **layer}
     num, hidden = int(layer["num_experts"]), int(layer["hidden"])
     rows = [float(point["tokens"] * layer["top_k"]) for point in layer["around"]]
     before = [float(point["before_us"]) for point in layer["around"]]

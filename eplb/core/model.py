@@ -14,6 +14,17 @@ from numpy.typing import NDArray
 from eplb.core.arrays import UNSET, freeze, owned, unset
 from eplb.errors import ConfigError
 
+# Bytes of one weight with its scales, as checkpoints have them: FP8 with a float32 scale of 128 x
+# 128, 4 bits with a scale of 128 (int4), 16 (nvfp4) or 32 (mxfp4).
+PRECISIONS = {
+    "bf16": 2.0,
+    "fp8": 1 + 4 / 128**2,
+    "fp8-tensor": 1.0,  # one scale of a matrix
+    "int4": 0.5 + 2 / 128,
+    "nvfp4": 0.5 + 1 / 16,
+    "mxfp4": 0.5 + 1 / 32,
+}
+
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
@@ -33,7 +44,7 @@ class ModelShape:
     intermediate: int  # width of one routed expert
     num_shared_experts: int = 0
     num_expert_groups: int = 1  # the model's routing groups; 1 means none
-    expert_bytes: int = 0  # one routed expert as served; 0: three BF16 matrices
+    expert_bytes: int = 0  # one routed expert as served, with its scales; 0: in BF16
     expert_cost: NDArray[np.float64] = field(default_factory=unset)  # [E] work per token, 1.0 usual
 
     def __post_init__(self) -> None:
@@ -50,7 +61,8 @@ class ModelShape:
                 "expected groups of equal size"
             )
         if not self.expert_bytes:
-            object.__setattr__(self, "expert_bytes", 3 * self.hidden * self.intermediate * 2)
+            in_bf16 = round(self.expert_weights * PRECISIONS["bf16"])
+            object.__setattr__(self, "expert_bytes", in_bf16)
         cost = np.ones(self.num_experts) if self.expert_cost is UNSET else self.expert_cost
         freeze(self, expert_cost=owned(cost, np.float64))
         if self.expert_cost.shape != (self.num_experts,):
@@ -68,6 +80,41 @@ class ModelShape:
     def num_layers(self) -> int:
         """L."""
         return len(self.layer_ids)
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one routed expert: gate, up and down."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def precision(self) -> str:
+        """The precision that gives one expert its bytes.
+
+        Raises:
+            ConfigError: the model has no sizes of experts, or bytes that no precision gives.
+        """
+        if not self.expert_weights:
+            raise ConfigError("the model has no sizes of experts, expected hidden and intermediate")
+        each = self.expert_bytes / self.expert_weights
+        name = min(PRECISIONS, key=lambda one: abs(PRECISIONS[one] - each))
+        if abs(PRECISIONS[name] / each - 1) > 0.05:
+            raise ConfigError(
+                f"expert_bytes is {self.expert_bytes}, {each:.3g} for each weight; expected those "
+                f"of a precision: {', '.join(PRECISIONS)}"
+            )
+        return name
+
+    def with_precision(self, precision: str) -> ModelShape:
+        """Give the same model with experts of another precision.
+
+        Raises:
+            ConfigError: an unknown precision.
+        """
+        if precision not in PRECISIONS:
+            raise ConfigError(
+                f"unknown precision {precision!r}, expected one of: {', '.join(PRECISIONS)}"
+            )
+        return replace(self, expert_bytes=round(self.expert_weights * PRECISIONS[precision]))
 
 
 def position_in(layer_ids: tuple[int, ...], layer_id: int) -> int:
@@ -110,16 +157,21 @@ _V3 = replace(
     _preset(3, 60, 256, 8, 7168, 2048),
     num_shared_experts=1,
     num_expert_groups=8,
-    expert_bytes=44_040_192 + 10_752,  # FP8 weights and their 128 x 128 float32 block scales
-)
+).with_precision("fp8")
+_GPT_OSS = {
+    layers: _preset(0, layers - 1, experts, 4, 2880, 2880).with_precision("mxfp4")
+    for layers, experts in ((36, 128), (24, 32))
+}
 
-# Figures are those of each model's published config.json.
+# Figures are those of each model's published config.json, the precision that of its checkpoint.
 PRESETS: dict[str, ModelShape] = {
     "deepseek-v3": _V3,
     "deepseek-r1": _V3,
     "deepseek-v3.2": _V3,
     "deepseek-v2-lite": replace(_preset(1, 26, 64, 6, 2048, 1408), num_shared_experts=2),
-    "kimi-k2": replace(_preset(1, 60, 384, 8, 7168, 2048), num_shared_experts=1),
+    "kimi-k2": replace(
+        _preset(1, 60, 384, 8, 7168, 2048).with_precision("fp8"), num_shared_experts=1
+    ),
     "qwen3-235b": _preset(0, 93, 128, 8, 4096, 1536),
     "qwen3-30b": _preset(0, 47, 128, 8, 2048, 768),
     "qwen3-next": replace(_preset(0, 47, 512, 10, 2048, 512), num_shared_experts=1),
@@ -128,10 +180,10 @@ PRESETS: dict[str, ModelShape] = {
     ),
     "longcat-flash": _zero_computation(_preset(0, 27, 768, 12, 6144, 2048), 256),
     "step-3": replace(_preset(4, 59, 48, 3, 7168, 5120), num_shared_experts=1),
-    "minimax-m2": _preset(0, 61, 256, 8, 3072, 1536),
+    "minimax-m2": _preset(0, 61, 256, 8, 3072, 1536).with_precision("fp8"),
     "glm-4.5": replace(_preset(3, 91, 160, 8, 5120, 1536), num_shared_experts=1),
-    "gpt-oss-120b": _preset(0, 35, 128, 4, 2880, 2880),
-    "gpt-oss-20b": _preset(0, 23, 32, 4, 2880, 2880),
+    "gpt-oss-120b": _GPT_OSS[36],
+    "gpt-oss-20b": _GPT_OSS[24],
     "mixtral-8x7b": _preset(0, 31, 8, 2, 4096, 14336),
 }
 

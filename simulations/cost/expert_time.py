@@ -1,11 +1,9 @@
-"""Time of a rank's experts by the rows of its slots: g(n), measured or from data sheets.
+"""Time of a rank's experts by the rows of its slots: g(n), of an engine's kernel or measured.
 
 A measured curve is a file that ``benchmarks/expert_curve.py`` writes; docs/simulator.md has its
-format. Its even rows give the time of one slot. How uneven slots add up is one of two rules, and
-the file's uneven rows choose the one that was nearer:
-
-    sum of maxima   every slot takes the longer of reading its weights and its products
-    max of sums     one kernel for all slots overlaps them: the longer of the two sums
+format. Its even rows give the time of one slot. Without a file it is that of the kernel that an
+engine uses, by the constants of ``simulations.cost.kernels``. Slots add up: each takes its own
+time for reading its weights and for its products.
 
 A kernel computes whole tiles: as many of the largest as a slot fills, and for the rest the smallest
 one that holds it. Where the file names the tiles, rows count up to the end of the last one: between
@@ -17,10 +15,10 @@ Shapes:  L MoE layers, S slots, R ranks, P points.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +26,11 @@ from numpy.typing import NDArray
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.cost.hardware import Hardware
+from simulations.cost.kernels import Kernel
 from telemetry.formats.bounded import read_json, reading
 
 FORMAT, VERSION = "eplb-expert-time", 1
-Rule = Literal["sum of maxima", "max of sums"]
-RULES: tuple[Rule, ...] = get_args(Rule)
-TILE = 16  # rows that the smallest tile of tensor cores takes
+OCTAVES, IN_OCTAVE = 17, 4  # points of a kernel's curve: up to 131,072 rows
 # Standard scores of the 10th, 30th, 50th, 70th and 90th percentile: rows of a slot step by step.
 CHANCE = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
 Rows = NDArray[np.float64]
@@ -55,9 +51,9 @@ class ExpertTime:
 
     rows: NDArray[np.float64]  # [P] rising
     us: NDArray[np.float64]  # [P]
-    rule: Rule
-    source: str  # what was measured, or which data sheet
+    source: str  # what was measured
     tiles: Tiles = ()
+    kernel: Kernel | None = None  # None: a measured file
     most_usual_rows: float = np.inf
     above: ExpertTime | None = None
 
@@ -73,15 +69,9 @@ class ExpertTime:
             if not (rows > 0 and 0 < us < np.inf):
                 raise ConfigError(f"{self.source}: {us} us for {rows} rows, expected above 0")
 
-    @property
-    def reading_us(self) -> float:
-        """Of one slot, while reading weights decides."""
-        return float(self.us.min())
-
-    @property
-    def row_us(self) -> float:
-        """Of one row, while products decide."""
-        return float((self.us / self.rows).min())
+    def error_at(self, rows: float) -> float | None:
+        """Median error of a kernel where slots have so many rows; None: a measured file."""
+        return None if self.kernel is None else self.kernel.error_at(rows)[0]
 
     def of_slots(self, rows: Rows) -> Rows:
         """Time of each slot alone; rows are means of steps, so that 0.3 is three steps of ten."""
@@ -93,9 +83,11 @@ class ExpertTime:
 
     def of_counts(self, rows: Rows) -> Rows:
         """Time of each slot alone in a step with so many rows, above 0."""
-        counted, last = self.in_tiles(rows), self.rows[-1]
-        within = np.interp(np.clip(counted, 1.0, last), self.rows, self.us)
-        time: Rows = within * np.maximum(counted / last, 1.0)
+        counted = self.in_tiles(rows)
+        within = np.interp(np.maximum(counted, 1.0), self.rows, self.us)
+        # Past the last point each row takes what it takes there; reading is not done again.
+        of_row = (self.us[-1] - self.us[-2]) / (self.rows[-1] - self.rows[-2])
+        time: Rows = within + np.maximum(counted - self.rows[-1], 0.0) * of_row
         return time
 
     def in_tiles(self, rows: Rows) -> Rows:
@@ -118,12 +110,14 @@ class ExpertTime:
         """[L, R] time of each rank for rows [L, S], at nominal speed."""
         curve = self.at(float(rows.mean()))
         members = np.eye(topology.num_ranks)[topology.rank_of_slot]
-        if curve.rule == "sum of maxima":
-            summed: Rows = curve.of_slots(rows) @ members
-            return summed
-        reads = curve.reading_us * (active(rows) @ members)
-        longest: Rows = np.maximum(reads, curve.row_us * (rows @ members))
-        return longest
+        return curve.of_sum(curve.of_slots(rows) @ members)
+
+    def of_sum(self, slots_us: Rows) -> Rows:
+        """Time of ranks from the sums over their slots."""
+        if self.kernel is None:
+            return slots_us
+        # A rank without rows launches nothing.
+        return self.kernel.rank_us(slots_us) * (slots_us > 0)
 
 
 def active(rows: Rows) -> Rows:
@@ -132,16 +126,13 @@ def active(rows: Rows) -> Rows:
     return part
 
 
-def from_data_sheet(hardware: Hardware, model: ModelShape, dtype: str = "fp8") -> ExpertTime:
-    """The roofline of a card: whichever is longer, reading an expert or its products."""
-    flops = {"fp8": hardware.fp8_flops, "bf16": hardware.bf16_flops}.get(dtype)
-    if flops is None:
-        raise ConfigError(f"unknown precision {dtype!r}, expected one of: bf16, fp8")
-    weights = 3.0 * model.hidden * model.intermediate
-    reading_us = weights * (1 if dtype == "fp8" else 2) / hardware.reads * 1e6
-    rows = np.array([1.0, *(TILE * 2.0**power for power in range(8))])
-    us = np.maximum(reading_us, 2 * weights * np.maximum(rows, TILE) / flops * 1e6)
-    return ExpertTime(rows, us, "max of sums", f"data sheet of {hardware.name}, {dtype}")
+def of_kernel(kernel: Kernel, model: ModelShape) -> ExpertTime:
+    """The curve of a kernel for the experts of a model."""
+    rows = 2.0 ** (np.arange(OCTAVES * IN_OCTAVE + 1) / IN_OCTAVE)
+    reading, row = kernel.reading_us(model.expert_weights), kernel.row_us(model.expert_weights)
+    us: Rows = np.hypot(reading, row * rows) + rows * model.hidden * kernel.column_ps / 1e6
+    tiles = (kernel.tile,) if kernel.tile > 1 else ()
+    return ExpertTime(rows, us, kernel.source, tiles, kernel)
 
 
 def read_expert_time(path: Path, slots_per_rank: float) -> ExpertTime:
@@ -198,38 +189,18 @@ def curve_of(record: dict[str, Any], slots_per_rank: float, where: str) -> Exper
         curve = ExpertTime(
             rows,
             us,
-            "sum of maxima",
             f"{source}, {slots} slots",
             tuple(int(tile) for tile in tiling["tiles"]),
-            float(tiling.get("most_usual_rows", np.inf)),
-            curve,
+            most_usual_rows=float(tiling.get("most_usual_rows", np.inf)),
+            above=curve,
         )
     if curve is None:
         raise ConfigError(f"{where} has no tilings, expected one or more, or none named")
-    ruled = {rule: with_rule(curve, rule) for rule in RULES}
-    return ruled[min(RULES, key=lambda rule: error_of(ruled[rule], record.get("uneven", ())))]
-
-
-def with_rule(curve: ExpertTime, rule: Rule) -> ExpertTime:
-    """The same curve, all its tilings included, by another rule."""
-    above = None if curve.above is None else with_rule(curve.above, rule)
-    return replace(curve, rule=rule, above=above)
-
-
-def error_of(curve: ExpertTime, uneven: Sequence[dict[str, Any]]) -> float:
-    """Mean error of a curve on measured uneven rows, relative; tiles as serving chooses them."""
-    errors = [
-        abs(predicted_us(curve, point["counts"]) / float(point["us"]) - 1)
-        for point in uneven
-        if point["tiles_for"] == "mean"
-    ]
-    return float(np.mean(errors)) if errors else 0.0
+    return curve
 
 
 def predicted_us(curve: ExpertTime, counts: Sequence[int]) -> float:
     """Microseconds of one rank whose slots have so many rows in every step."""
     rows = np.array(counts, dtype=np.float64)
     curve, rows = curve.at(float(rows.mean())), rows[rows > 0]
-    if curve.rule == "max of sums":
-        return max(curve.reading_us * len(rows), curve.row_us * float(rows.sum()))
     return float(curve.of_counts(rows).sum())

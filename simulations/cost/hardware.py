@@ -1,8 +1,7 @@
-"""Figures of accelerators: data sheets, and the parts of them that kernels were measured to reach.
+"""Figures of accelerators: memory, and rates of links that were measured to be reached.
 
-The parts were measured on H200 (benchmarks/reports, 2026-11-20): 2.9 TB/s of weights and 750
-TFLOP/s of BF16 in a grouped GEMM, DeepEP's dispatch and combine at 261 and 359 GB/s of NVLink. For
-the other cards they are assumed to be the same parts.
+NVLink: DeepEP's dispatch and combine on H200 reached 0.6 of the data sheet (benchmarks/reports,
+2026-11-20), which is assumed of the other cards. Times of experts are in ``kernels``.
 
 Shapes:  R ranks.
 """
@@ -18,7 +17,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 
 Rows = NDArray[np.float64]
-READS, COMPUTES, LINKS = 0.6, 0.76, 0.6  # parts of the data sheet that are reached
+LINKS = 0.6  # part of the data sheet that is reached
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,6 @@ class Hardware:
 
     name: str
     memory_bytes: float
-    reads: float  # bytes of weights a second
-    fp8_flops: float
-    bf16_flops: float
     node_bytes_s: float  # to another rank of the node
     network_bytes_s: float  # of one port, to ranks of other nodes
     port_ranks: int = 1  # neighbours of a node that share a port
@@ -44,25 +40,18 @@ class Hardware:
                 raise ConfigError(f"hardware {self.name}: {name} is {value}, expected above 0")
 
 
-def _card(
-    name: str, gb: float, hbm_tb: float, fp8_tf: float, bf16_tf: float, nvlink_gb: float
-) -> Hardware:
-    return Hardware(
-        name,
-        gb * 1e9,
-        hbm_tb * 1e12 * READS,
-        fp8_tf * 1e12 * COMPUTES,
-        bf16_tf * 1e12 * COMPUTES,
-        nvlink_gb * 1e9 * LINKS,
-        46e9,  # DeepEP over one 400 Gbit/s port, as its authors measured
-    )
+def _card(name: str, gb: float, nvlink_gb: float) -> Hardware:
+    # DeepEP over one port of 400 Gbit/s, as its authors measured: 46 GB/s.
+    return Hardware(name, gb * 1e9, nvlink_gb * 1e9 * LINKS, 46e9)
 
 
 HARDWARE = {
-    "h20": _card("h20", 96, 4.0, 296, 148, 450),
-    "h100": _card("h100", 80, 3.35, 1979, 989, 450),
-    "h200": _card("h200", 141, 4.8, 1979, 989, 450),
-    "h800": _card("h800", 80, 3.35, 1979, 989, 200),
+    "h20": _card("h20", 96, 450),
+    "h100": _card("h100", 80, 450),
+    "h200": _card("h200", 141, 450),
+    "h800": _card("h800", 80, 200),
+    "b200": _card("b200", 180, 900),
+    "gb200": _card("gb200", 186, 900),
 }
 
 

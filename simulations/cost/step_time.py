@@ -68,10 +68,26 @@ class StepModel:
 
     def of(self, rows: NDArray[np.float64]) -> StepTime:
         """Times of one step with rows [L, S] in its slots."""
-        topology = self.topology
-        speed, serving = topology.rank_speed[topology.serving], topology.serving
+        topology, serving = self.topology, self.topology.serving
         by_rank = rows @ np.eye(topology.num_ranks)[topology.rank_of_slot]
-        experts = (self.experts.of_ranks(rows, topology)[:, serving] / speed).max(axis=1)
+        of_ranks = self.experts.of_ranks(rows, topology)[:, serving]
+        return self._step(by_rank, (of_ranks / topology.rank_speed[serving]).max(axis=1))
+
+    def bound(self, rows: NDArray[np.float64]) -> StepTime:
+        """Times below those of any placement, for rows [L, E] of experts: no expert is read twice.
+
+        Ranks share the work of experts by their speed, and rows cross links evenly.
+        """
+        serving = self.topology.serving
+        by_rank = rows.sum(axis=1, keepdims=True) * (serving / serving.sum())
+        slots_us = self.experts.at(float(rows.mean())).of_slots(rows).sum(axis=1)
+        speed = float(self.topology.rank_speed[serving].sum())
+        return self._step(by_rank, self.experts.of_sum(slots_us / speed))
+
+    def _step(self, by_rank: NDArray[np.float64], experts: NDArray[np.float64]) -> StepTime:
+        """Times of a step with rows [L, R] of ranks, and the longest experts [L]."""
+        topology, serving = self.topology, self.topology.serving
+        speed = topology.rank_speed[serving]
         near, far = self._copies(by_rank)
         busy = by_rank.sum(axis=1) > 0
         by, far = self.transport, by_port(far, topology, self.hardware.port_ranks)
@@ -132,6 +148,13 @@ class StepTime:
     other_us: float
     is_overlapped: bool
     network: NDArray[np.float64]  # [L] of dispatch and combine, in which network ports are busy
+
+    @property
+    def parts_us(self) -> tuple[float, float, float, float]:
+        """Of the step: dispatch, experts, combine, and the rest."""
+        rest = float(self.shared.sum()) + self.other_us * len(self.experts)
+        links = float(self.dispatch.sum()), float(self.combine.sum())
+        return links[0], float(self.experts.sum()), links[1], rest
 
     @property
     def network_part(self) -> float:

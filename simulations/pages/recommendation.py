@@ -7,7 +7,7 @@ from typing import Any
 from simulations.pages.document import Figure, Page, Table, colour_of, framed, graph_objects
 from simulations.questions.recommend import Answer, Batch
 
-BALANCES = ("without balancing", "planned", "perfect balance")
+BALANCES = ("without balancing", "planned", "bound of any placement")
 
 
 def recommendation_page(answer: Answer, load: str, expert_times: str, command: str) -> Page:
@@ -54,7 +54,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
 
 
 def _table(answer: Answer) -> Table:
-    headings = ["group", "slots", "tokens/s a rank", "plan every", "sequences", "KV GB"]
+    headings = ["group", "slots a rank", "tokens/s a rank", "plan every", "sequences", "KV GB"]
     rows = [
         (
             one.group,
@@ -65,11 +65,14 @@ def _table(answer: Answer) -> Table:
             f"{one.kv_bytes / 1e9:.1f}",
             f"{one.imbalance:.3f}",
             f"{one.step_us / 1000:.2f}",
+            " / ".join(f"{part / 1000:.2f}" for part in one.parts_us),
+            "not known" if one.error is None else f"{one.error:.1%}",
             f"{one.lost_part:.2%}",
         )
         for one in answer.candidates
     ]
-    return Table([*headings, "imbalance", "step ms", "moves"], rows)
+    parts = "dispatch / experts / combine / rest"
+    return Table([*headings, "imbalance", "step ms", parts, "error of a step", "moves"], rows)
 
 
 def _candidates(go: Any, answer: Answer) -> Any:

@@ -7,7 +7,12 @@ network. Each candidate is replayed with the live planner at the batch that its 
 
     memory -> sequences of a rank -> rows of slots -> time of a step -> tokens a second, less moves
 
-The best candidate is replayed once more at smaller batches: with, without and with perfect balance.
+The best candidate is replayed once more at smaller batches, with and without balancing, beside the
+time that no placement can be below.
+
+Times of experts have an error that was measured (``simulations.cost.kernels``). A gain is told only
+where it is above the part of it that experts have in a step; otherwise the answer is that it cannot
+tell, and what to measure.
 
 No queue and no scheduler is modelled: the batch is always full. A step gives one token of each
 sequence, and drafts that are accepted.
@@ -33,7 +38,7 @@ from simulations.inputs import even_topology
 from simulations.replay import Replay, Scenario, replay_all
 from simulations.windows import Windows
 
-POLICY, NOTHING, PERFECT = "auto", "none", "oracle:force-balanced"
+POLICY, NOTHING = "auto", "none"
 WORTH_IT = 0.01  # of the tokens per second: less is called no gain
 
 
@@ -97,6 +102,8 @@ class Candidate:
     imbalance: float
     step_us: float
     lost_part: float  # of the time, by moves
+    parts_us: tuple[float, ...]  # of a step: dispatch, experts, combine, and the rest
+    error: float | None  # of its time, by that of experts at these rows; None: not known
     tokens_per_s: float  # of a rank, attention ranks included
     attention_ranks: int = 0  # beside the group; 0: its ranks do both
     placement: Placement | None = field(default=None, repr=False)  # that served last
@@ -113,6 +120,16 @@ class Candidate:
         """Its ranks."""
         beside = f" and {self.attention_ranks} attention ranks" if self.attention_ranks else ""
         return f"EP{self.ranks}{beside}"
+
+    @property
+    def group_short(self) -> str:
+        """Its ranks, as tables have them."""
+        return f"EP{self.ranks}{f'+{self.attention_ranks}' if self.attention_ranks else ''}"
+
+    @property
+    def links_part(self) -> float:
+        """Part of a step that dispatch and combine take."""
+        return (self.parts_us[0] + self.parts_us[2]) / max(sum(self.parts_us), 1e-9)
 
     @property
     def batch_ranks(self) -> int:
@@ -139,7 +156,7 @@ class Batch:
     tokens_per_expert: float  # mean, of one step
     none_ms: float  # without balancing, in the same slots
     planned_ms: float
-    perfect_ms: float  # the same tokens on each rank
+    perfect_ms: float  # no placement is below it
     none_tokens_per_s: float  # of a rank, as the next two
     planned_tokens_per_s: float
     perfect_tokens_per_s: float
@@ -148,6 +165,11 @@ class Batch:
     def gain(self) -> float:
         """Tokens a second that balancing brings, relative."""
         return self.planned_tokens_per_s / self.none_tokens_per_s - 1
+
+    @property
+    def most_gain(self) -> float:
+        """What no placement exceeds."""
+        return self.perfect_tokens_per_s / self.none_tokens_per_s - 1
 
 
 @dataclass(frozen=True)
@@ -171,12 +193,19 @@ class Answer:
         lines = [f"recommended: {best.name}: {best.tokens_per_s:.1f} tokens/s a rank"]
         if nothing and best.interval:
             gain = best.tokens_per_s / nothing[0].tokens_per_s - 1
-            lines[0] += f", {gain:+.1%} over no balancing"
+            lines[0] += f", {gain:+.1%} over no balancing{_error_of(best)}"
+            if best.error is not None and abs(gain) < best.error:
+                lines.append(
+                    "cannot tell whether balancing pays here: the gain is below the error of the "
+                    "times of experts; benchmarks/expert_curve.py measures them on the GPU that "
+                    "serves, for --expert-times"
+                )
             lines.append(
                 f"why: imbalance {nothing[0].imbalance:.3f} -> {best.imbalance:.3f}; a step takes "
                 f"{best.step_us / 1000:.2f} ms, {nothing[0].step_us / 1000:.2f} ms without; moves "
                 f"take {best.lost_part:.2%} of the time"
             )
+        lines.append(_parts_of(best))
         limit = "the KV cache" if best.is_memory_bound else "the most that was asked for"
         lines.append(
             f"batch: {best.sequences} sequences a rank, limited by {limit}; "
@@ -206,9 +235,9 @@ class Answer:
         if pays:
             text = (
                 f"balancing pays from {pays[0].sequences} sequences a rank on "
-                f"({pays[0].tokens_per_expert:.0f} tokens an expert); at {last.sequences} it "
-                f"brings {last.gain:+.1%}, and perfect balance "
-                f"{last.perfect_tokens_per_s / last.none_tokens_per_s - 1:+.1%}"
+                f"({pays[0].tokens_per_expert:.2g} tokens an expert); at {last.sequences} it "
+                f"brings {last.gain:+.1%}, and no placement more than "
+                f"{last.most_gain:+.1%}"
             )
         if self.most_ms is None:
             return [text]
@@ -237,7 +266,24 @@ class Answer:
         if second.lost_part > self.best.lost_part:
             reasons.append(f"moves take {second.lost_part:.2%}")
         why = ", ".join(reasons) or "nearly the same"
-        return f"runner-up: {second.name}: {loss:.1%} less ({why})"
+        text = f"runner-up: {second.name}: {loss:.1%} less ({why})"
+        if self.best.error is not None and loss < self.best.error:
+            text += "; cannot tell which is faster: they differ by less than the error of times"
+        return text
+
+
+def _error_of(one: Candidate) -> str:
+    return "" if one.error is None else f", of which the error is {one.error:.1%}"
+
+
+def _parts_of(one: Candidate) -> str:
+    """Shares of a step, with what was never measured."""
+    whole = max(sum(one.parts_us), 1e-9)
+    dispatch, experts, combine, rest = (part / whole for part in one.parts_us)
+    return (
+        f"a step: {dispatch:.0%} dispatch, {experts:.0%} experts, {combine:.0%} combine, "
+        f"{rest:.0%} the rest; what imbalance adds to dispatch and combine was never measured"
+    )
 
 
 def recommend(question: Question) -> Answer:
@@ -299,6 +345,8 @@ def _plain(question: Question, ranks: int, attention: int, redundant: int) -> Ca
         imbalance=0.0,
         step_us=0.0,
         lost_part=0.0,
+        parts_us=(0.0,) * 4,
+        error=None,
         tokens_per_s=0.0,
         attention_ranks=attention,
     )
@@ -347,7 +395,7 @@ def _candidates(
 
 
 def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
-    """Powers of two up to the batch of a candidate, with, without and with perfect balance."""
+    """Powers of two up to the batch of a candidate, with and without balancing, and the bound."""
     sizes = [2**power for power in range(best.sequences.bit_length())]
     sizes = sorted({*sizes, best.sequences})
     by, model = question.speculation, question.memory.model
@@ -355,12 +403,15 @@ def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
         _scenario(question, best, best.interval),
         batches=tuple(float(size * best.batch_ranks * by.verified) for size in sizes),
     )
-    names = [NOTHING, POLICY if best.interval else NOTHING, PERFECT]
-    found = {one.policy: one for one in replay_all(scenario, list(dict.fromkeys(names)))}
-    if not found[NOTHING].tokens.any():
+    planned = POLICY if best.interval else NOTHING
+    names = list(dict.fromkeys((NOTHING, planned)))
+    found = {one.policy: one for one in replay_all(scenario, names)}
+    none, auto = found[NOTHING], found[planned]
+    if not none.tokens.any():
         return ()
     of_token = by.step_us(1.0, model.num_layers) / by.given
-    token_us = [found[name].batch_us[~found[name].idle].mean(axis=0) * of_token for name in names]
+    of_windows = (none.batch_us, auto.batch_us, auto.bound_us)
+    token_us = [us[~none.idle].mean(axis=0) * of_token for us in of_windows]
     kept = (1.0, 1.0 - best.lost_part, 1.0)
     batches = []
     for size, *times in zip(sizes, *token_us, strict=True):
@@ -377,6 +428,14 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
     by = question.speculation
     verifying_us = float(busy.mean()) if busy.size else 0.0
     step_us = by.step_us(verifying_us, question.memory.model.num_layers)
+    # At the mean rows of a slot; experts' part of the time has their error.
+    experts, error = question.experts[plain.ranks], None
+    parts_us: tuple[float, ...] = (0.0,) * 4
+    if busy.size:
+        parts_us = tuple(one.parts_us[~one.idle].mean(axis=0).tolist())
+        copies = plain.sequences * plain.batch_ranks * by.verified * question.memory.model.top_k
+        error = experts.error_at(copies / (plain.ranks * plain.slots_per_rank))
+        error = None if error is None else error * parts_us[1] / max(sum(parts_us), 1e-9)
     lost_s = sum(rebalance.lost_s for rebalance in one.rebalances)
     lost = min(1.0, lost_s / (len(one.imbalance) * question.window_s))
     return replace(
@@ -384,6 +443,8 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
         imbalance=one.mean,
         step_us=step_us,
         lost_part=lost,
+        parts_us=parts_us,
+        error=error,
         tokens_per_s=plain.rank_tokens_per_s(step_us / by.given, plain.sequences) * (1 - lost),
         placement=one.last_placement,
     )

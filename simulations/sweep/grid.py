@@ -43,6 +43,7 @@ class Settings:
     is_overlapped: bool = False
     past_windows: int = 16
     ranks_per_node: int = 8
+    precision: str | None = None  # of the experts; None: that of the model's checkpoint
 
     def __post_init__(self) -> None:
         for name in ("past_windows", "ranks_per_node"):
@@ -104,4 +105,5 @@ def software() -> str:
 def _files(root: Path) -> Iterable[Path]:
     for source in SOURCES:
         path = root / source
-        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        of_folder = (one for one in path.rglob("*") if one.suffix in {".py", ".json"})
+        yield from sorted(of_folder) if path.is_dir() else [path]

@@ -67,6 +67,8 @@ def _scenario(load: Load, task: Task) -> Scenario:
             "the same version of eplb, numpy, scipy, numba and ortools on all hosts"
         )
     model = preset(settings.model) if settings.model is not None else None
+    if model is not None and settings.precision is not None:
+        model = model.with_precision(settings.precision)
     windows = load.windows(task.seed, model)
     fitted = model_of(model, windows)
     topology = even_topology(

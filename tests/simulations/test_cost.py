@@ -13,15 +13,14 @@ import pytest
 from eplb import ModelShape, Placement, Topology, preset
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import (
-    RULES,
     ExpertTime,
     check_fits,
-    error_of,
-    from_data_sheet,
+    of_kernel,
     predicted_us,
     read_expert_time,
 )
-from simulations.cost.hardware import HARDWARE, hardware_named
+from simulations.cost.hardware import hardware_named
+from simulations.cost.kernels import Kernel, kernel_for, known_kernels
 from simulations.cost.memory import MemoryModel
 from simulations.cost.migration import MigrationCost
 from simulations.cost.moved import moved_between
@@ -34,9 +33,7 @@ from simulations.workloads import windows_named
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 TWO_NODES = Topology.uniform(num_nodes=2, ranks_per_node=1, slots_per_rank=2)
 # Ten microseconds while weights are read, then a tenth of one for each row.
-CURVE = ExpertTime(
-    np.array([1.0, 100.0, 200.0]), np.array([10.0, 10.0, 20.0]), "sum of maxima", "by hand"
-)
+CURVE = ExpertTime(np.array([1.0, 100.0, 200.0]), np.array([10.0, 10.0, 20.0]), "by hand")
 SMALL = ModelShape((0,), 4, 2, 128, 64, expert_bytes=20_000_000)
 H200 = hardware_named("h200")
 
@@ -48,18 +45,6 @@ def test_time_of_a_slot_is_flat_then_proportional_and_a_rank_sums_its_own() -> N
     # A row in a hundredth of the steps.
     assert CURVE.of_slots(np.array([0.01])) == pytest.approx(10.0 * 0.00995, rel=1e-3)
     assert CURVE.of_ranks(rows[None, [1, 2, 0, 3]], TWO_RANKS).tolist() == [[25.0, 40.0]]
-
-
-def test_rules_differ_where_slow_and_busy_slots_share_a_rank() -> None:
-    # 10 us of reading beside 20 us of products: one after another, or one hidden in the other.
-    counts = [50, 200]
-    by_slots, together = (
-        predicted_us(ExpertTime(CURVE.rows, CURVE.us, rule, ""), counts)
-        for rule in ("sum of maxima", "max of sums")
-    )
-
-    assert by_slots == pytest.approx(30.0)
-    assert together == pytest.approx(25.0)  # 250 rows of a tenth of a microsecond
 
 
 def measured(**changes: Any) -> dict[str, Any]:
@@ -99,19 +84,6 @@ def test_measured_curve_is_of_the_nearest_number_of_slots(
 
 
 @pytest.mark.parametrize(
-    ("us", "rule"), [(10.0 * 8 + 22.0, "sum of maxima"), (208 * 0.1, "max of sums")]
-)
-def test_uneven_rows_choose_the_rule(tmp_path: Path, us: float, rule: str) -> None:
-    uneven = [{"tiles_for": "mean", "counts": [1] * 8 + [200], "us": us}]
-
-    curve = read_expert_time(written(tmp_path, measured(uneven=uneven)), 2)
-
-    assert curve.rule == rule
-    others = [error_of(replace(curve, rule=other), uneven) for other in RULES]
-    assert error_of(curve, uneven) == min(others)
-
-
-@pytest.mark.parametrize(
     ("record", "message"),
     [
         ([], "is no file of expert times"),
@@ -140,12 +112,113 @@ def test_figures_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         replace(TILED, tiles=(64, 16))
 
 
-@pytest.mark.parametrize(("card", "low", "high"), [("h200", 180, 300), ("h20", 30, 60)])
-def test_data_sheet_turns_from_reading_to_products(card: str, low: int, high: int) -> None:
-    # In rows a slot. Measured on H200 in BF16: near 256.
-    curve = from_data_sheet(HARDWARE[card], preset("deepseek-v3"), "bf16")
+# Weights of 1 MB are read in 1 us, a row's products take 0.5 us and its 1000 columns 1 us.
+BY_HAND = Kernel(
+    *("card", "sglang", "by hand", "fp8-tensor", False),
+    fixed_us=20.0,
+    reads=1e12,
+    flops=4e12,
+    column_ps=1000.0,
+    errors=((0.1, 0.2), (0.05, 0.1), (0.02, 0.04)),
+)
+ONE_MB = ModelShape((0,), 4, 2, 1000, 333, expert_bytes=999_000)
 
-    assert low <= curve.reading_us / curve.row_us <= high
+
+def test_slot_takes_root_of_squares_of_reading_and_products_and_its_columns() -> None:
+    curve = of_kernel(BY_HAND, ONE_MB)
+
+    assert curve.of_counts(np.array([1.0, 2.0])) == pytest.approx(
+        [0.999 * np.hypot(1, 0.5) + 1, 0.999 * np.hypot(1, 1) + 2]
+    )
+    # Far past the last point, which no even row has.
+    assert curve.of_counts(np.array([1e6])) == pytest.approx(1e6 * (0.4995 + 1), rel=1e-3)
+    assert curve.error_at(200.0) == 0.05
+
+
+def test_rank_adds_the_fixed_time_once_and_an_idle_rank_has_none() -> None:
+    curve = of_kernel(BY_HAND, ONE_MB)
+    rows = np.array([[64.0, 64.0, 0.0, 0.0]])
+
+    busy, idle = curve.of_ranks(rows, TWO_RANKS)[0]
+
+    assert busy == pytest.approx(20 + 2 * curve.of_counts(np.array([64.0]))[0])
+    assert idle == 0.0
+    eager = of_kernel(replace(BY_HAND, is_eager=True), ONE_MB)
+    assert eager.of_ranks(rows, TWO_RANKS)[0, 0] == pytest.approx(np.hypot(20, busy - 20))
+
+
+def test_every_kernel_has_times_that_rise_and_errors_of_each_bin() -> None:
+    for kernel in known_kernels():
+        curve = of_kernel(kernel, preset("deepseek-v3"))
+
+        assert (np.diff(curve.us) > 0).all()
+        assert len(kernel.errors) == 3
+
+
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_slots_for_redundancy_cost_their_reading_until_rows_outweigh_it(card: str) -> None:
+    # TensorRT-LLM's wide-EP table, 33 to 128 rows: 288 slots gain 1.2 to 1.5 over a skewed load.
+    curve = of_kernel(kernel_for(card, "fp8", "trtllm", is_prefill=False), preset("deepseek-v3"))
+    hot = np.array([[512.0, 64.0, 64.0, 64.0, *(16.0,) * 28]])  # of the busiest rank
+    spread = np.full((1, 36), 16.0)
+
+    def rank_us(rows: Any) -> float:
+        return float(curve.of_sum(curve.of_slots(rows).sum(axis=1))[0])
+
+    assert rank_us(hot) > 1.05 * rank_us(spread[:, :32])
+    assert rank_us(spread) > rank_us(spread[:, :32])
+
+
+def test_kernel_without_constants_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"nvfp4 on h100; nearest: .*error.*--precision"):
+        kernel_for("h100", "nvfp4", "sglang", is_prefill=False)
+
+
+def test_card_without_a_table_is_answered_by_its_data_sheet() -> None:
+    scaled = kernel_for("h20", "fp8", "sglang", is_prefill=False)
+    measured = kernel_for("h200", "fp8", "sglang", is_prefill=False)
+
+    assert scaled.reads == pytest.approx(measured.reads * 4.0 / 4.8)
+    assert "by its data sheet from h200" in scaled.source
+
+
+def test_prefill_has_the_kernel_of_prefill_where_the_engine_has_one() -> None:
+    assert kernel_for("h200", "fp8", "sglang", is_prefill=True).is_prefill
+    assert not kernel_for("h200", "fp8", "sglang", is_prefill=False).is_prefill
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [("deepseek-v3", "fp8"), ("qwen3-235b", "bf16"), ("gpt-oss-120b", "mxfp4")],
+)
+def test_precision_of_a_model_is_that_of_its_bytes(model: str, precision: str) -> None:
+    assert preset(model).precision == precision
+
+
+def test_kimi_k2_fits_32_cards_of_80_gb() -> None:
+    memory = MemoryModel(hardware_named("h100"), preset("kimi-k2"), dense_bytes=20e9)
+
+    assert memory.expert_bytes(12) == pytest.approx(31.7e9, rel=0.01)
+    assert memory.sequences(12, 4096) > 0
+
+
+def test_bytes_that_no_precision_gives_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected those of a precision: bf16"):
+        _ = replace(SMALL, expert_bytes=20_000_000).precision
+    with pytest.raises(ConfigError, match="unknown precision 'fp7'"):
+        SMALL.with_precision("fp7")
+
+
+def test_bound_of_a_step_is_below_every_placement_of_its_tokens() -> None:
+    step = StepModel(SMALL, TWO_RANKS, H200, of_kernel(BY_HAND, SMALL))
+    tokens = np.array([[900.0, 100.0, 60.0, 20.0]])
+    placed = [tokens[:, [0, 1, 2, 3]], tokens[:, [0, 3, 1, 2]], np.array([[450.0, 60, 450, 120]])]
+
+    bound = step.bound(tokens)
+
+    for rows in placed:
+        assert bound.us <= step.of(rows).us
+        assert bound.experts[0] <= step.of(rows).experts[0]
 
 
 def test_layer_waits_for_its_busiest_and_its_slowest_rank() -> None:
@@ -281,9 +354,7 @@ def test_drafts_give_tokens_while_all_before_them_are_right(
 
 
 # Points at full tiles: 10 us for 64 rows of a slot, 20 us for 128.
-TILED = ExpertTime(
-    np.array([64.0, 128.0]), np.array([10.0, 20.0]), "sum of maxima", "by hand", (16, 64)
-)
+TILED = ExpertTime(np.array([64.0, 128.0]), np.array([10.0, 20.0]), "by hand", (16, 64))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +385,7 @@ def test_usual_rows_choose_the_tiling(tmp_path: Path) -> None:
     curve = read_expert_time(written(tmp_path, measured(even=even, tilings=tilings)), 2)
 
     assert predicted_us(curve, [40, 40]) == pytest.approx(20.0)
-    assert predicted_us(curve, [90, 40]) == pytest.approx(7.0 * (1.28 + 1.28))
+    assert predicted_us(curve, [90, 40]) == pytest.approx(7.0 + 7.0)
     assert curve.of_ranks(np.full((1, 4), 60.0), TWO_RANKS)[0, 0] > 0
 
 
@@ -330,7 +401,8 @@ def test_redundant_slots_take_their_weights_from_the_cache() -> None:
 def test_replay_counts_time_of_steps_and_of_moves() -> None:
     model = ModelShape((0, 1), 16, 4, 1024, 512)
     topology = Topology.uniform(1, 4, 5)
-    curve = from_data_sheet(H200, model)
+    kernel = kernel_for("h200", model.precision, "trtllm", is_prefill=False)
+    curve = of_kernel(kernel, model)
     scenario = Scenario(
         topology,
         model,

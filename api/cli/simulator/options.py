@@ -17,9 +17,10 @@ from rich.table import Table
 from api.cli.options import HiddenLayers
 from api.engine_plan import RULES
 from eplb.core.dispatch import DispatchRule
-from eplb.core.model import ModelShape, preset
+from eplb.core.model import PRECISIONS, ModelShape, preset
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
+from simulations.cost.hardware import HARDWARE
 from simulations.pages.document import Page
 from simulations.pages.pictures import write_pictures
 from telemetry.formats.bounded import file_digest
@@ -43,8 +44,16 @@ OtherUs = Annotated[
 ]
 ExpertTimes = Annotated[
     Path | None,
-    typer.Option(help="Measured times of experts, in place of the data sheet."),
+    typer.Option(help="Measured times of experts, in place of those of the engine's kernel."),
 ]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Of the experts: {', '.join(PRECISIONS)}. If not given, that of the model's "
+        "checkpoint. It gives their memory, moves and times."
+    ),
+]
+CARDS = ", ".join(sorted(HARDWARE))
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,9 @@ class StepOptions:
     ] = None
     hardware: Annotated[
         str | None,
-        typer.Option(help="Times of steps, for this card: h20, h100, h200 or h800; needs --model."),
+        typer.Option(help=f"Times of steps, for this card; needs --model. Known: {CARDS}."),
     ] = None
+    precision: Precision = None
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Tokens cross the network once for each node.")
     ] = False
@@ -70,9 +80,12 @@ class StepOptions:
         """Return the known model; None: none is named.
 
         Raises:
-            ConfigError: the model is not known.
+            ConfigError: the model or the precision is not known.
         """
-        return preset(self.model) if self.model is not None else None
+        if self.model is None:
+            return None
+        known = preset(self.model)
+        return known if self.precision is None else known.with_precision(self.precision)
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,10 @@ class EngineOptions:
 
     engine: Annotated[
         Engine | None,
-        typer.Option(help="Replicas are chosen by this engine's rule; the format of --placement."),
+        typer.Option(
+            help="Replicas are chosen by this engine's rule, and its kernel gives times; the "
+            "format of --placement."
+        ),
     ] = None
     placement: Annotated[
         Path | None, typer.Option(help="Write the chosen placement as a file of --engine.")

@@ -12,21 +12,22 @@ from rich.table import Table
 
 from api.cli.options import DeploymentName, JsonFile, Seed, numbers, with_options
 from api.cli.simulator.options import (
+    CARDS,
     MAX_WINDOWS,
     EngineOptions,
     ExpertTimes,
     OtherUs,
     PlotOptions,
+    Precision,
     Trace,
     command_line,
     grid,
 )
 from eplb.core.model import preset
-from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
 from simulations.cost.hardware import hardware_named
 from simulations.cost.memory import MemoryModel
 from simulations.cost.speculation import Speculation
-from simulations.inputs import model_named, model_of, windows_of
+from simulations.inputs import experts_of, model_named, model_of, windows_of
 from simulations.pages.recommendation import recommendation_page
 from simulations.questions.recommend import Answer, Question, part_of, recommend
 from simulations.report import write_json
@@ -48,7 +49,8 @@ def recommend_command(
             "or the known model with as many layers and experts as the load."
         ),
     ] = None,
-    hardware: Annotated[str, typer.Option(help="h20, h100, h200 or h800.")] = "h200",
+    hardware: Annotated[str, typer.Option(help=f"A card: {CARDS}.")] = "h200",
+    precision: Precision = None,
     ranks: Annotated[
         str | None,
         typer.Option(
@@ -113,19 +115,21 @@ def recommend_command(
         trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, known
     )
     shape, which = model_named(model, load)
+    if precision is not None:
+        shape = shape.with_precision(precision)
     model_of(shape, load)
     at = load.deployment
     groups = numbers("--ranks", ranks or str(at.num_ranks or RANKS))
     if ranks_per_node is None:
         ranks_per_node = (at.num_ranks or 0) // (at.num_nodes or 1) or RANKS_PER_NODE
     seconds = window_seconds or at.window_s or WINDOW_S
-    if expert_times is not None:
-        check_fits(expert_times, shape)
     times = {
-        group: (
-            from_data_sheet(card, shape)
-            if expert_times is None
-            else read_expert_time(expert_times, load.num_experts / max(group, 1))
+        group: experts_of(
+            shape,
+            hardware,
+            load.num_experts / max(group, 1),
+            engine=chosen_by.engine and chosen_by.engine.value,
+            expert_times=expert_times,
         )
         for group in groups
     }
@@ -170,8 +174,8 @@ def recommend_command(
     for sentence in (*answer.sentences(), *written):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     assumed = [
-        f"model: {which}; EP{', EP'.join(map(str, groups))} with {ranks_per_node} ranks a node on "
-        f"{hardware}; expert times: {source}",
+        f"model: {which}, experts in {shape.precision}; EP{', EP'.join(map(str, groups))} with "
+        f"{ranks_per_node} ranks a node on {hardware}; expert times: {source}",
         f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
         f"sequence (--context), {kv_token_bytes:g} bytes of KV cache a token (--kv-token-bytes), "
         f"{dense_gb:g} GB a rank beside experts (--dense-gb), {other_us:g} us a layer outside of "
@@ -187,43 +191,44 @@ def recommend_command(
 
 
 def _table(answer: Answer) -> Table:
-    headings = ("EP", "attn", "slots", "every", "seqs", "KV GB", "imbalance", "step ms", "moves")
+    """At most 80 columns wide: the ranks of attention are in the names of groups."""
+    headings = ("slots", "every", "seqs", "KV GB", "imbal", "step ms", "links", "moves", "tok/s")
     return grid(
-        (*headings, "tok/s"),
+        headings,
         (
             (
-                str(one.ranks),
-                str(one.attention_ranks or "same"),
-                str(one.slots_per_rank * one.ranks),
+                one.group_short,
+                str(one.slots_per_rank),
                 str(one.interval or "never"),
                 str(one.sequences),
-                f"{one.kv_bytes / 1e9:.1f}",
+                f"{one.kv_bytes / 1e9:.0f}",
                 f"{one.imbalance:.3f}",
-                f"{one.step_us / 1000:.2f}",
+                f"{one.step_us / 1000:.1f}",
+                f"{one.links_part:.0%}",
                 f"{one.lost_part:.2%}",
-                f"{one.tokens_per_s:.1f}",
+                f"{one.tokens_per_s:.0f}",
             )
             for one in answer.candidates
         ),
+        title="candidates: slots of a rank, parts of a step that links take, tokens/s of a rank",
+        first="group",
     )
 
 
 def _batch_table(answer: Answer) -> Table:
-    """Of the best candidate: ms a token and tokens/s of a rank, by balance."""
-    headings = ("seqs", "tok/expert", "none ms", "ms", "perfect ms", "none", "tok/s", "perfect")
+    """Of the best candidate: ms a token and tokens/s of a rank, by balance; 80 columns at most."""
     return grid(
-        (*headings, "gain"),
+        ("seqs", "tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most"),
         (
             (
                 str(one.sequences),
-                f"{one.tokens_per_expert:.1f}",
+                f"{one.tokens_per_expert:.2g}",
                 *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
-                f"{one.none_tokens_per_s:.1f}",
-                f"{one.planned_tokens_per_s:.1f}",
-                f"{one.perfect_tokens_per_s:.1f}",
+                f"{one.planned_tokens_per_s:.0f}",
                 f"{one.gain:+.1%}",
+                f"{one.most_gain:+.1%}",
             )
             for one in answer.batches
         ),
-        title=f"batches of {answer.best.name}: ms a token, and tokens/s of a rank",
+        title=f"batches of {answer.best.name}: ms a token, none: without balancing",
     )

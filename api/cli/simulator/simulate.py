@@ -140,6 +140,7 @@ def simulate(
             topology,
             timed.hardware or "h200",
             expert_times,
+            engine=chosen_by.engine and chosen_by.engine.value,
             is_prefill=timed.prefill,
             other_us=timed.other_us,
             is_overlapped=timed.overlap,

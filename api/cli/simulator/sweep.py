@@ -83,7 +83,7 @@ def sweep_command(
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
     times = (timed.model, timed.hardware, timed.prefill, timed.other_us, timed.overlap)
-    settings = Settings("", software(), *times, past, ranks_per_node)
+    settings = Settings("", software(), *times, past, ranks_per_node, timed.precision)
     load = _load(trace, steps, timed, deployment)
     register_peers()
     policies = tuple(name.strip() for name in policy.split(","))

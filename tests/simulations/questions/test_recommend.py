@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from eplb import ModelShape, preset
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import from_data_sheet
+from simulations.cost.expert_time import of_kernel
 from simulations.cost.hardware import hardware_named
+from simulations.cost.kernels import kernel_for
 from simulations.cost.memory import MemoryModel
 from simulations.cost.speculation import Speculation
 from simulations.inputs import model_named
@@ -23,8 +24,9 @@ from simulations.limits import limit_of
 from simulations.questions.recommend import Question, part_of, recommend
 from simulations.windows import Deployment, Windows
 
-MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
+MODEL = ModelShape((0, 1), 16, 4, 7168, 2048).with_precision("fp8")
 CARD = hardware_named("h200")
+FP8_ON_H200 = of_kernel(kernel_for("h200", "fp8", None, is_prefill=False), MODEL)
 
 
 def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
@@ -35,7 +37,7 @@ def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
     weights = 4 * MODEL.num_layers * MODEL.expert_bytes
     memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
     chosen: dict[str, Any] = {
-        "experts": {4: from_data_sheet(CARD, MODEL)},
+        "experts": {4: FP8_ON_H200},
         "redundant": (0, 1),
         "intervals": (1,),
         "context": 1000,

@@ -1,0 +1,76 @@
+"""Predicted times of many measured rows at once.
+
+Shapes:  C cases, V different counts of rows, of all cases one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.fidelity.tables import Measured
+from simulations.cost.kernels import BINS, Kernel
+
+Values = NDArray[np.float64]
+
+
+class Cases:
+    """Measured rows with the rows of their slots, in which draws are averaged."""
+
+    def __init__(self, rows: Sequence[Measured]) -> None:
+        self.rows = tuple(rows)
+        counts, weights, lengths = [], [], []
+        for one in self.rows:
+            draws = one.counts()
+            values, times = np.unique(np.concatenate(draws), return_counts=True)
+            kept = values > 0
+            if not kept.any():  # no draw gave the rank a row
+                values, times, kept = np.ones(1), np.zeros(1), np.ones(1, dtype=bool)
+            counts.append(values[kept].astype(np.float64))
+            weights.append(times[kept] / len(draws))
+            lengths.append(int(kept.sum()))
+        self._counts, self._weights = np.concatenate(counts), np.concatenate(weights)  # [V]
+        self._first = np.cumsum([0, *lengths[:-1]])  # [C]
+        self._case = np.repeat(np.arange(len(lengths)), lengths)  # [V]
+        self.us = self._each(lambda one: one.us)
+        self.mean_rows = self._each(lambda one: one.rows)
+        self._hidden = self._each(lambda one: one.hidden)
+        self._weights_of_expert = self._each(lambda one: 3.0 * one.hidden * one.intermediate)
+        self._columns = self._each(
+            lambda one: one.hidden * one.spread.tokens * one.spread.top_k * one.has_all_tokens
+        )
+
+    def _each(self, of: object) -> Values:
+        return np.array([of(one) for one in self.rows], dtype=np.float64)  # type: ignore[operator]
+
+    def predicted_us(self, kernel: Kernel) -> Values:
+        """[C] microseconds."""
+        weights, hidden = self._weights_of_expert, self._hidden
+        reading = np.asarray(kernel.reading_us(weights))[self._case]
+        row = np.asarray(kernel.row_us(weights))[self._case]
+        beside = (hidden * kernel.column_ps / 1e6)[self._case]
+        filled = np.ceil(self._counts / kernel.tile) * kernel.tile
+        slots = (np.hypot(reading, row * filled) + beside * filled) * self._weights
+        whole = kernel.rank_us(np.add.reduceat(slots, self._first))
+        return whole + self._columns * kernel.other_ps / 1e6
+
+    def errors(self, kernel: Kernel) -> Values:
+        """[C] of predicted times, relative."""
+        return self.predicted_us(kernel) / self.us - 1
+
+
+def by_bin(mean_rows: Values, errors: Values) -> list[tuple[int, float, float]]:
+    """Cases, median and 90th percentile of the size of errors, in each bin of rows."""
+    found, low = [], 0.0
+    for high in BINS:
+        ours = np.abs(errors[(mean_rows > low) & (mean_rows <= high)])
+        none = (0, float("nan"), float("nan"))
+        found.append(
+            (len(ours), float(np.median(ours)), float(np.quantile(ours, 0.9)))
+            if len(ours)
+            else none
+        )
+        low = high
+    return found
