@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.fidelity.cases import Cases, Values
 from benchmarks.fidelity.fit import even_part, fit, shape_of
@@ -39,7 +40,7 @@ MOST_ERROR = 0.20  # median in a bin; a kernel above it is left out by name
 GAIN = 0.05
 
 
-def bins_of(mean_rows: Values) -> list[Values]:
+def bins_of(mean_rows: Values) -> list[NDArray[np.bool_]]:
     """Which cases are in each bin of rows."""
     lows = (0.0, *BINS[:-1])
     return [(mean_rows > low) & (mean_rows <= high) for low, high in zip(lows, BINS, strict=True)]
@@ -70,8 +71,13 @@ def judged(rows: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
 
 
 def with_errors(kernel: Kernel, rows: Sequence[Measured]) -> Kernel:
-    """The kernel with its errors on uneven rows; where a bin has none, those of the next."""
-    cases = Cases([one for name, ours in judged(rows) if "," not in name for one in ours])
+    """The kernel with its errors on uneven rows; where a bin has none, those of the bin before.
+
+    Rows of a wide-EP table count where there are some: they were measured as serving has them.
+    """
+    tables = {name: ours for name, ours in judged(rows) if "," not in name}
+    wide = {name: ours for name, ours in tables.items() if name.endswith("wide-EP")}
+    cases = Cases([one for ours in (wide or tables).values() for one in ours])
     errors = np.abs(cases.errors(kernel))
     found: list[tuple[float, float]] = []
     for ours in bins_of(cases.mean_rows):
@@ -129,16 +135,17 @@ def written(kernels: Sequence[Kernel], left_out: dict[str, list[list[float]]]) -
         {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in asdict(one).items()}
         for one in kernels
     ]
-    record = {
+    head = {
         "format": "eplb-kernels",
         "version": 1,
         "fitted": datetime.now(tz=UTC).date().isoformat(),
         "from": f"{PACKAGE} {VERSION}, Apache-2.0: even rows of every second shape",
         "errors": "median and 90th percentile on uneven rows, EP <= 32, by bins of rows",
-        "kernels": constants,
-        "left_out": left_out,
     }
-    return json.dumps(record, indent=1) + "\n"
+    lines = ",\n".join(f"  {json.dumps(one)}" for one in constants)
+    names = ",\n".join(f"  {json.dumps(name)}: {of}" for name, of in left_out.items())
+    start = json.dumps(head, indent=1).removesuffix("\n}")
+    return f'{start},\n "kernels": [\n{lines}\n ],\n "left_out": {{\n{names}\n }}\n}}\n'
 
 
 def main() -> None:
@@ -146,7 +153,8 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, help="fit constants, and write them to this file")
     parser.add_argument("--cards", default=",".join(CARDS.values()))
     chosen = parser.parse_args()
-    folders = [folder for folder, card in CARDS.items() if card in chosen.cards.split(",")]
+    cards = chosen.cards.split(",")
+    folders = [folder for folder, card in CARDS.items() if card in cards]
     of_kernel: dict[Serving, list[Measured]] = defaultdict(list)
     for one in expert_rows(package_data(), folders):
         of_kernel[one.serving].append(one)
@@ -154,10 +162,8 @@ def main() -> None:
     heading = "cases, median and p90 error by rows of a slot"
     print(f"{heading:<50} <= 32        33 to 256            > 256")
     # A fit of some cards keeps the others.
-    kernels = [one for one in known_kernels() if one.card not in chosen.cards] if chosen.fit else []
-    left_out = {
-        name: of for name, of in left_out_kernels().items() if name.split()[0] not in chosen.cards
-    }
+    kernels = [one for one in known_kernels() if one.card not in cards]
+    left_out = {n: of for n, of in left_out_kernels().items() if n.split()[0] not in cards}
     for serving, rows in sorted(of_kernel.items(), key=lambda item: str(item[0])):
         kernel = known.get(str(serving)) or with_errors(fit(serving, rows), rows)
         is_out = max(median for median, _ in kernel.errors) > MOST_ERROR

@@ -5,13 +5,13 @@ Shapes:  C cases, V different counts of rows, of all cases one after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.fidelity.tables import Measured
-from simulations.cost.kernels import BINS, Kernel
+from simulations.cost.kernels import Kernel
 
 Values = NDArray[np.float64]
 
@@ -24,13 +24,13 @@ class Cases:
         counts, weights, lengths = [], [], []
         for one in self.rows:
             draws = one.counts()
-            values, times = np.unique(np.concatenate(draws), return_counts=True)
-            kept = values > 0
-            if not kept.any():  # no draw gave the rank a row
-                values, times, kept = np.ones(1), np.zeros(1), np.ones(1, dtype=bool)
-            counts.append(values[kept].astype(np.float64))
-            weights.append(times[kept] / len(draws))
-            lengths.append(int(kept.sum()))
+            # One value of no weight, for a rank that no draw gave a row.
+            drawn = np.append(np.concatenate(draws), 1)
+            values, times = np.unique(drawn[drawn > 0], return_counts=True)
+            times[0] -= 1
+            counts.append(values.astype(np.float64))
+            weights.append(times / len(draws))
+            lengths.append(len(values))
         self._counts, self._weights = np.concatenate(counts), np.concatenate(weights)  # [V]
         self._first = np.cumsum([0, *lengths[:-1]])  # [C]
         self._case = np.repeat(np.arange(len(lengths)), lengths)  # [V]
@@ -42,8 +42,8 @@ class Cases:
             lambda one: one.hidden * one.spread.tokens * one.spread.top_k * one.has_all_tokens
         )
 
-    def _each(self, of: object) -> Values:
-        return np.array([of(one) for one in self.rows], dtype=np.float64)  # type: ignore[operator]
+    def _each(self, of: Callable[[Measured], float]) -> Values:
+        return np.array([of(one) for one in self.rows], dtype=np.float64)
 
     def predicted_us(self, kernel: Kernel) -> Values:
         """[C] microseconds."""
@@ -59,18 +59,3 @@ class Cases:
     def errors(self, kernel: Kernel) -> Values:
         """[C] of predicted times, relative."""
         return self.predicted_us(kernel) / self.us - 1
-
-
-def by_bin(mean_rows: Values, errors: Values) -> list[tuple[int, float, float]]:
-    """Cases, median and 90th percentile of the size of errors, in each bin of rows."""
-    found, low = [], 0.0
-    for high in BINS:
-        ours = np.abs(errors[(mean_rows > low) & (mean_rows <= high)])
-        none = (0, float("nan"), float("nan"))
-        found.append(
-            (len(ours), float(np.median(ours)), float(np.quantile(ours, 0.9)))
-            if len(ours)
-            else none
-        )
-        low = high
-    return found

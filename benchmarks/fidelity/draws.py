@@ -79,7 +79,7 @@ def _tokens_of_experts(spread: Spread, rng: np.random.Generator) -> Counts:
     power = 1 - spread.alpha
     part = rng.random(spread.experts)
     weight = ((high**power - low**power) * part + low**power) ** (1 / power)
-    counts = np.rint(weight / weight.sum() * copies).astype(np.int64)
+    counts: Counts = np.rint(weight / weight.sum() * copies).astype(np.int64)
     beyond = int(np.maximum(counts - spread.tokens, 0).sum())
     counts = np.minimum(counts, spread.tokens)
     if spread.is_by_expert:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,8 @@ def even_part(rows: Sequence[Measured]) -> list[Measured]:
 def fit(serving: Serving, rows: Sequence[Measured]) -> Kernel:
     """Constants with the least relative error on even rows."""
     seen = even_part(rows)
-    start = Kernel(**asdict(serving), **START)
+    constants: dict[str, Any] = asdict(serving) | START
+    start = Kernel(**constants)
     if serving.is_prefill:
         start = replace(start, tile=128, is_eager=True)
     names = list(START)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,10 @@ def package_data() -> Path:
         raise ConfigError(f"{PACKAGE} is not installed, expected {VERSION}") from exc
     if found != VERSION:
         raise ConfigError(f"{PACKAGE} is {found}, expected {VERSION}: tables change their meaning")
-    import aiconfigurator_core  # late: an optional extra
-
-    return Path(next(iter(aiconfigurator_core.__path__))) / "systems" / "data"
+    spec = find_spec("aiconfigurator_core")
+    assert spec is not None, "its version was found"
+    assert spec.origin is not None, "it is a package with an __init__"
+    return Path(spec.origin).parent / "systems" / "data"
 
 
 def expert_rows(data: Path, folders: Iterable[str] = CARDS) -> Iterator[Measured]:

@@ -49,6 +49,7 @@ class Kernel:
     is_eager: bool = False  # no CUDA graph: the host launches while kernels run
     other_ps: float = 0.0  # in its table: of a copy and column of the whole group; not in serving
     errors: Errors = ()  # of uneven rows
+    instead_of: str = ""  # the engine that was asked for, whose kernel has no constants
 
     def reading_us(self, weights: float | Rows) -> float | Rows:
         """Of the weights of one slot."""
@@ -73,35 +74,39 @@ class Kernel:
     def source(self) -> str:
         """What answers say of it."""
         sheet = f", by its data sheet from {LIKE[self.card][0]}" if self.card in LIKE else ""
-        return f"{self.engine}'s {self.name} in {self.precision} on {self.card}{sheet}"
+        asked = f", as {self.instead_of}'s has no constants" if self.instead_of else ""
+        return f"{self.engine}'s {self.name} in {self.precision} on {self.card}{sheet}{asked}"
 
 
 def kernel_for(card: str, precision: str, engine: str | None, *, is_prefill: bool) -> Kernel:
-    """The kernel that an engine uses.
-
-    Args:
-        engine: None, or one without constants: the first that has them.
+    """The kernel that an engine uses, else that of the first engine that has one.
 
     Raises:
-        ConfigError: no constants; the nearest ones are named, with their error.
+        ConfigError: no constants for the card and the precision; the nearest ones are named, with
+            their error.
     """
     like, reads, flops = LIKE.get(card, (card, 1.0, 1.0))
-    engines = (engine,) if engine in ENGINES else ENGINES
-    of_card = [one for one in known_kernels() if one.card == like and one.engine in engines]
-    suited = [one for one in of_card if one.precision == precision]
-    suited.sort(key=lambda one: (engines.index(one.engine), one.is_prefill != is_prefill))
+    engines = (engine, *(one for one in ENGINES if one != engine)) if engine else ENGINES
+    of_card = [one for one in known_kernels() if one.card == like]
     # A kernel of decode serves prefill too, where the engine has no other; not the reverse.
+    suited = [one for one in of_card if one.precision == precision]
     suited = [one for one in suited if is_prefill or not one.is_prefill]
+    suited.sort(key=lambda one: (engines.index(one.engine), one.is_prefill != is_prefill))
     if suited:
         chosen = suited[0]
-        return replace(chosen, card=card, reads=chosen.reads * reads, flops=chosen.flops * flops)
-    named = f"{engine}'s experts" if engine in ENGINES else "experts"
+        return replace(
+            chosen,
+            card=card,
+            reads=chosen.reads * reads,
+            flops=chosen.flops * flops,
+            instead_of=engine if engine and engine != chosen.engine else "",
+        )
     nearest = "; ".join(
         f"{one.source} (error {one.errors[1][0]:.0%} at 33 to 256 rows)" for one in of_card[:3]
     )
     raise ConfigError(
-        f"no constants for {named} in {precision} on {card}; nearest: {nearest or 'none'}; "
-        "expected another --precision or --engine, or --expert-times with a measured file"
+        f"no constants for experts in {precision} on {card}; nearest: {nearest or 'none'}; "
+        "expected another --precision, or --expert-times with a measured file"
     )
 
 

@@ -9,7 +9,7 @@ With two-batch overlap a layer takes the longer of communication and computation
 
 Tokens start evenly on all live ranks, or on attention ranks of other nodes. In decode (DeepEP's
 low-latency mode) each copy of a token crosses its links alone. In prefill (normal mode) a token
-crosses the network once for each node that it goes to, and is forwarded inside the node.
+crosses the network once for each node that it goes to, and reaches a rank once.
 
 Shapes:  L MoE layers, S slots, R ranks, N nodes.
 """
@@ -30,16 +30,43 @@ from simulations.cost.hardware import Hardware, by_port
 
 @dataclass(frozen=True)
 class Transport:
-    """What dispatch and combine take beside the rates of links.
-
-    The default is DeepEP's low-latency mode: FP8 with scales there, BF16 back, and the times of few
-    tokens that were measured on 4 H200 of one host.
-    """
+    """What dispatch and combine take beside the rates of links: FP8 with scales, and BF16 back."""
 
     dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
     combine_bytes: float = 2.0
-    dispatch_us: float = 30.0
-    combine_us: float = 50.0
+    dispatch_us: float = 0.0  # of few tokens
+    combine_us: float = 0.0
+    dispatch_rate: float = 1.0  # part of the card's rate of the slower link
+    combine_rate: float = 1.0
+
+
+# DeepEP by the nodes of a group, of even load (benchmarks/fidelity/links.py): few tokens' time of
+# dispatch and combine, and parts of the rates of links.
+LOW_LATENCY = {
+    1: (13.0, 11.0, 1.0, 0.85),
+    2: (20.0, 22.0, 1.0, 0.96),
+    4: (24.0, 26.0, 1.0, 1.0),
+    8: (26.0, 27.0, 1.0, 1.0),
+}
+NORMAL = {
+    1: (36.0, 50.0, 1.22, 1.3),
+    2: (58.0, 88.0, 0.82, 0.65),
+    4: (92.0, 120.0, 1.0, 1.0),
+    8: (128.0, 150.0, 0.5, 0.48),
+}
+
+
+def deepep(nodes: int, *, is_prefill: bool) -> Transport:
+    """DeepEP between the ranks of so many nodes: what was measured on the nearest number."""
+    known = NORMAL if is_prefill else LOW_LATENCY
+    nearest = min(known, key=lambda one: abs(np.log(one / nodes)))
+    dispatch_us, combine_us, dispatch_rate, combine_rate = known[nearest]
+    return Transport(
+        dispatch_us=dispatch_us,
+        combine_us=combine_us,
+        dispatch_rate=dispatch_rate,
+        combine_rate=combine_rate,
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +85,7 @@ class StepModel:
     other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
     is_separate: bool = False  # tokens start on attention ranks, and all cross the network
-    transport: Transport = Transport()
+    transport: Transport | None = None  # None: DeepEP, by mode and nodes
 
     def __post_init__(self) -> None:
         if not self.other_us >= 0:
@@ -90,12 +117,14 @@ class StepModel:
         speed = topology.rank_speed[serving]
         near, far = self._copies(by_rank)
         busy = by_rank.sum(axis=1) > 0
-        by, far = self.transport, by_port(far, topology, self.hardware.port_ranks)
-        dispatch = self._link_us(near, far, by.dispatch_bytes) + by.dispatch_us * busy
-        combine = self._link_us(near, far, by.combine_bytes) + by.combine_us * busy
+        far = by_port(far, topology, self.hardware.port_ranks)
+        by = self.transport or deepep(topology.num_nodes, is_prefill=self.is_prefill)
+        dispatch = self._link_us(near, far, by.dispatch_bytes) / by.dispatch_rate
+        combine = self._link_us(near, far, by.combine_bytes) / by.combine_rate
+        dispatch, combine = dispatch + by.dispatch_us * busy, combine + by.combine_us * busy
         tokens = by_rank.sum(axis=1) / self.model.top_k / max(int(serving.sum()), 1)
         shared = self.model.num_shared_experts * self.experts.of_slots(tokens) / speed.min()
-        network = self._network_us(far)
+        network = self._network_us(far, by)
         return StepTime(
             dispatch, experts, combine, shared, self.other_us, self.is_overlapped, network
         )
@@ -115,7 +144,9 @@ class StepModel:
         part = np.divide(of_node, total, out=np.zeros_like(of_node), where=total > 0)
         reached = total / self.model.top_k * (1 - (1 - part) ** self.model.top_k)  # [L, N] tokens
         each = reached / np.maximum(ranks_of_node, 1)
-        return by_rank, each[:, topology.node_of_rank] * (1 - here)
+        part = np.divide(by_rank, total, out=np.zeros_like(by_rank), where=total > 0)
+        once = total / self.model.top_k * (1 - (1 - part) ** self.model.top_k)  # [L, R] tokens
+        return once, each[:, topology.node_of_rank] * (1 - here)
 
     def _link_us(
         self, near: NDArray[np.float64], far: NDArray[np.float64], width: float
@@ -128,9 +159,9 @@ class StepModel:
         slowest: NDArray[np.float64] = times.max(axis=1)
         return slowest
 
-    def _network_us(self, far: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _network_us(self, far: NDArray[np.float64], by: Transport) -> NDArray[np.float64]:
         """[L] microseconds in which rows pass through the busiest port, both ways together."""
-        width = self.transport.dispatch_bytes + self.transport.combine_bytes
+        width = by.dispatch_bytes + by.combine_bytes
         longest: NDArray[np.float64] = far.max(axis=1) * (
             self.model.hidden * width * 1e6 / self.hardware.network_bytes_s
         )

@@ -25,7 +25,7 @@ from simulations.cost.memory import MemoryModel
 from simulations.cost.migration import MigrationCost
 from simulations.cost.moved import moved_between
 from simulations.cost.speculation import Speculation
-from simulations.cost.step_time import StepModel, Transport
+from simulations.cost.step_time import StepModel, Transport, deepep
 from simulations.replay import Scenario, replay_all
 from simulations.report import conclusions, summary
 from simulations.workloads import windows_named
@@ -174,6 +174,12 @@ def test_kernel_without_constants_is_refused_with_the_nearest_one() -> None:
         kernel_for("h100", "nvfp4", "sglang", is_prefill=False)
 
 
+def test_engine_whose_kernel_has_no_constants_gets_another_one_s_and_says_so() -> None:
+    kernel = kernel_for("h100", "bf16", "sglang", is_prefill=False)
+
+    assert kernel.source == "trtllm's cutlass in bf16 on h100, as sglang's has no constants"
+
+
 def test_card_without_a_table_is_answered_by_its_data_sheet() -> None:
     scaled = kernel_for("h20", "fp8", "sglang", is_prefill=False)
     measured = kernel_for("h200", "fp8", "sglang", is_prefill=False)
@@ -239,14 +245,36 @@ def test_decode_sends_every_copy_and_prefill_one_for_each_node() -> None:
     topology = Topology.uniform(2, 1, 2)
     rows = np.full((1, 4), 1e6)
     times = [
-        StepModel(SMALL, topology, H200, CURVE, is_prefill=is_prefill).of(rows)
+        StepModel(
+            SMALL, topology, H200, CURVE, is_prefill=is_prefill, transport=Transport(combine_us=9)
+        ).of(rows)
         for is_prefill in (False, True)
     ]
 
-    decode_us = 1e6 * 128 * 2 / H200.network_bytes_s * 1e6 + Transport().combine_us
-    prefill_us = 2e6 * 0.75 * 0.5 * 128 * 2 / H200.network_bytes_s * 1e6 + Transport().combine_us
+    decode_us = 1e6 * 128 * 2 / H200.network_bytes_s * 1e6 + 9
+    prefill_us = 2e6 * 0.75 * 0.5 * 128 * 2 / H200.network_bytes_s * 1e6 + 9
     assert times[0].combine[0] == pytest.approx(decode_us)
     assert times[1].combine[0] == pytest.approx(prefill_us)
+
+
+def test_prefill_sends_a_token_once_to_a_rank_that_has_two_of_its_experts() -> None:
+    # One node of two ranks, top-2: a rank has one of two experts of a token in 3 of 4 cases.
+    rows, transport = np.full((1, 4), 1e6), Transport()
+    decode, prefill = (
+        StepModel(SMALL, TWO_RANKS, H200, CURVE, is_prefill=is_prefill, transport=transport)
+        .of(rows)
+        .combine[0]
+        for is_prefill in (False, True)
+    )
+
+    assert prefill == pytest.approx(0.75 * decode)
+
+
+def test_few_tokens_take_longer_on_more_nodes_and_in_normal_mode() -> None:
+    floors = [deepep(nodes, is_prefill=False).dispatch_us for nodes in (1, 2, 4, 8, 9)]
+
+    assert floors == sorted(floors)
+    assert deepep(2, is_prefill=True).combine_us > deepep(2, is_prefill=False).combine_us
 
 
 def test_overlapped_layer_takes_the_longer_part() -> None:

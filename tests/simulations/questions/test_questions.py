@@ -9,8 +9,9 @@ import pytest
 
 from eplb import ModelShape, Placement, Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import from_data_sheet
+from simulations.cost.expert_time import of_kernel
 from simulations.cost.hardware import hardware_named
+from simulations.cost.kernels import kernel_for
 from simulations.cost.memory import MemoryModel
 from simulations.cost.step_time import StepModel
 from simulations.questions.failures import failures_of
@@ -20,6 +21,7 @@ from simulations.windows import Windows
 
 MODEL = ModelShape((0, 1), 8, 4, 7168, 2048)
 CARD = hardware_named("h200")
+EXPERTS = of_kernel(kernel_for("h200", "bf16", None, is_prefill=False), MODEL)
 FOUR = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
 # Experts 0 to 3 have a replica on the other node, 4 to 7 have none.
 ROW = [0, 1, 4, 2, 3, 5, 0, 1, 6, 2, 3, 7]
@@ -58,7 +60,7 @@ def test_one_rank_has_no_failure_to_survive() -> None:
 
 
 def test_slow_network_link_makes_steps_longer_and_leaves_balance() -> None:
-    step = StepModel(MODEL, FOUR, CARD, from_data_sheet(CARD, MODEL))
+    step = StepModel(MODEL, FOUR, CARD, EXPERTS)
     scenario = Scenario(FOUR, MODEL, load=LOAD, step_model=step, tokens_per_step=4096.0)
 
     found = failures_of(scenario, HELD)
@@ -81,7 +83,7 @@ def question(spare_bytes: float = 4e9, **changes: object) -> Question:
     asked = Question(
         windows,
         memory,
-        {4: from_data_sheet(CARD, MODEL)},
+        {4: EXPERTS},
         redundant=(1,),
         intervals=(1,),
         context=1000,
