@@ -199,14 +199,15 @@ def add_run(change: Change, info: RunInfo) -> None:
 
 def add_announcement(change: Change, mine: Announcement) -> None:
     """Write an announcement in place of an earlier one of that component and name."""
-    others = [
-        other
-        for other in _announcements([text for _, text in change.scan(ANNOUNCED)])
-        if other.component == mine.component and other.name != mine.name
-    ]
+    since, others = change.time, []
+    for known in _announcements([text for _, text in change.scan(ANNOUNCED)]):
+        if _key_of(known) == _key_of(mine):
+            since = known.since
+        elif known.component == mine.component:
+            others.append(known)
     for old in others[: len(others) + 1 - KEPT_ANNOUNCEMENTS]:
         change.delete(ANNOUNCED, _key_of(old))
-    text = to_json(asdict(replace(mine, time=change.time)))
+    text = to_json(asdict(replace(mine, time=change.time, since=since)))
     change.put(ANNOUNCED, _key_of(mine), text)
 
 

@@ -83,7 +83,7 @@ def report(store: MemoryStore, *, reported_s_ago: float) -> None:
 def test_start_of_ranks_announces_their_version(store: StateStore) -> None:
     begin(store, reported_s_ago=1.0)
 
-    assert ranks_of(store, "a") == Announcement(RANKS, "a", time=NOW)
+    assert ranks_of(store, "a") == Announcement(RANKS, "a", time=NOW, since=NOW)
     assert serving(store, NOW) == [Present(RANKS, "a", Announcement(RANKS, "a", time=NOW))]
 
 
@@ -203,6 +203,27 @@ def test_heartbeats_have_each_host_once_and_no_process_that_sends_none(store: St
     hosts = [(HOST_CACHE, "0"), (HOST_CACHE, "1"), (LAUNCHER, "0")]
     assert sorted(found) == [(CONTROLLER, second), *hosts]
     assert sorted(old) == hosts  # the topology expects these
+
+
+def test_each_of_two_services_of_a_host_is_missed_until_one_takes_its_place() -> None:
+    now = NOW
+    named = (new_holder().replace(":", f":{number}", 1) for number in (1, 2, 3))
+    first, second, third = (beating(SERVICE, name) for name in named)
+    with closing(MemoryStore("west", clock=lambda: now)) as store:
+
+        def beat(at: float, *services: Announcement) -> list[str]:
+            nonlocal now
+            now = at
+            for one in services:
+                store.announce(one)
+            return [one.name for one in heartbeats(store, now)]
+
+        beat(NOW, first, second)
+        both = beat(NOW + 100, second)
+        after = beat(NOW + 200, second, third)
+
+    assert both == [first.name, second.name]
+    assert after == [second.name, third.name]
 
 
 def announced_in(store: StateStore) -> list[str]:
