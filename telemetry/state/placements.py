@@ -7,6 +7,7 @@ that ask at every step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from threading import Lock
@@ -27,7 +28,8 @@ from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
 from telemetry.state.codec import decode, encode, pack, unpack
 from telemetry.state.events import EVENT_OF_OUTCOME, Outcome, PlanEnd, PlanOffer, note
 from telemetry.state.lease import check_fence
-from telemetry.state.live import LiveState, put_live
+from telemetry.state.live import LiveState, live_in, put_live, write_live
+from telemetry.state.live import Value as LiveValue
 from telemetry.state.part import (
     CANDIDATES,
     COMMITTED,
@@ -39,7 +41,7 @@ from telemetry.state.part import (
     open_plan_in,
 )
 from telemetry.state.proposals import Approval, approve
-from telemetry.state.runs import RunInfo, add_run, current_run_in
+from telemetry.state.runs import RunInfo, add_run, begin, current_run_in
 
 KEPT_PLACEMENTS = 1000  # at least; the oldest are removed
 _PRUNED_EVERY = 100  # generations
@@ -126,26 +128,45 @@ class PlacementPart(Part):
         generation = placement.generation
 
         def decision(change: Change) -> bool:
-            serving = committed_in(change)
-            if _hash_of(change, generation, serving) == placement.hash:
-                return False
-            _check_follows(generation, expected, None if serving is None else serving[0])
-            _check_not_dropped(plan_id, generation, _recovery_in(change))
-            _put_committed(change, placement, plan_id, reason)
-            open_plan = open_plan_in(change)
-            if open_plan is not None:
-                is_this = open_plan[0] == plan_id
-                _close(change, open_plan[0], outcome if is_this else "rejected")
-                if not is_this:
-                    overtaken = f"generation {generation} was committed in its place"
-                    note(change, "reject", PlanEnd(generation, open_plan[0], overtaken))
-            note(change, EVENT_OF_OUTCOME[outcome], PlanEnd(generation, plan_id, reason))
-            return True
+            return _commit(change, placement, expected, plan_id, reason, outcome)
 
         is_written = self.backend.decide(f"commit of generation {generation}", decision)
         if is_written and generation % _PRUNED_EVERY == 0:
             self.backend.prune(PLACEMENTS, generation - KEPT_PLACEMENTS)
         return is_written
+
+    def take_over(
+        self,
+        placement: Placement,
+        run: RunInfo,
+        *,
+        expected: int,
+        reason: str,
+        dropped: Callable[[LiveState], Mapping[str, LiveValue | None]],
+    ) -> None:
+        """Commit a placement of other ranks and begin their run, in one change.
+
+        Readers take the ranks of the committed placement from the latest start. Nothing changes
+        where this very placement is committed already.
+
+        Args:
+            placement: in the slots of the ranks of ``run``.
+            run: their start.
+            expected: the generation that it follows.
+            reason: of all that changes.
+            dropped: gives the live values that name ranks which are gone, without these.
+
+        Raises:
+            StaleGeneration: something else is committed.
+        """
+
+        def decision(change: Change) -> None:
+            if _commit(change, placement, expected, 0, reason, "committed"):
+                begin(change, run)
+                if values := dropped(live_in(change)):
+                    write_live(change, values, None, f"{reason}; without ranks that are gone")
+
+        self.backend.decide(f"start of other ranks, generation {placement.generation}", decision)
 
     def next_plan_id(self) -> int:
         """Reserve a plan id that was never given out before."""
@@ -408,6 +429,32 @@ def _check_base(migration: Migration, serving: tuple[int, str] | None) -> None:
             f"plan {migration.plan_id} starts from generation {base.generation} (hash "
             f"{base.hash}), found generation {serving[0]} (hash {serving[1]}) committed"
         )
+
+
+def _commit(
+    change: Change,
+    placement: Placement,
+    expected: int | None,
+    plan_id: int,
+    reason: str,
+    outcome: Outcome,
+) -> bool:
+    """Write a placement as the committed one; False: it is."""
+    generation, serving = placement.generation, committed_in(change)
+    if _hash_of(change, generation, serving) == placement.hash:
+        return False
+    _check_follows(generation, expected, None if serving is None else serving[0])
+    _check_not_dropped(plan_id, generation, _recovery_in(change))
+    _put_committed(change, placement, plan_id, reason)
+    open_plan = open_plan_in(change)
+    if open_plan is not None:
+        is_this = open_plan[0] == plan_id
+        _close(change, open_plan[0], outcome if is_this else "rejected")
+        if not is_this:
+            overtaken = f"generation {generation} was committed in its place"
+            note(change, "reject", PlanEnd(generation, open_plan[0], overtaken))
+    note(change, EVENT_OF_OUTCOME[outcome], PlanEnd(generation, plan_id, reason))
+    return True
 
 
 def _hash_of(change: Change, generation: int, serving: tuple[int, str] | None) -> str | None:

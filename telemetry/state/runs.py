@@ -121,7 +121,7 @@ class RunsPart(Part):
         Raises:
             StoreError: another start has this name; its samples would pass for repeats.
         """
-        info = replace(info, model=as_stored(info.model), topology=as_stored(info.topology))
+        info = _stored(info)
 
         def decision(change: Change) -> None:
             for _, text in change.scan(RUNS):
@@ -133,9 +133,7 @@ class RunsPart(Part):
                         f"run {info.run!r} is recorded as started at {known.time}, found another "
                         f"start of that name at {info.time}, expected a new name"
                     )
-            add_run(change, info)
-            detail = {"run": info.run, "window_steps": info.window_steps}
-            change.append("run", to_json(detail))
+            begin(change, info)
 
         self.backend.decide(f"run {info.run!r}", decision)
 
@@ -189,6 +187,16 @@ def current_run_in(change: Change) -> str | None:
     """Return the name of the latest start."""
     latest = change.scan(RUNS, NEWEST)
     return _run_of(latest[0][1]).run if latest else None
+
+
+def begin(change: Change, info: RunInfo) -> None:
+    """Record a start with its event."""
+    add_run(change, _stored(info))
+    change.append("run", to_json({"run": info.run, "window_steps": info.window_steps}))
+
+
+def _stored(info: RunInfo) -> RunInfo:
+    return replace(info, model=as_stored(info.model), topology=as_stored(info.topology))
 
 
 def add_run(change: Change, info: RunInfo) -> None:

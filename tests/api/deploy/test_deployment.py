@@ -298,6 +298,28 @@ def test_ranks_of_another_number_or_with_other_slots_take_the_placement_over(
     assert [one.placement.num_slots for one in store.placements()] == [10, 8, 18, 18, 12]
 
 
+def test_resize_drops_pins_and_cordons_of_ranks_that_are_gone(
+    tmp_path: Path, store: StateStore
+) -> None:
+    launched(store, resized(tmp_path, 4, 3), "a")
+    pins, cordons = "*/5:3, 0/1:0+3, 0/2:1", "1:cordon, 3:drain"
+    store.change_live({"pins": pins, "cordons": cordons}, reason="change 4711")
+    before = store.events()[-1].id
+
+    launched(store, resized(tmp_path, 6, 2), "b")
+    larger = store.live().live
+    launched(store, resized(tmp_path, 2, 5), "c")
+    smaller = store.live().live
+    launched(store, resized(tmp_path, 1, 10), "d")
+
+    assert larger == {"pins": pins, "cordons": cordons}
+    assert smaller == {"pins": "0/1:0, 0/2:1", "cordons": "1:cordon"}
+    assert store.live().live == {"pins": "0/1:0"}
+    changes = [one.detail for one in store.events(after=before) if one.kind == "settings"]
+    assert [one["live"] for one in changes] == [smaller, {"pins": "0/1:0", "cordons": None}]
+    assert "taken over for 2 ranks x 5 slots" in changes[0]["reason"]
+
+
 def test_ranks_that_serve_are_waited_for_before_others_take_their_placement(
     tmp_path: Path, store: StateStore
 ) -> None:
