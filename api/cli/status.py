@@ -196,7 +196,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
     }
     lines = {
         "deployment": f"{state.deployment} {where}",
-        "leader": leader if found.leader else found.starting or "none",
+        "leader": leader if found.leader else "none",
         "serves": "nothing yet"
         if state.run is None
         else f"generation {state.generation}, step {state.step}, run {state.run}",

@@ -60,7 +60,7 @@ from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, pages
 from telemetry.state.clock import StoreClock
-from telemetry.state.events import Event, PlanEnd, pace_change, plan_end
+from telemetry.state.events import COMPILE, Event, PlanEnd, pace_change, plan_end
 from telemetry.state.holder import shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
@@ -130,7 +130,8 @@ class Monitor:
         self._live = LiveState()
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
-        self._controller = Leadership("", 0.0, "", "")
+        self._controller = Leadership("", 0.0, "")
+        self._compile: Event | None = None  # the latest of its kind
         self._is_read = self._has_proposals = False  # the second: since they were read last
         self._proposals: list[Proposal] = []
         self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
@@ -259,6 +260,8 @@ class Monitor:
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
+        elif event.kind == COMPILE:
+            self._compile = event
         elif (change := pace_change(event)) is not None:
             self._paced = change, event.time
         self._outages.note_event(event)
@@ -411,7 +414,7 @@ class Monitor:
             started=info.time if info else None,
             step=max((view.step for view in ranks), default=0),
             generation=self._committed.placement.generation if self._committed else None,
-            controller=self._controller,
+            controller=replace(self._controller, compiling=self._compiling(now)),
             versions=self._versions,
             num_layers=model.num_layers if model else 0,
             layer_ids=model.layer_ids if model else (),
@@ -460,6 +463,15 @@ class Monitor:
             free_bytes=self._free_bytes,
             audit_waiting=self._audit_waiting,
         )
+
+    def _compiling(self, now: float) -> str:
+        event = self._compile
+        if event is None or event.detail["state"] != "begun":
+            return ""
+        if self._controller.leader != shown(event.detail["holder"]):
+            return ""  # it may have ended meanwhile
+        since_s = max(0.0, now - event.time)
+        return f"the planner's kernels are compiled since {since_s:.0f} s: plans take longer"
 
     def _pace(self, budget: float) -> PaceView:
         """The pace of the next migration, as the controller would give it now."""
