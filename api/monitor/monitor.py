@@ -97,6 +97,7 @@ class Monitor:
         supervision: what the process that supervises others knows; by default none does.
         stalled_after_s: of the verdict.
         folder: the state folder; None: not known here.
+        latest: so many samples of each rank are read at first, the latest; None: all.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Monitor:
         supervision: Callable[[], SupervisionView] = SupervisionView,
         stalled_after_s: float = STALLED_AFTER_S,
         folder: Path | None = None,
+        latest: int | None = None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._latest = folder, latest
         self.store, self.anomalies = store, AnomalyLog()
         self.clock, self.supervision = clock or StoreClock(store), supervision
         self._stalled_after_s = stalled_after_s
@@ -140,7 +142,9 @@ class Monitor:
     def _follow(self, info: RunInfo | None) -> None:
         """Start on another run, with nothing read of it."""
         if info is not None:  # first: a start that cannot be read leaves the monitor where it is
-            self._reader = RunReader(self.store, info, keep=KEPT_WINDOWS, clock=self.clock)
+            self._reader = RunReader(
+                self.store, info, keep=KEPT_WINDOWS, clock=self.clock, latest=self._latest
+            )
         self._info = info
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
@@ -231,9 +235,14 @@ class Monitor:
     def _read_tokens_before(self) -> None:
         """Read when the latest of the earlier runs that served counted its last token."""
         for info in reversed(self.store.runs()):
-            for _, samples in pages(partial(self.store.samples, info.run), 0, SAMPLES_PER_READ):
-                for sample in samples:
-                    self._outages.note_sample(sample, inf)
+            # Most often the latest samples have tokens, and no other need be read.
+            for begin in (self.store.cursor_before(info.run, SAMPLES_PER_READ), 0):
+                query = partial(self.store.samples, info.run)
+                for _, samples in pages(query, begin, SAMPLES_PER_READ):
+                    for sample in samples:
+                        self._outages.note_sample(sample, inf)
+                if self._outages.token_time is not None or not begin:
+                    break
             if self._outages.token_time is not None:
                 self._outages.begin_run()
                 return
