@@ -63,7 +63,9 @@ def announcement_from_dict(found: Mapping[str, Any]) -> Announcement:
         if type(found.get(name)) is not kind:
             raise ValueError(f"{name} is {found.get(name)!r}, expected {kind.__name__}")
     known = {name: found[name] for name in kinds}
-    figures = {name: float(found.get(name, 0.0)) for name in ("time", "every_s", "since")}
+    figures: dict[str, Any] = {
+        name: float(found.get(name, 0.0)) for name in ("time", "every_s", "since")
+    }
     return Announcement(**known, **figures)
 
 
