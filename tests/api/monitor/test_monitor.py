@@ -343,6 +343,24 @@ def test_picture_fits_and_shows_load_marks_and_reasons(
         assert shown in text
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, [["step", "ms", "12.3", "104"], ["wait", "ms", "7.0", "-"]]),
+        (16, [["step", "58.1", "ms;", "…"]]),
+    ],
+)
+def test_picture_shows_time_of_steps_and_wait_of_each_rank(
+    store: StateStore, width: int, shown: list[list[str]]
+) -> None:
+    store.report(state(0, step_ms=12.3, wait_ms=7.0))
+    store.report(state(1, step_ms=103.9))
+
+    lines = printed(looked_at(store), width, 30).splitlines()
+
+    assert [line.split() for line in lines if line.strip().startswith(("step ", "wait "))] == shown
+
+
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
 def test_picture_shows_the_latest_anomalies_that_are_not_in_its_first_line(
     store: StateStore, width: int, height: int
