@@ -5,13 +5,13 @@ What its components take is declared by them; ``api/config/tree.py`` puts all in
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError, UnfitSetting
+from eplb.settings.addresses import is_host
 from rebalance.weights.link.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
@@ -74,7 +74,7 @@ class TopologySettings:
         ),
     ] = 0
     hosts: Annotated[
-        tuple[str, ...], Setting("address of each host; empty: all are this machine")
+        tuple[str, ...], Setting("address or name of each host; empty: all are this machine")
     ] = ()
     device: Annotated[Literal["cpu", "cuda"], Setting("where the ranks run")] = "cuda"
 
@@ -82,11 +82,8 @@ class TopologySettings:
         check_fields(self)
         hosts = list(self.hosts)
         for host in hosts:
-            try:
-                ipaddress.ip_address(host)
-            except ValueError as exc:
-                expected = f"numeric addresses, found {host!r}"
-                raise UnfitSetting("hosts", hosts, expected) from exc
+            if not is_host(host):
+                raise UnfitSetting("hosts", hosts, f"addresses or names, found {host!r}")
         if hosts and len(hosts) != self.nodes:
             expected = f"{self.nodes} addresses, one for each of topology.nodes"
             raise UnfitSetting("hosts", hosts, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +153,49 @@ def test_host_is_found_by_its_address_and_a_machine_without_one_is_refused(tmp_p
         host_here(one, 0)
     with pytest.raises(ConfigError, match=r"--host is 2, expected 0\.\.1"):
         host_here(one, 2)
+
+
+NAMES = {"node-a": "10.0.0.1", "node-b.west": "10.0.0.2", "alias": "10.0.0.2", "own": "127.0.1.1"}
+
+
+def by_name(host: str) -> str:
+    """Look a name up as a resolver that knows ``NAMES``."""
+    if host not in NAMES:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return NAMES[host]
+
+
+def test_hosts_are_named_and_ranks_get_their_addresses(tmp_path: Path) -> None:
+    remote = {"topology__nodes": 2, "deployment__store": "redis://198.51.100.9"}
+    named = deployment_in(
+        tmp_path, SECRET, by_name, topology__hosts=["node-a", "node-b.west"], **remote
+    )
+    here = deployment_in(tmp_path, SECRET, topology__hosts=["localhost"])
+
+    assert named.hosts == ("10.0.0.1", "10.0.0.2")
+    assert named.description().config.network.hosts[1:3] == ("10.0.0.1", "10.0.0.2")
+    assert (here.hosts, host_here(here, None)) == (("127.0.0.1",), 0)
+    assert here.host_cache_address(0).name.endswith("-127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (
+            ["node-a", "node-c"],
+            r"no address of node-c \(Name or service not known\), expected names",
+        ),
+        (["node-b.west", "alias"], "alias is 10.0.0.2, expected another address for each"),
+        (["node-a", "own"], "own is 127.0.1.1, expected no loopback address"),
+        (["node-a", "10.0.0.256"], "expected addresses or names, found '10.0.0.256'"),
+        (["node-a", "node_b"], "found 'node_b'"),
+    ],
+)
+def test_names_of_hosts_that_others_cannot_reach_are_refused(
+    tmp_path: Path, hosts: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        deployment_in(tmp_path, SECRET, by_name, topology__nodes=2, topology__hosts=hosts)
 
 
 # -- the first placement
