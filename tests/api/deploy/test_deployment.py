@@ -354,7 +354,7 @@ def test_resize_drops_pins_and_cordons_of_ranks_that_are_gone(
     larger = store.live().live
     launched(store, resized(tmp_path, 2, 5), "c")
     smaller = store.live().live
-    launched(store, resized(tmp_path, 1, 10), "d")
+    launched(store, resized(tmp_path, 1, 8), "d")
 
     assert larger == {"pins": pins, "cordons": cordons}
     assert smaller == {"pins": "0/1:0, 0/2:1", "cordons": "1:cordon"}
