@@ -54,9 +54,9 @@ def compile_kernels() -> None:
     """Compile the kernels of planner, simulator and digests, so that no start waits for them.
 
     Run it once where the project is installed, when an image is built for example: two minutes of a
-    processor. It prints how many functions are compiled, of about FUNCTIONS. The kernels lie beside
-    the installed files, or in NUMBA_CACHE_DIR. Without them the first plans are interpreted, 58
-    layers of 256 experts in a few seconds, while the controller compiles what it needs.
+    processor. It prints how far it is. The kernels lie beside the installed files, or in
+    NUMBA_CACHE_DIR. Without them the first plans are interpreted, 58 layers of 256 experts in a few
+    seconds, while the controller compiles what it needs.
     """
     # Imported here: peers are the simulator's, and --help needs no compiler.
     from api.deploy.roles import CompileReports
