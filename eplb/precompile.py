@@ -39,24 +39,22 @@ def warmed_up_meanwhile(policy: str, on_pass: Callable[[str], None]) -> Iterator
     Args:
         policy: of the controller.
         on_pass: called by that thread, often while it compiles, with the name of a function; with
-            "" once it has compiled all.
+            "" once all are compiled.
     """
     # Imported here: who only declares kernels needs no compiler.
     from eplb.core.compiler import compiler_passes
 
-    is_over, has_compiled = Event(), Event()
+    is_over = Event()
 
     def noted(function: str) -> None:
         if is_over.is_set():
             sys.exit()  # the thread, in the middle of the compiler
-        has_compiled.set()
         on_pass(function)
 
     def work() -> None:
         with compiler_passes(noted):
             warm_up(policy)
-        if has_compiled.is_set():
-            on_pass("")
+        on_pass("")
 
     thread = Thread(target=work, name="eplb-compiler", daemon=True)
     thread.start()

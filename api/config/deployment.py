@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError, UnfitSetting
-from eplb.settings.addresses import is_host
 from rebalance.weights.link.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
@@ -81,9 +80,6 @@ class TopologySettings:
     def __post_init__(self) -> None:
         check_fields(self)
         hosts = list(self.hosts)
-        for host in hosts:
-            if not is_host(host):
-                raise UnfitSetting("hosts", hosts, f"addresses or names, found {host!r}")
         if hosts and len(hosts) != self.nodes:
             expected = f"{self.nodes} addresses, one for each of topology.nodes"
             raise UnfitSetting("hosts", hosts, expected)

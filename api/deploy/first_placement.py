@@ -148,11 +148,11 @@ def _resize(
     shapes = model_to_dict(deployment.model), topology_to_dict(now)
     given = deployment.settings.telemetry
     windows = given.window_steps, given.window_seconds
-    store.take_over(
+    store.commit(
         made,
-        RunInfo(new_run_name(), store.backend.now(), *shapes, *windows),
         expected=placement.generation,
         reason=f"{did} ({by})",
+        run=RunInfo(new_run_name(), store.backend.now(), *shapes, *windows),
         dropped=partial(_without_gone, now.num_ranks),
     )
     return made, did

@@ -57,8 +57,10 @@ class CompileReports:
         self._begun, self._said = clock(), -math.inf
 
     def note(self, function: str) -> None:
-        """Record that the compiler works on a function; "": it has compiled all."""
+        """Record that the compiler works on a function; "": all are compiled."""
         now = self._clock()
+        if not function and not self._functions:
+            return  # they were on disk
         if not self._functions:
             self._begun = now
             self._record("begun")

@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 
 from eplb.errors import ConfigError
-
-_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
-# The last label has a letter: "10.0.0.256" is no name, but a misspelt address.
-_NAME = rf"({_LABEL}\.)*(?=[0-9-]*[A-Za-z]){_LABEL}\.?"
-
-
-def is_host(text: str) -> bool:
-    """Return whether a text is a numeric address, or may be the name of a host."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return re.fullmatch(_NAME, text) is not None
-    return True
 
 
 def is_loopback(host: str) -> bool:

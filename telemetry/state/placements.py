@@ -111,6 +111,8 @@ class PlacementPart(Part):
         plan_id: int = 0,
         reason: str,
         outcome: Outcome = "committed",
+        run: RunInfo | None = None,
+        dropped: Callable[[LiveState], Mapping[str, LiveValue | None]] = lambda _: {},
     ) -> bool:
         """Make ``placement`` the committed one and close the migration ``plan_id``, atomically.
 
@@ -120,6 +122,9 @@ class PlacementPart(Part):
 
         Args:
             expected: the generation that this placement follows; None for the first of all.
+            run: a start of other ranks, which begins in the same change: readers take the ranks of
+                the placement from the latest start.
+            dropped: gives new live values, where those of now name ranks that ``run`` has not.
 
         Raises:
             StaleGeneration: something else is committed, or generations do not grow; or survivors
@@ -128,45 +133,30 @@ class PlacementPart(Part):
         generation = placement.generation
 
         def decision(change: Change) -> bool:
-            return _commit(change, placement, expected, plan_id, reason, outcome)
+            serving = committed_in(change)
+            if _hash_of(change, generation, serving) == placement.hash:
+                return False
+            _check_follows(generation, expected, None if serving is None else serving[0])
+            _check_not_dropped(plan_id, generation, _recovery_in(change))
+            _put_committed(change, placement, plan_id, reason)
+            open_plan = open_plan_in(change)
+            if open_plan is not None:
+                is_this = open_plan[0] == plan_id
+                _close(change, open_plan[0], outcome if is_this else "rejected")
+                if not is_this:
+                    overtaken = f"generation {generation} was committed in its place"
+                    note(change, "reject", PlanEnd(generation, open_plan[0], overtaken))
+            note(change, EVENT_OF_OUTCOME[outcome], PlanEnd(generation, plan_id, reason))
+            if run is not None:
+                begin(change, run)
+                if values := dropped(live_in(change)):
+                    write_live(change, values, None, reason)
+            return True
 
         is_written = self.backend.decide(f"commit of generation {generation}", decision)
         if is_written and generation % _PRUNED_EVERY == 0:
             self.backend.prune(PLACEMENTS, generation - KEPT_PLACEMENTS)
         return is_written
-
-    def take_over(
-        self,
-        placement: Placement,
-        run: RunInfo,
-        *,
-        expected: int,
-        reason: str,
-        dropped: Callable[[LiveState], Mapping[str, LiveValue | None]],
-    ) -> None:
-        """Commit a placement of other ranks and begin their run, in one change.
-
-        Readers take the ranks of the committed placement from the latest start. Nothing changes
-        where this very placement is committed already.
-
-        Args:
-            placement: in the slots of the ranks of ``run``.
-            run: their start.
-            expected: the generation that it follows.
-            reason: of all that changes.
-            dropped: gives the live values that name ranks which are gone, without these.
-
-        Raises:
-            StaleGeneration: something else is committed.
-        """
-
-        def decision(change: Change) -> None:
-            if _commit(change, placement, expected, 0, reason, "committed"):
-                begin(change, run)
-                if values := dropped(live_in(change)):
-                    write_live(change, values, None, f"{reason}; without ranks that are gone")
-
-        self.backend.decide(f"start of other ranks, generation {placement.generation}", decision)
 
     def next_plan_id(self) -> int:
         """Reserve a plan id that was never given out before."""
@@ -429,32 +419,6 @@ def _check_base(migration: Migration, serving: tuple[int, str] | None) -> None:
             f"plan {migration.plan_id} starts from generation {base.generation} (hash "
             f"{base.hash}), found generation {serving[0]} (hash {serving[1]}) committed"
         )
-
-
-def _commit(
-    change: Change,
-    placement: Placement,
-    expected: int | None,
-    plan_id: int,
-    reason: str,
-    outcome: Outcome,
-) -> bool:
-    """Write a placement as the committed one; False: it is."""
-    generation, serving = placement.generation, committed_in(change)
-    if _hash_of(change, generation, serving) == placement.hash:
-        return False
-    _check_follows(generation, expected, None if serving is None else serving[0])
-    _check_not_dropped(plan_id, generation, _recovery_in(change))
-    _put_committed(change, placement, plan_id, reason)
-    open_plan = open_plan_in(change)
-    if open_plan is not None:
-        is_this = open_plan[0] == plan_id
-        _close(change, open_plan[0], outcome if is_this else "rejected")
-        if not is_this:
-            overtaken = f"generation {generation} was committed in its place"
-            note(change, "reject", PlanEnd(generation, open_plan[0], overtaken))
-    note(change, EVENT_OF_OUTCOME[outcome], PlanEnd(generation, plan_id, reason))
-    return True
 
 
 def _hash_of(change: Change, generation: int, serving: tuple[int, str] | None) -> str | None:

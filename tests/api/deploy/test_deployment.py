@@ -187,8 +187,6 @@ def test_hosts_are_named_and_ranks_get_their_addresses(tmp_path: Path) -> None:
         ),
         (["node-b.west", "alias"], "alias is 10.0.0.2, expected another address for each"),
         (["node-a", "own"], "own is 127.0.1.1, expected no loopback address"),
-        (["node-a", "10.0.0.256"], "expected addresses or names, found '10.0.0.256'"),
-        (["node-a", "node_b"], "found 'node_b'"),
     ],
 )
 def test_names_of_hosts_that_others_cannot_reach_are_refused(
