@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NOT_OK = 1
 LOOK_S = 0.25
-LATEST = 32  # samples of a rank: some windows, and steps in which each rank has tokens
+LATEST = 20  # samples of a rank: with 16 steps each five windows, and enough to judge its counters
 WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 
 
