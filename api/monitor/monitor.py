@@ -480,7 +480,7 @@ class Monitor:
         if self._controller.leader != shown(event.detail["holder"]):
             return ""  # it may have ended meanwhile
         since_s = max(0.0, now - event.time)
-        return f"the planner's kernels are compiled since {since_s:.0f} s: plans take longer"
+        return f"the controller has been compiling kernels for {since_s:.0f} s: plans take longer"
 
     def _pace(self, budget: float) -> PaceView:
         """The pace of the next migration, as the controller would give it now."""
