@@ -114,9 +114,9 @@ def run_controller(deployment: Deployment, say: Say) -> None:
                 log.warning("event not stored: %s", exc)
 
         reports = CompileReports(log.info, record)
-        with (
-            Heartbeat(deployment.opened_store, CONTROLLER, holder),
+        with (  # the heartbeat ends first: the compiler may take seconds to
             warmed_up_meanwhile(deployment.controller.policy, reports.note),
+            Heartbeat(deployment.opened_store, CONTROLLER, holder),
         ):
             while not has_to_stop():
                 try:
