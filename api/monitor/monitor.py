@@ -236,7 +236,7 @@ class Monitor:
         """Read when the latest of the earlier runs that served counted its last token."""
         for info in reversed(self.store.runs()):
             # Most often the latest samples have tokens, and no other need be read.
-            for begin in (self.store.cursor_before(info.run, SAMPLES_PER_READ), 0):
+            for begin in (self.store.backend.cursor_before(info.run, SAMPLES_PER_READ), 0):
                 query = partial(self.store.samples, info.run)
                 for _, samples in pages(query, begin, SAMPLES_PER_READ):
                     for sample in samples:

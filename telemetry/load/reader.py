@@ -61,7 +61,7 @@ class RunReader:
         self.num_read = 0  # samples, whatever became of them
         self._store, self._clock, self._cursor = store, clock, 0
         if latest is not None:
-            self._cursor = store.cursor_before(run.run, latest * self.topology.num_ranks)
+            self._cursor = store.backend.cursor_before(run.run, latest * self.topology.num_ranks)
 
     def read(self, page: int = PAGE) -> Iterator[list[LoadSample]]:
         """Fold what arrived since the last call, and give the accepted samples of each page.

@@ -61,10 +61,6 @@ class SamplePart(Part):
             lambda past: self.backend.read(run, past, limit), after=after, position=run
         )
 
-    def cursor_before(self, run: str, latest: int) -> int:
-        """Return the cursor past which a run has so many samples, the latest; 0: it has no more."""
-        return self.backend.cursor_before(run, latest)
-
     def samples_before(
         self, before_time: float, *, since: float = -inf, after: int = 0, limit: int = 10_000
     ) -> list[tuple[int, LoadSample]]:

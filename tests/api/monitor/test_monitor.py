@@ -225,6 +225,20 @@ def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_a
     assert (progress.staged_part, progress.fraction) == (0.75, 0.375)
 
 
+def test_monitor_of_the_latest_samples_judges_as_one_of_all(store: StateStore) -> None:
+    store.append([sample(0, 2, [0, 0], SECOND), sample(1, 2, [0, 0], SECOND)])  # no requests
+    for rank in (0, 1):
+        store.report(state(rank))
+
+    every, latest = (Monitor(store, clock=lambda: NOW, latest=n).reading() for n in (None, 1))
+
+    assert (len(every.series), len(latest.series)) == (3, 1)
+    assert every.state.token_time is not None
+    assert latest.state.token_time == every.state.token_time
+    assert latest.state.samples_stored == every.state.samples_stored == 6
+    assert (latest.state.verdict, latest.state.reason) == (every.state.verdict, every.state.reason)
+
+
 JUDGED = PaceChange(1, 0.2, 0.05, 1.0, 0.5, "plan 1 made the p95 of step time +20.0%")
 
 
