@@ -33,6 +33,7 @@ from api.demo.checking import CheckedStep, checks_in
 from api.demo.options import DEFAULTS, Options
 from api.demo.setup import Prepared, prepare
 from api.demo.state_dir import StateDir
+from api.monitor.verdict import LEAST_FREE_BYTES
 from api.processes.commands import end_with_parent, own_command
 from benchmarks.faults.clock.sitecustomize import FILE_VARIABLE
 from benchmarks.faults.paced_engine import TOKENS_VARIABLE, tokens_of
@@ -44,7 +45,7 @@ from tests.support.two_hosts import ADDRESSES, TwoHosts
 
 RESTART_S = 20.0  # longer than a host cache may be silent
 REFUSED = 2
-STATE_BYTES = 32_000_000  # size of a host's file system for state
+STATE_BYTES = 2 * LEAST_FREE_BYTES  # size of a host's file system for state
 END_S = 20.0
 HOSTS, RANKS = range(2), range(4)
 INTERFACES = ("end0", "end1")  # the ends of the veth pair of TwoHosts
