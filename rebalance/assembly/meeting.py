@@ -256,9 +256,10 @@ def _end_when_silent(port: int) -> None:
     torch waits for an answer without a limit, and TCP alone tries for a quarter of an hour. torch
     does not give out the socket, so it is found among the open files.
     """
-    for path in Path("/proc/self/fd").iterdir():
+    # Sockets alone: of another file ``fromfd`` would leave its copy open.
+    for path in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
         with (
-            suppress(OSError),  # no socket, or none that is connected
+            suppress(OSError),  # it is not connected
             socket.fromfd(int(path.name), socket.AF_INET, socket.SOCK_STREAM) as line,
         ):
             if line.getpeername()[1:2] == (port,):

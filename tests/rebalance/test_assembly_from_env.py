@@ -203,6 +203,15 @@ def test_meeting_ends_by_itself_on_a_host_whose_link_is_cut(tmp_path: Path) -> N
         assert "the meeting of the ranks ended" in ranks[1].wait_for("RankError")
 
 
+def test_search_for_the_connection_of_a_meeting_leaves_no_file_open(tmp_path: Path) -> None:
+    with (tmp_path / "no socket").open("w"):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+
+        meeting._end_when_silent(free_port())
+
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_meeting_port_in_use_is_refused_and_nobody_is_waited_for_without_end() -> None:
     with closing(socket.create_server((HERE, 0))) as taken:
         port = taken.getsockname()[1]
