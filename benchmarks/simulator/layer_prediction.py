@@ -74,7 +74,12 @@ def step_model_of(record: dict[str, Any], layer: dict[str, Any]) -> StepModel:
         Topology.uniform(1, 1, num),
         CARD,
         curve_of(even, num, str(layer["model"])),
-        transport=Transport(dispatch_row * scale, combine_row * scale, dispatch_us, combine_us),
+        transport=Transport(
+            dispatch_us,
+            combine_us,
+            dispatch_bytes=dispatch_row * scale,
+            combine_bytes=combine_row * scale,
+        ),
     )
 
 

@@ -32,41 +32,33 @@ from simulations.cost.hardware import Hardware, by_port
 class Transport:
     """What dispatch and combine take beside the rates of links: FP8 with scales, and BF16 back."""
 
-    dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
-    combine_bytes: float = 2.0
     dispatch_us: float = 0.0  # of few tokens
     combine_us: float = 0.0
-    dispatch_rate: float = 1.0  # part of the card's rate of the slower link
+    dispatch_rate: float = 1.0  # part of the rate of the link that takes longer
     combine_rate: float = 1.0
+    dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
+    combine_bytes: float = 2.0
 
 
-# DeepEP by the nodes of a group, of even load (benchmarks/fidelity/links.py): few tokens' time of
-# dispatch and combine, and parts of the rates of links.
+# DeepEP by the nodes of a group, of even load (benchmarks/fidelity/links.py).
 LOW_LATENCY = {
-    1: (13.0, 11.0, 1.0, 0.85),
-    2: (20.0, 22.0, 1.0, 0.96),
-    4: (24.0, 26.0, 1.0, 1.0),
-    8: (26.0, 27.0, 1.0, 1.0),
+    1: Transport(13.0, 11.0, 1.0, 0.85),
+    2: Transport(20.0, 22.0, 1.0, 0.96),
+    4: Transport(24.0, 26.0),
+    8: Transport(26.0, 27.0),
 }
 NORMAL = {
-    1: (36.0, 50.0, 1.22, 1.3),
-    2: (58.0, 88.0, 0.82, 0.65),
-    4: (92.0, 120.0, 1.0, 1.0),
-    8: (128.0, 150.0, 0.5, 0.48),
+    1: Transport(36.0, 50.0, 1.22, 1.3),
+    2: Transport(58.0, 88.0, 0.82, 0.65),
+    4: Transport(92.0, 120.0),
+    8: Transport(128.0, 150.0, 0.5, 0.48),
 }
 
 
 def deepep(nodes: int, *, is_prefill: bool) -> Transport:
     """DeepEP between the ranks of so many nodes: what was measured on the nearest number."""
     known = NORMAL if is_prefill else LOW_LATENCY
-    nearest = min(known, key=lambda one: abs(np.log(one / nodes)))
-    dispatch_us, combine_us, dispatch_rate, combine_rate = known[nearest]
-    return Transport(
-        dispatch_us=dispatch_us,
-        combine_us=combine_us,
-        dispatch_rate=dispatch_rate,
-        combine_rate=combine_rate,
-    )
+    return known[min(known, key=lambda one: abs(np.log(one / nodes)))]
 
 
 @dataclass(frozen=True)

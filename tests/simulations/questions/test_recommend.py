@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,24 @@ def test_redundancy_is_recommended_only_where_an_expert_is_hot() -> None:
     assert even.sentences()[-1].startswith("runner-up: ")
     # No gain is told below the error of the times.
     assert "cannot tell which is faster" in even.sentences()[-1]
+
+
+def test_gain_below_the_error_of_times_is_not_told_as_one() -> None:
+    answer = recommend(question(hot=9))
+    unsure = replace(answer.best, error=9.9)
+
+    told = replace(answer, candidates=(unsure, *answer.candidates[1:])).sentences()
+
+    assert "cannot tell" not in " ".join(answer.sentences()[:2])
+    assert "(error of times at these rows: 990.0%)" in told[0]
+    assert told[1].startswith("cannot tell whether balancing pays here")
+    assert "dispatch and combine" in told[2]
+
+
+def test_batches_never_beat_the_bound_of_any_placement() -> None:
+    for hot in (1, 9):
+        for batch in recommend(question(hot=hot)).batches:
+            assert batch.perfect_ms <= min(batch.none_ms, batch.planned_ms)
 
 
 def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
