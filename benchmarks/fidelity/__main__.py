@@ -94,8 +94,16 @@ def arms(rows: Sequence[Measured], kernel: Kernel) -> list[str]:
     """Wrong sides and regret where one load was measured with and without balancing."""
     ours = [one for one in rows if one.table == "trtllm wide-EP"]
     ours = [one for one in ours if one.spread.ranks <= MOST_RANKS]
-    if not ours:
-        return []
+    seen = {shape_of(one) for one in even_part(rows)}
+    unseen = [one for one in ours if shape_of(one) not in seen]
+    return [
+        f"  {name}{line}"
+        for name, part in (("", ours), ("unseen shapes, ", unseen))
+        for line in (_arms(part, kernel) if part else ())
+    ]
+
+
+def _arms(ours: Sequence[Measured], kernel: Kernel) -> list[str]:
     cases = Cases(ours)
     cells: dict[tuple[object, ...], dict[int, tuple[float, float]]] = defaultdict(dict)
     mean: dict[tuple[object, ...], float] = {}
@@ -112,19 +120,18 @@ def arms(rows: Sequence[Measured], kernel: Kernel) -> list[str]:
     chosen = [min(of.values(), key=lambda both: both[1])[0] for of in cells.values()]
     regret = np.array(chosen) / np.array(best) - 1
     of_gain = (1 + gain[:, 1]) / (1 + gain[:, 0]) - 1
-    found.append(f"  {'error of the gain of 288 slots':<40} {shown(of_gain, at)}")
+    found.append(f"{'error of the gain of 288 slots':<40} {shown(of_gain, at)}")
     for ours_, label in zip(bins_of(at), ("<= 32", "33 to 256", "> 256"), strict=True):
         if ours_.any():
             medians = np.median(1 + gain[ours_], axis=0)
             found.append(
-                f"  wrong side of 5 %, {label} rows: {sides[ours_].mean():.0%} of "
+                f"wrong side of 5 %, {label} rows: {sides[ours_].mean():.0%} of "
                 f"{ours_.sum()}; time without over with 288 slots, median: measured "
                 f"{medians[0]:.2f}, predicted {medians[1]:.2f}"
             )
     found.append(
-        f"  regret of the cheapest arm: mean {regret.mean():.1%}, p90 "
-        f"{np.quantile(regret, 0.9):.1%}, of {len(regret)}; fits saw shapes "
-        f"{sorted({s[1:3] for s in map(shape_of, even_part(rows))})}"
+        f"regret of the cheapest arm: mean {regret.mean():.1%}, p90 "
+        f"{np.quantile(regret, 0.9):.1%}, of {len(regret)}"
     )
     return found
 

@@ -3,8 +3,8 @@
 A kernel's are fitted to the even rows of every second shape that its table has, or of every second
 number of ranks where it has one shape. All uneven rows judge them, and so do shapes that the fit
 did not see. TensorRT-LLM's wide-EP table has no even rows: its fixed time is fitted to the rows
-that its balancer spread over 288 slots, of every second shape, and reading and products stay those
-of the layer table.
+that its balancer spread over 288 slots, of the shapes that the fit saw, and reading and products
+stay those of the layer table.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ def fit(serving: Serving, rows: Sequence[Measured]) -> Kernel:
         names.remove("other_ps")
         start = replace(start, other_ps=0.0)
     kernel = _fitted(start, names, Cases(seen))
+    shapes = {shape_of(one) for one in seen}
     balanced = [one for one in rows if (one.spread.slots or 0) > one.spread.experts]
+    balanced = [one for one in balanced if shape_of(one) in shapes]
     if balanced:
-        kernel = _fitted(kernel, ["fixed_us"], Cases(half_of(balanced, shape_of)))
+        kernel = _fitted(kernel, ["fixed_us"], Cases(balanced))
     return kernel
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from benchmarks.fidelity.tables import package_data
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from simulations.cost.hardware import hardware_named
-from simulations.cost.step_time import StepModel
+from simulations.cost.step_time import StepModel, deepep
 from simulations.inputs import experts_of
 
 RANKS_PER_NODE, SMS = 8, 20
@@ -77,7 +77,9 @@ def predicted(one: Sent, card: str) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", action="store_true", help="print floors and times of a token")
+    parser.add_argument(
+        "--fit", action="store_true", help="print times of few tokens and parts of rates"
+    )
     is_fit = parser.parse_args().fit
     print("mode, nodes: median and p90 error of dispatch; of combine (seen | other batches)")
     rows = list(measured("h100_sxm", FITTED))
@@ -88,17 +90,26 @@ def main() -> None:
         )
         show(f"{'normal' if key[0] else 'low latency'}, {key[1]}", ours[::2], ours[1::2])
         if is_fit:
-            for way in ("dispatch_us", "combine_us"):
-                tokens = np.array([one.tokens for one in ours[::2]], dtype=float)
-                us = np.array([getattr(one, way) for one in ours[::2]])
-                both = np.stack([1 / us, tokens / us], axis=1)
-                floor, each = np.linalg.lstsq(both, np.ones(len(us)), rcond=None)[0]
-                print(f"   {way}: floor {floor:.1f} us, a token {each:.4f} us")
+            known = deepep(key[1], is_prefill=key[0])
+            token_us = np.array(predicted(replace(ours[-1], tokens=10**6), "h100")) / 1e6
+            for way, us in zip(("dispatch", "combine"), token_us, strict=True):
+                floor, each = fitted_line(ours[::2], way)
+                rate = getattr(known, f"{way}_rate") * us / each
+                print(f"   {way}_us {floor:.1f}, {way}_rate {rate:.2f}")
     for folder, card in (("h100_sxm", "h100"), ("h200_sxm", "h200")):
         other = [one for one in measured(folder, OTHERS) if one.shape != (7168, 256, 8)]
         for is_prefill in (False, True):
             ours = [one for one in other if one.is_prefill == is_prefill]
             show(f"{card} {'normal' if is_prefill else 'low latency'}, 1, other models", ours)
+
+
+def fitted_line(rows: list[Sent], way: str) -> tuple[float, float]:
+    """Time of few tokens, and of each token, with the least relative error."""
+    tokens = np.array([one.tokens for one in rows], dtype=np.float64)
+    us = np.array([getattr(one, f"{way}_us") for one in rows])
+    parts = np.stack([1 / us, tokens / us], axis=1)
+    floor, each = np.linalg.lstsq(parts, np.ones(len(us)), rcond=None)[0]
+    return float(floor), float(each)
 
 
 def show(label: str, *parts: list[Sent]) -> None:

@@ -42,16 +42,16 @@ class Transport:
 
 # DeepEP by the nodes of a group, of even load (benchmarks/fidelity/links.py).
 LOW_LATENCY = {
-    1: Transport(13.0, 11.0, 1.0, 0.85),
-    2: Transport(20.0, 22.0, 1.0, 0.96),
-    4: Transport(24.0, 26.0),
-    8: Transport(26.0, 27.0),
+    1: Transport(14.9, 11.3, 1.06, 0.88),
+    2: Transport(19.6, 24.8, 1.02, 1.01),
+    4: Transport(25.3, 25.3, 1.04, 0.99),
+    8: Transport(27.2, 25.8, 1.04, 1.01),
 }
 NORMAL = {
-    1: Transport(36.0, 50.0, 1.22, 1.3),
-    2: Transport(58.0, 88.0, 0.82, 0.65),
-    4: Transport(92.0, 120.0),
-    8: Transport(128.0, 150.0, 0.5, 0.48),
+    1: Transport(34.5, 51.8, 1.23, 1.26),
+    2: Transport(60.9, 93.2, 0.87, 0.69),
+    4: Transport(92.9, 121.9, 0.99, 0.96),
+    8: Transport(121.1, 134.4, 0.49, 0.47),
 }
 
 
