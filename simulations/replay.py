@@ -23,12 +23,10 @@ from eplb.core.noise import sampling_noise
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure.balance import imbalance_of
-from simulations.cost.migration import MigrationCost
-from simulations.cost.moved import Moved, moved_between
+from simulations.cost.migration import MigrationCost, Moved, moved_between
 from simulations.cost.step_time import StepModel
-from simulations.course import Terms
 from simulations.scheme_table import check_names, scheme_named
-from simulations.schemes import Scheme, SlotLoad, by_rank
+from simulations.schemes import Scheme, SlotLoad, Terms, by_rank
 from simulations.windows import Past, Tokens, Windows, of_history
 
 

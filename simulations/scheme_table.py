@@ -22,11 +22,10 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.policies.baselines import contiguous_policy
 from eplb.policies.table import POLICIES, policy_named
-from simulations.course import Terms
 from simulations.oracles import ORACLES, BatchShares
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES
-from simulations.schemes import AlwaysTaken, Fixed, Ours, Scheme
+from simulations.schemes import AlwaysTaken, Fixed, Ours, Scheme, Terms
 
 if TYPE_CHECKING:
     from simulations.windows import Tokens

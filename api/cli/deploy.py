@@ -58,7 +58,7 @@ def compile_kernels() -> None:
     interpreted: 58 layers of 256 experts take a few seconds.
     """
     # Imported here: peers are the simulator's.
-    from simulations.peers.precompile import compile_peers
+    from simulations.peers import compile_peers
 
     check_packages()
     compile_planner()

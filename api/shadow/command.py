@@ -30,7 +30,7 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from simulations.course import Terms
+from simulations.schemes import Terms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, table, text_below
 from simulations.shadow.sources import open_source

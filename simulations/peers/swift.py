@@ -30,13 +30,11 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.errors import PlacementError
 from eplb.policies.baselines import contiguous_policy
-from simulations.peers.tables import placement_of, table_of
+from simulations.peers.tables import Table, kept_in_place, placement_of, table_of
 
 MOST_SWAPS = 100
 GOOD_ENOUGH = 1.01  # imbalance of a layer that is not changed
 LEAST_GAIN = 0.01  # of a fair rank's load, for a swap
-
-Table = NDArray[np.int64]  # [R, C] the expert in each slot, or -1
 
 
 @dataclass(eq=False)
@@ -83,7 +81,7 @@ def plan_layer(tokens: NDArray[np.float64], serving: Table, fair: float) -> Tabl
     busiest = _swap(layer, fair * LEAST_GAIN)
     if (serving >= 0).all() and busiest / fair >= before:
         return serving
-    return _kept_in_place(serving, layer.table)
+    return np.array([kept_in_place(*rows) for rows in zip(serving, layer.table, strict=True)])
 
 
 def first_copies(serving: Table, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -188,15 +186,6 @@ def _swapped(layer: Layer, top: int, other: int, least: float) -> bool:
     layer.received[other].add(one)
     layer.sent[top, other] = layer.sent[other, top] = True
     return True
-
-
-def _kept_in_place(serving: Table, table: Table) -> Table:
-    result = np.empty_like(table)
-    for rank, (old, new) in enumerate(zip(serving, table, strict=True)):
-        stays = np.isin(old, new) & (old >= 0)
-        result[rank, stays] = old[stays]
-        result[rank, ~stays] = new[~np.isin(new, old)]
-    return result
 
 
 def _imbalance(tokens: NDArray[np.float64], table: Table) -> float:

@@ -30,7 +30,7 @@ from eplb.core.topology import Topology
 from eplb.errors import EplbError
 from eplb.measure.balance import imbalance_of, live_shares
 from eplb.planner import plan
-from simulations.cost.moved import moved_between
+from simulations.cost.migration import moved_between
 from simulations.cost.step_time import StepModel
 from simulations.replay import Scenario
 from simulations.schemes import Split, by_rank

@@ -22,16 +22,96 @@ from typing import Any
 
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
+from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import ExpertTime
-from simulations.cost.memory import MemoryModel
+from simulations.cost.hardware import Hardware
 from simulations.cost.migration import MigrationCost
-from simulations.cost.speculation import Speculation
 from simulations.cost.step_time import StepModel
 from simulations.inputs import even_topology
 from simulations.replay import Replay, Scenario, replay_all
 from simulations.windows import Windows
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What a rank holds beside routed experts; a slot takes one expert of every MoE layer.
+
+    Raises:
+        ConfigError: a part that is none, or bytes below 0.
+    """
+
+    hardware: Hardware
+    model: ModelShape
+    usable: float = 0.9  # part of the memory that weights and KV cache may fill
+    dense_bytes: float = 0.0  # attention, shared experts, embeddings, buffers, on each rank
+    kv_token_bytes: float = 70_272.0  # of one token, all layers: DeepSeek-V3's latent cache in BF16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.usable <= 1:
+            raise ConfigError(f"usable is {self.usable}, expected above 0 and at most 1")
+        if not (self.dense_bytes >= 0 and self.kv_token_bytes > 0):
+            raise ConfigError(
+                f"dense_bytes is {self.dense_bytes} and kv_token_bytes {self.kv_token_bytes}, "
+                "expected 0 or more, and above 0"
+            )
+
+    def expert_bytes(self, slots_per_rank: float) -> float:
+        """Weights of a rank's slots."""
+        return slots_per_rank * self.model.num_layers * self.model.expert_bytes
+
+    def kv_bytes(self, slots_per_rank: float) -> float:
+        """What is left for the KV cache; 0 or less: the weights do not fit."""
+        whole = self.hardware.memory_bytes * self.usable
+        return whole - self.dense_bytes - self.expert_bytes(slots_per_rank)
+
+    def sequences(self, slots_per_rank: float, context: int) -> int:
+        """How many sequences of ``context`` tokens a rank can hold."""
+        left = self.kv_bytes(slots_per_rank)
+        return max(0, int(left / (self.kv_token_bytes * context)))
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Drafts of a sequence in each step, by multi-token prediction or any other way.
+
+    A step verifies one token of each sequence and its drafts, so experts get that many rows more. A
+    draft counts if it and all before it are accepted. Drafts come one after another, each from a
+    layer of its own that is taken to last as long as a mean layer of the verifying pass.
+
+    Args:
+        drafts: tokens; 0: none.
+        acceptance: chance that a draft is right, if all before it are.
+
+    Raises:
+        ConfigError: fewer than no drafts, or a chance that is none.
+    """
+
+    drafts: int = 0
+    acceptance: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.drafts < 0 or not 0 <= self.acceptance <= 1:
+            raise ConfigError(
+                f"{self.drafts} drafts at an acceptance of {self.acceptance}, expected 0 or more, "
+                "and 0 to 1"
+            )
+
+    @property
+    def verified(self) -> int:
+        """Tokens of a sequence that a step routes."""
+        return 1 + self.drafts
+
+    @property
+    def given(self) -> float:
+        """Tokens of a sequence that a step gives, in the mean."""
+        return sum(self.acceptance**draft for draft in range(self.verified))
+
+    def step_us(self, verifying_us: float, num_layers: int) -> float:
+        """Of a step, its drafts included."""
+        return verifying_us * (1 + self.drafts / num_layers)
+
 
 POLICY, NOTHING, PERFECT = "auto", "none", "oracle:force-balanced"
 WORTH_IT = 0.01  # of the tokens per second: less is called no gain

@@ -22,11 +22,9 @@ from simulations.cost.expert_time import (
     read_expert_time,
 )
 from simulations.cost.hardware import HARDWARE, hardware_named
-from simulations.cost.memory import MemoryModel
-from simulations.cost.migration import MigrationCost
-from simulations.cost.moved import moved_between
-from simulations.cost.speculation import Speculation
+from simulations.cost.migration import MigrationCost, moved_between
 from simulations.cost.step_time import StepModel, Transport
+from simulations.questions.recommend import MemoryModel, Speculation
 from simulations.replay import Scenario, replay_all
 from simulations.report import conclusions, summary
 from simulations.workloads import windows_named

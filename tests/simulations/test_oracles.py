@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eplb import Topology
-from simulations.oracles.quotas import lowest, pieces_at
+from simulations.oracles import lowest, pieces_at
 from simulations.replay import Scenario, replay_all
 from simulations.windows import Tokens, Windows
 from simulations.workloads import windows_named

@@ -13,8 +13,8 @@ from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.policies.table import greedy_policy, register_policy
-from simulations.cost.moved import moved_between
-from simulations.peers.deepseek import deepseek_slots
+from simulations.cost.migration import moved_between
+from simulations.peers.engines import deepseek_slots
 from simulations.replay import Scenario, noise_floor, replay, replay_all
 from simulations.windows import Tokens, Windows
 from simulations.workloads import windows_named

@@ -15,11 +15,9 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.course import Course, Terms
-from simulations.shadow.accounts import Account, received_by_rank
-from simulations.shadow.comparison import Comparison, Group
-from simulations.shadow.confidence import FEWEST, difference_of
-from simulations.shadow.report import Prices, report
+from simulations.schemes import Course, Terms
+from simulations.shadow.comparison import Account, Comparison, Group, received_by_rank
+from simulations.shadow.report import FEWEST, Prices, difference_of, report
 from simulations.shadow.windows import Observed, Skips
 from simulations.workloads import Workload, generate
 from telemetry.formats.types import rows_in_order

@@ -17,11 +17,10 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from simulations.course import Terms
+from simulations.schemes import Terms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, report
-from simulations.shadow.sources import open_source
-from simulations.shadow.store_source import StoreSource
+from simulations.shadow.sources import StoreSource, open_source
 from simulations.shadow.windows import Observed, Source, SourceOptions
 from simulations.workloads import Workload, generate
 from telemetry.formats.types import ReadOptions

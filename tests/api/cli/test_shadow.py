@@ -25,7 +25,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from simulations.course import Terms
+from simulations.schemes import Terms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices
 from simulations.shadow.sources import open_source

@@ -11,10 +11,9 @@ from eplb import ModelShape, Placement, Topology
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import from_data_sheet
 from simulations.cost.hardware import hardware_named
-from simulations.cost.memory import MemoryModel
 from simulations.cost.step_time import StepModel
 from simulations.questions.failures import failures_of
-from simulations.questions.recommend import Question, recommend
+from simulations.questions.recommend import MemoryModel, Question, recommend
 from simulations.replay import Scenario
 from simulations.windows import Windows
 

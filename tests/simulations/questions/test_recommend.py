@@ -16,11 +16,9 @@ from eplb import ModelShape, preset
 from eplb.errors import ConfigError
 from simulations.cost.expert_time import from_data_sheet
 from simulations.cost.hardware import hardware_named
-from simulations.cost.memory import MemoryModel
-from simulations.cost.speculation import Speculation
 from simulations.inputs import model_named
-from simulations.limits import limit_of
-from simulations.questions.recommend import Question, part_of, recommend
+from simulations.questions.recommend import MemoryModel, Question, Speculation, part_of, recommend
+from simulations.report import limit_of
 from simulations.windows import Deployment, Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)

@@ -1,13 +1,15 @@
-"""Replicas for each batch on its exact load: the balancers of MoonEP and UltraEP, as limits.
+"""Limits that no planner on the past can reach: each looks at the window that it serves.
 
+    oracle:force-balanced  the same tokens in every slot: what benchmarks with forced routing show
+    oracle:re-plan         a fresh plan for each window before it comes; its moves cost nothing
+    oracle:shares          our placement from the past, with the best shares for the window itself
+    oracle:moonep          pieces of any size: the same tokens on each rank, where slots suffice
+    oracle:ultraep         no piece below 1,024 tokens, threshold within 1 %
+
+The last two are the balancers of MoonEP and UltraEP: replicas for each batch on its exact load.
 First copies stay where they are. Ranks above a threshold give tokens of their heaviest experts to
 ranks below it, and each piece takes one redundant slot of the rank that gets it. The lowest
-threshold that the slots allow is found by bisection, as UltraEP does. The two differ in the least
-tokens of a piece, and in how near to the lowest threshold the search stops. Transfers cost nothing.
-
-    oracle:moonep   pieces of any size: the same tokens on each rank, where the slots suffice
-    oracle:ultraep  no piece below 1,024 tokens, threshold within 1 %
-
+threshold that the slots allow is found by bisection, as UltraEP does. Transfers cost nothing.
 Written from published descriptions (Kimi-K3 report 5.2.1; UltraEP 1.0.0, MIN_TOKENS_PER_REPLICA and
 EPS), not from their code. A window is taken as one batch.
 
@@ -21,9 +23,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.load import LoadHistory
 from eplb.core.placement import EMPTY
+from eplb.core.problem import Problem
 from eplb.core.topology import Topology
-from simulations.schemes import Fixed, SlotLoad
+from eplb.policies.table import greedy_policy
+from eplb.shares.resplitting import resplit
+from simulations.schemes import Fixed, Ours, Planned, SlotLoad, Split
 from simulations.windows import Tokens
 
 ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE = 1024, 0.01
@@ -133,3 +139,53 @@ def give(
         load[slot] -= tokens
         load[free] += tokens
     return held
+
+
+class ForceBalanced(Fixed):
+    """Every live rank gets the same tokens, and every slot of a rank."""
+
+    is_oracle = True
+
+    def serve(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] equal parts."""
+        topology = self.terms.topology
+        size = np.maximum(topology.slots_of_rank, 1)
+        part = np.where(topology.serving, 1.0 / topology.serving.sum(), 0.0) / size
+        load: SlotLoad = tokens.sum(axis=1)[:, None] * part[topology.rank_of_slot]
+        return load
+
+
+class RePlan(Fixed):
+    """Greedy on the window itself."""
+
+    is_oracle = True
+
+    def serve(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] under a plan for these tokens."""
+        if not tokens.any():
+            return super().serve(tokens)
+        problem = Problem(LoadHistory(tokens[None]), self.terms.topology, self.terms.model)
+        return Split(greedy_policy(problem), self.terms).of(tokens)
+
+
+class BatchShares(Ours):
+    """Ours, whose replicas get the shares that suit the window itself."""
+
+    is_oracle = True
+
+    def serve(self, tokens: Tokens) -> SlotLoad:
+        """[L, S] under the best shares."""
+        if not tokens.any():
+            return super().serve(tokens)
+        topology = self.terms.topology
+        placement = resplit(LoadHistory(tokens[None]), self.serving, topology, trust=1.0)
+        return Split(placement, self.terms).of(tokens)
+
+
+ORACLES: dict[str, type[Planned]] = {
+    "oracle:force-balanced": ForceBalanced,
+    "oracle:re-plan": RePlan,
+    "oracle:shares": BatchShares,
+    "oracle:moonep": MoonEp,
+    "oracle:ultraep": UltraEp,
+}
