@@ -43,8 +43,7 @@ if TYPE_CHECKING:
         slots_per_layer,
     )
     from eplb.deepseek import rebalance_experts
-    from eplb.measure.balance import balancedness, imbalance, rank_load
-    from eplb.measure.bounds import lower_bound
+    from eplb.measure import balancedness, imbalance, lower_bound, rank_load
     from eplb.migration.build import Migration, Move, Pace, Source, Transaction, build_migration
     from eplb.planner import plan
     from eplb.policies.coactivation import coactivation, colocate_coactivated, nodes_per_token
@@ -132,8 +131,7 @@ _EXPORTS = {
         "RedundancyLevel allocate_redundancy redundancy_price slots_per_layer"
     ),
     "eplb.deepseek": "rebalance_experts",
-    "eplb.measure.balance": "balancedness imbalance rank_load",
-    "eplb.measure.bounds": "lower_bound",
+    "eplb.measure": "balancedness imbalance lower_bound rank_load",
     "eplb.migration.build": "Migration Move Pace Source Transaction build_migration",
     "eplb.planner": "plan",
     "eplb.policies.coactivation": "coactivation colocate_coactivated nodes_per_token",

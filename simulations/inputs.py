@@ -15,13 +15,13 @@ from simulations.cost.hardware import hardware_named
 from simulations.cost.step_time import StepModel
 from simulations.windows import Deployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
-from telemetry.formats.batches import batched_windows
-from telemetry.formats.raw_routing import read_vllm_requests
 from telemetry.formats.routing import (
     DEFAULT_WINDOW_TOKENS,
     Layout,
+    batched_windows,
     load_trace,
     read_requests,
+    read_vllm_requests,
 )
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions

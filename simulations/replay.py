@@ -18,11 +18,10 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory
-from eplb.core.noise import sampling_noise
+from eplb.core.load import LoadHistory, sampling_noise
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, EplbError, HistoryError
-from eplb.measure.balance import imbalance_of
+from eplb.measure import imbalance_of
 from simulations.cost.migration import MigrationCost, Moved, moved_between
 from simulations.cost.step_time import StepModel
 from simulations.scheme_table import check_names, scheme_named

@@ -20,8 +20,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.policies.baselines import contiguous_policy
-from eplb.policies.table import POLICIES, policy_named
+from eplb.policies.table import POLICIES, contiguous_policy, policy_named
 from simulations.oracles import ORACLES, BatchShares
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES

@@ -33,7 +33,7 @@ logging.getLogger().addHandler(logging.NullHandler())
 
 COMPILE = """
 from eplb.precompile import compile_planner
-from runtime.memory.shared import compile_digest
+from runtime.memory import compile_digest
 from simulations.peers import compile_peers
 compile_planner()
 compile_peers()

@@ -64,7 +64,7 @@ def compile_kernels() -> None:
     compile_planner()
     compile_peers()
     if find_spec("torch") is not None:  # a host of controllers needs none
-        from runtime.memory.shared import compile_digest
+        from runtime.memory import compile_digest
 
         compile_digest()
 

@@ -18,9 +18,8 @@ from benchmarks.migration.big_rank import BigRank, Shapes, first_slots
 from benchmarks.publishing import Publisher
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.migration.build import Migration, Pace, Source, build_migration
+from eplb.migration.build import Migration, Pace, Source, build_migration, copy_transactions
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from eplb.migration.transactions import copy_transactions
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.rank import most_replicas, wire_agent

@@ -137,7 +137,7 @@ def build(
     arena: Any = None
     num_bytes = bank_bytes(*shape, shapes.staging_experts)
     if from_cuda and num_ranks > 1:
-        from runtime.memory.symmetric import SymmetricArena
+        from runtime.memory import SymmetricArena
 
         arena = SymmetricArena(num_bytes, group, device)
     elif from_cuda:

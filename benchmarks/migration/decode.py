@@ -130,8 +130,7 @@ def decode_step(big: BigRank, agent: RankAgent) -> Callable[[int], None]:
     """A captured graph of all resident layers."""
     from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
     from runtime.model.compute import GroupedExperts
-    from runtime.model.graphs import CapturedStack
-    from runtime.model.moe import MoELayer, MoEStack
+    from runtime.model.moe import CapturedStack, MoELayer, MoEStack
 
     model, device = big.shapes.model, big.device
     group = dist.group.WORLD

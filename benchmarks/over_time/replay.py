@@ -22,8 +22,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import changed_slots, moves_per_layer
 from eplb.core.problem import Problem
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from eplb.policies.baselines import contiguous_policy
-from eplb.policies.table import policy_named
+from eplb.policies.table import contiguous_policy, policy_named
 from rebalance.controller.loop import Controller, ControllerSettings
 from telemetry.state.runs import RankState, RunInfo
 from tests.support.stores import MemoryStore

@@ -50,8 +50,7 @@ from benchmarks.telemetry.ranks import (
 from eplb.errors import StoreError
 from telemetry import open_store
 from telemetry.load.counts import RunShape
-from telemetry.load.cuts import CutBySteps
-from telemetry.load.folder import WindowFolder, history
+from telemetry.load.folder import CutBySteps, WindowFolder, history
 from telemetry.load.reporter import AT_ONCE, Reporter, Tempo
 from telemetry.load.spool import Spool
 from tests.support.redis_servers import RedisProcess

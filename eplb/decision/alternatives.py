@@ -30,7 +30,7 @@ from eplb.decision.score import (
     part_in_time,
     score_of,
 )
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from eplb.search.legality import violations_of
 from eplb.shares.resplitting import best_shares, share_floor
 from eplb.shares.traffic import crossing, with_local_shares

@@ -26,8 +26,8 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups
 from eplb.errors import ConfigError
-from eplb.extras import needed_for
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
+from eplb.packages import needed_for
 from eplb.policies.greedy import refined
 from eplb.search.relabel import in_place, with_most_kept
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from eplb.errors import ConfigError
-from eplb.extras import needed_for
+from eplb.packages import needed_for
 from simulations.report import write_whole
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).

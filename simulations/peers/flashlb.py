@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from eplb.core.jit import jit
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.policies.baselines import contiguous_policy
+from eplb.policies.table import contiguous_policy
 from simulations.peers.tables import Table, kept_in_place, placement_of, table_of
 
 Z = NormalDist().inv_cdf(0.75)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.errors import PlacementError
-from eplb.policies.baselines import contiguous_policy
+from eplb.policies.table import contiguous_policy
 from simulations.peers.tables import Table, kept_in_place, placement_of, table_of
 
 MOST_SWAPS = 100

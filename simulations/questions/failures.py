@@ -28,7 +28,7 @@ from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.measure.balance import imbalance_of, live_shares
+from eplb.measure import imbalance_of, live_shares
 from eplb.planner import plan
 from simulations.cost.migration import moved_between
 from simulations.cost.step_time import StepModel

@@ -21,7 +21,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eplb.core.cost import NOMINAL_BYTES
-from eplb.core.noise import sampling_noise
+from eplb.core.load import sampling_noise
 from simulations.shadow.comparison import Account, Comparison, Engine, Ours
 
 SCHEMA = "eplb-shadow/1"

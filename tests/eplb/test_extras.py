@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eplb.errors import ConfigError
-from eplb.extras import EXTRA_OF, needed_for
+from eplb.packages import EXTRA_OF, needed_for
 from tests.support.repository import ROOT
 
 PLAN = "import numpy as np, eplb; t = eplb.Topology.uniform(1, 2, 3)\n"

@@ -40,8 +40,7 @@ from runtime.dispatch.all_to_all import Dispatcher
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 from runtime.experts import ExpertBank, PlainArena, bank_bytes
 from runtime.model.compute import GroupedExperts
-from runtime.model.graphs import CapturedStack
-from runtime.model.moe import MoELayer, MoEStack
+from runtime.model.moe import CapturedStack, MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from tests.gpu.parts import (
     LIMIT,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from runtime.batch.shared_rule import split_shared
+from runtime.batch.shared_expert import split_shared
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -34,8 +34,7 @@ from runtime.dispatch.all_to_all import Received
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.model.compute import GroupedExperts, SlotWeights, swiglu
-from runtime.model.graphs import CapturedStack
-from runtime.model.moe import MoELayer, MoEStack
+from runtime.model.moe import CapturedStack, MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
 from tests.gpu.parts import MODEL, NUM_TOKENS, needs_deep_ep, schema_of

@@ -23,7 +23,7 @@ from runtime.batch.kernels.split import (
     choose_by_split,
     split_batch,
 )
-from runtime.batch.shared_rule import split_shared, token_units
+from runtime.batch.shared_expert import split_shared, token_units
 from runtime.batch.split_rule import SplitRule, SplitSwitch, split_layout
 from runtime.batch.split_rule import split_batch as reference_split
 from runtime.draws import choose_by_draw
@@ -37,7 +37,7 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.routing import RoutingTable
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

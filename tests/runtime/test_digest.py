@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from runtime.memory.shared import (
+from runtime.memory import (
     COMPILED_FROM_BYTES,
     RunningDigest,
     compiled_lane_sums,

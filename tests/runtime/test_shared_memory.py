@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eplb.errors import MigrationError
-from runtime.memory.shared import PAGE_BYTES, SharedArena, attach
+from runtime.memory import PAGE_BYTES, SharedArena, attach
 
 
 def num_open() -> int:

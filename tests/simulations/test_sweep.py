@@ -31,7 +31,6 @@ from simulations.sweep.grid import (
     Settings,
     Task,
     recorded,
-    run_task,
     software,
     tasks_of,
 )
@@ -45,6 +44,7 @@ from simulations.sweep.run import (
     on_this_host,
     run_on_processes,
     run_on_ray,
+    run_task,
     sweep,
     within,
 )

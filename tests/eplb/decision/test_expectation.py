@@ -7,7 +7,7 @@ from eplb import Topology
 from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.decision import expectation
-from eplb.policies.baselines import contiguous_policy
+from eplb.policies.table import contiguous_policy
 
 
 def test_gain_on_requests_that_span_windows_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:

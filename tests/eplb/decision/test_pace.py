@@ -18,7 +18,7 @@ from eplb.decision.pace import (
     next_part,
     paced,
 )
-from eplb.migration.transactions import Pace
+from eplb.migration.build import Pace
 
 OWN = Pace(staging_experts=16, transactions_per_commit=4)
 FLIP = Pace(staging_experts=0, mode="flip", spare_slots=1, transactions_per_commit=2)

@@ -8,7 +8,7 @@ import pytest
 from eplb.core.cost import CostModel, Decision
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.decision.rollout import breach, for_few_layers, stage_before
+from eplb.decision.triggers import breach, for_few_layers, stage_before
 from eplb.planner import Plan, plan
 
 RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from eplb.decision.pace import Throttle
 from eplb.errors import ConfigError
-from eplb.migration.throttle import Throttle
-from eplb.migration.transactions import Pace
+from eplb.migration.build import Pace
 
 COPY = Pace(staging_experts=16, link_part=0.5)
 FLIP = Pace(staging_experts=0, mode="flip", spare_slots=1)

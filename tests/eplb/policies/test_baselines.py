@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eplb import Placement, Problem, Topology
 from eplb.core.load import as_history
 from eplb.core.placement import check_fits
-from eplb.policies.baselines import round_robin, topk_everywhere
+from eplb.policies.table import round_robin, topk_everywhere
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from runtime.batch.shared_rule import LEAST, SharedSplit, split_shared
+from runtime.batch.shared_expert import LEAST, SharedSplit, split_shared
 
 Floats = NDArray[np.float64]
 

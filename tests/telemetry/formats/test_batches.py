@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from eplb.errors import ConfigError, HistoryError
 from simulations.inputs import windows_of
-from telemetry.formats.batches import batched_windows, steps_of_tokens
-from telemetry.formats.routing import read_requests
+from telemetry.formats.routing import batched_windows, read_requests, steps_of_tokens
 from telemetry.formats.types import ReadOptions
 
 # Three requests of 3, 1 and 2 tokens, top-1, one layer: a request goes to its own expert.

@@ -7,9 +7,7 @@ import pytest
 
 from eplb.core.load import LoadSample, Phase
 from telemetry.load.counts import RunShape
-from telemetry.load.cuts import CutBySteps
-from telemetry.load.folder import WindowFolder
-from telemetry.load.phases import Apart, apart, weighted
+from telemetry.load.folder import Apart, CutBySteps, WindowFolder, apart, weighted
 
 # Each window has a step of each phase: one rank of two experts in one layer.
 TOKENS: dict[Phase, list[int]] = {"prefill": [100, 300], "decode": [5, 1], "mixed": [10, 10]}

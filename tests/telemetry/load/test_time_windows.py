@@ -9,8 +9,7 @@ import pytest
 from eplb.core.load import LoadSample
 from eplb.errors import HistoryError
 from telemetry.load.counts import RunShape
-from telemetry.load.cuts import CutByTime
-from telemetry.load.folder import WindowFolder
+from telemetry.load.folder import CutByTime, WindowFolder
 from tests.support.stores import make_sample as make_any_sample
 
 

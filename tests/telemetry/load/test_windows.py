@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample, Phase
 from telemetry.load.counts import OUTCOMES, RunShape
-from telemetry.load.cuts import CutBySteps
-from telemetry.load.folder import Window, WindowFolder, history
+from telemetry.load.folder import CutBySteps, Window, WindowFolder, history
 from tests.support.stores import make_sample as make_any_sample
 
 # Two ranks of two slots, one layer, three experts: expert 0 has a replica on each rank.
