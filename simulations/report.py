@@ -137,20 +137,10 @@ def table(result: dict[str, Any]) -> Table:
         "tok/s: of a rank. "
         "An oracle looks at the window that it serves: a limit, not a competitor"
     )
-    grid = Table(
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
-    grid.add_column("policy", no_wrap=True)
     is_timed = any("step_us_mean" in one for one in result["policies"].values())
     headings = ["mean", "p95", "worst", "moved", "kept", "experts", "slots", "GB", "ms"]
     headings += ["step us", "tok/s"] if is_timed else []
-    for heading in headings:
-        grid.add_column(heading, justify="right", no_wrap=True)
+    grid = figures_table(title, caption, "policy", headings)
     for policy, figures in result["policies"].items():
         if "imbalance_mean" not in figures:
             grid.add_row(policy, "failed")
@@ -173,6 +163,22 @@ def table(result: dict[str, Any]) -> Table:
                 else []
             ),
         )
+    return grid
+
+
+def figures_table(title: str, caption: str, first: str, headings: Sequence[str]) -> Table:
+    """An empty table: a first column of names, the others of figures."""
+    grid = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
+    grid.add_column(first, no_wrap=True)
+    for heading in headings:
+        grid.add_column(heading, justify="right", no_wrap=True)
     return grid
 
 

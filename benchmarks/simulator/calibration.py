@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.planner.dispatch_rules import Case
 from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, preset
-from simulations.cost.expert_time import from_data_sheet
-from simulations.cost.hardware import hardware_named
+from simulations.cost.expert_time import from_data_sheet, hardware_named
 from simulations.cost.step_time import StepModel
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all

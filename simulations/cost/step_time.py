@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import ExpertTime
-from simulations.cost.hardware import Hardware, by_port
+from simulations.cost.expert_time import ExpertTime, Hardware, by_port
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import ExpertTime
-from simulations.cost.hardware import Hardware
+from simulations.cost.expert_time import ExpertTime, Hardware
 from simulations.cost.migration import MigrationCost
 from simulations.cost.step_time import StepModel
 from simulations.inputs import even_topology

@@ -28,7 +28,7 @@ from eplb.core.topology import Topology
 from eplb.deepseek import rebalance_experts
 from eplb.errors import ConfigError, EplbError
 from eplb.measure import imbalance
-from simulations.scheme_table import in_order
+from simulations.replay import in_order
 from simulations.schemes import Course, Terms, as_served
 from simulations.shadow.windows import Observed, Skips
 from telemetry.load.drift import LOOK_BACK

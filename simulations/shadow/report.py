@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eplb.core.cost import NOMINAL_BYTES
 from eplb.core.load import sampling_noise
+from simulations.report import figures_table
 from simulations.shadow.comparison import Account, Comparison, Engine, Ours
 
 SCHEMA = "eplb-shadow/1"
@@ -202,17 +202,8 @@ def table(found: dict[str, Any]) -> Table:
         "move; experts, GB: to other ranks; s: of moves; net s: serving time won less moves, "
         "against the engine; KV GB: freed on a rank against the engine's slots"
     )
-    grid = Table(
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
-    grid.add_column("placements", no_wrap=True)
-    for heading in ("mean", "p95", "worst", "plans", "experts", "GB", "s", "net s", "KV GB"):
-        grid.add_column(heading, justify="right", no_wrap=True)
+    headings = ("mean", "p95", "worst", "plans", "experts", "GB", "s", "net s", "KV GB")
+    grid = figures_table(title, caption, "placements", headings)
     grid.add_row("engine", *_cells(found["engine"]), "-", "-")
     for one in found["ours"]:
         net, freed = one["net_seconds"], one["kv_bytes_freed_per_rank"]

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -299,36 +299,11 @@ def run_task(load: Load, task: Task) -> Row:
     replays = replay_all(scenario, [task.policy])
     result = summary(task.settings.load, scenario, replays)
     figures = result["policies"][task.policy]
-    return Row(
-        task=task.digest,
-        load=task.settings.load,
-        model=task.settings.model,
-        hardware=task.settings.hardware,
-        ranks=task.ranks,
-        nodes=result["nodes"],
-        slots=result["slots"],
-        redundant=task.redundant,
-        interval=task.interval,
-        policy=task.policy,
-        dispatch=task.dispatch,
-        seed=task.seed,
-        windows=result["windows"],
-        windows_skipped=result["windows_skipped"],
-        windows_idle=result["windows_idle"],
-        noise_floor=result["noise_floor"],
-        failed=figures["failed"],
-        imbalance_mean=figures.get("imbalance_mean"),
-        imbalance_p95=figures.get("imbalance_p95"),
-        imbalance_p99=figures.get("imbalance_p99"),
-        imbalance_max_layer=figures.get("imbalance_max_layer"),
-        rebalances=figures.get("rebalances", 0),
-        kept=figures.get("kept", 0),
-        experts_moved=figures.get("experts_moved", 0),
-        bytes_moved=sum(figures.get("bytes_by_link", {}).values()),
-        step_us_mean=figures.get("step_us_mean"),
-        lost_s=figures.get("lost_s"),
-        tokens_per_s_per_rank=figures.get("tokens_per_s_per_rank"),
-    )
+    moved = sum(figures.get("bytes_by_link", {}).values())
+    # Without a window there are no figures: counts are 0, and what could not be measured is None.
+    counts = {"rebalances": 0, "kept": 0, "experts_moved": 0, "bytes_moved": moved}
+    found = counts | vars(task.settings) | vars(task) | result | figures | {"task": task.digest}
+    return Row(**{column.name: found.get(column.name) for column in fields(Row)})
 
 
 def _scenario(load: Load, task: Task) -> Scenario:

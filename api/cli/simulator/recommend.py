@@ -22,8 +22,12 @@ from api.cli.simulator.options import (
     grid,
 )
 from eplb.core.model import preset
-from simulations.cost.expert_time import check_fits, from_data_sheet, read_expert_time
-from simulations.cost.hardware import hardware_named
+from simulations.cost.expert_time import (
+    check_fits,
+    from_data_sheet,
+    hardware_named,
+    read_expert_time,
+)
 from simulations.inputs import model_named, model_of, windows_of
 from simulations.pages.of_commands import recommendation_page
 from simulations.questions.recommend import (

@@ -10,10 +10,12 @@ import pytest
 
 from eplb import Budget, Constraints, CostModel, Decision, ModelShape, Placement, Topology, plan
 from eplb.core.dispatch import DispatchRule
-from eplb.core.load import as_history
+from eplb.core.load import LoadHistory, as_history
 from eplb.core.problem import Problem
+from eplb.decision import expectation
 from eplb.decision.alternatives import ROUNDING, cost_of, option_of
 from eplb.planner import Plan, plan_for
+from eplb.policies.table import contiguous_policy
 from eplb.search.legality import violations_of
 
 # By luck of the search: its random changes differ with the number of layers that it plans at once.
@@ -116,3 +118,21 @@ def test_fresh_plan_for_a_rule_by_rank_starts_afresh_where_a_placement_serves(
 def test_auto_never_costs_more_than_an_easy_plan_in_500_problems() -> None:
     for seed in range(500):
         check(seed)
+
+
+def test_gain_on_requests_that_span_windows_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each layer another expert is hot every four windows: no plan on the past gains later."""
+    hot = np.random.default_rng(0).integers(8, size=(5, 4))
+    load = np.full((16, 4, 8), 1000)
+    for window in range(16):
+        load[window, range(4), hot[(window + 2) // 4]] += 3000
+    history, ranks = LoadHistory(load), Topology.uniform(1, 4, 3)
+    problem = Problem(history, ranks, current=contiguous_policy(Problem(history, ranks)))
+    promised, changed = np.full(4, 0.5), np.ones(4, dtype=np.bool_)
+
+    apart = expectation.expected_part(problem, promised, changed)
+    monkeypatch.setattr(expectation, "GAP", 0)
+    beside = expectation.expected_part(problem, promised, changed)
+
+    assert apart.is_judged
+    assert apart.part < beside.part / 2

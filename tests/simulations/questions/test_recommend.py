@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from eplb import ModelShape, preset
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import from_data_sheet
-from simulations.cost.hardware import hardware_named
+from simulations.cost.expert_time import from_data_sheet, hardware_named
 from simulations.inputs import model_named
 from simulations.questions.recommend import MemoryModel, Question, Speculation, part_of, recommend
 from simulations.report import limit_of
