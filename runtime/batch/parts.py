@@ -22,7 +22,8 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
 from eplb.shares.switches import LATE_COUNTS, BatchSwitches
 from runtime.batch.counts import Exchange, PeerCounts, all_gather_counts
-from runtime.batch.shared_expert import LEAST, SharedSpread
+from runtime.batch.shared_expert import SharedSpread
+from runtime.batch.shared_rule import LEAST
 from runtime.batch.split import BatchSplit
 from runtime.batch.split_rule import SplitRule
 from runtime.group import first_refusal, gathered

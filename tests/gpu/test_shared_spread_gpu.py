@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from runtime.batch.shared_expert import split_shared
+from runtime.batch.shared_rule import split_shared
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)

@@ -23,7 +23,7 @@ from runtime.batch.kernels.split import (
     choose_by_split,
     split_batch,
 )
-from runtime.batch.shared_expert import split_shared, token_units
+from runtime.batch.shared_rule import split_shared, token_units
 from runtime.batch.split_rule import SplitRule, SplitSwitch, split_layout
 from runtime.batch.split_rule import split_batch as reference_split
 from runtime.draws import choose_by_draw

@@ -2,7 +2,7 @@
 
     split_batch -> weigh_ranks -> append_shared
 
-``append_shared`` repeats ``runtime.batch.shared_expert.split_shared`` in each of its programs: that
+``append_shared`` repeats ``runtime.batch.shared_rule.split_shared`` in each of its programs: that
 takes less time than another launch would.
 
 Shapes:  E experts, M experts that are split, W ways, R ranks, each of which is a source of tokens,
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from runtime.batch.kernels.split import LayerSplit
-from runtime.batch.shared_expert import FILLS, UNIT
+from runtime.batch.shared_rule import FILLS, UNIT
 from runtime.kernels.launch import expect, kernel
 
 TOKENS_PER_PROGRAM = 64
@@ -105,7 +105,7 @@ def append_shared(
         out: slots [T, K + 1] and weights [T, K + 1] of the same types. The weight of the shared
             expert is 1; padding has the slot -1.
         num_experts: E.
-        token_units: load of a shared token, as ``runtime.batch.shared_expert.token_units`` has it.
+        token_units: load of a shared token, as ``runtime.batch.shared_rule.token_units`` has it.
         least: tokens that a rank gives away, or none.
     """
     num_tokens, top_k = experts.shape

@@ -9,8 +9,7 @@ import pytest
 
 from eplb import ModelShape, Placement, Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import from_data_sheet
-from simulations.cost.hardware import hardware_named
+from simulations.cost.expert_time import from_data_sheet, hardware_named
 from simulations.cost.step_time import StepModel
 from simulations.questions.failures import failures_of
 from simulations.questions.recommend import MemoryModel, Question, recommend
