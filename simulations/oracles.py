@@ -29,7 +29,7 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.policies.table import greedy_policy
 from eplb.shares.resplitting import resplit
-from simulations.schemes import Fixed, Ours, Planned, SlotLoad, Split
+from simulations.schemes import Ours, Scheme, SlotLoad, Split
 from simulations.windows import Tokens
 
 ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE = 1024, 0.01
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     tokens: float
 
 
-class MoonEp(Fixed):
+class MoonEp(Scheme):
     """Pieces of any size."""
 
     is_oracle = True
@@ -141,7 +141,7 @@ def give(
     return held
 
 
-class ForceBalanced(Fixed):
+class ForceBalanced(Scheme):
     """Every live rank gets the same tokens, and every slot of a rank."""
 
     is_oracle = True
@@ -155,7 +155,7 @@ class ForceBalanced(Fixed):
         return load
 
 
-class RePlan(Fixed):
+class RePlan(Scheme):
     """Greedy on the window itself."""
 
     is_oracle = True
@@ -182,7 +182,7 @@ class BatchShares(Ours):
         return Split(placement, self.terms).of(tokens)
 
 
-ORACLES: dict[str, type[Planned]] = {
+ORACLES: dict[str, type[Scheme]] = {
     "oracle:force-balanced": ForceBalanced,
     "oracle:re-plan": RePlan,
     "oracle:shares": BatchShares,

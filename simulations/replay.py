@@ -39,7 +39,7 @@ from simulations.cost.step_time import StepModel
 from simulations.oracles import ORACLES, BatchShares
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES
-from simulations.schemes import AlwaysTaken, Fixed, Ours, Scheme, SlotLoad, Terms, by_rank
+from simulations.schemes import AlwaysTaken, Ours, Scheme, SlotLoad, Terms, by_rank
 from simulations.windows import Past, Tokens, Windows, of_history
 
 UNBALANCED = ("none", "contiguous")
@@ -79,9 +79,9 @@ def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
     """
     start = contiguous(terms, first)
     if name in UNBALANCED:
-        return Fixed(terms, start)
+        return Scheme(terms, start)
     if name == IN_ORDER:
-        return Fixed(terms, in_order(terms.topology, first))
+        return Scheme(terms, in_order(terms.topology, first))
     if name in ENGINES:
         return ENGINES[name](terms, in_order(terms.topology, first), every)
     if name in PEERS:
@@ -92,7 +92,6 @@ def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
         kind = ORACLES[name]
         if issubclass(kind, BatchShares):
             return kind(terms, start, BATCH_POLICY, every)
-        assert issubclass(kind, Fixed), "the other oracles plan nothing"
         return kind(terms, start)
     return Ours(terms, start, name, every)
 

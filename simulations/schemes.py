@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,24 +127,6 @@ class Taken:
     reason: str
 
 
-class Scheme(Protocol):
-    """One compared way to serve."""
-
-    num_kept: int  # plans that were not worth moving to
-    is_oracle: bool  # looks at the window that it serves: a limit, not a competitor
-    is_async: bool  # weights move while steps go on; else serving waits for them
-
-    @property
-    def serving(self) -> Placement:
-        """What serves now."""
-
-    def serve(self, tokens: Tokens) -> SlotLoad:
-        """[L, S] tokens of each slot in a window."""
-
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
-        """Look at a window that came, the latest of ``past``; None: nothing changes."""
-
-
 def by_rank(load: SlotLoad, topology: Topology) -> NDArray[np.float64]:
     """[L, R] tokens of each rank; the ranks of a replay never change, so a product is enough."""
     found: NDArray[np.float64] = load @ _members(topology)
@@ -176,15 +157,15 @@ class Split:
         return load
 
 
-class Planned:
-    """Shared by schemes that serve a placement: the split is made once for each placement."""
+class Scheme:
+    """One compared way to serve: a placement, for ever where a subclass plans no other."""
 
-    is_oracle = False
-    is_async = False
+    is_oracle = False  # looks at the window that it serves: a limit, not a competitor
+    is_async = False  # weights move while steps go on; else serving waits for them
 
     def __init__(self, terms: Terms, first: Placement) -> None:
-        self.terms, self.num_kept = terms, 0
-        self._split = Split(first, terms)
+        self.terms, self.num_kept = terms, 0  # plans that were not worth moving to
+        self._split = Split(first, terms)  # made once for each placement
 
     @property
     def serving(self) -> Placement:
@@ -194,6 +175,10 @@ class Planned:
     def serve(self, tokens: Tokens) -> SlotLoad:
         """[L, S] tokens of each slot in a window."""
         return self._split.of(tokens)
+
+    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+        """Look at a window that came, the latest of ``past``; None: nothing changes."""
+        return None
 
     def take(self, target: Placement, reason: str) -> Taken | None:
         """Serve another placement from now on; None where experts and shares stay the same."""
@@ -207,15 +192,7 @@ class Planned:
         return Taken(base, target, reason)
 
 
-class Fixed(Planned):
-    """The placement at the start, for ever."""
-
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
-        """Nothing changes."""
-        return None
-
-
-class Ours(Planned):
+class Ours(Scheme):
     """A policy with the live planner, gate and record of promises.
 
     Args:
@@ -239,7 +216,7 @@ class Ours(Planned):
         return self.take(found.target, found.reason)
 
 
-class AlwaysTaken(Planned):
+class AlwaysTaken(Scheme):
     """A policy whose plan is taken at each interval, without a gate."""
 
     def __init__(self, terms: Terms, first: Placement, policy: Policy, every: int) -> None:

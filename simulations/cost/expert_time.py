@@ -114,7 +114,6 @@ RULES: tuple[Rule, ...] = get_args(Rule)
 TILE = 16  # rows that the smallest tile of tensor cores takes
 # Standard scores of the 10th, 30th, 50th, 70th and 90th percentile: rows of a slot step by step.
 CHANCE = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
-Rows = NDArray[np.float64]
 Tiles = tuple[int, ...]
 
 

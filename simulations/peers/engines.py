@@ -31,7 +31,7 @@ from eplb.core.jit import jit
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from simulations.schemes import Planned, Taken, Terms, by_rank
+from simulations.schemes import Scheme, Taken, Terms, by_rank
 from simulations.windows import Past, Tokens
 
 SGLANG_UTILIZATION = 0.8
@@ -124,7 +124,7 @@ def utilization(load: NDArray[np.float64]) -> float:
     return float(ratio.mean())
 
 
-class Engine(Planned):
+class Engine(Scheme):
     """DeepSeek's balancer on a sum of windows."""
 
     def __init__(self, terms: Terms, first: Placement, every: int) -> None:

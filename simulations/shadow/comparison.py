@@ -30,7 +30,7 @@ from eplb.errors import ConfigError, EplbError
 from eplb.measure import imbalance
 from simulations.replay import in_order
 from simulations.schemes import Course, Terms, as_served
-from simulations.shadow.windows import Observed, Skips
+from simulations.shadow.sources import Observed, Skips
 from telemetry.load.drift import LOOK_BACK
 
 EnginePlans = Literal["auto", "maps", "deepseek", "none"]
@@ -52,7 +52,7 @@ class Group:
 
 
 @dataclass
-class Ours:
+class Variant:
     """One variant of this planner."""
 
     num_redundant: int
@@ -65,7 +65,7 @@ class Ours:
 
 
 @dataclass
-class Engine:
+class EngineSide:
     """The engine's side."""
 
     account: Account
@@ -97,8 +97,8 @@ class Comparison:
 
     group: Group
     skips: Skips
-    engine: Engine | None = None
-    ours: list[Ours] = field(default_factory=list)
+    engine: EngineSide | None = None
+    ours: list[Variant] = field(default_factory=list)
     num_windows: int = 0
     _first: Observed | None = None  # later windows must be of its model and group
     _seen: list[NDArray[np.int64]] = field(default_factory=list)
@@ -171,14 +171,14 @@ class Comparison:
             raise ConfigError(
                 f"{window.where} has no map, expected --engine-plans deepseek or none"
             )
-        self.engine = Engine(Account(terms, first), plans, first, has_map, redundant)
+        self.engine = EngineSide(Account(terms, first), plans, first, has_map, redundant)
         self._first = window
         for number in dict.fromkeys((redundant, *group.also_redundant)):
             own = self._terms(window, number)
             start = first if number == redundant else in_order(own.topology, window.tokens)
             as_served(start, own)  # refuses a map that the rule cannot serve
             course = Course(own, group.policy, start)
-            self.ours.append(Ours(number, course, Account(own, start)))
+            self.ours.append(Variant(number, course, Account(own, start)))
 
     def _refusal(self, window: Observed) -> tuple[str, str] | None:
         """Why a window is not of the model and the group of the first one: the kind, a sentence."""
@@ -231,7 +231,7 @@ class Comparison:
             topology = replace(topology, slots_of_rank=slots)
         return replace(group.terms, topology=topology, model=model)
 
-    def _plan(self, engine: Engine, tokens: NDArray[np.int64]) -> None:
+    def _plan(self, engine: EngineSide, tokens: NDArray[np.int64]) -> None:
         """Plan after the latest window; a planner that fails stays at what serves."""
         window = self.num_windows
         if engine.plans == "deepseek":

@@ -22,7 +22,7 @@ from rich.table import Table
 from eplb.core.cost import NOMINAL_BYTES
 from eplb.core.load import sampling_noise
 from simulations.report import figures_table
-from simulations.shadow.comparison import Account, Comparison, Engine, Ours
+from simulations.shadow.comparison import Account, Comparison, EngineSide, Variant
 
 SCHEMA = "eplb-shadow/1"
 UNTOLD = ("no difference", "too few windows")
@@ -104,7 +104,9 @@ def _figures(account: Account) -> dict[str, Any]:
     }
 
 
-def _ours(comparison: Comparison, engine: Engine, one: Ours, prices: Prices) -> dict[str, Any]:
+def _ours(
+    comparison: Comparison, engine: EngineSide, one: Variant, prices: Prices
+) -> dict[str, Any]:
     theirs, account, num_layers = engine.account, one.account, comparison.shape[0]
     differences = _differences(theirs, account, prices)
     slots, others = (_slot_bytes(each, num_layers) for each in (account, theirs))

@@ -1,5 +1,9 @@
 """Windows of an engine, from files and folders, or from the store of a deployment.
 
+A source is polled. Each poll gives the windows that are complete by now, oldest first; the last
+poll gives what is left. Watching a folder until it is finished and reading the finished folder go
+through the same calls. What cannot be used is skipped and counted, with the reason of the first.
+
 Shapes:  L MoE layers, E experts, P physical slots.
 """
 
@@ -7,19 +11,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from os import SEEK_END
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.bounded_json import decode_json
+from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, StoreError
 from eplb.migration.spares import compact, without_spares
-from simulations.shadow.windows import Observed, Skips, Source, SourceOptions, System
 from telemetry import file_of, open_store
 from telemetry.formats.bounded import reading
 from telemetry.formats.engines import sglang
@@ -28,6 +33,70 @@ from telemetry.formats.table import STORE_SCHEMES, STORE_SUFFIXES, read
 from telemetry.formats.types import Layers, LoadFile, ReadOptions, resolve, rows_in_order
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, model_and_topology
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """One window as an engine reports it."""
+
+    tokens: NDArray[np.int64]  # [L, E]
+    layers: Layers
+    held: Placement | None  # the map that served; None: not known
+    where: str
+
+
+@dataclass
+class Skips:
+    """What was not used, by item, with its kind and a sentence."""
+
+    by_item: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, item: str, kind: str, why: str) -> None:
+        """Note an item, once."""
+        self.by_item[item] = kind, why
+
+    def counts(self) -> dict[str, dict[str, Any]]:
+        """Count and first example of each kind."""
+        found: dict[str, dict[str, Any]] = {}
+        for item, (kind, why) in self.by_item.items():
+            first = why if item in why else f"{item}: {why}"
+            one = found.setdefault(kind, {"count": 0, "first": first})
+            one["count"] += 1
+        return found
+
+
+@dataclass(frozen=True)
+class System:
+    """What serves, where a source tells it."""
+
+    topology: Topology
+    model: ModelShape
+
+
+class Source(Protocol):
+    """Where windows come from."""
+
+    skips: Skips
+    notes: dict[str, None]  # of readers, each once
+
+    def poll(self, *, is_last: bool) -> Iterator[Observed]:
+        """Give the windows that are new."""
+
+    def system(self) -> System | None:
+        """Ranks and model; None: the source does not tell."""
+
+    def close(self) -> None:
+        """Release what the source holds open."""
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How files become windows."""
+
+    read: ReadOptions  # its max_windows is that of one file
+    input_format: str | None = None
+    window_steps: int = 100  # lines of a ``.jsonl`` in a window
+    num_ranks: int | None = None  # files of one dump with a file for each rank
 
 
 def open_source(places: Sequence[str], options: SourceOptions) -> Source:

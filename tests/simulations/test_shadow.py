@@ -18,7 +18,7 @@ from eplb.errors import ConfigError
 from simulations.schemes import Course, Terms
 from simulations.shadow.comparison import Account, Comparison, Group, received_by_rank
 from simulations.shadow.report import FEWEST, Prices, difference_of, report
-from simulations.shadow.windows import Observed, Skips
+from simulations.shadow.sources import Observed, Skips
 from simulations.workloads import Workload, generate
 from telemetry.formats.types import rows_in_order
 

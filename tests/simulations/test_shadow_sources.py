@@ -20,8 +20,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from simulations.schemes import Terms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, report
-from simulations.shadow.sources import StoreSource, open_source
-from simulations.shadow.windows import Observed, Source, SourceOptions
+from simulations.shadow.sources import Observed, Source, SourceOptions, StoreSource, open_source
 from simulations.workloads import Workload, generate
 from telemetry.formats.types import ReadOptions
 from telemetry.state.runs import RunInfo
