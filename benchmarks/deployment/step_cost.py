@@ -28,8 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.deployment.step_pairs import Block, Run, Sides, measure_pairs
-from benchmarks.migration.agent import begin_store
-from benchmarks.migration.big_rank import Shapes, v3
+from benchmarks.migration.big_rank import Shapes, begin_store, v3
 from benchmarks.result_table import Row, keep, show
 from eplb.core.model import ModelShape
 from eplb.errors import RankError

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.deployment.packing import PACKED_BY
-from benchmarks.migration.agent import DEPLOYMENT
-from benchmarks.migration.big_rank import BigRank, Shapes, build
+from benchmarks.migration.big_rank import DEPLOYMENT, BigRank, Shapes, build
 from benchmarks.migration.decode import TOKENS, VOCABULARY, decode_step, dense_weights
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
@@ -29,6 +31,40 @@ from runtime.model.moe import MoELayer, MoEStack
 from runtime.streams import Completion
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
+
+PACKED_BY = "zstandard" if find_spec("zstandard") is not None else "zlib"
+_SIZE_BYTES = 8
+
+
+class _Compressor:
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def compress(self, data: bytes) -> bytes:
+        """Its size, and the data."""
+        return len(data).to_bytes(_SIZE_BYTES, "little") + zlib.compress(data, self._level)
+
+
+class _Decompressor:
+    def decompress(self, frame: bytes, *, allow_extra_data: bool) -> bytes:
+        """The data again."""
+        return zlib.decompress(frame[_SIZE_BYTES:])
+
+
+def _size(frame: bytes) -> int:
+    return int.from_bytes(frame[:_SIZE_BYTES], "little")
+
+
+if PACKED_BY == "zlib":
+    stand_in = ModuleType("zstandard")
+    vars(stand_in).update(
+        ZstdCompressor=_Compressor,
+        ZstdDecompressor=_Decompressor,
+        ZstdError=zlib.error,
+        frame_content_size=_size,
+    )
+    sys.modules["zstandard"] = stand_in
+
 
 SETTLE_STEPS = 20  # of each block, not counted
 SAMPLE_STEPS = 16

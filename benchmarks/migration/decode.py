@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.migration.agent import agent_of, publisher_of, rotated
-from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
+from benchmarks.migration.big_rank import (
+    BigRank,
+    Shapes,
+    agent_of,
+    build,
+    publisher_of,
+    rotated,
+    wait_for,
+)
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape

@@ -158,8 +158,8 @@ def _scatter(
 ) -> Any:
     """Points (group, x, y, text), each group in a colour of its own."""
     of_group: dict[str, list[tuple[float | None, float | None, str]]] = {}
-    for group, *point in points:
-        of_group.setdefault(group, []).append((point[0], point[1], point[2]))
+    for group, x_of, y_of, text_of in points:
+        of_group.setdefault(group, []).append((x_of, y_of, text_of))
     figure = go.Figure()
     for number, (group, found) in enumerate(of_group.items()):
         x, y, text = zip(*found, strict=True)

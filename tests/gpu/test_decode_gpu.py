@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 pytest.importorskip("zstandard", reason="the store packs samples with it")
 
-from benchmarks.migration.agent import emulated_migration, wire_emulated
+from benchmarks.migration.big_rank import emulated_migration, wire_emulated
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
