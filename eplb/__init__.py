@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from eplb.core.placement import EMPTY, Placement
     from eplb.core.problem import Budget, Problem, Record
     from eplb.core.topology import Topology
-    from eplb.decision.expectation import Promise
+    from eplb.decision.alternatives import Promise
     from eplb.decision.explanation import Explanation, LayerExplanation
     from eplb.decision.outcome import Plan, explain, explain_layer
     from eplb.decision.redundancy import (
@@ -124,7 +124,7 @@ _EXPORTS = {
     "eplb.core.placement": "EMPTY Placement",
     "eplb.core.problem": "Budget Problem Record",
     "eplb.core.topology": "Topology",
-    "eplb.decision.expectation": "Promise",
+    "eplb.decision.alternatives": "Promise",
     "eplb.decision.explanation": "Explanation LayerExplanation",
     "eplb.decision.outcome": "Plan explain explain_layer",
     "eplb.decision.redundancy": (

@@ -10,13 +10,13 @@ import numpy as np
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import (
+from simulations.step_time import (
+    StepModel,
     check_fits,
     from_data_sheet,
     hardware_named,
     read_expert_time,
 )
-from simulations.cost.step_time import StepModel
 from simulations.windows import Deployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
 from telemetry.formats.routing import (

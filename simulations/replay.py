@@ -34,12 +34,12 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure import imbalance_of
 from eplb.policies.table import POLICIES, contiguous_policy, policy_named
-from simulations.cost.migration import MigrationCost, Moved, moved_between
-from simulations.cost.step_time import StepModel
+from simulations.migration_cost import MigrationCost, Moved, moved_between
 from simulations.oracles import ORACLES, BatchShares
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES
 from simulations.schemes import AlwaysTaken, Ours, Scheme, SlotLoad, Terms, by_rank
+from simulations.step_time import StepModel
 from simulations.windows import Past, Tokens, Windows, of_history
 
 UNBALANCED = ("none", "contiguous")

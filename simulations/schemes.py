@@ -24,7 +24,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement, changed_slots
 from eplb.core.problem import Budget, Problem, Record
 from eplb.core.topology import Topology
-from eplb.decision.expectation import ENOUGH, Promise, realised
+from eplb.decision.alternatives import ENOUGH, Promise, realised
 from eplb.measure import live_shares
 from eplb.planner import Plan, plan
 from eplb.policies.table import Policy, Proposal

@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 from benchmarks.planner.dispatch_rules import Case
 from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, preset
-from simulations.cost.expert_time import from_data_sheet, hardware_named
-from simulations.cost.step_time import StepModel
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all
+from simulations.step_time import StepModel, from_data_sheet, hardware_named
 from simulations.traffic import Traffic, drawn, profiles_of, traffic_windows
 from simulations.windows import Tokens, Windows
 

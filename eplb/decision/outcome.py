@@ -67,7 +67,7 @@ class Plan:
     reason: str
     curve: BalanceCurve  # (moves, mean score over layers) at equal split
     policy: str
-    expected_gain: float = 0.0  # on windows to come; see ``eplb/decision/expectation.py``
+    expected_gain: float = 0.0  # on windows to come; see ``eplb/decision/alternatives.py``
 
     @property
     def topology(self) -> Topology:

@@ -15,7 +15,7 @@ import torch
 
 from eplb.core.model import spans
 from eplb.errors import CheckpointError
-from runtime.checkpoints.description import GATE, GATE_UP, UP, ExpertLayout
+from runtime.checkpoints.families import GATE, GATE_UP, UP, ExpertLayout
 from runtime.checkpoints.model_config import CONFIG_FILE, ModelConfig
 from runtime.checkpoints.weight_files import StoredTensor, WeightFiles
 

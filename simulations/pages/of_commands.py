@@ -22,7 +22,7 @@ from simulations.pages.document import (
     framed,
     graph_objects,
 )
-from simulations.questions.recommend import Answer
+from simulations.recommend import Answer
 from simulations.replay import Replay, Scenario
 from simulations.sweep.results import Row
 

@@ -30,8 +30,8 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import preset
 from eplb.errors import ConfigError, EplbError
 from eplb.packages import needed_for
-from simulations.cost.migration import MigrationCost
 from simulations.inputs import even_topology, model_of, step_model_of
+from simulations.migration_cost import MigrationCost
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary

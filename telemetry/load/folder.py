@@ -4,9 +4,8 @@ A cut says which samples a window has, and which ranks it still lacks: ``CutBySt
 that sample every so many steps, or ``CutByTime``. A window is complete when no rank is missing:
 planning on less would take a silent rank for an idle one. Pure: no clock, no store.
 
-Samples are cut into windows by the engine's steps, or by time of day. Windows of ranks that serve
-both phases keep decode apart from all else (``apart``): prefill routes many more tokens than
-decode, so their sum would show prefill alone.
+Windows of ranks that serve both phases keep decode apart from all else (``apart``): prefill routes
+many more tokens than decode, so their sum would show prefill alone.
 
 Ranks are other processes, with clocks and faults of their own. Whatever they write, the folder
 continues: each sample ends in one outcome, and what cannot be counted as load is counted by reason.

@@ -20,10 +20,16 @@ from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import LoopExperts, swiglu
 from runtime.model.moe import MoELayer
 from runtime.routing import RoutingTable
-from simulations.cost.expert_time import (
+from simulations.migration_cost import MigrationCost, moved_between
+from simulations.recommend import MemoryModel, Speculation
+from simulations.replay import Scenario, replay_all
+from simulations.report import conclusions, summary
+from simulations.step_time import (
     HARDWARE,
     RULES,
     ExpertTime,
+    StepModel,
+    Transport,
     check_fits,
     error_of,
     from_data_sheet,
@@ -31,11 +37,6 @@ from simulations.cost.expert_time import (
     predicted_us,
     read_expert_time,
 )
-from simulations.cost.migration import MigrationCost, moved_between
-from simulations.cost.step_time import StepModel, Transport
-from simulations.questions.recommend import MemoryModel, Speculation
-from simulations.replay import Scenario, replay_all
-from simulations.report import conclusions, summary
 from simulations.workloads import windows_named
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)

@@ -13,7 +13,7 @@ from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.policies.table import greedy_policy, register_policy
-from simulations.cost.migration import moved_between
+from simulations.migration_cost import moved_between
 from simulations.oracles import lowest, pieces_at
 from simulations.peers.engines import deepseek_slots
 from simulations.replay import Scenario, noise_floor, replay, replay_all

@@ -22,15 +22,9 @@ from api.cli.simulator.options import (
     grid,
 )
 from eplb.core.model import preset
-from simulations.cost.expert_time import (
-    check_fits,
-    from_data_sheet,
-    hardware_named,
-    read_expert_time,
-)
 from simulations.inputs import model_named, model_of, windows_of
 from simulations.pages.of_commands import recommendation_page
-from simulations.questions.recommend import (
+from simulations.recommend import (
     Answer,
     MemoryModel,
     Question,
@@ -39,6 +33,12 @@ from simulations.questions.recommend import (
     recommend,
 )
 from simulations.report import write_json
+from simulations.step_time import (
+    check_fits,
+    from_data_sheet,
+    hardware_named,
+    read_expert_time,
+)
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 

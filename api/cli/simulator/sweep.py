@@ -27,11 +27,11 @@ from api.cli.simulator.options import (
 from api.terminal.printable import print_error
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import hardware_named
 from simulations.inputs import model_of, windows_of
 from simulations.pages.of_commands import sweep_page
 from simulations.peers import register_peers
 from simulations.replay import check_names
+from simulations.step_time import hardware_named
 from simulations.sweep.grid import Generated, Load, Settings, Task, recorded, software, tasks_of
 from simulations.sweep.results import Results, Row
 from simulations.sweep.run import (

@@ -20,8 +20,7 @@ from eplb import (
     plan,
 )
 from eplb.core.cost import GROUPED_GEMM_H200
-from eplb.decision.alternatives import Outlook, decide
-from eplb.decision.expectation import expected_part
+from eplb.decision.alternatives import Outlook, decide, expected_part
 from eplb.decision.expert_times import LEAST_LAST, POINTS, ExpertTimes, chosen_curve
 from eplb.decision.score import dead_zone, ridge
 from eplb.errors import ConfigError

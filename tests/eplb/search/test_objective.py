@@ -25,7 +25,7 @@ from eplb import (
 )
 from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory, as_history
-from eplb.decision.expectation import Promise, realised
+from eplb.decision.alternatives import Promise, realised
 from eplb.decision.score import measured
 from eplb.errors import ConfigError, HistoryError
 from eplb.policies import greedy

@@ -10,7 +10,7 @@ import pytest
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
-from eplb.decision.expectation import ENOUGH
+from eplb.decision.alternatives import ENOUGH
 from eplb.decision.triggers import Stage
 from rebalance.controller.loop import Controller
 from telemetry.state.live import LiveState, Value

@@ -11,7 +11,7 @@ import pytest
 from eplb.core.load import Phase
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.decision.expectation import ENOUGH
+from eplb.decision.alternatives import ENOUGH
 from eplb.errors import ConfigError
 from eplb.measure import imbalance
 from rebalance.controller.plans.planner_request import PlannerRequest

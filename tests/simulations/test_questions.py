@@ -9,11 +9,10 @@ import pytest
 
 from eplb import ModelShape, Placement, Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import from_data_sheet, hardware_named
-from simulations.cost.step_time import StepModel
-from simulations.questions.failures import failures_of
-from simulations.questions.recommend import MemoryModel, Question, recommend
+from simulations.failures import failures_of
+from simulations.recommend import MemoryModel, Question, recommend
 from simulations.replay import Scenario
+from simulations.step_time import StepModel, from_data_sheet, hardware_named
 from simulations.windows import Windows
 
 MODEL = ModelShape((0, 1), 8, 4, 7168, 2048)

@@ -25,11 +25,10 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import ExpertTime, Hardware
-from simulations.cost.migration import MigrationCost
-from simulations.cost.step_time import StepModel
 from simulations.inputs import even_topology
+from simulations.migration_cost import MigrationCost
 from simulations.replay import Replay, Scenario, replay_all
+from simulations.step_time import ExpertTime, Hardware, StepModel
 from simulations.windows import Windows
 
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from eplb import ModelShape, preset
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import from_data_sheet, hardware_named
 from simulations.inputs import model_named
-from simulations.questions.recommend import MemoryModel, Question, Speculation, part_of, recommend
+from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
 from simulations.report import limit_of
+from simulations.step_time import from_data_sheet, hardware_named
 from simulations.windows import Deployment, Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)

@@ -22,7 +22,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement, changed_slots
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import Hardware, by_port
+from simulations.step_time import Hardware, by_port
 
 LOCAL_BYTES_S = 2.1e12  # a copy inside of one GPU, measured on H200
 # Of a layer step while a peer sends 19 GB/s in chunks: 0.2 % at the median, 0.3 % at p99; at

@@ -30,10 +30,10 @@ from eplb.core.topology import Topology
 from eplb.errors import EplbError
 from eplb.measure import imbalance_of, live_shares
 from eplb.planner import plan
-from simulations.cost.migration import moved_between
-from simulations.cost.step_time import StepModel
+from simulations.migration_cost import moved_between
 from simulations.replay import Scenario
 from simulations.schemes import Split, by_rank
+from simulations.step_time import StepModel
 from simulations.windows import Tokens
 
 POLICY, BY_WEIGHTS = "auto", DispatchRule.WEIGHTED

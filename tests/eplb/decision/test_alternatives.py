@@ -12,7 +12,7 @@ from eplb import Budget, Constraints, CostModel, Decision, ModelShape, Placement
 from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.problem import Problem
-from eplb.decision import expectation
+from eplb.decision import alternatives
 from eplb.decision.alternatives import ROUNDING, cost_of, option_of
 from eplb.planner import Plan, plan_for
 from eplb.policies.table import contiguous_policy
@@ -130,9 +130,9 @@ def test_gain_on_requests_that_span_windows_counts_less(monkeypatch: pytest.Monk
     problem = Problem(history, ranks, current=contiguous_policy(Problem(history, ranks)))
     promised, changed = np.full(4, 0.5), np.ones(4, dtype=np.bool_)
 
-    apart = expectation.expected_part(problem, promised, changed)
-    monkeypatch.setattr(expectation, "GAP", 0)
-    beside = expectation.expected_part(problem, promised, changed)
+    apart = alternatives.expected_part(problem, promised, changed)
+    monkeypatch.setattr(alternatives, "GAP", 0)
+    beside = alternatives.expected_part(problem, promised, changed)
 
     assert apart.is_judged
     assert apart.part < beside.part / 2
