@@ -32,7 +32,7 @@ from eplb.measure import imbalance_of, live_shares
 from eplb.planner import plan
 from simulations.migration_cost import moved_between
 from simulations.replay import Scenario
-from simulations.schemes import Split, by_rank
+from simulations.schemes import SlotSplit, by_rank
 from simulations.step_time import StepModel
 from simulations.windows import Tokens
 
@@ -130,7 +130,7 @@ class _Case:
         """A placement on what is left of the ranks."""
         terms = replace(self.scenario, topology=topology, dispatch=BY_WEIGHTS)
         _, missing = live_shares(placement, topology)
-        rows = Split(placement, terms).of(self.tokens)
+        rows = SlotSplit(placement, terms).of(self.tokens)
         total = max(int(self.tokens.sum()), 1)
         return Failure(
             name,
@@ -157,7 +157,7 @@ class _Case:
             routed = self.tokens.sum() / len(self.tokens)
             steps = routed / (self.scenario.tokens_per_step * healthy.model.top_k)
         terms = replace(self.scenario, dispatch=BY_WEIGHTS)
-        before = healthy.of(Split(placement, terms).of(self.tokens) / steps).us
+        before = healthy.of(SlotSplit(placement, terms).of(self.tokens) / steps).us
         return now.of(rows / steps).us / before - 1 if before else 0.0
 
 

@@ -17,7 +17,7 @@ from simulations.step_time import (
     hardware_named,
     read_expert_time,
 )
-from simulations.windows import Deployment, Windows, of_history
+from simulations.windows import RecordedDeployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
 from telemetry.formats.routing import (
     DEFAULT_WINDOW_TOKENS,
@@ -69,7 +69,7 @@ def windows_of(
             )
         )
     found = read_load(trace, options)
-    told = Deployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
+    told = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
     return replace(of_history(found.history), deployment=told)
 
 

@@ -29,7 +29,7 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.policies.table import greedy_policy
 from eplb.shares.resplitting import resplit
-from simulations.schemes import Ours, Scheme, SlotLoad, Split
+from simulations.schemes import Ours, Scheme, SlotLoad, SlotSplit
 from simulations.windows import Tokens
 
 ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE = 1024, 0.01
@@ -165,10 +165,10 @@ class RePlan(Scheme):
         if not tokens.any():
             return super().serve(tokens)
         problem = Problem(LoadHistory(tokens[None]), self.terms.topology, self.terms.model)
-        return Split(greedy_policy(problem), self.terms).of(tokens)
+        return SlotSplit(greedy_policy(problem), self.terms).of(tokens)
 
 
-class BatchShares(Ours):
+class WindowShares(Ours):
     """Ours, whose replicas get the shares that suit the window itself."""
 
     is_oracle = True
@@ -179,13 +179,13 @@ class BatchShares(Ours):
             return super().serve(tokens)
         topology = self.terms.topology
         placement = resplit(LoadHistory(tokens[None]), self.serving, topology, trust=1.0)
-        return Split(placement, self.terms).of(tokens)
+        return SlotSplit(placement, self.terms).of(tokens)
 
 
 ORACLES: dict[str, type[Scheme]] = {
     "oracle:force-balanced": ForceBalanced,
     "oracle:re-plan": RePlan,
-    "oracle:shares": BatchShares,
+    "oracle:shares": WindowShares,
     "oracle:moonep": MoonEp,
     "oracle:ultraep": UltraEp,
 }

@@ -35,12 +35,12 @@ from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure import imbalance_of
 from eplb.policies.table import POLICIES, contiguous_policy, policy_named
 from simulations.migration_cost import MigrationCost, Moved, moved_between
-from simulations.oracles import ORACLES, BatchShares
+from simulations.oracles import ORACLES, WindowShares
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES
 from simulations.schemes import AlwaysTaken, Ours, Scheme, SlotLoad, Terms, by_rank
 from simulations.step_time import StepModel
-from simulations.windows import Past, Tokens, Windows, of_history
+from simulations.windows import LatestWindows, Tokens, Windows, of_history
 
 UNBALANCED = ("none", "contiguous")
 IN_ORDER = "in-order"
@@ -90,7 +90,7 @@ def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
         return AlwaysTaken(terms, start, policy_named(name.removeprefix(RAW)).policy, every)
     if name in ORACLES:
         kind = ORACLES[name]
-        if issubclass(kind, BatchShares):
+        if issubclass(kind, WindowShares):
             return kind(terms, start, BATCH_POLICY, every)
         return kind(terms, start)
     return Ours(terms, start, name, every)
@@ -240,7 +240,7 @@ class Runner:
         self._network_part = 0.0  # of the latest step
         self._batch_us: list[list[float]] = []
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> None:
         """Let the scheme plan after a window; an error ends this scheme and no other."""
         if self.failed:
             return
@@ -339,7 +339,7 @@ def replay_all(scenario: Scenario, policies: Sequence[str]) -> list[Replay]:
     """
     names = tuple(policies)
     check_names(names)
-    past = Past(scenario.past_windows, scenario.windows)
+    past = LatestWindows(scenario.past_windows, scenario.windows)
     runners: list[Runner] = []
     routed: list[float] = []
     before: Tokens | None = None

@@ -28,7 +28,7 @@ from eplb.decision.alternatives import ENOUGH, Promise, realised
 from eplb.measure import live_shares
 from eplb.planner import Plan, plan
 from eplb.policies.table import Policy, Proposal
-from simulations.windows import Past, Tokens
+from simulations.windows import LatestWindows, Tokens
 from telemetry.load.drift import planning_history
 
 
@@ -140,7 +140,7 @@ def _members(topology: Topology) -> NDArray[np.float64]:
     return members
 
 
-class Split:
+class SlotSplit:
     """Tokens of slots under a placement, by the shares that the dispatch rule gives."""
 
     def __init__(self, placement: Placement, terms: Terms) -> None:
@@ -165,7 +165,7 @@ class Scheme:
 
     def __init__(self, terms: Terms, first: Placement) -> None:
         self.terms, self.num_kept = terms, 0  # plans that were not worth moving to
-        self._split = Split(first, terms)  # made once for each placement
+        self._split = SlotSplit(first, terms)  # made once for each placement
 
     @property
     def serving(self) -> Placement:
@@ -176,7 +176,7 @@ class Scheme:
         """[L, S] tokens of each slot in a window."""
         return self._split.of(tokens)
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> Taken | None:
         """Look at a window that came, the latest of ``past``; None: nothing changes."""
         return None
 
@@ -188,7 +188,7 @@ class Scheme:
         ):
             self.num_kept += 1
             return None
-        self._split = Split(target, self.terms)
+        self._split = SlotSplit(target, self.terms)
         return Taken(base, target, reason)
 
 
@@ -205,7 +205,7 @@ class Ours(Scheme):
         super().__init__(terms, first)
         self._course, self._every = Course(terms, policy, first), every
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> Taken | None:
         """Plan at each interval, from the first window on, and take what the gate lets through."""
         if window % self._every:
             return None
@@ -223,7 +223,7 @@ class AlwaysTaken(Scheme):
         super().__init__(terms, first)
         self._policy, self._every = policy, every
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> Taken | None:
         """Plan on the latest windows."""
         if window % self._every:
             return None

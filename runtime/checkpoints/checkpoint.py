@@ -11,7 +11,7 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from runtime.checkpoints.expert_tensors import ExpertTensors, Source
+from runtime.checkpoints.expert_tensors import ExpertTensors, PartSource
 from runtime.checkpoints.families import DOWN, GATE, GATE_UP, OWN_MODEL, UP
 from runtime.checkpoints.identity import INDEX_FILE, Identity
 from runtime.checkpoints.model_config import read_config
@@ -167,7 +167,7 @@ class Checkpoint:
 
     def _fitting(
         self, layer: int, expert: int, part: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Source:
+    ) -> PartSource:
         """Find a part of the shape and type that a record needs."""
         source = self._experts.locate(layer, expert, part)
         stored = source.stored

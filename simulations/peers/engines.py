@@ -32,7 +32,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 from simulations.schemes import Scheme, Taken, Terms, by_rank
-from simulations.windows import Past, Tokens
+from simulations.windows import LatestWindows, Tokens
 
 SGLANG_UTILIZATION = 0.8
 VLLM_WINDOW = 3  # an interval is so many times the steps whose load is added up
@@ -132,7 +132,7 @@ class Engine(Scheme):
         self._every = every
         self._sum: Tokens | None = None
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> Taken | None:
         """Add a window up, and plan where the trigger says so."""
         if self.is_recorded(window + 1):
             self._sum = tokens.astype(np.int64) if self._sum is None else self._sum + tokens

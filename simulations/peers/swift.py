@@ -38,7 +38,7 @@ LEAST_GAIN = 0.01  # of a fair rank's load, for a swap
 
 
 @dataclass(eq=False)
-class Layer:
+class SwiftLayer:
     """A table in the making."""
 
     table: Table
@@ -74,7 +74,9 @@ def plan_layer(tokens: NDArray[np.float64], serving: Table, fair: float) -> Tabl
     extra, weight = replicas(tokens, sum(map(len, free)), len(serving))
     table = np.where(firsts, serving, -1)
     load = np.where(firsts, weight[table], 0).sum(axis=1, dtype=np.float32)
-    layer = Layer(table, load, weight, np.zeros((len(table),) * 2, bool), [set() for _ in table])
+    layer = SwiftLayer(
+        table, load, weight, np.zeros((len(table),) * 2, bool), [set() for _ in table]
+    )
     _distribute(layer, extra, sender, free)
     if any(free):
         _fill(layer, tokens, sender, free)
@@ -114,7 +116,7 @@ def replicas(
 
 
 def _distribute(
-    layer: Layer, extra: list[int], sender: NDArray[np.int64], free: list[list[int]]
+    layer: SwiftLayer, extra: list[int], sender: NDArray[np.int64], free: list[list[int]]
 ) -> None:
     for expert in extra:
         able = [
@@ -129,7 +131,7 @@ def _distribute(
 
 
 def _fill(
-    layer: Layer, tokens: NDArray[np.float64], sender: NDArray[np.int64], free: list[list[int]]
+    layer: SwiftLayer, tokens: NDArray[np.float64], sender: NDArray[np.int64], free: list[list[int]]
 ) -> None:
     """Give free slots to the hottest that the rank lacks, by the counts that there are now."""
     count = np.bincount(layer.table[layer.table >= 0], minlength=len(tokens))
@@ -150,7 +152,7 @@ def _fill(
     layer.load = layer.weight[layer.table].sum(axis=1, dtype=np.float32)
 
 
-def _swap(layer: Layer, least: float) -> float:
+def _swap(layer: SwiftLayer, least: float) -> float:
     """Swap until nothing gains; return the busiest rank's load."""
     busiest = 0.0
     for _ in range(MOST_SWAPS):
@@ -163,7 +165,7 @@ def _swap(layer: Layer, least: float) -> float:
     return busiest
 
 
-def _swapped(layer: Layer, top: int, other: int, least: float) -> bool:
+def _swapped(layer: SwiftLayer, top: int, other: int, least: float) -> bool:
     """Swap the pair of experts that leaves the busier of both ranks the least busy, if it pays."""
     table = layer.table
     given, taken = (

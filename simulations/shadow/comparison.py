@@ -30,7 +30,7 @@ from eplb.errors import ConfigError, EplbError
 from eplb.measure import imbalance
 from simulations.replay import in_order
 from simulations.schemes import Course, Terms, as_served
-from simulations.shadow.sources import Observed, Skips
+from simulations.shadow.sources import ObservedWindow, Skips
 from telemetry.load.drift import LOOK_BACK
 
 EnginePlans = Literal["auto", "maps", "deepseek", "none"]
@@ -100,11 +100,11 @@ class Comparison:
     engine: EngineSide | None = None
     ours: list[Variant] = field(default_factory=list)
     num_windows: int = 0
-    _first: Observed | None = None  # later windows must be of its model and group
+    _first: ObservedWindow | None = None  # later windows must be of its model and group
     _seen: list[NDArray[np.int64]] = field(default_factory=list)
     _tokens: float = 0.0  # routed in a layer, all windows
 
-    def add(self, window: Observed) -> bool:
+    def add(self, window: ObservedWindow) -> bool:
         """Judge a window and plan after it; whether it was used.
 
         Raises:
@@ -146,7 +146,7 @@ class Comparison:
         """Tokens times experts per token that a layer routes in a window."""
         return self._tokens / max(self.num_windows, 1)
 
-    def _begin(self, window: Observed) -> None:
+    def _begin(self, window: ObservedWindow) -> None:
         group, num_experts = self.group, window.tokens.shape[1]
         held, redundant = window.held or group.current, group.num_redundant
         if redundant is None:  # a topology that a store tells has its slots, else one a rank
@@ -180,7 +180,7 @@ class Comparison:
             course = Course(own, group.policy, start)
             self.ours.append(Variant(number, course, Account(own, start)))
 
-    def _refusal(self, window: Observed) -> tuple[str, str] | None:
+    def _refusal(self, window: ObservedWindow) -> tuple[str, str] | None:
         """Why a window is not of the model and the group of the first one: the kind, a sentence."""
         first, engine = self._first, self.engine
         assert first is not None, "begun"
@@ -208,7 +208,7 @@ class Comparison:
             return "a map that the rule cannot serve", str(exc)
         return None
 
-    def _terms(self, window: Observed, redundant: int) -> Terms:
+    def _terms(self, window: ObservedWindow, redundant: int) -> Terms:
         """What plans in so many slots are made with."""
         (num_layers, num_experts), group = window.tokens.shape, self.group
         topology, model = group.terms.topology, group.terms.model

@@ -36,7 +36,7 @@ from telemetry.load.reader import RunReader, model_and_topology
 
 
 @dataclass(frozen=True, eq=False)
-class Observed:
+class ObservedWindow:
     """One window as an engine reports it."""
 
     tokens: NDArray[np.int64]  # [L, E]
@@ -66,7 +66,7 @@ class Skips:
 
 
 @dataclass(frozen=True)
-class System:
+class RunSystem:
     """What serves, where a source tells it."""
 
     topology: Topology
@@ -79,10 +79,10 @@ class Source(Protocol):
     skips: Skips
     notes: dict[str, None]  # of readers, each once
 
-    def poll(self, *, is_last: bool) -> Iterator[Observed]:
+    def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows that are new."""
 
-    def system(self) -> System | None:
+    def system(self) -> RunSystem | None:
         """Ranks and model; None: the source does not tell."""
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class FileSource:
         self._lines: dict[Path, LineWindows] = {}
         self._map: Placement | None = None  # of the latest file that holds a placement alone
 
-    def poll(self, *, is_last: bool) -> Iterator[Observed]:
+    def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows of files that are new and complete."""
         found = sorted(self._found(), key=_order)
         rank_files: list[Path] = []
@@ -183,7 +183,7 @@ class FileSource:
             return False
         return is_new and (is_last or before == stamp)
 
-    def _of_ranks(self, paths: list[Path], *, is_last: bool) -> Iterator[Observed]:
+    def _of_ranks(self, paths: list[Path], *, is_last: bool) -> Iterator[ObservedWindow]:
         """Dumps of one file a rank: the n-th file of every rank is of the n-th dump."""
         by_rank: dict[int, list[Path]] = {}
         for path in paths:
@@ -198,7 +198,7 @@ class FileSource:
                 why = f"not every one of {num_ranks} ranks has a file of this dump"
                 self.skips.add(str(path), "ranks missing", why)
 
-    def _of_file(self, paths: list[Path]) -> Iterator[Observed]:
+    def _of_file(self, paths: list[Path]) -> Iterator[ObservedWindow]:
         """Windows of one file, of a folder, or of the files of all ranks."""
         for path in paths:
             self._tried[path] = _stamp(path)
@@ -220,9 +220,9 @@ class FileSource:
             return
         held = self._map if found.current is None else found.current.placement
         for index, tokens in enumerate(found.history.tokens):
-            yield Observed(tokens, found.layers, held, f"{paths[0].name} window {index}")
+            yield ObservedWindow(tokens, found.layers, held, f"{paths[0].name} window {index}")
 
-    def _of_lines(self, path: Path, *, is_last: bool) -> Iterator[Observed]:
+    def _of_lines(self, path: Path, *, is_last: bool) -> Iterator[ObservedWindow]:
         if path not in self._lines:
             self._lines[path] = LineWindows(
                 path, self._options.read, self._options.window_steps, self.skips
@@ -265,7 +265,7 @@ class LineWindows:
         self._count = self._first = 0
         self.notes: tuple[str, ...] = ()
 
-    def poll(self, *, is_last: bool) -> Iterator[Observed]:
+    def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows that the lines complete which came since the previous poll."""
         for line in self._new_lines(is_last=is_last):
             self._number += 1
@@ -303,7 +303,7 @@ class LineWindows:
             why = f"{self._path} cannot be read: {exc.strerror}"
             self._skips.add(str(self._path), "not readable", why)
 
-    def _add(self, step: Step) -> Iterator[Observed]:
+    def _add(self, step: Step) -> Iterator[ObservedWindow]:
         if self._held is not None and not np.array_equal(self._held, step.held):
             yield from self._end()
         if self._sum is None:
@@ -314,7 +314,7 @@ class LineWindows:
         if self._count == self._steps:
             yield from self._end()
 
-    def _end(self) -> Iterator[Observed]:
+    def _end(self) -> Iterator[ObservedWindow]:
         """The window that was filled, if it has enough lines."""
         tokens, held = self._sum, self._held
         self._sum = self._held = None
@@ -332,7 +332,7 @@ class LineWindows:
             return
         placement = self._placement(held[rows], where)
         if placement is not None:
-            yield Observed(tokens[rows], layers, placement, where)
+            yield ObservedWindow(tokens[rows], layers, placement, where)
 
     def _placement(self, held: NDArray[np.int64], where: str) -> Placement | None:
         """The map; None and noted where it lacks experts, as between two sizes of a group."""
@@ -372,7 +372,7 @@ class StoreSource:
         """Close the store."""
         self._store.close()
 
-    def system(self) -> System | None:
+    def system(self) -> RunSystem | None:
         """Ranks and model of the current run, without spare slots; None: no run yet."""
         info = self._store.current_run()
         if info is None:
@@ -382,9 +382,9 @@ class StoreSource:
         if committed is not None and committed.placement.num_slots == topology.num_slots:
             self._spares = _spares(committed.placement, topology)
             topology = without_spares(topology, self._spares)
-        return System(topology, model)
+        return RunSystem(topology, model)
 
-    def poll(self, *, is_last: bool) -> Iterator[Observed]:
+    def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows that are complete now."""
         reader = self._follow()
         if reader is None:
@@ -393,7 +393,7 @@ class StoreSource:
             yield from self._complete(reader, is_last=False)
         yield from self._complete(reader, is_last=is_last)
 
-    def _complete(self, reader: RunReader, *, is_last: bool) -> Iterator[Observed]:
+    def _complete(self, reader: RunReader, *, is_last: bool) -> Iterator[ObservedWindow]:
         windows = [window for window in reader.folder.windows() if window.index >= self._next]
         for place, window in enumerate(windows):
             later = sum(one.is_complete for one in windows[place + 1 :])
@@ -422,7 +422,7 @@ class StoreSource:
             self._stored = Layers(tuple(self._reader.model.layer_ids), "model")
         return self._reader
 
-    def _observed(self, window: Window) -> Observed:
+    def _observed(self, window: Window) -> ObservedWindow:
         rows, layers, notes = resolve(self._stored, self._options)
         self.notes.update(dict.fromkeys(notes))
         held = self._map(max(window.generations))
@@ -430,7 +430,7 @@ class StoreSource:
             share = held.slot_share[rows]
             slots = held.slot_to_expert[rows]
             held = Placement(slots, held.num_experts, held.generation, share)
-        return Observed(window.tokens[rows], layers, held, f"window {window.index}")
+        return ObservedWindow(window.tokens[rows], layers, held, f"window {window.index}")
 
     def _map(self, generation: int) -> Placement | None:
         """The map of a generation without spare slots; None and noted where there is none."""

@@ -43,7 +43,7 @@ TASK_S = 3600.0  # a task of 24 h of windows took 2 minutes
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedTask:
     """A task without a row; the next run of the sweep tries it again."""
 
     task: Task
@@ -52,7 +52,7 @@ class Failure:
 
 Work = Callable[[Task], Row]
 # Runs work on every task, each in a process of its own choice, and gives outcomes as they come.
-Executor = Callable[[Work, Sequence[Task]], Iterator[Row | Failure]]
+Executor = Callable[[Work, Sequence[Task]], Iterator[Row | FailedTask]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Sweep:
     """What a run of a sweep did."""
 
     rows: tuple[Row, ...]  # of all finished tasks, in the order of the grid
-    failures: tuple[Failure, ...]
+    failures: tuple[FailedTask, ...]
     num_skipped: int  # were finished before
     table: Path
 
@@ -85,10 +85,10 @@ def sweep(
     """
     rows = results.finished(tasks)
     missing = [task for task in tasks if task.digest not in rows]
-    num_skipped, failures = len(rows), list[Failure]()
+    num_skipped, failures = len(rows), list[FailedTask]()
     on_outcome(num_skipped)
     for outcome in execute(partial(within, task_s, partial(run_task, load)), missing):
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, FailedTask):
             failures.append(outcome)
         else:
             results.add(outcome)
@@ -167,7 +167,7 @@ def num_cores() -> int:
 
 def run_on_processes(
     work: Work, tasks: Sequence[Task], num_workers: int
-) -> Iterator[Row | Failure]:
+) -> Iterator[Row | FailedTask]:
     """Run work on every task; outcomes come in the order in which tasks end.
 
     Every worker is a pool of one process, so that the death of a process names its task, and no
@@ -199,7 +199,7 @@ def run_on_processes(
                 elif attempt < TRIES:
                     waiting.appendleft((task, attempt + 1))
                 else:
-                    yield Failure(task, f"its worker died {TRIES} times; is memory short?")
+                    yield FailedTask(task, f"its worker died {TRIES} times; is memory short?")
     finally:
         release.close()
         for worker in (*idle, *(one for one, _, _ in running.values())):
@@ -207,14 +207,14 @@ def run_on_processes(
         hold.close()
 
 
-def _outcome(future: Future[Row], task: Task) -> Row | Failure | None:
+def _outcome(future: Future[Row], task: Task) -> Row | FailedTask | None:
     """None: the worker died."""
     try:
         return future.result()
     except BrokenProcessPool:
         return None
     except Exception as exc:  # of one task: the others go on
-        return Failure(task, f"{type(exc).__name__}: {exc}")
+        return FailedTask(task, f"{type(exc).__name__}: {exc}")
 
 
 def _worker(hold: Connection) -> ProcessPoolExecutor:
@@ -249,7 +249,7 @@ def _stay_while(hold: Connection) -> None:
     Thread(target=leave, daemon=True).start()
 
 
-def run_on_ray(work: Work, tasks: Sequence[Task]) -> Iterator[Row | Failure]:
+def run_on_ray(work: Work, tasks: Sequence[Task]) -> Iterator[Row | FailedTask]:
     """Run work on every task, one core each, on the cluster of RAY_ADDRESS, else on this host.
 
     Outcomes come in the order in which tasks end.
@@ -276,9 +276,9 @@ def run_on_ray(work: Work, tasks: Sequence[Task]) -> Iterator[Row | Failure]:
             try:
                 yield ray.get(done)
             except RayTaskError as exc:
-                yield Failure(task, f"{type(exc.cause).__name__}: {exc.cause}")
+                yield FailedTask(task, f"{type(exc.cause).__name__}: {exc.cause}")
             except RayError as exc:
-                yield Failure(task, f"its worker died {TRIES} times: {type(exc).__name__}")
+                yield FailedTask(task, f"its worker died {TRIES} times: {type(exc).__name__}")
     finally:
         ray.shutdown()
 

@@ -239,7 +239,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Change:
+class LoadChange:
     """A sudden change of load that is too large to be chance."""
 
     index: int  # of the first window of the new load
@@ -307,7 +307,7 @@ def dispersion(history: LoadHistory) -> float:
     return max(1.0, float(np.median(pairs.evidence)) / pairs.freedom) if pairs.freedom else 1.0
 
 
-def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Change | None:
+def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> LoadChange | None:
     """Find the latest sudden change of load, or None.
 
     The split with the most evidence is tried first, then what follows it, until nothing more is
@@ -323,12 +323,12 @@ def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Ch
     if not 0 < false_alarm < 1:
         raise ConfigError(f"false_alarm is {false_alarm}, expected more than 0 and less than 1")
     first = max(0, history.num_windows - LOOK_BACK)
-    found: Change | None = None
+    found: LoadChange | None = None
     while history.num_windows - first >= FEWEST_WINDOWS:
         split = _strongest_split(history.tokens[first:], false_alarm)
         if split is None:
             break
-        found = Change(first + split.index, split.strength)
+        found = LoadChange(first + split.index, split.strength)
         first = found.index
     return found
 
@@ -356,14 +356,14 @@ def planning_history(
     return history.latest(min(last, windows_since_change(history, false_alarm=false_alarm)))
 
 
-def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> Change | None:
+def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> LoadChange | None:
     if not tokens.any():
         return None
     before = tokens.cumsum(axis=0, dtype=np.float64)
     evidence = evidence_of(before[:-1], before[-1] - before[:-1]).sum(axis=1)  # [T - 1]
     split = int(evidence.argmax()) + 1  # chance alone would make all splits alike
     strength = float(evidence[split - 1]) / limit_at(tokens, split, false_alarm / len(evidence))
-    return Change(split, strength) if strength > 1 else None
+    return LoadChange(split, strength) if strength > 1 else None
 
 
 def _floor(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:

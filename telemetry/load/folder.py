@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from eplb.core.arrays import freeze, owned
 from eplb.core.load import LoadHistory, LoadSample, Phase
 from eplb.errors import HistoryError
-from telemetry.load.counts import Filling, Outcome, Outcomes, RunShape, count_all, named
+from telemetry.load.counts import Outcome, Outcomes, RunShape, WindowSums, count_all, named
 
 
 class CutBySteps:
@@ -87,7 +87,7 @@ class CutBySteps:
         for old in [window for window in self._steps if window < index]:
             del self._steps[old], self._num_steps[old]
 
-    def steps_of(self, index: int, filling: Filling) -> tuple[int, int]:
+    def steps_of(self, index: int, filling: WindowSums) -> tuple[int, int]:
         """Return the first and the last step of a window, inclusive, whatever its samples cover."""
         return index * self._width, (index + 1) * self._width - 1
 
@@ -131,7 +131,7 @@ class CutByTime:
         for taken in self._taken.values():
             del taken[: max(0, bisect_left(taken, index * self._width, key=_time) - 1)]
 
-    def steps_of(self, index: int, filling: Filling) -> tuple[int, int]:
+    def steps_of(self, index: int, filling: WindowSums) -> tuple[int, int]:
         """Return the first and the last step that the samples of a window cover."""
         return filling.first_step, filling.last_step
 
@@ -201,7 +201,7 @@ class WindowFolder:
         self.shape, self.keep = shape, keep
         self.outcomes = Outcomes()  # of all samples so far
         self._cut = cut
-        self._open: dict[int, Filling] = {}
+        self._open: dict[int, WindowSums] = {}
         self._built: dict[int, dict[Phase | None, Window]] = {}  # while they still hold
         self.newest: int | None = None  # index of the newest window
         self._ahead: set[int] = set()  # ranks whose latest steps were far ahead
@@ -255,7 +255,7 @@ class WindowFolder:
             )
         return built
 
-    def _place(self, now: float | None, sample: LoadSample) -> Filling | Outcome:
+    def _place(self, now: float | None, sample: LoadSample) -> WindowSums | Outcome:
         """Find the window of a sample; ``telemetry.load.counts.Place``."""
         if now is not None and sample.time > now + MAX_AHEAD_S:
             self.outcomes.reasons["future"] = (
@@ -283,7 +283,7 @@ class WindowFolder:
                 return False
             del self._open[oldest], self._built[oldest]
             self._cut.forget_before(min(self._open, default=index))
-        self._open[index], self._built[index] = Filling(self.shape), {}
+        self._open[index], self._built[index] = WindowSums(self.shape), {}
         self.newest = index if self.newest is None else max(index, self.newest)
         return True
 

@@ -18,7 +18,7 @@ from simulations.inputs import model_named
 from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
 from simulations.report import limit_of
 from simulations.step_time import from_data_sheet, hardware_named
-from simulations.windows import Deployment, Windows
+from simulations.windows import RecordedDeployment, Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
 CARD = hardware_named("h200")
@@ -108,8 +108,8 @@ def test_part_of_a_source_is_its_first_or_its_latest_windows(
     assert part.num_windows == 3
 
 
-def of_shape(layers: int, experts: int, deployment: Deployment | None = None) -> Windows:
-    return Windows(layers, experts, lambda: iter(()), deployment=deployment or Deployment())
+def of_shape(layers: int, experts: int, deployment: RecordedDeployment | None = None) -> Windows:
+    return Windows(layers, experts, lambda: iter(()), deployment=deployment or RecordedDeployment())
 
 
 def test_model_is_the_known_one_of_the_load_s_shape() -> None:
@@ -120,7 +120,7 @@ def test_model_is_the_known_one_of_the_load_s_shape() -> None:
     assert model is preset("qwen3-30b")
     assert which == "qwen3-30b, the known model of 48 MoE layers x 128 experts"
     assert model_named(None, of_shape(58, 256))[0] is preset("deepseek-v3")  # one of several names
-    assert model_named(None, of_shape(48, 128, Deployment(own)))[0] is own  # the store's
+    assert model_named(None, of_shape(48, 128, RecordedDeployment(own)))[0] is own  # the store's
     with pytest.raises(ConfigError, match="10 MoE layers x 20 experts"):
         model_named(None, of_shape(10, 20))
 

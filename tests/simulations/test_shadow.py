@@ -18,7 +18,7 @@ from eplb.errors import ConfigError
 from simulations.schemes import Course, Terms
 from simulations.shadow.comparison import Account, Comparison, Group, received_by_rank
 from simulations.shadow.report import FEWEST, Prices, difference_of, report
-from simulations.shadow.sources import Observed, Skips
+from simulations.shadow.sources import ObservedWindow, Skips
 from simulations.workloads import Workload, generate
 from telemetry.formats.types import rows_in_order
 
@@ -36,11 +36,11 @@ def held(*rows: list[int], generation: int = 0) -> Placement:
     return Placement(np.array(rows, dtype=np.int32), 4, generation)
 
 
-def observed(*loads: list[int], map_: Placement | None = None) -> list[Observed]:
+def observed(*loads: list[int], map_: Placement | None = None) -> list[ObservedWindow]:
     """A window of one layer for each load."""
     layers = rows_in_order(1)
     return [
-        Observed(np.array([load]), layers, map_, f"window {index}")
+        ObservedWindow(np.array([load]), layers, map_, f"window {index}")
         for index, load in enumerate(loads)
     ]
 

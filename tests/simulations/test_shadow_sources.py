@@ -20,7 +20,13 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from simulations.schemes import Terms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, report
-from simulations.shadow.sources import Observed, Source, SourceOptions, StoreSource, open_source
+from simulations.shadow.sources import (
+    ObservedWindow,
+    Source,
+    SourceOptions,
+    StoreSource,
+    open_source,
+)
 from simulations.workloads import Workload, generate
 from telemetry.formats.types import ReadOptions
 from telemetry.state.runs import RunInfo
@@ -46,7 +52,7 @@ def line(step: int, held: list[list[int]] = MAP, load: list[list[int]] = PHYSICA
     return json.dumps(record | {"expert_load": load, "p2l_map": held}) + "\n"
 
 
-def given(source: Source, *, is_last: bool = True) -> list[Observed]:
+def given(source: Source, *, is_last: bool = True) -> list[ObservedWindow]:
     return list(source.poll(is_last=is_last))
 
 

@@ -37,7 +37,7 @@ from simulations.sweep.grid import (
 from simulations.sweep.results import SCHEMA_KEY, Results, Row, read_rows
 from simulations.sweep.run import (
     Executor,
-    Failure,
+    FailedTask,
     Sweep,
     TaskTimeout,
     Work,
@@ -61,7 +61,9 @@ HANGS = ("none", HANGING, "auto")
 ONE_WORKER = partial(run_on_processes, num_workers=1)
 
 
-def in_process(work: Work, tasks: Sequence[Task], num_workers: int = 1) -> Iterator[Row | Failure]:
+def in_process(
+    work: Work, tasks: Sequence[Task], num_workers: int = 1
+) -> Iterator[Row | FailedTask]:
     """An executor without workers, for what a sweep decides whoever runs its tasks."""
     return (work(task) for task in tasks)
 
@@ -199,7 +201,7 @@ def dying(load: Generated, marks: Path, times: int) -> Executor:
     """Two workers, of which that of seed 0 is killed the first times."""
     marks.mkdir()
 
-    def execute(work: Work, tasks: Sequence[Task]) -> Iterator[Row | Failure]:
+    def execute(work: Work, tasks: Sequence[Task]) -> Iterator[Row | FailedTask]:
         return run_on_processes(partial(die_in_seed_0, load, marks, times), tasks, 2)
 
     return execute
@@ -312,7 +314,7 @@ def test_worker_goes_on_after_a_task_that_raises_and_leaves_when_nobody_reads() 
     select.select([handle], [], [])
     os.close(handle)
 
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, FailedTask)
     assert failure.task == tasks[0]
     assert "Error: " in failure.reason
     assert row == run_task(LOAD, ONE)
