@@ -30,8 +30,8 @@ from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance,
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all
 from simulations.step_time import StepModel, from_data_sheet, hardware_named
-from simulations.traffic import Traffic, drawn, profiles_of, traffic_windows
 from simulations.windows import Tokens, Windows
+from simulations.workloads import Traffic, drawn, profiles_of, traffic_windows
 
 # -- Layers of one skew for calibration: one domain, nothing that drifts, skew fitted by bisection.
 
