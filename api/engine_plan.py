@@ -18,7 +18,7 @@ from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
 from eplb.errors import ConfigError
-from eplb.migration.transactions import LINKS, link_of, moves_between
+from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.table import WriteOptions, read_placement, write_placement

@@ -41,7 +41,7 @@ from benchmarks.batch_split import (
 from eplb import Placement, plan
 from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.core.placement import EMPTY
-from simulations.oracles.quotas import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
+from simulations.oracles import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
 
 CASES = (
     Case("gpt-oss", 8, 32, 288),

@@ -13,7 +13,7 @@ which take turns on several sets of weights, so that no launch finds its weights
 seeded Gamma draw at three skews and five batches, with the tiling that serving takes for the mean
 (``tiles_for`` in the files; some older ones have the busiest slot's too). ``--show FILE`` prints
 what the simulator predicts from the even rows alone beside what the uneven ones took, by both rules
-of ``simulations/cost/expert_time.py``. Measuring needs torch and
+of ``simulations/step_time.py``. Measuring needs torch and
 triton only. ``--start`` prints what a rank measures at its start beside the even rows.
 """
 
@@ -306,7 +306,7 @@ def uneven(shape: Shape, batches: tuple[int, ...], draws: int) -> list[dict[str,
 
 def show(path: Path) -> None:
     """Print errors of predicted times on uneven rows, by skew and batch; needs no GPU."""
-    from simulations.cost.expert_time import predicted_us, read_expert_time
+    from simulations.step_time import predicted_us, read_expert_time
 
     record = json.loads(path.read_text())
     curve = read_expert_time(path, UNEVEN_SLOTS)

@@ -53,7 +53,7 @@ from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import Arena, ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.group import gathered
-from runtime.memory.symmetric import SymmetricArena
+from runtime.memory import SymmetricArena
 from runtime.model.compute import Experts, GroupedExperts, LoopExperts
 from runtime.model.expert_times import captured
 from runtime.model.moe import MoELayer

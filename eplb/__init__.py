@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from eplb.core.placement import EMPTY, Placement
     from eplb.core.problem import Budget, Problem, Record
     from eplb.core.topology import Topology
-    from eplb.decision.expectation import Promise
+    from eplb.decision.alternatives import Promise
     from eplb.decision.explanation import Explanation, LayerExplanation
     from eplb.decision.outcome import Plan, explain, explain_layer
     from eplb.decision.redundancy import (
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
         slots_per_layer,
     )
     from eplb.deepseek import rebalance_experts
-    from eplb.measure.balance import balancedness, imbalance, rank_load
-    from eplb.measure.bounds import lower_bound
+    from eplb.measure import balancedness, imbalance, lower_bound, rank_load
     from eplb.migration.build import Migration, Move, Pace, Source, Transaction, build_migration
     from eplb.planner import plan
     from eplb.policies.coactivation import coactivation, colocate_coactivated, nodes_per_token
@@ -125,15 +124,14 @@ _EXPORTS = {
     "eplb.core.placement": "EMPTY Placement",
     "eplb.core.problem": "Budget Problem Record",
     "eplb.core.topology": "Topology",
-    "eplb.decision.expectation": "Promise",
+    "eplb.decision.alternatives": "Promise",
     "eplb.decision.explanation": "Explanation LayerExplanation",
     "eplb.decision.outcome": "Plan explain explain_layer",
     "eplb.decision.redundancy": (
         "RedundancyLevel allocate_redundancy redundancy_price slots_per_layer"
     ),
     "eplb.deepseek": "rebalance_experts",
-    "eplb.measure.balance": "balancedness imbalance rank_load",
-    "eplb.measure.bounds": "lower_bound",
+    "eplb.measure": "balancedness imbalance lower_bound rank_load",
     "eplb.migration.build": "Migration Move Pace Source Transaction build_migration",
     "eplb.planner": "plan",
     "eplb.policies.coactivation": "coactivation colocate_coactivated nodes_per_token",

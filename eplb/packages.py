@@ -1,14 +1,18 @@
-"""The packages of this installation: names imported on first use, and a check for shadowed ones.
+"""The packages of this installation: imported on first use, shadowed by others, or optional.
 
 ``import eplb`` must take milliseconds in a serving process that does not plan: numba alone takes a
 second to load. ``runtime``, ``telemetry``, ``rebalance``, ... are common names: a host application
 with its own ``api/`` or ``runtime.py`` earlier on the import path would shadow them, and later
 errors would name neither module.
+
+``pip install eplb`` brings what plans and simulates need. The rest comes with an extra, such as
+``pip install 'eplb[api]'``, and is imported where it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,3 +66,43 @@ def check_packages(names: Sequence[str] = PACKAGES) -> None:
                 f"importing {name!r} finds {found}, expected {expected}: "
                 "rename or move the file that shadows it"
             )
+
+
+# By the name of the module; pyproject.toml names the distributions.
+EXTRA_OF = {
+    "torch": "runtime",
+    "redis": "redis",
+    "fastapi": "api",
+    "httpx": "api",
+    "prometheus_client": "api",
+    "sse_starlette": "api",
+    "starlette": "api",  # FastAPI brings it
+    "uvicorn": "api",
+    "matplotlib": "sim",
+    "plotly": "sim",
+    "pyarrow": "sim",
+    "ortools": "solver",
+    "ray": "ray",
+}
+
+
+@contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """Refuse what needs an optional library that is not installed.
+
+    Args:
+        what: needs the libraries that the block imports, for the message.
+
+    Raises:
+        ConfigError: one of them is missing; the message names the extra that brings it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        library = (exc.name or "").partition(".")[0]
+        if library not in EXTRA_OF:
+            raise
+        raise ConfigError(
+            f"{what} needs {library}, which is not installed, "
+            f"expected: pip install 'eplb[{EXTRA_OF[library]}]'"
+        ) from exc

@@ -38,10 +38,9 @@ from eplb.decision.alternatives import (
 from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.score import objective_for, rule_note
 from eplb.errors import ConfigError, PlacementError
-from eplb.policies.baselines import contiguous_policy
 from eplb.policies.greedy import best_fresh
 from eplb.policies.incremental import BalanceCurve, thinned
-from eplb.policies.table import policy_named
+from eplb.policies.table import contiguous_policy, policy_named
 from eplb.search.by_rule import LARGEST_PRICE, balanced_for_rule, starts_for_rule
 from eplb.search.legality import illegal_layers, violations_of
 from eplb.search.local_search import step_ms

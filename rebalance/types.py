@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 Record = tuple[int, int]  # (layer, expert)
-Digest = tuple[int, int]  # the two sums of a record's bytes (runtime.memory.shared.digest)
+Digest = tuple[int, int]  # the two sums of a record's bytes (runtime.memory.digest)
 IsWanted = Callable[[], bool]  # asked between slices of a wait for another process
 
 

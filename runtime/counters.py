@@ -89,10 +89,6 @@ class SlotCounter:
         """Count tokens [C] received by the layer's slots in this step."""
         self.received[layer] += received
 
-    def add_sampled(self, layer: int, tokens: torch.Tensor) -> None:
-        """Count tokens [C] of the layer's slots that were received elsewhere."""
-        self._sampled[layer] += tokens
-
     def cut(self) -> Cut:
         """Mark this point of the compute stream. Stops nothing; read the figures later."""
         self._last = Cut(self._sampled, self._last)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.memory.shared import SharedArena, attach, digest, whole_pages
+from runtime.memory import SharedArena, attach, digest, whole_pages
 from runtime.streams import Completion
 
 SCALE_BLOCK = 128  # rows and columns of a weight that share one FP8 scale

@@ -10,19 +10,24 @@ import numpy as np
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import ExpertTime, check_fits, of_kernel, read_expert_time
-from simulations.cost.hardware import hardware_named
-from simulations.cost.kernels import kernel_for
-from simulations.cost.step_time import StepModel
-from simulations.windows import Deployment, Windows, of_history
+from simulations.kernels import kernel_for
+from simulations.step_time import (
+    ExpertTime,
+    StepModel,
+    check_fits,
+    hardware_named,
+    of_kernel,
+    read_expert_time,
+)
+from simulations.windows import RecordedDeployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
-from telemetry.formats.batches import batched_windows
-from telemetry.formats.raw_routing import read_vllm_requests
 from telemetry.formats.routing import (
     DEFAULT_WINDOW_TOKENS,
     Layout,
+    batched_windows,
     load_trace,
     read_requests,
+    read_vllm_requests,
 )
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions
@@ -66,7 +71,7 @@ def windows_of(
             )
         )
     found = read_load(trace, options)
-    told = Deployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
+    told = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
     return replace(of_history(found.history), deployment=told)
 
 

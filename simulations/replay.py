@@ -2,7 +2,16 @@
 
 Every compared scheme sees the same windows in one pass, so that a day of them needs no more memory
 than the windows that a plan looks back on. Time is linear in windows. The planner, its gate and
-its record of promises are the live ones, so what is simulated is what would run.
+its record of promises are the live ones, so what is simulated is what would run. The compared
+schemes by name:
+
+    contiguous, none   consecutive experts, redundant slots empty: no balancing
+    in-order           experts in order and again from the first: where engines start
+    deepseek, sglang, vllm           simulations/peers/engines.py
+    flashlb, greedy_on_sum, ...      simulations/peers, each plan taken
+    oracle:...                       simulations/oracles.py
+    auto, greedy, ...                the planner's policies, with its gate
+    raw:auto, raw:NAME, ...          the same policies, each placement taken as it is, as a peer's
 
 Shapes:  T windows, L MoE layers, S slots, R ranks.
 """
@@ -18,18 +27,88 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory
-from eplb.core.noise import sampling_noise
-from eplb.core.placement import Placement
+from eplb.core.load import LoadHistory, sampling_noise
+from eplb.core.placement import EMPTY, Placement
+from eplb.core.problem import Problem
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, HistoryError
-from eplb.measure.balance import imbalance_of
-from simulations.cost.migration import MigrationCost
-from simulations.cost.moved import Moved, moved_between
-from simulations.cost.step_time import StepModel
-from simulations.course import Terms
-from simulations.scheme_table import check_names, scheme_named
-from simulations.schemes import Scheme, SlotLoad, by_rank
-from simulations.windows import Past, Tokens, Windows, of_history
+from eplb.measure import imbalance_of
+from eplb.policies.table import POLICIES, contiguous_policy, policy_named
+from simulations.migration_cost import MigrationCost, Moved, moved_between
+from simulations.oracles import ORACLES, WindowShares
+from simulations.peers import PEERS
+from simulations.peers.engines import ENGINES
+from simulations.schemes import AlwaysTaken, Ours, Scheme, SlotLoad, Terms, by_rank
+from simulations.step_time import StepModel
+from simulations.windows import LatestWindows, Tokens, Windows, of_history
+
+UNBALANCED = ("none", "contiguous")
+IN_ORDER = "in-order"
+RAW = "raw:"  # a policy without the planner's gate, budget and repair
+BATCH_POLICY = "auto"  # whose placement ``oracle:shares`` starts from
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Refuse names that are unknown or given twice.
+
+    Raises:
+        ConfigError: no name, a name twice, or an unknown one; the message lists the known ones.
+    """
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"policies are {list(names)}, expected distinct names")
+    extra = (*UNBALANCED, IN_ORDER, *ENGINES, *PEERS, *ORACLES)
+    for name in names:
+        if name in extra:
+            continue
+        try:
+            policy_named(name.removeprefix(RAW))
+        except ConfigError as exc:
+            known = ", ".join(sorted({*POLICIES, *extra}))
+            raise ConfigError(
+                f"unknown policy {name!r}, expected one of: {known}, or {RAW} and a policy"
+            ) from exc
+
+
+def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
+    """The scheme of a name.
+
+    Args:
+        terms: ranks, model, gate.
+        first: [L, E] of the first window, for its shape alone.
+        every: windows from one plan to the next.
+    """
+    start = contiguous(terms, first)
+    if name in UNBALANCED:
+        return Scheme(terms, start)
+    if name == IN_ORDER:
+        return Scheme(terms, in_order(terms.topology, first))
+    if name in ENGINES:
+        return ENGINES[name](terms, in_order(terms.topology, first), every)
+    if name in PEERS:
+        return AlwaysTaken(terms, start, PEERS[name], every)
+    if name.startswith(RAW):
+        return AlwaysTaken(terms, start, policy_named(name.removeprefix(RAW)).policy, every)
+    if name in ORACLES:
+        kind = ORACLES[name]
+        if issubclass(kind, WindowShares):
+            return kind(terms, start, BATCH_POLICY, every)
+        return kind(terms, start)
+    return Ours(terms, start, name, every)
+
+
+def contiguous(terms: Terms, first: Tokens) -> Placement:
+    """Consecutive experts on each rank, redundant slots empty."""
+    history = LoadHistory(first[None])
+    return contiguous_policy(Problem(history, terms.topology, terms.model))
+
+
+def in_order(topology: Topology, first: Tokens) -> Placement:
+    """Experts in order and then again from the first, on live ranks: where engines start."""
+    num_layers, num_experts = first.shape
+    usable = topology.alive[topology.rank_of_slot]
+    row = np.full(topology.num_slots, EMPTY, dtype=np.int32)
+    row[usable] = np.arange(int(usable.sum())) % num_experts
+    return Placement(np.tile(row, (num_layers, 1)), num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +244,7 @@ class Runner:
         self._batch_us: list[list[float]] = []
         self._bound_us: list[list[float]] = []
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> None:
         """Let the scheme plan after a window; an error ends this scheme and no other."""
         if self.failed:
             return
@@ -260,7 +339,7 @@ def replay_all(scenario: Scenario, policies: Sequence[str]) -> list[Replay]:
     """
     names = tuple(policies)
     check_names(names)
-    past = Past(scenario.past_windows, scenario.windows)
+    past = LatestWindows(scenario.past_windows, scenario.windows)
     runners: list[Runner] = []
     routed: list[float] = []
     before: Tokens | None = None

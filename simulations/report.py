@@ -1,10 +1,18 @@
-"""Results of a replay: a table for the terminal, a JSON summary, and an HTML page."""
+"""Results of a replay: a table for the terminal, a JSON summary, and limits that fail a build.
+
+A limit, ``imbalance>1.1``, names a figure, optionally of a policy: ``auto.imbalance>1.1``. Without
+a policy it is that of the last policy that is no oracle.
+"""
 
 from __future__ import annotations
 
 import json
+import operator
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +137,10 @@ def table(result: dict[str, Any]) -> Table:
         "tok/s: of a rank. "
         "An oracle looks at the window that it serves: a limit, not a competitor"
     )
-    grid = Table(
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
-    grid.add_column("policy", no_wrap=True)
     is_timed = any("step_us_mean" in one for one in result["policies"].values())
     headings = ["mean", "p95", "worst", "moved", "kept", "experts", "slots", "GB", "ms"]
     headings += ["step us", "tok/s"] if is_timed else []
-    for heading in headings:
-        grid.add_column(heading, justify="right", no_wrap=True)
+    grid = figures_table(title, caption, "policy", headings)
     for policy, figures in result["policies"].items():
         if "imbalance_mean" not in figures:
             grid.add_row(policy, "failed")
@@ -168,6 +166,22 @@ def table(result: dict[str, Any]) -> Table:
     return grid
 
 
+def figures_table(title: str, caption: str, first: str, headings: Sequence[str]) -> Table:
+    """An empty table: a first column of names, the others of figures."""
+    grid = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
+    grid.add_column(first, no_wrap=True)
+    for heading in headings:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    return grid
+
+
 def write_json(path: Path, result: dict[str, Any]) -> None:
     """Write a summary; the file is whole or not there.
 
@@ -190,3 +204,82 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError as exc:
         beside.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {exc.strerror or exc}") from exc
+
+
+FIGURES = {
+    "imbalance": "imbalance_mean",
+    "p95": "imbalance_p95",
+    "p99": "imbalance_p99",
+    "worst": "imbalance_max_layer",
+    "rebalances": "rebalances",
+    "experts": "experts_moved",
+    "tokens_per_s": "tokens_per_s_per_rank",
+}
+COMPARED: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+LIMIT = re.compile(r"(?:(?P<policy>[\w:-]+)\.)?(?P<figure>\w+)\s*(?P<sign>[<>]=?)\s*(?P<value>\S+)")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A figure that fails the comparison where the sign holds."""
+
+    text: str
+    policy: str | None
+    figure: str
+    sign: str
+    value: float
+
+    def broken_by(self, result: dict[str, Any]) -> str | None:
+        """A sentence where a summary breaks the limit; None where it keeps it.
+
+        Raises:
+            ConfigError: the summary has no such policy or figure.
+        """
+        policies: dict[str, dict[str, Any]] = result["policies"]
+        compared = [name for name, figures in policies.items() if not figures["oracle"]]
+        policy = self.policy or (compared[-1] if compared else next(reversed(policies)))
+        if policy not in policies:
+            raise ConfigError(
+                f"--fail-if {self.text!r}: no policy {policy!r}, expected one of: "
+                f"{', '.join(policies)}"
+            )
+        figures = policies[policy]
+        if figures["failed"]:
+            return f"{policy} failed: {figures['failed']}"
+        found = figures.get(FIGURES[self.figure])
+        if found is None:
+            raise ConfigError(
+                f"--fail-if {self.text!r}: {self.figure} is not known, expected --hardware or "
+                "--expert-times, and --model"
+            )
+        if COMPARED[self.sign](found, self.value):
+            return f"{policy}: {self.figure} is {found:.6g}, the limit fails at {self.text}"
+        return None
+
+
+def limit_of(text: str) -> Limit:
+    """Read a limit.
+
+    Raises:
+        ConfigError: another form, or an unknown figure.
+    """
+    match = LIMIT.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--fail-if is {text!r}, expected a form like 'imbalance>1.1'")
+    if match["figure"] not in FIGURES:
+        raise ConfigError(
+            f"--fail-if {text!r}: unknown figure {match['figure']!r}, expected one of: "
+            f"{', '.join(FIGURES)}"
+        )
+    try:
+        value = float(match["value"])
+    except ValueError:
+        value = float("nan")
+    if not isfinite(value):
+        raise ConfigError(f"--fail-if {text!r}: {match['value']!r} is no number, expected one")
+    return Limit(text.strip(), match["policy"], match["figure"], match["sign"], value)

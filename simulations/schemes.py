@@ -3,28 +3,117 @@
 Ours plans with the live planner and passes its gate. A policy of ``simulations.peers`` plans at
 each interval and is always taken, as engines do. Engines follow their own triggers
 (``simulations/peers/engines.py``), and oracles look at the window that they serve
-(``simulations/oracles``).
+(``simulations/oracles.py``). The planner, its gate, the cut at sudden changes and the record of
+kept promises are those of the controller, so that what is simulated is what would run.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.cost import Decision
+from eplb.core.cost import CostModel, Decision
+from eplb.core.dispatch import DispatchRule, effective_shares
+from eplb.core.load import LoadHistory
+from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement, changed_slots
-from eplb.core.problem import Problem
+from eplb.core.problem import Budget, Problem, Record
 from eplb.core.topology import Topology
-from eplb.measure.balance import live_shares
+from eplb.decision.alternatives import ENOUGH, Promise, realised
+from eplb.measure import live_shares
+from eplb.planner import Plan, plan
 from eplb.policies.table import Policy, Proposal
-from simulations.course import Course, Terms, as_served
-from simulations.windows import Past, Tokens
+from simulations.windows import LatestWindows, Tokens
+from telemetry.load.drift import planning_history
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What plans are made with, beside the load."""
+
+    topology: Topology
+    model: ModelShape | None = None
+    budget: Budget = field(default_factory=Budget)
+    cost: CostModel = field(default_factory=CostModel)
+    seed: int = 0
+    past_windows: int = 16  # a plan looks back this far
+    cut_at_change: bool = True  # plans forget the load before a sudden change
+    dispatch: DispatchRule = DispatchRule.WEIGHTED
+
+
+class Course:
+    """Plans after windows, and takes each plan that the gate lets through.
+
+    Args:
+        first: the placement that serves at the start.
+    """
+
+    def __init__(self, terms: Terms, policy: str, first: Placement) -> None:
+        self._terms, self._policy = terms, policy
+        self.serving = first
+        self._record, self._since = Record(), -1
+        self._promise: Promise | None = None
+
+    def plan_after(self, window: int, seen: LoadHistory) -> Plan:
+        """Plan after a window, and serve the plan from the next one.
+
+        Args:
+            window: its number, from 0.
+            seen: the windows up to it; the latest ones are enough.
+        """
+        terms = self._terms
+        self._judge(window, seen)
+        past = seen.latest(min(terms.past_windows, seen.num_windows))
+        if terms.cut_at_change:
+            past = planning_history(seen, last=terms.past_windows)
+        unseen = window - self._since
+        if past.num_windows < terms.past_windows:
+            unseen = min(unseen, past.num_windows)  # a change of load begins the count anew
+        found = plan(
+            past,
+            terms.topology,
+            model=terms.model,
+            current=self.serving,
+            budget=terms.budget,
+            policy=self._policy,
+            cost=terms.cost,
+            seed=terms.seed,
+            dispatch=terms.dispatch,
+            unseen=unseen,
+            record=self._record,
+        )
+        if found.decision is Decision.MOVE:
+            base, target = as_served(found.base, terms), as_served(found.target, terms)
+            gain, objective = found.before - found.after, found.problem.objective
+            self._promise = Promise(base, target, gain, objective)
+            self._since = window
+        if found.decision is not Decision.KEEP:
+            self.serving = found.target
+        return found
+
+    def _judge(self, window: int, seen: LoadHistory) -> None:
+        """Hold the latest plan to its promise once enough windows came under it."""
+        if self._promise is None or window - self._since < ENOUGH:
+            return
+        terms, came = self._terms, seen.latest(window - self._since)
+        judged = Problem(came, terms.topology, terms.model, cost=terms.cost)
+        given = realised(judged, self._promise)
+        self._record = self._record.with_plan(self._promise.gain, given)
+        self._promise = None
+
+
+def as_served(placement: Placement, terms: Terms) -> Placement:
+    """The same experts, with the shares that the engine's rule gives to their slots."""
+    if terms.dispatch is DispatchRule.WEIGHTED:
+        return placement
+    share = effective_shares(placement, terms.topology, terms.dispatch).clip(0.0, 1.0)
+    return Placement(placement.slot_to_expert, placement.num_experts, placement.generation, share)
+
 
 SlotLoad = NDArray[np.float64]  # [L, S]
 
@@ -36,24 +125,6 @@ class Taken:
     base: Placement
     target: Placement
     reason: str
-
-
-class Scheme(Protocol):
-    """One compared way to serve."""
-
-    num_kept: int  # plans that were not worth moving to
-    is_oracle: bool  # looks at the window that it serves: a limit, not a competitor
-    is_async: bool  # weights move while steps go on; else serving waits for them
-
-    @property
-    def serving(self) -> Placement:
-        """What serves now."""
-
-    def serve(self, tokens: Tokens) -> SlotLoad:
-        """[L, S] tokens of each slot in a window."""
-
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
-        """Look at a window that came, the latest of ``past``; None: nothing changes."""
 
 
 def by_rank(load: SlotLoad, topology: Topology) -> NDArray[np.float64]:
@@ -69,7 +140,7 @@ def _members(topology: Topology) -> NDArray[np.float64]:
     return members
 
 
-class Split:
+class SlotSplit:
     """Tokens of slots under a placement, by the shares that the dispatch rule gives."""
 
     def __init__(self, placement: Placement, terms: Terms) -> None:
@@ -86,15 +157,15 @@ class Split:
         return load
 
 
-class Planned:
-    """Shared by schemes that serve a placement: the split is made once for each placement."""
+class Scheme:
+    """One compared way to serve: a placement, for ever where a subclass plans no other."""
 
-    is_oracle = False
-    is_async = False
+    is_oracle = False  # looks at the window that it serves: a limit, not a competitor
+    is_async = False  # weights move while steps go on; else serving waits for them
 
     def __init__(self, terms: Terms, first: Placement) -> None:
-        self.terms, self.num_kept = terms, 0
-        self._split = Split(first, terms)
+        self.terms, self.num_kept = terms, 0  # plans that were not worth moving to
+        self._split = SlotSplit(first, terms)  # made once for each placement
 
     @property
     def serving(self) -> Placement:
@@ -105,6 +176,10 @@ class Planned:
         """[L, S] tokens of each slot in a window."""
         return self._split.of(tokens)
 
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> Taken | None:
+        """Look at a window that came, the latest of ``past``; None: nothing changes."""
+        return None
+
     def take(self, target: Placement, reason: str) -> Taken | None:
         """Serve another placement from now on; None where experts and shares stay the same."""
         base = self.serving
@@ -113,19 +188,11 @@ class Planned:
         ):
             self.num_kept += 1
             return None
-        self._split = Split(target, self.terms)
+        self._split = SlotSplit(target, self.terms)
         return Taken(base, target, reason)
 
 
-class Fixed(Planned):
-    """The placement at the start, for ever."""
-
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
-        """Nothing changes."""
-        return None
-
-
-class Ours(Planned):
+class Ours(Scheme):
     """A policy with the live planner, gate and record of promises.
 
     Args:
@@ -138,7 +205,7 @@ class Ours(Planned):
         super().__init__(terms, first)
         self._course, self._every = Course(terms, policy, first), every
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> Taken | None:
         """Plan at each interval, from the first window on, and take what the gate lets through."""
         if window % self._every:
             return None
@@ -149,14 +216,14 @@ class Ours(Planned):
         return self.take(found.target, found.reason)
 
 
-class AlwaysTaken(Planned):
+class AlwaysTaken(Scheme):
     """A policy whose plan is taken at each interval, without a gate."""
 
     def __init__(self, terms: Terms, first: Placement, policy: Policy, every: int) -> None:
         super().__init__(terms, first)
         self._policy, self._every = policy, every
 
-    def plan(self, window: int, tokens: Tokens, past: Past) -> Taken | None:
+    def plan(self, window: int, tokens: Tokens, past: LatestWindows) -> Taken | None:
         """Plan on the latest windows."""
         if window % self._every:
             return None

@@ -21,7 +21,7 @@ Tokens = NDArray[np.int64]  # [L, E] of one window
 
 
 @dataclass(frozen=True)
-class Deployment:
+class RecordedDeployment:
     """What a source tells about the deployment that it was recorded on; None: nothing."""
 
     model: ModelShape | None = None
@@ -50,7 +50,7 @@ class Windows:
     steps: int = 1
     phase: Phase = "mixed"
     skipped: int = 0
-    deployment: Deployment = Deployment()
+    deployment: RecordedDeployment = RecordedDeployment()
 
     def __iter__(self) -> Iterator[Tokens]:
         """Every window, checked.
@@ -86,7 +86,7 @@ def of_history(history: LoadHistory) -> Windows:
     )
 
 
-class Past:
+class LatestWindows:
     """The latest windows, as many as any plan looks at."""
 
     def __init__(self, most: int, source: Windows) -> None:

@@ -33,8 +33,8 @@ logging.getLogger().addHandler(logging.NullHandler())
 
 COMPILE = """
 from eplb.precompile import compile_planner
-from runtime.memory.shared import compile_digest
-from simulations.peers.precompile import compile_peers
+from runtime.memory import compile_digest
+from simulations.peers import compile_peers
 compile_planner()
 compile_peers()
 compile_digest()

@@ -61,7 +61,7 @@ def compile_kernels() -> None:
     # Imported here: peers are the simulator's, and --help needs no compiler.
     from api.deploy.roles import CompileReports
     from eplb.core.compiler import compiler_passes
-    from simulations.peers.precompile import compile_peers
+    from simulations.peers import compile_peers
 
     check_packages()
     reports = CompileReports(lambda line: say(f"eplb compile: {line}"))
@@ -69,7 +69,7 @@ def compile_kernels() -> None:
         compile_planner()
         compile_peers()
         if find_spec("torch") is not None:  # a host of controllers needs none
-            from runtime.memory.shared import compile_digest
+            from runtime.memory import compile_digest
 
             compile_digest()
     reports.note("")

@@ -26,7 +26,7 @@ from typer.main import get_command_from_info, get_group
 from api.interrupts import INTERRUPTED, leaving_on_interrupt, raising_on_interrupt
 from api.terminal.printable import print_error
 from eplb.errors import EplbError
-from eplb.extras import needed_for
+from eplb.packages import needed_for
 
 BAD_INPUT = 2  # exit status
 

@@ -40,7 +40,7 @@ from runtime.model.moe import MoELayer, MoEStack
 from runtime.streams import Completion
 
 if TYPE_CHECKING:
-    from runtime.model.graphs import CapturedStack
+    from runtime.model.moe import CapturedStack
 
 Model = Union[MoEStack, "CapturedStack"]
 
@@ -192,7 +192,7 @@ def make_model(
     if device.type == "cpu":
         return stack, why
     from runtime.dispatch.deepep import DeepEPLowLatency
-    from runtime.model.graphs import CapturedStack
+    from runtime.model.moe import CapturedStack
 
     # Shapes of the others differ from step to step.
     if not isinstance(made, DeepEPLowLatency) or has_forced_routes:

@@ -42,7 +42,7 @@ from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict
 from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
-from eplb.settings.addresses import numeric_address
+from eplb.settings.deployment import numeric_address
 from eplb.settings.loader import COMMAND_DEFAULTS
 from eplb.shares.switches import BatchSwitches
 from rebalance.assembly.config import NetworkConfig

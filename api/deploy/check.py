@@ -22,7 +22,7 @@ from eplb.clock import Clock
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, EplbError
 from eplb.migration.serialisation import model_from_dict
-from eplb.settings.addresses import numeric_address
+from eplb.settings.deployment import numeric_address
 from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.assembly.places import holder_of
 from rebalance.weights.link.secret import Secret

@@ -18,7 +18,7 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
-from eplb.settings.addresses import is_loopback
+from eplb.settings.deployment import is_loopback
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.weights.cache.address import HostCacheAddress

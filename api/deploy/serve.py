@@ -23,7 +23,7 @@ from api.interrupts import StopSignals
 from api.processes.commands import Commands, Notifier, once_reached, set_title
 from api.processes.supervision import Kill, Supervisor, note_in
 from eplb import versions
-from eplb.settings.addresses import numeric_address
+from eplb.settings.deployment import numeric_address
 from rebalance.weights.link.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
 from telemetry import deployments_of, open_store
 from telemetry.state.holder import new_holder

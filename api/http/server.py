@@ -19,7 +19,7 @@ from api.http.connections import BoundedConnection
 from api.http.deployments import Deployments
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
-from eplb.settings.addresses import loopback_address, numeric_address
+from eplb.settings.deployment import loopback_address, numeric_address
 from rebalance.weights.link.tls import Certificate
 
 if TYPE_CHECKING:

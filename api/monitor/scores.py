@@ -1,7 +1,7 @@
 """Imbalance of windows and roll-ups, and the drift of their load since it was planned on.
 
 Page, metrics, terminal and history read the same figures. The imbalance is that of
-``eplb.measure.balance``, over the ranks that hold experts. A drained rank has no slot in use and
+``eplb.measure``, over the ranks that hold experts. A drained rank has no slot in use and
 gets no tokens: in the mean it would make the best placement look uneven.
 
 Shapes:  L MoE layers, E experts, R ranks.
@@ -23,7 +23,7 @@ from eplb.core.load import LoadHistory
 from eplb.core.placement import slots_in_use
 from eplb.core.topology import Topology
 from eplb.errors import EplbError
-from eplb.measure.balance import imbalance_of
+from eplb.measure import imbalance_of
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.load.drift import Drift, drift
 from telemetry.load.folder import Window, history

@@ -30,11 +30,10 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from simulations.course import Terms
+from simulations.schemes import Terms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, table, text_below
-from simulations.shadow.sources import open_source
-from simulations.shadow.windows import Source, SourceOptions
+from simulations.shadow.sources import Source, SourceOptions, open_source
 from telemetry.formats.table import read_placement
 
 Plans = Enum("Plans", {"maps": "maps", "deepseek": "deepseek", "none": "none"})

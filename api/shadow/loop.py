@@ -14,7 +14,7 @@ from eplb.errors import ConfigError
 from simulations.report import write_json
 from simulations.shadow.comparison import Comparison
 from simulations.shadow.report import Prices, report
-from simulations.shadow.windows import Source
+from simulations.shadow.sources import Source
 
 # Between two checks for a stop while waiting for the next poll. No event: a signal handler that
 # sets one can deadlock with the wait that it interrupts.

@@ -31,7 +31,7 @@ from eplb.core.placement import Placement
 from eplb.core.problem import SETTLED_WINDOWS
 from eplb.core.topology import Topology
 from eplb.decision.triggers import TriggerRules
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.planner import plan
 from rebalance.controller.loop import Controller, ControllerSettings

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.fidelity.tables import Measured
-from simulations.cost.kernels import Kernel
+from simulations.kernels import Kernel
 
 Values = NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """Times of dispatch and combine against DeepEP's: ``python -m benchmarks.fidelity.links [--fit]``.
 
-Even load alone: no table has another one. Floors and rates of ``simulations.cost.step_time`` are
+Even load alone: no table has another one. Floors and rates of ``simulations.step_time`` are
 those that ``--fit`` prints, from every second batch of DeepSeek-V3 on 1, 2, 4 and 8 nodes of 8
 ranks; the other batches judge them, and other models on one node.
 """
@@ -17,9 +17,8 @@ import numpy as np
 from benchmarks.fidelity.tables import package_data
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
-from simulations.cost.hardware import hardware_named
-from simulations.cost.step_time import StepModel, deepep
 from simulations.inputs import experts_of
+from simulations.step_time import StepModel, deepep, hardware_named
 
 RANKS_PER_NODE, SMS = 8, 20
 FITTED, OTHERS = "0.5.6.post2", "0.5.12"

@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.migration.agent import agent_of, publisher_of, rotated
-from benchmarks.migration.big_rank import BigRank, Shapes, build, wait_for
+from benchmarks.migration.big_rank import (
+    BigRank,
+    Shapes,
+    agent_of,
+    build,
+    publisher_of,
+    rotated,
+    wait_for,
+)
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
@@ -130,8 +137,7 @@ def decode_step(big: BigRank, agent: RankAgent) -> Callable[[int], None]:
     """A captured graph of all resident layers."""
     from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
     from runtime.model.compute import GroupedExperts
-    from runtime.model.graphs import CapturedStack
-    from runtime.model.moe import MoELayer, MoEStack
+    from runtime.model.moe import CapturedStack, MoELayer, MoEStack
 
     model, device = big.shapes.model, big.device
     group = dist.group.WORLD

@@ -30,7 +30,7 @@ from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.link.link_settings import HostLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import SharedArena
+from runtime.memory import SharedArena
 
 DEADLINE_S = 600.0
 PORT = 23719

@@ -36,8 +36,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.migration import preload
-from benchmarks.migration.agent import Clockwork, agent_of, begin_store, publisher_of
-from benchmarks.migration.big_rank import BigRank, Shapes, build, seconds, v3, wait_for
+from benchmarks.migration.big_rank import (
+    BigRank,
+    Clockwork,
+    Shapes,
+    agent_of,
+    begin_store,
+    build,
+    publisher_of,
+    seconds,
+    v3,
+    wait_for,
+)
 from benchmarks.migration.decode import measure_decode
 from benchmarks.migration.stage import LAUNCH_DEADLINE_S, measure_stage, stage_from_host_cache
 from benchmarks.publishing import Publisher

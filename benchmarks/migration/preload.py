@@ -47,7 +47,7 @@ from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.checkpoints.model_config import CONFIG_FILE
 from runtime.checkpoints.own_model import expert_name, own_config
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import SharedArena, digest
+from runtime.memory import SharedArena, digest
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 DEADLINE_S = 600.0

@@ -44,7 +44,7 @@ from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.sources import MappedSlots, Place
 from runtime.checkpoints.checkpoint import Checkpoint
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.streams import Completion, OnStream, new_stream
 from tests.support.launch import launch
 from tests.support.local_group import LocalHost

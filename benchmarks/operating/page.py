@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.operating.load import Size
-from benchmarks.operating.shown import ShownPage, shown
+from benchmarks.operating.load import ShownPage, Size, shown
 
 SIZES = (
     Size(ranks=8, layers=6, window_s=1.0, windows=300),

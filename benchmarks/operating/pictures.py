@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from benchmarks.operating.load import Size
-from benchmarks.operating.shown import ShownPage, shown
+from benchmarks.operating.load import ShownPage, Size, shown
 
 COLOURS = 256
 SIZES = {

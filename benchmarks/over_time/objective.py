@@ -30,17 +30,19 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from benchmarks.controller.loads import drifting
-from benchmarks.over_time.loads import (
+from benchmarks.over_time.replay import (
     HALVES,
     MOST_WINDOWS,
     TOP_K,
     Case,
+    Replayed,
     Tokens,
     cases,
     kill,
+    replay_controller,
+    start_of,
     stream,
 )
-from benchmarks.over_time.replay import Replayed, replay_controller, start_of
 from eplb import Placement, Topology, plan
 from eplb.core.cost import Objective
 from eplb.core.load import LoadHistory

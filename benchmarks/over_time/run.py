@@ -35,7 +35,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.over_time.loads import (
+from benchmarks.over_time.replay import (
     DATA,
     HALVES,
     MOST_WINDOWS,
@@ -45,14 +45,12 @@ from benchmarks.over_time.loads import (
     Case,
     cases,
     kill,
-    stream,
-)
-from benchmarks.over_time.replay import (
     net_seconds,
     realised,
     replay_controller,
     replay_nothing,
     replay_policy,
+    stream,
 )
 from eplb.core.cost import CostModel
 from eplb.core.load import LoadHistory

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.recorded import DATA, Tokens, windows
 from eplb import Placement, Topology, imbalance, plan
-from eplb.core.noise import sampling_noise
+from eplb.core.load import sampling_noise
 from eplb.shares.resplitting import resplit
 
 MOST_HISTORY = 16

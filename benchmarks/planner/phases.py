@@ -25,8 +25,7 @@ import numpy as np
 from benchmarks.recorded import DATA, Tokens, windows
 from eplb import Budget, Placement, Topology, imbalance, plan
 from eplb.core.load import LoadHistory, Phase
-from telemetry.load.folder import Window
-from telemetry.load.phases import Apart, weighted
+from telemetry.load.folder import Apart, Window, weighted
 
 WEIGHTS = (0.25, 0.5, 0.75)
 HELD_OUT = 4  # windows of each phase

@@ -20,7 +20,7 @@ from eplb.errors import MigrationError, PlacementError, StoreError
 from eplb.migration.build import Migration, Mode, Pace, Source, build_migration
 from rebalance.types import IsWanted, Outcome, Record, always
 from rebalance.weights.sources import HOST, Place, WeightSources, ranks_beside
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.streams import Completion
 from telemetry.state.memory import MemoryBackend
 from telemetry.state.store import StateStore

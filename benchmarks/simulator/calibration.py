@@ -27,14 +27,12 @@ from numpy.typing import NDArray
 from benchmarks.planner.dispatch_rules import Case
 from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, preset
-from simulations.cost.expert_time import of_kernel
-from simulations.cost.hardware import hardware_named
-from simulations.cost.kernels import kernel_for
-from simulations.cost.step_time import StepModel
+from simulations.kernels import kernel_for
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all
-from simulations.traffic import Traffic, drawn, profiles_of, traffic_windows
+from simulations.step_time import StepModel, hardware_named, of_kernel
 from simulations.windows import Tokens, Windows
+from simulations.workloads import Traffic, drawn, profiles_of, traffic_windows
 
 # -- Layers of one skew for calibration: one domain, nothing that drifts, skew fitted by bisection.
 

@@ -20,9 +20,7 @@ from scipy.optimize import nnls
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.cost.expert_time import curve_of, predicted_us
-from simulations.cost.hardware import hardware_named
-from simulations.cost.step_time import StepModel, Transport
+from simulations.step_time import StepModel, Transport, curve_of, hardware_named, predicted_us
 
 NEAR = 0.10
 CARD = replace(hardware_named("h200"), node_bytes_s=1e12)  # the lines below hold the true rates

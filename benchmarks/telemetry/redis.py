@@ -27,8 +27,7 @@ import numpy as np
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry.load.counts import RunShape
-from telemetry.load.cuts import CutBySteps
-from telemetry.load.folder import WindowFolder
+from telemetry.load.folder import CutBySteps, WindowFolder
 from telemetry.state.store import StateStore
 from tests.support.redis_servers import RedisProcess
 from tests.support.stores import redis_store

@@ -3,7 +3,7 @@
 Costs and gains are in seconds of serving time. The cost of a move is the time of its bytes on the
 link. A gain saves the experts' part of a step times the removed imbalance, over the pay-back time.
 ``Problem.price`` is the same price for one step of the search. Part of the imbalance is chance,
-which ``eplb/core/noise.py`` estimates: a gain below that noise does not count.
+which ``eplb/core/load.py`` estimates: a gain below that noise does not count.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ from eplb.core.cost import CostModel, Objective
 from eplb.core.demand import Demand, Scenarios, demand_of
 from eplb.core.dispatch import DispatchRule, check_topology
 from eplb.core.jit import BoolArray, FloatArray, IntArray
-from eplb.core.load import LoadHistory, Phase
+from eplb.core.load import LoadHistory, Phase, sampling_noises
 from eplb.core.model import ModelShape
-from eplb.core.noise import sampling_noises
 from eplb.core.placement import Placement, check_sources
 from eplb.core.topology import Topology
 from eplb.core.zones import Zones, keeps_groups, with_groups_kept, zones_for

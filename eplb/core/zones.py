@@ -132,7 +132,7 @@ def zone_bound(scaled: FloatArray, zones: Zones) -> FloatArray:
     """[L] lower bound of the imbalance in these zones, for work [L, E] as ``Problem.scaled``.
 
     The time of a zone is at least its load, and its largest replica on its fastest rank; see
-    ``eplb.measure.bounds.lower_bound`` for why greedy counts make the largest replica smallest.
+    ``eplb.measure.lower_bound`` for why greedy counts make the largest replica smallest.
     """
     least = np.ones(zones.of_expert.shape, dtype=np.int64)
     count = replicate(scaled, zones.of_expert, zones.num_slots, zones.num_ranks, least)

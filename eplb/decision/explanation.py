@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eplb.core.topology import Topology
-from eplb.migration.transactions import Move, Source
+from eplb.migration.build import Move, Source
 
 MOST_LISTED = 8  # things in one sentence; the rest are counted
 EVEN = 0.005  # shares that differ by less are equal

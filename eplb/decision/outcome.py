@@ -32,9 +32,8 @@ from eplb.decision.explanation import (
 )
 from eplb.decision.score import as_dispatched, booked_and_effective, score_of
 from eplb.errors import ConfigError
-from eplb.measure.balance import imbalance, live_shares, rank_load
-from eplb.measure.bounds import bound_of
-from eplb.migration.transactions import LINKS, Move, link_of, moves_between
+from eplb.measure import bound_of, imbalance, live_shares, rank_load
+from eplb.migration.build import LINKS, Move, link_of, moves_between
 from eplb.policies.incremental import BalanceCurve
 from eplb.shares.traffic import crossing
 
@@ -68,7 +67,7 @@ class Plan:
     reason: str
     curve: BalanceCurve  # (moves, mean score over layers) at equal split
     policy: str
-    expected_gain: float = 0.0  # on windows to come; see ``eplb/decision/expectation.py``
+    expected_gain: float = 0.0  # on windows to come; see ``eplb/decision/alternatives.py``
 
     @property
     def topology(self) -> Topology:
@@ -150,7 +149,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> NDArray[np.float64]:
-        """[L] lower bound of the cost of any placement; see ``eplb.measure.bounds``."""
+        """[L] lower bound of the cost of any placement; see ``eplb.measure``."""
         return bound_of(self.problem)
 
     @cached_property

@@ -24,7 +24,7 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, PlacementError, TopologyError
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from eplb.policies.greedy import refined
 
 # Slot counts at which a layer's imbalance is measured, denser where they are few. With more of them

@@ -12,10 +12,10 @@ from eplb.core.cost import GROUPED_GEMM_H200, Curve, Objective
 from eplb.core.demand import time_of
 from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.jit import FloatArray
-from eplb.core.noise import fluctuation, sampling_noises
+from eplb.core.load import fluctuation, sampling_noises
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.measure.balance import imbalance, live_shares, rank_load, rank_sum, slot_load
+from eplb.measure import imbalance, live_shares, rank_load, rank_sum, slot_load
 from eplb.shares.traffic import crossing
 
 NOTED_DIFFERENCE = 0.03  # between booked and effective imbalance, from which the reason names both

@@ -26,8 +26,8 @@ from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups
 from eplb.errors import ConfigError
-from eplb.extras import needed_for
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
+from eplb.packages import needed_for
 from eplb.policies.greedy import refined
 from eplb.search.relabel import in_place, with_most_kept
 
@@ -107,7 +107,7 @@ def _imbalance(problem: Problem, held: IntArray | NDArray[np.int32]) -> NDArray[
     return mean
 
 
-def _solve(layer: Layer, effort: float, seed: int) -> tuple[IntArray | None, float, bool]:
+def _solve(layer: ExactLayer, effort: float, seed: int) -> tuple[IntArray | None, float, bool]:
     """[S] the best placement found, the proven bound, and whether they agree."""
     with needed_for("policy exact"):
         from ortools.sat.python import cp_model
@@ -152,7 +152,7 @@ def _nearest_to_current(problem: Problem, held: IntArray) -> Placement:
     )
 
 
-class Layer(NamedTuple):
+class ExactLayer(NamedTuple):
     """One layer as input of the solver."""
 
     work: NDArray[np.float64]  # [T, E] load of windows that are not idle
@@ -173,7 +173,7 @@ class Layer(NamedTuple):
         ]
 
 
-def layer_of(problem: Problem, number: int, start: IntArray) -> Layer:
+def layer_of(problem: Problem, number: int, start: IntArray) -> ExactLayer:
     """One layer of a problem; ``start`` [S] is a placement that the optimum is at least as good as.
 
     Raises:
@@ -183,7 +183,7 @@ def layer_of(problem: Problem, number: int, start: IntArray) -> Layer:
     work = problem.scaled[number]
     ranks: list[int] = np.flatnonzero(topology.serving).tolist()
     grouped = keeps_groups(topology, problem.num_groups, problem.num_experts)
-    layer = Layer(
+    layer = ExactLayer(
         work[work.sum(axis=1) > 0],
         start,
         _counts(work, start, topology, ranks),
@@ -218,7 +218,7 @@ def _counts(
     return [range(low, min(len(ranks), low + spare) + 1) for low in least.tolist()]
 
 
-def place_every_expert(model: Any, on: Chosen, layer: Layer) -> None:
+def place_every_expert(model: Any, on: Chosen, layer: ExactLayer) -> None:
     """Constrain every expert to one count and as many ranks, and ranks to their slots."""
     for expert, counts in enumerate(layer.counts):
         has = {count: model.new_bool_var("") for count in counts}
@@ -232,7 +232,7 @@ def place_every_expert(model: Any, on: Chosen, layer: Layer) -> None:
         _keep_groups(model, on, layer)
 
 
-def _keep_groups(model: Any, on: Chosen, layer: Layer) -> None:
+def _keep_groups(model: Any, on: Chosen, layer: ExactLayer) -> None:
     """Constrain every group to one node, and nodes to equally many groups."""
     num_nodes, node_of_rank = layer.topology.num_nodes, layer.topology.node_of_rank.tolist()
     groups, nodes = range(layer.num_groups), range(num_nodes)
@@ -246,7 +246,7 @@ def _keep_groups(model: Any, on: Chosen, layer: Layer) -> None:
         model.add_implication(variable, lives[expert // size, node_of_rank[rank]])
 
 
-def weigh(model: Any, on: Chosen, busiest: list[Any], layer: Layer) -> None:
+def weigh(model: Any, on: Chosen, busiest: list[Any], layer: ExactLayer) -> None:
     """Constrain ``busiest`` to at least every rank's time, rounded down so that bounds hold."""
     speed = layer.topology.rank_speed
     for work, most in zip(layer.work * UNITS, busiest, strict=True):
@@ -259,7 +259,7 @@ def weigh(model: Any, on: Chosen, busiest: list[Any], layer: Layer) -> None:
             model.add(sum(time) <= most)
 
 
-def break_symmetry(model: Any, on: Chosen, layer: Layer) -> None:
+def break_symmetry(model: Any, on: Chosen, layer: ExactLayer) -> None:
     """Order equal ranks by their load, and equal experts by their replicas."""
     weight = np.rint(layer.work.sum(axis=0) * UNITS).astype(np.int64).tolist()
     load = {
@@ -293,7 +293,7 @@ def ranks_alike(topology: Topology, ranks: list[int], by_node: bool) -> list[lis
     return list(alike.values())
 
 
-def hint(model: Any, on: Chosen, layer: Layer) -> None:
+def hint(model: Any, on: Chosen, layer: ExactLayer) -> None:
     """Hint ``layer.start`` to the solver, with equal ranks in the order of ``break_symmetry``."""
     start, topology = layer.start, layer.topology
     replicas = np.bincount(start[start >= 0], minlength=len(layer.counts))

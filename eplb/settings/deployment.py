@@ -1,13 +1,14 @@
-"""What every process of a deployment knows of it: its name, its store and its load windows."""
+"""What every process of a deployment knows of it: name, store, load windows, and addresses."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from eplb.declared import Setting, check_fields
-from eplb.errors import UnfitSetting
+from eplb.errors import ConfigError, UnfitSetting
 
 DEPLOYMENT = "demo"  # the name of a deployment that is given none
 STORE_FILE = "store.sqlite"  # file in the state folder if no store is named
@@ -76,3 +77,38 @@ class WindowSettings:
         if self.window_steps % self.sample_steps:
             expected = f"a divisor of telemetry.window_steps, {self.window_steps}"
             raise UnfitSetting("sample_steps", self.sample_steps, expected)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is reached from itself alone; False for a name of any other kind."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_address(host: str) -> str:
+    """Give the address of a loopback host.
+
+    Raises:
+        ConfigError: any other host, because requests are not authenticated.
+    """
+    if not is_loopback(host):
+        raise ConfigError(
+            f"http.host is {host!r}, expected a loopback address such as 127.0.0.1, "
+            "because the HTTP service has no secret to authenticate requests with"
+        )
+    return numeric_address(host)
+
+
+def numeric_address(host: str, setting: str = "http.host") -> str:
+    """Give an address as it is bound.
+
+    Raises:
+        ConfigError: it would have to be looked up.
+    """
+    name = "127.0.0.1" if host == "localhost" else host
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError as exc:
+        raise ConfigError(f"{setting} is {host!r}, expected a numeric address") from exc

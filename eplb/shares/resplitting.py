@@ -18,14 +18,13 @@ from numpy.typing import ArrayLike, NDArray
 from eplb.core.arrays import on_host
 from eplb.core.demand import Scenarios, as_scenarios
 from eplb.core.jit import FloatArray
-from eplb.core.load import LoadHistory, as_history
-from eplb.core.noise import FEWEST_WINDOWS, fluctuation, sampling_noises
+from eplb.core.load import FEWEST_WINDOWS, LoadHistory, as_history, fluctuation, sampling_noises
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem, scale
 from eplb.core.topology import Topology
 from eplb.core.zones import ranks_of
 from eplb.errors import ConfigError, PlacementError
-from eplb.measure.balance import rank_load
+from eplb.measure import rank_load
 from eplb.shares.solver import floors, split_layers
 
 # Number of windows at which fitted shares are applied half of the way. Measured on recorded

@@ -206,7 +206,7 @@ def _memory(
     shape = (experts, model.num_layers, int(slots[place.rank]))
     if place.device.type != "cuda":
         return ExpertBank(*shape, num_staging=num_staging), ""
-    from runtime.memory.symmetric import SymmetricArena  # not there on a CPU
+    from runtime.memory import SymmetricArena  # not there on a CPU
 
     num_bytes = bank_bytes(experts, model.num_layers, int(slots.max()), num_staging)
     arena: SymmetricArena | PlainArena
@@ -239,7 +239,7 @@ def _open_peers(
         raise ConfigError(unmapped)
     if bank.device.type != "cuda":
         return map_peers(place.rank, place.topology, bank, handles.__getitem__)
-    from runtime.memory.symmetric import SymmetricArena
+    from runtime.memory import SymmetricArena
 
     if not isinstance(bank.arena, SymmetricArena):
         raise ConfigError(

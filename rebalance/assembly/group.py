@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from eplb.errors import RankError
-from eplb.settings.addresses import is_loopback
+from eplb.settings.deployment import is_loopback
 from rebalance.assembly.config import NetworkConfig
 from runtime.group import gloo_listeners_closed
 

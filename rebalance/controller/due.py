@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from eplb.clock import Clock
 from eplb.core.load import LoadHistory, Phase
 from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from rebalance.controller.load import Group
 from rebalance.controller.open_migration import SWITCHED_OFF
 from rebalance.controller.plans.planning import Past

@@ -18,8 +18,8 @@ from copy import copy
 from eplb.clock import Clock
 from eplb.core.cost import Decision
 from eplb.core.placement import Placement
-from eplb.decision.expectation import ENOUGH
-from eplb.decision.rollout import breach, for_few_layers, stage_before
+from eplb.decision.alternatives import ENOUGH
+from eplb.decision.triggers import breach, for_few_layers, stage_before
 from eplb.errors import (
     ConfigError,
     EplbError,

@@ -10,8 +10,7 @@ from typing import Annotated
 from eplb.core.cost import CostModel
 from eplb.core.load import Phase
 from eplb.core.problem import Budget
-from eplb.decision.rollout import Stage
-from eplb.decision.triggers import TriggerRules
+from eplb.decision.triggers import Stage, TriggerRules
 from eplb.declared import Setting, check_fields
 from eplb.migration.build import Pace
 from eplb.policies.table import policy_named

@@ -8,6 +8,7 @@ from eplb.clock import Clock
 from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
+from eplb.decision.pace import Throttle
 from eplb.errors import (
     ConfigError,
     EplbError,
@@ -19,7 +20,6 @@ from eplb.errors import (
     TopologyError,
 )
 from eplb.migration.build import Migration
-from eplb.migration.throttle import Throttle
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from eplb.errors import RankError
-from eplb.settings.addresses import is_loopback
+from eplb.settings.deployment import is_loopback
 
 SILENCE_S = 30  # a host that answers no probe for so long is dead: as long as a vote may take
 # So many in a row: two were lost once, on all lines of one rank of a machine with ten processes for

@@ -26,7 +26,7 @@ from rebalance.stage.stager import Stager
 from rebalance.threads.waiting import WAIT_S
 from rebalance.types import Record, always
 from rebalance.weights.sources import HostMemory, WeightSources
-from runtime.memory.shared import SharedArena
+from runtime.memory import SharedArena
 
 
 class KeptRecords:

@@ -31,7 +31,7 @@ from rebalance.threads.waiting import Wait
 from rebalance.threads.watchdog import Heartbeat
 from rebalance.types import CalledOff, IsWanted, Record, always
 from rebalance.weights.sources import HOST, Link, WeightSources
-from runtime.memory.digests import TOGETHER, PendingDigests, RecordDigests, evenly_spaced
+from runtime.memory import TOGETHER, PendingDigests, RecordDigests, evenly_spaced
 from runtime.streams import Completion
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from rebalance.weights.sources import (
 )
 from runtime.experts import ExpertBank, PeerBank
 from runtime.group import first_refusal
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.streams import Completion
 
 PROOF_DEADLINE_S = 60.0

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
-from runtime.memory.symmetric import SymmetricArena
+from runtime.memory import SymmetricArena
 
 DEADLINE_S = 10.0
 POLL_S = 5e-7  # least time of one look; not measured, so a wait may be several times longer

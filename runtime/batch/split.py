@@ -84,7 +84,7 @@ class BatchSplit:
             num_blocks = counts.num_blocks(max_pairs)
             self._saved = torch.zeros(num_layers, device=device)
             self._seen = torch.zeros(num_layers, dtype=torch.int32, device=device)
-            self._passes = _Passes(self._seen, self._rule.num_off)
+            self._passes = _BatchPasses(self._seen, self._rule.num_off)
             self._layers = [
                 {name: one[layer] for name, one in table.split.items()}
                 for layer in range(num_layers)
@@ -214,7 +214,7 @@ class BatchSplit:
         return chosen.masked_fill_(~is_expert, EMPTY).view_as(experts)
 
 
-class _Passes:
+class _BatchPasses:
     """Which layers an eager pass leaves out: by the switches as they stood LAG passes ago.
 
     The device decides by the counts that all ranks have alike, so every rank reads the same

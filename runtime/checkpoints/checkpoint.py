@@ -11,9 +11,8 @@ import torch
 
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
-from runtime.checkpoints.description import DOWN, GATE, GATE_UP, UP
-from runtime.checkpoints.expert_tensors import ExpertTensors, Source
-from runtime.checkpoints.families import OWN_MODEL
+from runtime.checkpoints.expert_tensors import ExpertTensors, PartSource
+from runtime.checkpoints.families import DOWN, GATE, GATE_UP, OWN_MODEL, UP
 from runtime.checkpoints.identity import INDEX_FILE, Identity
 from runtime.checkpoints.model_config import read_config
 from runtime.checkpoints.own_model import SCALE_SUFFIX, dense_shapes, scale_blocks
@@ -168,7 +167,7 @@ class Checkpoint:
 
     def _fitting(
         self, layer: int, expert: int, part: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Source:
+    ) -> PartSource:
         """Find a part of the shape and type that a record needs."""
         source = self._experts.locate(layer, expert, part)
         stored = source.stored

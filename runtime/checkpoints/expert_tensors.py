@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from eplb.errors import CheckpointError
-from runtime.checkpoints.description import GATE, GATE_UP, UP, ExpertLayout
+from runtime.checkpoints.families import GATE, GATE_UP, UP, ExpertLayout
 from runtime.checkpoints.model_config import CONFIG_FILE, ModelConfig
 from runtime.checkpoints.weight_files import StoredTensor, WeightFiles
 
@@ -26,7 +26,7 @@ _PLAIN: dict[str, tuple[str, ...]] = {".weight": ("", ".weight"), ".bias": ("_bi
 
 
 @dataclass(frozen=True)
-class Source:
+class PartSource:
     """Bytes to read for a part, and the part within them: rows, of the transpose perhaps."""
 
     stored: StoredTensor
@@ -195,7 +195,7 @@ class ExpertTensors:
         start = tensor.start + expert * size
         return replace(tensor, shape=tensor.shape[1:], start=start, end=start + size)
 
-    def locate(self, layer: int, expert: int, part: str) -> Source:
+    def locate(self, layer: int, expert: int, part: str) -> PartSource:
         """Find a part as it is stored; else a plain matrix [out, in] or bias inside of one.
 
         A matrix ``gate_proj.weight`` may lie in ``gate_proj``, ``gate_up_proj`` or the like.
@@ -206,19 +206,19 @@ class ExpertTensors:
         holder, layout = self.holder(layer, part), self._layer(layer).layout
         stored = self.range(layer, expert, holder)
         if holder == part:
-            return Source(stored, stored.shape)
+            return PartSource(stored, stored.shape)
         is_transposed = layout.is_transposed and len(stored.shape) == 2
         shape = stored.shape[::-1] if is_transposed else stored.shape
         if not holder.startswith(GATE_UP):
-            return Source(stored, shape, is_transposed)
+            return PartSource(stored, shape, is_transposed)
         second, half = int(part.startswith(UP)), (shape[0] // 2, *shape[1:])
         if layout.is_interleaved:
-            return Source(stored, half, is_transposed, (second, None, 2))
+            return PartSource(stored, half, is_transposed, (second, None, 2))
         if is_transposed:
-            return Source(stored, half, True, (second * half[0], (second + 1) * half[0], None))
+            return PartSource(stored, half, True, (second * half[0], (second + 1) * half[0], None))
         size = stored.num_bytes // 2  # the half is a range of bytes itself
         start = stored.start + second * size
-        return Source(replace(stored, shape=half, start=start, end=start + size), half)
+        return PartSource(replace(stored, shape=half, start=start, end=start + size), half)
 
     def holder(self, layer: int, part: str) -> str:
         """Return the stored part that has ``part``, or ``part`` itself."""
@@ -230,7 +230,7 @@ class ExpertTensors:
         within = [one + suffix for one in holders for suffix in _PLAIN.get(dot + kind, ())]
         return next((holder for holder in within if holder in stored), part)
 
-    def read(self, source: Source) -> torch.Tensor:
+    def read(self, source: PartSource) -> torch.Tensor:
         """Read a part."""
         tensor = self._files.read(source.stored)
         if source.is_plain_run:

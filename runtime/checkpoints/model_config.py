@@ -9,8 +9,7 @@ from typing import Any
 
 from eplb.core.bounded_json import decode_json
 from eplb.errors import CheckpointError
-from runtime.checkpoints.description import Family, Rule
-from runtime.checkpoints.families import family_of
+from runtime.checkpoints.families import Family, Rule, family_of
 
 CONFIG_FILE = "config.json"
 # Far above any published model, so that a damaged number cannot fill memory.

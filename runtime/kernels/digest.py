@@ -1,4 +1,4 @@
-"""Digests of expert records at memory speed: the sums of ``runtime/memory/shared.py``.
+"""Digests of expert records at memory speed: the sums of ``runtime/memory.py``.
 
 A record is compared with its manifest before it serves. The sums are associative modulo 2**64, so
 programs may add their parts in any order.

@@ -41,7 +41,7 @@ def swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> tor
 
 
 @dataclass(frozen=True)
-class _Slots:
+class _RowsOfSlots:
     """Slots of one launch: rows of slot c are ``counts[c]`` from ``starts[c]`` on."""
 
     weights: SlotWeights  # for all slots, or for the first ones
@@ -85,7 +85,7 @@ class BankExperts(ABC):
             slots = slice(first_slot, end)
             here = slots if is_padded else slice(None)  # slots that these rows and scales are of
             self._run(
-                _Slots(
+                _RowsOfSlots(
                     weights,
                     last,
                     rows[here].reshape(-1, width),
@@ -108,14 +108,14 @@ class BankExperts(ABC):
         yield weights, shared
 
     @abstractmethod
-    def _run(self, slots: _Slots) -> None:
+    def _run(self, slots: _RowsOfSlots) -> None:
         """Write the results of some slots, whose weights have one shape."""
 
 
 class LoopExperts(BankExperts):
     """One slot after the other, in the bank's own dtype: plain, and good enough for a CPU."""
 
-    def _run(self, slots: _Slots) -> None:
+    def _run(self, slots: _RowsOfSlots) -> None:
         assert slots.scales is None, "FP8 rows for a loop: the dispatcher was configured otherwise"
         experts = (
             expert
@@ -150,10 +150,10 @@ class GroupedExperts(BankExperts):
         self._usual_rows = usual_rows
         self._is_fp8 = "gate_up_scale" in bank.weights(0)
 
-    def _run(self, slots: _Slots) -> None:
+    def _run(self, slots: _RowsOfSlots) -> None:
         return self._run_fp8(slots) if self._is_fp8 else self._run_bf16(slots)
 
-    def _run_bf16(self, slots: _Slots) -> None:
+    def _run_bf16(self, slots: _RowsOfSlots) -> None:
         # Imported here and below: the kernels need triton, which only GPU hosts have.
         from runtime.kernels.gemm import (
             BF16_DECODE,
@@ -178,7 +178,7 @@ class GroupedExperts(BankExperts):
         silu_times_up(gate_up, starts, counts, gated)
         product(gated, "down", slots.results)
 
-    def _run_fp8(self, slots: _Slots) -> None:
+    def _run_fp8(self, slots: _RowsOfSlots) -> None:
         from runtime.kernels.gemm import grouped_gemm_fp8
         from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up_fp8
 

@@ -25,7 +25,7 @@ from torch import nn
 from eplb.errors import CheckpointError, ConfigError
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint, transformers_schema
-from runtime.checkpoints.description import GATE_UP
+from runtime.checkpoints.families import GATE_UP
 from runtime.counters import PassCounter
 from runtime.dispatch.all_to_all import Dispatcher, Received
 from runtime.experts import ExpertBank, ExpertSchema

@@ -32,15 +32,12 @@ from numpy.typing import NDArray
 from eplb.core.jit import jit
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
-from eplb.policies.baselines import contiguous_policy
-from simulations.peers.tables import placement_of, table_of
-from simulations.peers.triggers import FlashlbRule
+from eplb.policies.table import contiguous_policy
+from simulations.peers.tables import Table, kept_in_place, placement_of, table_of
 
 Z = NormalDist().inv_cdf(0.75)
 DEPTH, WIDTH = 4, 8  # groups of heat, and how far from the greedy count each is tried
 MOST_SAMPLES = 64  # windows; more are added up in even parts
-
-Table = NDArray[np.int64]  # [R, C] the expert in each slot, or -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +66,12 @@ def flashlb(problem: Problem) -> Placement:
 
 
 class FlashlbWhenDue:
-    """FlashLB as vllm-ascend runs it: only layers whose balance fell are planned (``FlashlbRule``).
+    """FlashLB as vllm-ascend runs it: only layers whose balance fell are planned.
 
-    What each layer was planned for is kept with the placement that then serves, so that one object
-    may plan for several deployments in turn.
+    It fell where its ratio of the mean to the busiest rank is below a part of what the latest plan
+    promised, or below a floor; both are stricter where ranks are few. What each layer was planned
+    for is kept with the placement that then serves, so that one object may plan for several
+    deployments in turn.
     """
 
     def __init__(self) -> None:
@@ -89,8 +88,8 @@ class FlashlbWhenDue:
         current = problem.current if problem.current is not None else contiguous_policy(problem)
         promised = self._promised.pop(current.hash, np.zeros(current.num_layers))
         ratio = _ratios(problem, current)
-        rule = FlashlbRule.for_ranks(problem.topology.num_ranks)
-        due = rule.due_layers(ratio, promised)
+        part, floor = (0.95, 0.9) if problem.topology.num_ranks < 32 else (0.9, 0.85)
+        due = (ratio < promised * part) | (ratio < floor) | (promised == 0)  # [L]
         found = _planned(problem, current, due)
         reached = _ratios(problem, found)
         self._promised[found.hash] = np.where(due & (reached > ratio), reached, promised)
@@ -247,7 +246,5 @@ def relabelled(serving: Table, table: Table) -> Table:
     kept = np.array([[np.isin(new, old).sum() for new in table] for old in serving])
     result = np.empty_like(table)
     for old, new in zip(*linear_sum_assignment(-kept), strict=True):
-        stays = np.isin(serving[old], table[new])
-        result[old, stays] = serving[old, stays]
-        result[old, ~stays] = table[new][~np.isin(table[new], serving[old])]
+        result[old] = kept_in_place(serving[old], table[new])
     return result

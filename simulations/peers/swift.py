@@ -29,18 +29,16 @@ from numpy.typing import NDArray
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.errors import PlacementError
-from eplb.policies.baselines import contiguous_policy
-from simulations.peers.tables import placement_of, table_of
+from eplb.policies.table import contiguous_policy
+from simulations.peers.tables import Table, kept_in_place, placement_of, table_of
 
 MOST_SWAPS = 100
 GOOD_ENOUGH = 1.01  # imbalance of a layer that is not changed
 LEAST_GAIN = 0.01  # of a fair rank's load, for a swap
 
-Table = NDArray[np.int64]  # [R, C] the expert in each slot, or -1
-
 
 @dataclass(eq=False)
-class Layer:
+class SwiftLayer:
     """A table in the making."""
 
     table: Table
@@ -76,14 +74,16 @@ def plan_layer(tokens: NDArray[np.float64], serving: Table, fair: float) -> Tabl
     extra, weight = replicas(tokens, sum(map(len, free)), len(serving))
     table = np.where(firsts, serving, -1)
     load = np.where(firsts, weight[table], 0).sum(axis=1, dtype=np.float32)
-    layer = Layer(table, load, weight, np.zeros((len(table),) * 2, bool), [set() for _ in table])
+    layer = SwiftLayer(
+        table, load, weight, np.zeros((len(table),) * 2, bool), [set() for _ in table]
+    )
     _distribute(layer, extra, sender, free)
     if any(free):
         _fill(layer, tokens, sender, free)
     busiest = _swap(layer, fair * LEAST_GAIN)
     if (serving >= 0).all() and busiest / fair >= before:
         return serving
-    return _kept_in_place(serving, layer.table)
+    return np.array([kept_in_place(*rows) for rows in zip(serving, layer.table, strict=True)])
 
 
 def first_copies(serving: Table, num_experts: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -116,7 +116,7 @@ def replicas(
 
 
 def _distribute(
-    layer: Layer, extra: list[int], sender: NDArray[np.int64], free: list[list[int]]
+    layer: SwiftLayer, extra: list[int], sender: NDArray[np.int64], free: list[list[int]]
 ) -> None:
     for expert in extra:
         able = [
@@ -131,7 +131,7 @@ def _distribute(
 
 
 def _fill(
-    layer: Layer, tokens: NDArray[np.float64], sender: NDArray[np.int64], free: list[list[int]]
+    layer: SwiftLayer, tokens: NDArray[np.float64], sender: NDArray[np.int64], free: list[list[int]]
 ) -> None:
     """Give free slots to the hottest that the rank lacks, by the counts that there are now."""
     count = np.bincount(layer.table[layer.table >= 0], minlength=len(tokens))
@@ -152,7 +152,7 @@ def _fill(
     layer.load = layer.weight[layer.table].sum(axis=1, dtype=np.float32)
 
 
-def _swap(layer: Layer, least: float) -> float:
+def _swap(layer: SwiftLayer, least: float) -> float:
     """Swap until nothing gains; return the busiest rank's load."""
     busiest = 0.0
     for _ in range(MOST_SWAPS):
@@ -165,7 +165,7 @@ def _swap(layer: Layer, least: float) -> float:
     return busiest
 
 
-def _swapped(layer: Layer, top: int, other: int, least: float) -> bool:
+def _swapped(layer: SwiftLayer, top: int, other: int, least: float) -> bool:
     """Swap the pair of experts that leaves the busier of both ranks the least busy, if it pays."""
     table = layer.table
     given, taken = (
@@ -188,15 +188,6 @@ def _swapped(layer: Layer, top: int, other: int, least: float) -> bool:
     layer.received[other].add(one)
     layer.sent[top, other] = layer.sent[other, top] = True
     return True
-
-
-def _kept_in_place(serving: Table, table: Table) -> Table:
-    result = np.empty_like(table)
-    for rank, (old, new) in enumerate(zip(serving, table, strict=True)):
-        stays = np.isin(old, new) & (old >= 0)
-        result[rank, stays] = old[stays]
-        result[rank, ~stays] = new[~np.isin(new, old)]
-    return result
 
 
 def _imbalance(tokens: NDArray[np.float64], table: Table) -> float:

@@ -9,6 +9,8 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 
+Table = NDArray[np.int64]  # [R, C] the expert in each slot, or -1
+
 
 def table_of(placement: Placement, topology: Topology) -> NDArray[np.int64]:
     """[L, R, C] the expert in each slot, or -1.
@@ -30,3 +32,12 @@ def placement_of(table: NDArray[np.int64], current: Placement) -> Placement:
     """The placement of a table, with the generation after ``current``."""
     held = table.reshape(len(table), -1).astype(np.int32)
     return Placement(held, current.num_experts, current.generation + 1)
+
+
+def kept_in_place(serving: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[C] the experts ``new`` of a rank, in an order in which those that stay keep their slot."""
+    result = np.empty_like(new)
+    stays = np.isin(serving, new) & (serving >= 0)
+    result[stays] = serving[stays]
+    result[~stays] = new[~np.isin(new, serving)]
+    return result

@@ -6,6 +6,8 @@ The engine's placements are those of its maps where the source has them. Else it
 replayed, DeepSeek's EPLB as vLLM and SGLang ship it, on the load since its previous plan; or the
 engine stays at its first map. The placements of this planner are never applied: decisions are
 made with observation only. Variants with fewer or more redundant slots begin with experts in order.
+Moves are booked in the first window that their placement serves, so that gains and costs stand in
+the same windows.
 
 Shapes:  T windows, L MoE layers, E experts, S slots, R ranks.
 """
@@ -21,13 +23,14 @@ from numpy.typing import NDArray
 from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
-from eplb.core.placement import Placement
+from eplb.core.placement import Placement, changed_slots
+from eplb.core.topology import Topology
 from eplb.deepseek import rebalance_experts
 from eplb.errors import ConfigError, EplbError
-from simulations.course import Course, Terms, as_served
-from simulations.shadow.accounts import Account
-from simulations.shadow.fitting import Fit
-from simulations.shadow.windows import Observed, Skips
+from eplb.measure import imbalance
+from simulations.replay import in_order
+from simulations.schemes import Course, Terms, as_served
+from simulations.shadow.sources import ObservedWindow, Skips
 from telemetry.load.drift import LOOK_BACK
 
 EnginePlans = Literal["auto", "maps", "deepseek", "none"]
@@ -49,7 +52,7 @@ class Group:
 
 
 @dataclass
-class Ours:
+class Variant:
     """One variant of this planner."""
 
     num_redundant: int
@@ -62,7 +65,7 @@ class Ours:
 
 
 @dataclass
-class Engine:
+class EngineSide:
     """The engine's side."""
 
     account: Account
@@ -94,14 +97,14 @@ class Comparison:
 
     group: Group
     skips: Skips
-    engine: Engine | None = None
-    ours: list[Ours] = field(default_factory=list)
+    engine: EngineSide | None = None
+    ours: list[Variant] = field(default_factory=list)
     num_windows: int = 0
-    _fit: Fit | None = None  # what windows after the first must be
+    _first: ObservedWindow | None = None  # later windows must be of its model and group
     _seen: list[NDArray[np.int64]] = field(default_factory=list)
     _tokens: float = 0.0  # routed in a layer, all windows
 
-    def add(self, window: Observed) -> bool:
+    def add(self, window: ObservedWindow) -> bool:
         """Judge a window and plan after it; whether it was used.
 
         Raises:
@@ -112,9 +115,9 @@ class Comparison:
             why = "all loads are zero, as in profiling"
             self.skips.add(window.where, "no tokens", why)
             return False
-        if self._fit is None:
+        if self._first is None:
             self._begin(window)
-        elif refused := self._fit.refusal(window):
+        elif refused := self._refusal(window):
             self.skips.add(window.where, *refused)
             return False
         engine = self.engine
@@ -143,14 +146,14 @@ class Comparison:
         """Tokens times experts per token that a layer routes in a window."""
         return self._tokens / max(self.num_windows, 1)
 
-    def _begin(self, window: Observed) -> None:
+    def _begin(self, window: ObservedWindow) -> None:
         group, num_experts = self.group, window.tokens.shape[1]
         held, redundant = window.held or group.current, group.num_redundant
         if redundant is None:  # a topology that a store tells has its slots, else one a rank
             slots = group.terms.topology.num_slots if held is None else held.num_slots
             redundant = max(slots - num_experts, 0)
         terms = self._terms(window, redundant)
-        first = held or _in_order(window, redundant)
+        first = held or in_order(terms.topology, window.tokens)
         if (first.num_layers, first.num_experts) != window.tokens.shape:
             raise ConfigError(
                 f"the map has {first.num_layers} layers x {first.num_experts} experts, "
@@ -168,16 +171,44 @@ class Comparison:
             raise ConfigError(
                 f"{window.where} has no map, expected --engine-plans deepseek or none"
             )
-        self.engine = Engine(Account(terms, first), plans, first, has_map, redundant)
-        self._fit = Fit(window, terms, needs_map=plans == "maps")
+        self.engine = EngineSide(Account(terms, first), plans, first, has_map, redundant)
+        self._first = window
         for number in dict.fromkeys((redundant, *group.also_redundant)):
             own = self._terms(window, number)
-            start = first if number == redundant else _in_order(window, number)
+            start = first if number == redundant else in_order(own.topology, window.tokens)
             as_served(start, own)  # refuses a map that the rule cannot serve
             course = Course(own, group.policy, start)
-            self.ours.append(Ours(number, course, Account(own, start)))
+            self.ours.append(Variant(number, course, Account(own, start)))
 
-    def _terms(self, window: Observed, redundant: int) -> Terms:
+    def _refusal(self, window: ObservedWindow) -> tuple[str, str] | None:
+        """Why a window is not of the model and the group of the first one: the kind, a sentence."""
+        first, engine = self._first, self.engine
+        assert first is not None, "begun"
+        assert engine is not None, "begun"
+        terms = engine.account.terms
+        shape, expected = window.tokens.shape, first.tokens.shape
+        ids, expected_ids = window.layers.ids, first.layers.ids
+        if (shape, ids) != (expected, expected_ids):
+            return (
+                "another model",
+                f"{shape[0]} layers ({ids[0]}..{ids[-1]}) x {shape[1]} experts, expected "
+                f"{expected[0]} ({expected_ids[0]}..{expected_ids[-1]}) x {expected[1]} as in the "
+                "first window",
+            )
+        if window.held is None:
+            if engine.plans == "maps":
+                return "a window without a map", "the map is not known, the first window has one"
+            return None
+        found, slots = window.held.num_slots, terms.topology.num_slots
+        if found != slots:
+            return "a map of another width", f"the map has {found} slots, expected {slots}"
+        try:
+            as_served(window.held, terms)
+        except EplbError as exc:
+            return "a map that the rule cannot serve", str(exc)
+        return None
+
+    def _terms(self, window: ObservedWindow, redundant: int) -> Terms:
         """What plans in so many slots are made with."""
         (num_layers, num_experts), group = window.tokens.shape, self.group
         topology, model = group.terms.topology, group.terms.model
@@ -200,7 +231,7 @@ class Comparison:
             topology = replace(topology, slots_of_rank=slots)
         return replace(group.terms, topology=topology, model=model)
 
-    def _plan(self, engine: Engine, tokens: NDArray[np.int64]) -> None:
+    def _plan(self, engine: EngineSide, tokens: NDArray[np.int64]) -> None:
         """Plan after the latest window; a planner that fails stays at what serves."""
         window = self.num_windows
         if engine.plans == "deepseek":
@@ -227,8 +258,78 @@ class Comparison:
             one.last_reason = f"{found.decision.value}: {found.reason}"
 
 
-def _in_order(window: Observed, redundant: int) -> Placement:
-    """Experts in order and then again from the first: where engines start without a map."""
-    num_layers, num_experts = window.tokens.shape
-    row = np.arange(num_experts + redundant, dtype=np.int32) % num_experts
-    return Placement(np.tile(row, (num_layers, 1)), num_experts)
+Series = NDArray[np.float64]
+
+
+@dataclass
+class Account:
+    """Imbalance and moves of each judged window."""
+
+    terms: Terms
+    serving: Placement  # in the latest judged window; at first, the one at the start
+    worst: float = 1.0  # one layer in one window
+    rebalances: int = 0
+    _imbalance: list[float] = field(default_factory=list)  # [T] mean over layers
+    _received: list[int] = field(default_factory=list)  # [T] experts, from another rank
+    _seconds: list[float] = field(default_factory=list)  # [T] of serving that moves take
+    _shown: Placement | None = None  # ``serving`` as the engine's rule serves it
+
+    def judge(self, tokens: NDArray[np.int64], placement: Placement) -> None:
+        """Note a window [L, E] under what serves, and the price of having come to serve."""
+        received, seconds = 0, 0.0
+        if placement is not self.serving:
+            received, seconds = self._price(placement)
+        if self._shown is None or placement is not self.serving:
+            self.serving, self._shown = placement, as_served(placement, self.terms)
+        found = imbalance(tokens, self._shown, self.terms.topology)
+        self.worst = max(self.worst, float(found.max()))
+        self._imbalance.append(float(found.mean()))
+        self._received.append(received)
+        self._seconds.append(seconds)
+
+    def _price(self, new: Placement) -> tuple[int, float]:
+        """Experts received, and seconds on the rank that receives most; new shares are free."""
+        if not changed_slots(self.serving, new).any():
+            return 0, 0.0
+        self.rebalances += 1
+        received = received_by_rank(self.serving, new, self.terms.topology)
+        cost = self.terms.cost
+        most = int(received.max()) * cost.move_seconds(self.expert_bytes)
+        return int(received.sum()), cost.seconds_per_rebalance + most
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert; 0: not known."""
+        return 0 if self.terms.model is None else self.terms.model.expert_bytes
+
+    @property
+    def imbalance(self) -> Series:
+        """[T] of the judged windows, mean over layers."""
+        return np.array(self._imbalance)
+
+    @property
+    def received(self) -> Series:
+        """[T] experts that came from another rank before each window."""
+        return np.array(self._received, dtype=np.float64)
+
+    @property
+    def seconds(self) -> Series:
+        """[T] of serving that the moves before each window take."""
+        return np.array(self._seconds)
+
+
+def received_by_rank(old: Placement, new: Placement, topology: Topology) -> NDArray[np.int64]:
+    """[R] experts that each rank receives from another one; a copy within a rank is not counted."""
+    layer, slot = np.nonzero(changed_slots(old, new))
+    rank = topology.rank_of_slot[slot]
+    held = np.zeros((old.num_layers, topology.num_ranks, old.num_experts), dtype=np.bool_)
+    rows, slots = np.nonzero(old.slot_to_expert >= 0)
+    held[rows, topology.rank_of_slot[slots], old.slot_to_expert[rows, slots]] = True
+    expert = new.slot_to_expert[layer, slot]
+    arrives = ~held[layer, rank, expert]
+    # An expert that fills two slots of one rank is received once.
+    key = np.stack([layer[arrives], rank[arrives], expert[arrives]])
+    found: NDArray[np.int64] = np.bincount(
+        np.unique(key, axis=1)[1], minlength=topology.num_ranks
+    ).astype(np.int64)
+    return found

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb.errors import ConfigError
-from eplb.extras import needed_for
+from eplb.packages import needed_for
 from simulations.report import write_whole
 from simulations.sweep.grid import Task
 

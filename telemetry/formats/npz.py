@@ -88,16 +88,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_bytes: int) -
             f"expected at most {most}; an array that really packs so well may be saved unpacked"
         )
     with archive.open(member) as stream:
-        shape, is_fortran, dtype, header_bytes = _header(stream, name)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if header_bytes + num_bytes != member.file_size:
-            raise HistoryError(
-                f"{name} declares shape {shape} of {dtype}, {num_bytes} bytes, "
-                f"expected the {member.file_size - header_bytes} that follow its header"
-            )
-        data = np.empty(num_bytes, dtype=np.uint8)
-        _fill(stream, data, name)
-    return np.ndarray(shape, dtype, data.data, order="F" if is_fortran else "C")
+        return _numbers(stream, member.file_size, name)
 
 
 def read_npy(path: Path) -> NDArray[Any]:
@@ -108,15 +99,27 @@ def read_npy(path: Path) -> NDArray[Any]:
     """
     size = check_regular(path)
     with path.open("rb") as file:
-        shape, is_fortran, dtype, header_bytes = _header(file, "the array")
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if header_bytes + num_bytes != size:
-            raise HistoryError(
-                f"the array declares shape {shape} of {dtype}, {num_bytes} bytes, "
-                f"expected the {size - header_bytes} that follow its header"
-            )
-        data = np.empty(num_bytes, dtype=np.uint8)
-        _fill(file, data, "the array")
+        return _numbers(file, size, "the array")
+
+
+def _numbers(stream: IO[bytes], size: int, name: str) -> NDArray[Any]:
+    """The array in a stream of so many bytes."""
+    shape, is_fortran, dtype, header_bytes = _header(stream, name)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if header_bytes + num_bytes != size:
+        raise HistoryError(
+            f"{name} declares shape {shape} of {dtype}, {num_bytes} bytes, "
+            f"expected the {size - header_bytes} that follow its header"
+        )
+    data, at = np.empty(num_bytes, dtype=np.uint8), 0
+    while at < len(data):
+        chunk = stream.read(min(CHUNK_BYTES, len(data) - at))
+        if not chunk:
+            raise HistoryError(f"{name} ends after {at} bytes, expected {len(data)}")
+        data[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+        at += len(chunk)
+    if stream.read(1):  # also has the archive's checksum looked at
+        raise HistoryError(f"{name} goes on after its {len(data)} bytes")
     return np.ndarray(shape, dtype, data.data, order="F" if is_fortran else "C")
 
 
@@ -152,15 +155,3 @@ def _header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dty
     dtype = np.dtype(f"{found['order'].decode().replace('|', '<')}{kind}{size}")
     shape = tuple(int(one) for one in found["shape"].split(b",") if one.strip())
     return shape, found["fortran"] == b"True", dtype, len(start) + len(packed) + length
-
-
-def _fill(stream: IO[bytes], data: NDArray[np.uint8], name: str) -> None:
-    at = 0
-    while at < len(data):
-        chunk = stream.read(min(CHUNK_BYTES, len(data) - at))
-        if not chunk:
-            raise HistoryError(f"{name} ends after {at} bytes, expected {len(data)}")
-        data[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-        at += len(chunk)
-    if stream.read(1):  # also has the archive's checksum looked at
-        raise HistoryError(f"{name} goes on after its {len(data)} bytes")

@@ -10,11 +10,19 @@ Which axis of ``expert_ids`` counts tokens is told, in this order, by: the ``lay
 ``request_len`` in the file, whose sum is the number of tokens; one axis being at least 4 times
 as long as the other, since no model has that many layers. Anything else is refused.
 
-Shapes:  T windows, L MoE layers, E experts, K experts per token.
+Engines return routing by request: which experts each token went to, by layer. SGLang returns the
+bytes of int32 ``[tokens, layers, top-k]``, or their base64; they have no shape, so layers and top-k
+are asked for. vLLM returns an ``.npy`` file of that shape, int16. Many requests are one file after
+the other in order of time: SGLang's bytes can be joined as they are.
+
+Shapes:  T windows, L MoE layers, E experts, K experts of a token, n tokens, Q requests.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import heapq
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +32,16 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory, as_history
 from eplb.errors import ConfigError, HistoryError
-from telemetry.formats.npz import read_arrays
+from telemetry.formats.bounded import read_text_bytes
+from telemetry.formats.npz import read_arrays, read_npy
+from telemetry.formats.types import (
+    Layers,
+    LoadFile,
+    ReadOptions,
+    resolve,
+    rows_as_hidden,
+    rows_in_order,
+)
 
 Layout = Literal["layers-first", "tokens-first"]
 DEFAULT_WINDOW_TOKENS = 4096
@@ -221,3 +238,156 @@ def check_counts(path: Path, ids: NDArray[Any], num_windows: int, num_experts: i
             f"x {len(ids)} layers x {num_experts} experts take {num_bytes} bytes, expected at most "
             f"{most} for ids of {ids.nbytes} bytes"
         )
+
+
+def steps_of_tokens(request_len: NDArray[np.integer], batch: int) -> NDArray[np.int64]:
+    """[n] the step of each token, requests one after the other.
+
+    Args:
+        request_len: [Q] tokens of each.
+        batch: requests that run at once.
+    """
+    free = [0] * batch  # the step from which on each place of the batch is free
+    starts = []
+    for length in request_len.tolist():
+        start = heapq.heappop(free)
+        starts.append(start)
+        heapq.heappush(free, start + length)
+    first = np.cumsum(request_len) - request_len
+    place = np.arange(int(request_len.sum())) - np.repeat(first, request_len)
+    steps: NDArray[np.int64] = np.repeat(np.array(starts, dtype=np.int64), request_len) + place
+    return steps
+
+
+def batched_windows(
+    path: Path,
+    ids: NDArray[Any],
+    request_len: NDArray[np.integer],
+    batch: int,
+    window_tokens: int,
+    num_experts: int | None,
+) -> LoadHistory:
+    """Windows of whole steps, of about so many tokens each, as an engine would run the requests.
+
+    So many run at once, a token of each in a step, and the next one begins when one ends
+    (continuous batching), in the order of the file. Every token counts as a step of its own: which
+    of them are a prompt, that one pass takes, is not used. So this is decode, as far as the
+    recorded tokens are. Steps after the last one with a full batch are left out: there the trace
+    runs dry.
+
+    Args:
+        ids: [L, n, K], -1 for padding.
+
+    Raises:
+        ConfigError: a batch below 1.
+        HistoryError: fewer than two windows, or ids out of range.
+    """
+    if batch < 1:
+        raise ConfigError(f"a batch of {batch} requests, expected at least 1")
+    num_experts = expert_count(path, ids, num_experts)
+    step = steps_of_tokens(request_len, batch)
+    full = np.flatnonzero(np.bincount(step) == batch) if step.size else np.array([])
+    num_steps = int(full[-1]) + 1 if full.size else 0
+    each = max(1, window_tokens // batch)
+    num_windows = num_steps // each
+    if num_windows < 2:
+        raise HistoryError(
+            f"trace {path} fills a batch of {batch} requests for {num_steps} steps, {num_windows} "
+            f"windows of {each}, expected at least 2 windows"
+        )
+    check_counts(path, ids, num_windows, num_experts)
+    counts = np.zeros((num_windows, len(ids), num_experts), dtype=np.int64)
+    kept = step < num_windows * each
+    window = step[kept] // each
+    for layer, chosen in enumerate(ids[:, kept]):
+        token, _ = used = np.nonzero(chosen >= 0)
+        np.add.at(counts[:, layer], (window[token], chosen[used]), 1)
+    first = np.arange(num_windows) * each
+    return LoadHistory(counts, first, first + each - 1, "decode")
+
+
+MAX_RAW_BYTES = 8 * 2**30
+BASE64 = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=\r\n")
+MAX_TOP_K = 64
+
+
+def read_sglang(path: Path, options: ReadOptions) -> LoadFile:
+    """Read raw int32, or its base64; rows are all hidden layers of the model."""
+    if options.num_layers is None or options.top_k is None:
+        raise ConfigError("raw routing has no shape, expected --num-layers and --top-k")
+    data = read_text_bytes(path, MAX_RAW_BYTES)
+    if data and BASE64.issuperset(data):
+        try:
+            data = base64.b64decode(data, validate=False)
+        except binascii.Error as exc:
+            raise HistoryError(f"no base64: {exc}") from exc
+    each = 4 * options.num_layers * options.top_k
+    if not data or len(data) % each:
+        raise HistoryError(
+            f"{len(data)} bytes, expected a multiple of {each}: int32, {options.num_layers} layers "
+            f"x top-{options.top_k}"
+        )
+    ids = np.frombuffer(data, dtype="<i4").reshape(-1, options.num_layers, options.top_k)
+    # A dense layer's entries were never written: all alike, which no top-k is.
+    idle = np.zeros(options.num_layers, dtype=np.bool_)
+    if options.top_k > 1:
+        idle = (ids == ids[:, :, :1]).all(axis=(0, 2))
+    return _counted(path, ids, rows_as_hidden(options.num_layers), options, idle)
+
+
+def read_vllm(path: Path, options: ReadOptions) -> LoadFile:
+    """Read an ``.npy`` file [tokens, L, K]; rows are MoE layers in order."""
+    ids = _vllm_ids(path)
+    return _counted(path, ids, rows_in_order(ids.shape[1]), options, None)
+
+
+def read_vllm_requests(folder: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """[L, tokens, K] of the requests in a folder, a ``.npy`` file each in order of their names.
+
+    Returns:
+        The experts of each token, and [requests] how many tokens each has.
+
+    Raises:
+        HistoryError: no files, or files of different layers or top-k.
+    """
+    paths = sorted(folder.glob("*.npy"))
+    if not paths:
+        raise HistoryError(f"{folder} has no .npy files, expected one for each request")
+    requests = [_vllm_ids(path) for path in paths]
+    for path, ids in zip(paths, requests, strict=True):
+        if ids.shape[1:] != requests[0].shape[1:]:
+            raise HistoryError(
+                f"{path} has layers and top-k {ids.shape[1:]}, expected {requests[0].shape[1:]} as "
+                f"{paths[0].name}"
+            )
+    lengths = np.array([len(ids) for ids in requests], dtype=np.int64)
+    return np.concatenate(requests).transpose(1, 0, 2), lengths
+
+
+def _vllm_ids(path: Path) -> NDArray[Any]:
+    ids = read_npy(path)
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size or ids.shape[2] > MAX_TOP_K:
+        raise HistoryError(
+            f"{path}: found {ids.shape} of {ids.dtype}, expected integers [tokens, layers, top-k]"
+        )
+    return ids
+
+
+def read_npz(path: Path, options: ReadOptions) -> LoadFile:
+    """Read ``expert_ids`` of an ``.npz`` file."""
+    history = load_trace(path, window_tokens=options.window_tokens, num_experts=options.num_experts)
+    _, layers, notes = resolve(rows_in_order(history.num_layers), options)
+    return LoadFile(history, layers, notes=notes)
+
+
+def _counted(
+    path: Path,
+    ids: NDArray[Any],
+    found: Layers,
+    options: ReadOptions,
+    idle: NDArray[np.bool_] | None,
+) -> LoadFile:
+    rows, layers, notes = resolve(found, options, idle=idle)
+    each = options.window_tokens or max(1, min(DEFAULT_WINDOW_TOKENS, len(ids) // 2))
+    history = count_windows(path, ids.transpose(1, 0, 2)[rows], each, options.num_experts)
+    return LoadFile(history, layers, notes=notes)

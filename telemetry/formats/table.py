@@ -15,7 +15,7 @@ import numpy as np
 from eplb.core.bounded_json import decode_json
 from eplb.errors import ConfigError, HistoryError
 from telemetry import file_of
-from telemetry.formats import arrays, own, raw_routing
+from telemetry.formats import own, routing
 from telemetry.formats.bounded import (
     MAX_TEXT_BYTES,
     check_regular,
@@ -47,17 +47,17 @@ class WriteOptions:
 LOADS: dict[str, Callable[[Path, ReadOptions], LoadFile]] = {
     "sglang-dump": sglang.read_dump,
     "sglang-counts": sglang.read_counts,
-    "sglang-routing": raw_routing.read_sglang,
+    "sglang-routing": routing.read_sglang,
     "vllm-load": vllm.read_load,
-    "vllm-routing": raw_routing.read_vllm,
+    "vllm-routing": routing.read_vllm,
     "trtllm-statistics": trtllm.read_statistics,
     "ascend-tensor": ascend.read_tensor,
-    "routing": raw_routing.read_npz,
-    "npz": arrays.read_npz,
-    "npy": arrays.read_array,
-    "csv": arrays.read_csv,
-    "counts": arrays.read_counts,
-    "ultra-ep": arrays.read_ultra_ep,
+    "routing": routing.read_npz,
+    "npz": own.read_npz,
+    "npy": own.read_array,
+    "csv": own.read_csv,
+    "counts": own.read_counts,
+    "ultra-ep": own.read_ultra_ep,
     "eplb-trace": own.read_trace,
     "store": lambda path, options: own.read_store(str(path), options),
 }
@@ -79,7 +79,7 @@ PLACEMENT_WRITERS: dict[str, Callable[[PlacementFile, WriteOptions], Written]] =
     "eplb": lambda it, given: own.write_placement(it),
 }
 LOAD_WRITERS: dict[str, Callable[[LoadFile], Written]] = {
-    "counts": arrays.write_counts,
+    "counts": own.write_counts,
     "vllm-load": vllm.write_load,
 }
 

@@ -70,6 +70,12 @@ class ReadOptions:
             if value is not None and value < low:
                 raise ConfigError(f"{name} is {value}, expected {low} or more")
 
+    def experts_in(self, num_slots: int, largest: int) -> int:
+        """E of a map with so many slots: as stated, else one more than the largest id."""
+        if self.num_redundant is not None:
+            return max(num_slots - self.num_redundant, 1)
+        return self.num_experts or largest + 1
+
 
 @dataclass(frozen=True, eq=False)
 class PlacementFile:

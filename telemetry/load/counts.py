@@ -106,7 +106,7 @@ class RunShape:
             )
 
 
-class Filling:
+class WindowSums:
     """Sums over the samples of a window that may still get more, each phase apart."""
 
     def __init__(self, shape: RunShape) -> None:
@@ -140,7 +140,7 @@ class Filling:
 
 
 # Finds the window of a sample that fits its run, or returns why it is in none. Raises HistoryError.
-Place = Callable[[LoadSample], Filling | Outcome]
+Place = Callable[[LoadSample], WindowSums | Outcome]
 
 
 def count_all(
@@ -185,7 +185,7 @@ def _count_alike(
         except HistoryError as exc:
             outcomes.exclude("malformed", str(exc))
             continue
-        if not isinstance(window, Filling):
+        if not isinstance(window, WindowSums):
             outcomes.counts[window] += 1
             continue
         accepted.append(sample)

@@ -23,7 +23,7 @@ import numpy as np
 from eplb.core.load import LoadSample, Phase
 from eplb.declared import Setting, check_fields
 from eplb.errors import HistoryError
-from telemetry.load.counts import Filling, Outcome, Outcomes, RunShape, count_all
+from telemetry.load.counts import Outcome, Outcomes, RunShape, WindowSums, count_all
 from telemetry.load.reader import model_and_topology, pages, shape_of
 from telemetry.load.rollup import HOUR, MINUTE, Rollup, joined
 from telemetry.state.store import StateStore
@@ -146,7 +146,7 @@ class _Minutes:
     def __init__(self, shapes: dict[str, RunShape], end: float) -> None:
         self.end, self.outcomes = end, Outcomes()
         self._shapes = shapes
-        self._filling: dict[float, dict[tuple[str, Phase], Filling]] = defaultdict(dict)
+        self._filling: dict[float, dict[tuple[str, Phase], WindowSums]] = defaultdict(dict)
 
     def add(self, samples: list[LoadSample]) -> None:
         """Count samples; those of minutes that are not held are late."""
@@ -181,13 +181,13 @@ class _Minutes:
             for (run, phase), filling in sorted(fillings.items())
         ]
 
-    def _place(self, sample: LoadSample) -> Filling | Outcome:
+    def _place(self, sample: LoadSample) -> WindowSums | Outcome:
         if not sample.time < self.end:
             return "late"
         start = _floor(sample.time, MINUTE)
         fillings, key = self._filling[start], (sample.run, sample.phase)
         if key not in fillings:
-            fillings[key] = Filling(self._shapes[sample.run])
+            fillings[key] = WindowSums(self._shapes[sample.run])
         if len(self._filling) > _MOST_MINUTES:
             self.end = max(self._filling)
             del self._filling[self.end]

@@ -16,8 +16,7 @@ from eplb.core.topology import Topology
 from eplb.errors import EplbError, HistoryError
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
 from telemetry.load.counts import RunShape
-from telemetry.load.cuts import Cut, CutBySteps, CutByTime
-from telemetry.load.folder import DEFAULT_KEEP, WindowFolder
+from telemetry.load.folder import DEFAULT_KEEP, Cut, CutBySteps, CutByTime, WindowFolder
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from eplb.core.arrays import freeze, owned
 from eplb.core.load import Phase
 from eplb.errors import StoreError
-from telemetry.load import envelope as packing
+from telemetry.load import sample_codec as packing
 
 MINUTE = 60
 HOUR = 3600

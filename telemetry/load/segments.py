@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPlace:
     """Position of a record."""
 
     segment: Segment
@@ -70,7 +70,7 @@ class Segment:
         return segment
 
     @classmethod
-    def open(cls, path: Path) -> tuple[Segment, list[Place], int, int]:
+    def open(cls, path: Path) -> tuple[Segment, list[RecordPlace], int, int]:
         """Open the file of an earlier process and cut off what it left torn.
 
         Returns:
@@ -86,7 +86,7 @@ class Segment:
             if data[: len(HEADER)] != HEADER[: len(data)]:
                 raise StoreError(f"{path} starts with {data[:8]!r}, expected {HEADER!r}")
             segment = cls(path, descriptor, len(HEADER))
-            places: list[Place] = []
+            places: list[RecordPlace] = []
             num_gaps, at = 0, data.find(_MARK, len(HEADER))
             while at >= 0:
                 length = _length_of_whole(data, at)
@@ -94,7 +94,7 @@ class Segment:
                     at = data.find(_MARK, at + 1)
                     continue
                 num_gaps += at > segment.size
-                places.append(Place(segment, at + _FRAME.size, length))
+                places.append(RecordPlace(segment, at + _FRAME.size, length))
                 segment.size = at + _FRAME.size + length
                 at = data.find(_MARK, segment.size)
             segment.num_held = len(places)
@@ -110,14 +110,14 @@ class Segment:
         """Whether the file still has its name; without one a death of this process loses it."""
         return os.fstat(self._descriptor).st_nlink > 0
 
-    def append(self, record: bytes) -> Place:
+    def append(self, record: bytes) -> RecordPlace:
         """Write a record, all or nothing; it survives this process from now on."""
-        place = Place(self, self.size + _FRAME.size, len(record))
+        place = RecordPlace(self, self.size + _FRAME.size, len(record))
         self._write(_FRAME.pack(_MARK, len(record), zlib.crc32(record)) + record)
         self.num_held += 1
         return place
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: RecordPlace) -> bytes:
         """Return a record."""
         return os.pread(self._descriptor, place.length, place.offset)
 
@@ -171,7 +171,7 @@ class SpoolFolder:
         self.path = path
         self.num_torn = self.num_damaged = 0  # tails cut off; stretches in between, unread files
         self.num_overflows = 0  # segments that gave way to newer ones
-        self.recovered: list[Place] = []  # what an earlier process left, oldest first
+        self.recovered: list[RecordPlace] = []  # what an earlier process left, oldest first
         self._max_bytes, self._segment_bytes = max_bytes, max_bytes // _NUM_SEGMENTS
         self._segments: list[Segment] = []
         self._next_number = 1
@@ -189,7 +189,7 @@ class SpoolFolder:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def append(self, record: bytes) -> Place:
+    def append(self, record: bytes) -> RecordPlace:
         """Write a record, which survives this process from now on.
 
         The oldest segments give way when there is no room; their ``is_removed`` is set.
@@ -208,7 +208,7 @@ class SpoolFolder:
             self.num_overflows += 1
         return self._segment_with_room(needed).append(record)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: RecordPlace) -> None:
         """Release a record that is not needed any more."""
         segment = place.segment
         if segment.is_removed:

@@ -31,7 +31,7 @@ from threading import Lock
 from eplb.core.load import LoadSample
 from eplb.errors import EplbError, StoreError
 from telemetry.load.sample_codec import sample_from_bytes, sample_to_bytes
-from telemetry.load.segments import Place, SpoolFolder
+from telemetry.load.segments import RecordPlace, SpoolFolder
 
 DEFAULT_BYTES = 64 << 20  # 24,000 samples of 58 layers x 9 slots: three hours at two a second
 DEFAULT_CAPACITY = 256
@@ -70,7 +70,7 @@ class _Held:
     """A sample in memory, and its position on disk, if it has one."""
 
     sample: LoadSample
-    place: Place | None
+    place: RecordPlace | None
     is_new: bool = True  # not tried yet
 
 
@@ -101,7 +101,7 @@ class Spool:
         self._lock = Lock()
         self._next = 0
         self._held: dict[int, _Held] = {}  # in memory, not tried yet or without a disk
-        self._on_disk: dict[int, Place] = {}  # only there
+        self._on_disk: dict[int, RecordPlace] = {}  # only there
         self._leased: dict[int, _Held] = {}
         self._working = ReporterStats()  # as the spool changes; under the lock
         self._is_failing = False  # the disk
@@ -179,7 +179,7 @@ class Spool:
             return
         with self._use():
             in_memory: dict[int, _Held] = {}
-            on_disk: dict[int, Place] = {}
+            on_disk: dict[int, RecordPlace] = {}
             for position, held in self._leased.items():
                 if held.place is None or held.place.segment.is_removed:
                     in_memory[position] = _Held(held.sample, None, is_new=False)
@@ -224,7 +224,7 @@ class Spool:
         self._next += 1
         return self._next
 
-    def _write(self, record: bytes) -> Place | None:
+    def _write(self, record: bytes) -> RecordPlace | None:
         """Write a record; None where that fails, or without a folder."""
         folder = self._folder
         if folder is None:
@@ -275,7 +275,7 @@ class Spool:
             return
         self._leased[position] = _Held(sample, place, is_new=False)
 
-    def _release(self, place: Place | None) -> None:
+    def _release(self, place: RecordPlace | None) -> None:
         if place is None or self._folder is None:
             return
         try:

@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 
 from eplb.clock import Clock
 from eplb.errors import StoreError
-from eplb.extras import needed_for
+from eplb.packages import needed_for
 from telemetry.state.redis_address import RedisAddress
 from telemetry.state.redis_scripts import Script
 

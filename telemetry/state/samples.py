@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from eplb.core.load import LoadSample
 from eplb.errors import ConfigError, HistoryError, StoreError
-from telemetry.load.envelope import UnknownVersion
 from telemetry.load.rollup import Rollup, rollup_from_bytes, rollup_to_bytes
-from telemetry.load.sample_codec import sample_from_bytes, sample_to_bytes
+from telemetry.load.sample_codec import UnknownVersion, sample_from_bytes, sample_to_bytes
 from telemetry.state.backend import Change, Entry, Range, Table, Value
 from telemetry.state.part import Part
 

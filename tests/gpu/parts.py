@@ -20,7 +20,7 @@ from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, bank_bytes
-from runtime.memory.symmetric import SymmetricArena
+from runtime.memory import SymmetricArena
 from runtime.model.compute import GroupedExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.routing import RoutingTable

@@ -23,7 +23,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank, bank_bytes
-from runtime.memory.symmetric import SymmetricArena
+from runtime.memory import SymmetricArena
 from runtime.model.compute import GroupedExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel

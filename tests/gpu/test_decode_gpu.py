@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 pytest.importorskip("zstandard", reason="the store packs samples with it")
 
-from benchmarks.migration.agent import emulated_migration, wire_emulated
+from benchmarks.migration.big_rank import emulated_migration, wire_emulated
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
@@ -40,8 +40,7 @@ from runtime.dispatch.all_to_all import Dispatcher
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 from runtime.experts import ExpertBank, PlainArena, bank_bytes
 from runtime.model.compute import GroupedExperts
-from runtime.model.graphs import CapturedStack
-from runtime.model.moe import MoELayer, MoEStack
+from runtime.model.moe import CapturedStack, MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from tests.gpu.parts import (
     LIMIT,

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from runtime.draws import choose_by_draw
-from runtime.memory.digests import RESULTS_AT_ONCE, RecordDigests
+from runtime.memory import RESULTS_AT_ONCE, RecordDigests
 from runtime.streams import Completion
 
 if not torch.cuda.is_available():

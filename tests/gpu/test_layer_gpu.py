@@ -12,9 +12,9 @@ import torch.distributed as dist
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.dispatch.all_to_all import Received
 from runtime.experts import PeerBank
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.model.compute import GroupedExperts
-from runtime.model.graphs import CapturedStack
+from runtime.model.moe import CapturedStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
 from tests.gpu.parts import (

@@ -34,8 +34,7 @@ from runtime.dispatch.all_to_all import Received
 from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 from runtime.model.compute import GroupedExperts, SlotWeights, swiglu
-from runtime.model.graphs import CapturedStack
-from runtime.model.moe import MoELayer, MoEStack
+from runtime.model.moe import CapturedStack, MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import RoutingTable
 from tests.gpu.parts import MODEL, NUM_TOKENS, needs_deep_ep, schema_of

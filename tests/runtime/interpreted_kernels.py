@@ -37,7 +37,7 @@ from runtime.kernels.gemm import (
 )
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.routing import RoutingTable
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.errors import PlacementError
+from eplb.errors import PlacementError, RankError
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
@@ -25,6 +26,8 @@ from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
 from runtime.routing import SHARE_ONE, RoutingTable
+from runtime.streams import Completion
+from tests.support.limits import NEVER_S
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 
@@ -343,3 +346,38 @@ def test_counter_that_wraps_between_two_samples_gives_the_tokens_between() -> No
     counter.add(0, torch.tensor([10, 10, 10], dtype=torch.int32))
 
     assert counter.drain().tolist() == [[10, 10, 10]]
+
+
+class ArrivesAtLook(Completion):
+    """Complete at the n-th time that it is asked, as a device that works on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(is_cuda=False)
+        self.left = number
+
+    def is_complete(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_wait_polls_until_the_device_has_arrived() -> None:
+    looks: list[int] = []
+    completion = ArrivesAtLook(3)
+
+    assert completion.wait_until(
+        time.monotonic() + NEVER_S, poll_s=0.0, between=lambda: looks.append(completion.left)
+    )
+    assert looks == [2, 1]
+
+
+def test_wait_past_its_deadline_ends_without_a_pause() -> None:
+    assert not ArrivesAtLook(2).wait_until(time.monotonic() - 1, poll_s=3600.0)
+    assert ArrivesAtLook(1).wait_until(time.monotonic() - 1)
+
+
+def test_wait_ends_with_what_the_look_in_between_raises() -> None:
+    def refuse() -> None:
+        raise RankError("rank 3 died")
+
+    with pytest.raises(RankError, match="rank 3 died"):
+        ArrivesAtLook(2).wait_until(time.monotonic() + NEVER_S, between=refuse)

@@ -11,7 +11,7 @@ from benchmarks.fidelity.cases import Cases
 from benchmarks.fidelity.draws import Spread, drawn, even
 from benchmarks.fidelity.tables import Measured, Serving, package_data
 from eplb.errors import ConfigError
-from simulations.cost.kernels import Kernel
+from simulations.kernels import Kernel
 
 DEEPGEMM = Serving("h100", "sglang", "deepgemm", "fp8-tensor")
 

@@ -12,9 +12,8 @@ from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError
 from eplb.policies.table import POLICIES, greedy_policy, register_policy
-from simulations.peers import PEERS, register_peers
+from simulations.peers import PEERS, moving_average, register_peers
 from simulations.peers.flashlb import FlashlbWhenDue, flashlb
-from simulations.peers.replans import moving_average
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 # The first window heats expert 0, the last one expert 3.

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.engine_files import seeds
+from benchmarks.engine_files.seeds import per_pass, torch_file
 from benchmarks.over_time.replay import Deployment
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
-from eplb.core.load import LoadHistory
+from eplb.core.load import LoadHistory, LoadSample
 from eplb.core.model import ModelShape
-from eplb.core.placement import Placement
+from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
-from simulations.course import Course, Terms
-from simulations.shadow.accounts import Account, received_by_rank
-from simulations.shadow.comparison import Comparison, Group
-from simulations.shadow.confidence import FEWEST, difference_of
-from simulations.shadow.report import Prices, report
-from simulations.shadow.windows import Observed, Skips
+from eplb.errors import ConfigError, StoreError
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from simulations.schemes import Course, Terms
+from simulations.shadow.comparison import Account, Comparison, Group, received_by_rank
+from simulations.shadow.report import FEWEST, Prices, difference_of, report
+from simulations.shadow.sources import (
+    ObservedWindow,
+    Skips,
+    Source,
+    SourceOptions,
+    StoreSource,
+    open_source,
+)
 from simulations.workloads import Workload, generate
-from telemetry.formats.types import rows_in_order
+from telemetry.formats.types import ReadOptions, rows_in_order
+from telemetry.state.runs import RunInfo
+from telemetry.state.store import StateStore
+from tests.support.stores import sqlite_store
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
 
@@ -38,11 +51,11 @@ def held(*rows: list[int], generation: int = 0) -> Placement:
     return Placement(np.array(rows, dtype=np.int32), 4, generation)
 
 
-def observed(*loads: list[int], map_: Placement | None = None) -> list[Observed]:
+def observed(*loads: list[int], map_: Placement | None = None) -> list[ObservedWindow]:
     """A window of one layer for each load."""
     layers = rows_in_order(1)
     return [
-        Observed(np.array([load]), layers, map_, f"window {index}")
+        ObservedWindow(np.array([load]), layers, map_, f"window {index}")
         for index, load in enumerate(loads)
     ]
 
@@ -207,3 +220,246 @@ def test_interval_is_wider_where_windows_resemble_their_neighbours() -> None:
     assert together is not None
     assert alone is not None
     assert together[1] - together[0] > 1.5 * (alone[1] - alone[0])  # 2 with enough windows
+
+
+MAP, PHYSICAL = seeds.MAP.tolist(), seeds.PHYSICAL.tolist()
+LOGICAL = [[5, 1, 0, 2], [4, 3, 1, 0]]  # of PHYSICAL under MAP
+OPTIONS = SourceOptions(ReadOptions(max_windows=1), window_steps=1)
+
+
+def stat_dumps(folder: Path, count: int, *, experts: int = 8) -> None:
+    shape = Workload("gamma", layers=2, experts=experts, top_k=2, windows=count + 1)
+    for index, tokens in enumerate(generate(shape, seed=1).tokens[:count]):
+        name = f"expert_distribution_recorder_{1763828000 + 60 * index}.5.pt"
+        dump = {"rank": 0, "logical_count": tokens[None].astype(np.int32)}
+        (folder / name).write_bytes(torch_file(dump))
+
+
+def line(step: int, held: list[list[int]] = MAP, load: list[list[int]] = PHYSICAL) -> str:
+    record = {"record_type": "eplb_load_stats", "version": 1, "step": step, "num_ranks": 2}
+    return json.dumps(record | {"expert_load": load, "p2l_map": held}) + "\n"
+
+
+def given(source: Source, *, is_last: bool = True) -> list[ObservedWindow]:
+    return list(source.poll(is_last=is_last))
+
+
+def compared(source: Source) -> dict[str, Any]:
+    comparison = Comparison(Group(Terms(TWO_RANKS), 2), source.skips)
+    for window in source.poll(is_last=True):
+        comparison.add(window)
+    return report(comparison, Prices(60.0, 1000), source.notes)
+
+
+def test_lines_are_counted_under_their_own_map(tmp_path: Path) -> None:
+    swapped = [row[::-1] for row in MAP]
+    path = tmp_path / "load.jsonl"
+    path.write_text(line(0) + line(1, swapped, [row[::-1] for row in PHYSICAL]))
+
+    found = given(open_source([str(path)], OPTIONS))
+
+    assert [one.tokens.tolist() for one in found] == [LOGICAL, LOGICAL]
+    assert [one.held.slot_to_expert.tolist() for one in found if one.held] == [MAP, swapped]
+
+
+def test_half_written_line_waits_and_is_counted_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    whole = line(1)
+    path.write_text(line(0) + whole[:40])
+    source = open_source([str(tmp_path)], OPTIONS)
+
+    assert len(given(source, is_last=False)) == 1
+    assert not source.skips.counts()
+    path.write_text(line(0) + whole)
+    assert len(given(source, is_last=False)) == 1
+    with path.open("a") as file:
+        file.write(whole[:40])
+    assert given(source) == []
+    assert source.skips.counts()["line not readable"]["count"] == 1
+
+
+def test_map_with_empty_slots_serves_and_one_without_an_expert_is_skipped(tmp_path: Path) -> None:
+    empty, load = [[0, 1, 2, 3, -1, 1]], [[5, 1, 0, 2, 0, 0]]
+    lacking = [[0, 1, 2, -1, -1, 1]]
+    path = tmp_path / "load.jsonl"
+    path.write_text(line(0, empty, load) + line(1, lacking, [[5, 1, 0, 0, 0, 0]]))
+    source = open_source([str(path)], OPTIONS)
+
+    found = given(source)
+
+    assert [one.tokens.tolist() for one in found] == [[[5, 1, 0, 2]]]
+    assert source.skips.counts()["a map that lacks experts"]["count"] == 1
+
+
+def test_lines_that_were_cut_off_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    path.write_text(line(0) + line(1))
+    source = open_source([str(path)], OPTIONS)
+    assert len(given(source, is_last=False)) == 2
+
+    path.write_text(line(2))
+
+    assert given(source) == []
+    assert source.skips.counts()["cut off after it was read"]["count"] == 1
+
+
+def test_truncated_dump_is_skipped_in_a_sentence(tmp_path: Path) -> None:
+    stat_dumps(tmp_path, 2)
+    whole = sorted(tmp_path.iterdir())[-1]
+    whole.write_bytes(whole.read_bytes()[:300])
+    source = open_source([str(tmp_path)], OPTIONS)
+
+    assert len(given(source)) == 1
+    skipped = source.skips.counts()["not readable"]
+    assert skipped["count"] == 1
+    assert whole.name in skipped["first"]
+    assert "\n" not in skipped["first"]
+
+
+def test_file_that_still_grows_is_not_read_while_watching(tmp_path: Path) -> None:
+    stat_dumps(tmp_path, 1)
+    path = next(tmp_path.iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:300])
+    source = open_source([str(tmp_path)], OPTIONS)
+
+    assert given(source, is_last=False) == []
+    path.write_bytes(whole)
+    assert given(source, is_last=False) == []
+    assert len(given(source, is_last=False)) == 1
+    assert given(source) == []
+    assert not source.skips.counts()
+
+
+def test_file_written_again_is_not_counted_twice(tmp_path: Path) -> None:
+    stat_dumps(tmp_path, 1)
+    (path,) = tmp_path.iterdir()
+    source = open_source([str(tmp_path)], OPTIONS)
+    assert [len(given(source, is_last=False)) for _ in range(2)] == [0, 1]
+
+    path.write_bytes(path.read_bytes() + b"\0")
+
+    assert given(source) == []
+    assert source.skips.counts()["changed after it was read"]["count"] == 1
+
+
+def test_files_of_ranks_are_summed_by_dump(tmp_path: Path) -> None:
+    for dump in range(2):
+        for rank in range(3):
+            name = f"expert_distribution_recorder_{100 + dump}.{rank}_{rank}.pt"
+            (tmp_path / name).write_bytes(torch_file(per_pass(rank)))
+    (tmp_path / "expert_distribution_recorder_103.0_0.pt").write_bytes(torch_file(per_pass(0)))
+    source = open_source([str(tmp_path)], OPTIONS)
+
+    found = given(source)
+
+    assert len(found) == 2
+    assert found[0].held is not None
+    assert source.skips.counts()["ranks missing"]["count"] == 1
+
+
+def test_watching_a_folder_gives_the_report_of_reading_it(tmp_path: Path) -> None:
+    stat_dumps(tmp_path, 4, experts=4)
+    whole = {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    at_once = compared(open_source([str(tmp_path)], OPTIONS))
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    source = open_source([str(watched)], OPTIONS)
+    comparison = Comparison(Group(Terms(TWO_RANKS), 2), source.skips)
+    for name, data in whole.items():
+        (watched / name).write_bytes(data)
+        for window in (*source.poll(is_last=False), *source.poll(is_last=False)):
+            comparison.add(window)
+    for window in source.poll(is_last=True):
+        comparison.add(window)
+
+    assert report(comparison, Prices(60.0, 1000), source.notes) == at_once
+    assert at_once["windows"]["judged"] == 3
+    assert at_once["engine"]["plans"] == "deepseek"
+
+
+def test_store_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="there is no store"):
+        open_source([str(tmp_path / "none.sqlite")], OPTIONS)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="expected it alone"):
+        open_source(["a.sqlite", "b.pt"], OPTIONS)
+
+
+SPARE = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=4)
+STORED = np.array([[0, 1, 0, EMPTY, 2, 3, EMPTY, 2]], dtype=np.int32)  # a spare slot on each rank
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> StateStore:
+    """A run of one layer, with a spare slot on each of two ranks, in windows of ten steps."""
+    found = sqlite_store(tmp_path / "demo.sqlite", "demo")
+    model = ModelShape((3,), 4, 1, 8, 8, expert_bytes=100)
+    found.begin_run(RunInfo("run", 0.0, model_to_dict(model), topology_to_dict(SPARE), 10))
+    return found
+
+
+def samples(store: StateStore, window: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+    counted = np.array([[40, 10, 0, 0, 20, 30, 0, 0]])
+    for rank in ranks:
+        here = SPARE.slots_on(rank)
+        span = (10 * window, 10 * window + 9)
+        kind = ("decode", 1, STORED[:, here], counted[:, here])
+        store.append([LoadSample("demo", "run", rank, window, float(window), *span, *kind)])
+
+
+def test_store_gives_complete_windows_with_maps_without_spares(
+    tmp_path: Path, store: StateStore
+) -> None:
+    store.commit(Placement(STORED, 4, 1), expected=None, reason="start")
+    for window in (0, 1, 4):
+        samples(store, window)
+    samples(store, 2, ranks=(0,))
+    source = StoreSource(str(tmp_path / "demo.sqlite"), ReadOptions())
+    system = source.system()
+
+    found = given(source)
+    source.close()
+
+    assert system is not None
+    assert (system.topology.slots_of_rank.tolist(), system.model.expert_bytes) == ([3, 3], 100)
+    assert [one.where for one in found] == ["window 0", "window 1", "window 4"]
+    assert found[0].tokens.tolist() == [[40, 10, 20, 30]]
+    assert found[0].held is not None
+    assert found[0].held.slot_to_expert.tolist() == [[0, 1, 0, 2, 3, 2]]
+    counts = {kind: one["first"] for kind, one in source.skips.counts().items()}
+    assert counts == {
+        "an incomplete window": "window 2: no samples of every step from ranks 1",
+        "missing windows": "window 3: no samples at all of windows 3..3",
+    }
+
+
+def test_store_without_maps_is_told_and_the_engine_is_replayed(
+    tmp_path: Path, store: StateStore
+) -> None:
+    for window in range(3):
+        samples(store, window)
+    source = StoreSource(str(tmp_path / "demo.sqlite"), ReadOptions())
+    system = source.system()
+    assert system is not None
+    comparison = Comparison(Group(Terms(system.topology, system.model)), source.skips)
+    for window_found in source.poll(is_last=True):
+        comparison.add(window_found)
+    source.close()
+
+    found = report(comparison, Prices(), source.notes)
+
+    assert found["engine"]["plans"] == "deepseek"
+    assert found["notes"] == ["generation 1 has no map in the store"]
+    assert "the source has no maps: the engine begins with experts in order" in found["sentences"]
+
+
+def test_window_still_open_is_waited_for_and_given_once(tmp_path: Path, store: StateStore) -> None:
+    samples(store, 0, ranks=(0,))
+    source = StoreSource(str(tmp_path / "demo.sqlite"), ReadOptions())
+
+    assert given(source, is_last=False) == []
+    samples(store, 0, ranks=(1,))
+    assert [one.where for one in given(source, is_last=False)] == ["window 0"]
+    assert given(source) == []
+    source.close()

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from eplb import CostModel, Topology, imbalance
-from eplb.core.load import LoadHistory
-from eplb.core.noise import fluctuation, sampling_noise
+from eplb.core.load import LoadHistory, fluctuation, sampling_noise
 from eplb.errors import ConfigError, HistoryError
 from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
-from simulations.pages.comparison import comparison_page
+from simulations.pages.of_commands import comparison_page
 from simulations.report import conclusions, summary, write_json
 from telemetry.formats.npz import read_arrays
 from tests.support.repository import ROOT

@@ -24,15 +24,30 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
-from simulations.sweep import deadline
-from simulations.sweep.deadline import TaskTimeout, within
-from simulations.sweep.grid import Settings, Task, software, tasks_of
-from simulations.sweep.load import Generated, Recorded, recorded
-from simulations.sweep.on_processes import run_on_processes
-from simulations.sweep.on_ray import run_on_ray
+from simulations.sweep import run as runs
+from simulations.sweep.grid import (
+    Generated,
+    Recorded,
+    Settings,
+    Task,
+    recorded,
+    software,
+    tasks_of,
+)
 from simulations.sweep.results import SCHEMA_KEY, Results, Row, read_rows
-from simulations.sweep.run import Executor, Failure, Sweep, Work, on_this_host, sweep
-from simulations.sweep.task import run_task
+from simulations.sweep.run import (
+    Executor,
+    FailedTask,
+    Sweep,
+    TaskTimeout,
+    Work,
+    on_this_host,
+    run_on_processes,
+    run_on_ray,
+    run_task,
+    sweep,
+    within,
+)
 from simulations.windows import Windows
 from tests.support.dying_work import HANGING, die_in_seed_0, hang_in_policy
 from tests.support.limits import NEVER_S
@@ -46,7 +61,9 @@ HANGS = ("none", HANGING, "auto")
 ONE_WORKER = partial(run_on_processes, num_workers=1)
 
 
-def in_process(work: Work, tasks: Sequence[Task], num_workers: int = 1) -> Iterator[Row | Failure]:
+def in_process(
+    work: Work, tasks: Sequence[Task], num_workers: int = 1
+) -> Iterator[Row | FailedTask]:
     """An executor without workers, for what a sweep decides whoever runs its tasks."""
     return (work(task) for task in tasks)
 
@@ -184,7 +201,7 @@ def dying(load: Generated, marks: Path, times: int) -> Executor:
     """Two workers, of which that of seed 0 is killed the first times."""
     marks.mkdir()
 
-    def execute(work: Work, tasks: Sequence[Task]) -> Iterator[Row | Failure]:
+    def execute(work: Work, tasks: Sequence[Task]) -> Iterator[Row | FailedTask]:
         return run_on_processes(partial(die_in_seed_0, load, marks, times), tasks, 2)
 
     return execute
@@ -228,15 +245,15 @@ def test_task_past_its_deadline_fails_with_where_it_was_and_its_process_ends(
 
         def start(self) -> None: ...
 
-    monkeypatch.setattr(deadline, "SimpleQueue", PassedQueue)
-    monkeypatch.setattr(deadline, "Timer", RecordedTimer)
+    monkeypatch.setattr(runs, "SimpleQueue", PassedQueue)
+    monkeypatch.setattr(runs, "Timer", RecordedTimer)
     try:
         with pytest.raises(TaskTimeout, match=r" 1\.5 minutes.* never_ends"):
             within(90.0, never_ends, ONE)
     finally:
         ends.set()
 
-    assert timers == [(deadline.END_S, os._exit, (1,))]
+    assert timers == [(runs.END_S, os._exit, (1,))]
 
 
 def test_task_in_time_gives_its_row_or_its_error() -> None:
@@ -297,7 +314,7 @@ def test_worker_goes_on_after_a_task_that_raises_and_leaves_when_nobody_reads() 
     select.select([handle], [], [])
     os.close(handle)
 
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, FailedTask)
     assert failure.task == tasks[0]
     assert "Error: " in failure.reason
     assert row == run_task(LOAD, ONE)

@@ -10,13 +10,20 @@ from numpy.typing import NDArray
 
 from eplb import preset
 from eplb.errors import ConfigError
-from simulations.traffic import PRESETS, Traffic, drawn, mixes, profiles_of, stream
-from simulations.workloads import windows_named
+from simulations.workloads import (
+    TRAFFIC,
+    Traffic,
+    drawn,
+    mixes,
+    profiles_of,
+    traffic_stream,
+    windows_named,
+)
 
 
 def load_of(name: str, num_windows: int = 4) -> NDArray[np.float64]:
     """[L, E] of the first windows."""
-    return np.sum(list(islice(stream(Traffic(**PRESETS[name]), 0), num_windows)), axis=0)  # type: ignore[arg-type]
+    return np.sum(list(islice(traffic_stream(Traffic(**TRAFFIC[name]), 0), num_windows)), axis=0)  # type: ignore[arg-type]
 
 
 # Mean over layers of one recorded load: expert max / mean, coefficient of variation, and rank

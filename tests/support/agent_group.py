@@ -30,7 +30,7 @@ from rebalance.types import Record, VoteGroup
 from rebalance.weights.sources import WeightSources
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.routing import RoutingTable
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore

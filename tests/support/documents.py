@@ -24,8 +24,7 @@ from api.http.app import create_app
 from api.http.problems import ProblemType
 from api.operations.declaration import OF_ALL, OF_CHANGES, OF_KEYS, OF_STORE, V1
 from api.operations.table import OPERATIONS
-from runtime.checkpoints.description import ExpertLayout
-from runtime.checkpoints.families import FAMILIES
+from runtime.checkpoints.families import FAMILIES, ExpertLayout
 from telemetry import open_store
 
 ROOT = Path(__file__).resolve().parents[2]

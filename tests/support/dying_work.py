@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 from eplb.policies.table import register_policy
 from simulations.peers import PEERS
-from simulations.sweep.grid import Task
-from simulations.sweep.load import Load
+from simulations.sweep.grid import Load, Task
 from simulations.sweep.results import Row
-from simulations.sweep.task import run_task
+from simulations.sweep.run import run_task
 
 
 def die_in_seed_0(load: Load, marks: Path, times: int, task: Task) -> Row:

@@ -20,9 +20,8 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape, preset
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
-from simulations.cost.hardware import HARDWARE
-from simulations.pages.document import Page
-from simulations.pages.pictures import write_pictures
+from simulations.pages.document import Page, write_pictures
+from simulations.step_time import HARDWARE
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.table import WriteOptions, write_placement
 from telemetry.formats.types import Layers, PlacementFile

@@ -24,13 +24,20 @@ from api.cli.simulator.options import (
     grid,
 )
 from eplb.core.model import preset
-from simulations.cost.hardware import hardware_named
-from simulations.cost.memory import MemoryModel
-from simulations.cost.speculation import Speculation
 from simulations.inputs import experts_of, model_named, model_of, windows_of
-from simulations.pages.recommendation import recommendation_page
-from simulations.questions.recommend import Answer, Question, part_of, recommend
+from simulations.pages.of_commands import recommendation_page
+from simulations.recommend import (
+    Answer,
+    MemoryModel,
+    Question,
+    Speculation,
+    part_of,
+    recommend,
+)
 from simulations.report import write_json
+from simulations.step_time import (
+    hardware_named,
+)
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 

@@ -21,14 +21,13 @@ from api.cli.simulator.options import (
 )
 from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from simulations.cost.migration import MigrationCost
+from simulations.failures import failures_of
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
-from simulations.limits import limit_of
-from simulations.pages.comparison import comparison_page
+from simulations.migration_cost import MigrationCost
+from simulations.pages.of_commands import comparison_page
 from simulations.peers import register_peers
-from simulations.questions.failures import failures_of
 from simulations.replay import Scenario, chosen_of, replay_all
-from simulations.report import conclusions, summary, table, write_json
+from simulations.report import conclusions, limit_of, summary, table, write_json
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 

@@ -27,17 +27,23 @@ from api.cli.simulator.options import (
 from api.terminal.printable import print_error
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
-from simulations.cost.hardware import hardware_named
 from simulations.inputs import model_of, windows_of
-from simulations.pages.sweep import sweep_page
+from simulations.pages.of_commands import sweep_page
 from simulations.peers import register_peers
-from simulations.scheme_table import check_names
-from simulations.sweep.grid import Settings, Task, software, tasks_of
-from simulations.sweep.load import Generated, Load, recorded
-from simulations.sweep.on_processes import num_cores, run_on_processes
-from simulations.sweep.on_ray import run_on_ray
+from simulations.replay import check_names
+from simulations.step_time import hardware_named
+from simulations.sweep.grid import Generated, Load, Settings, Task, recorded, software, tasks_of
 from simulations.sweep.results import Results, Row
-from simulations.sweep.run import TASK_S, Executor, Sweep, on_this_host, sweep
+from simulations.sweep.run import (
+    TASK_S,
+    Executor,
+    Sweep,
+    num_cores,
+    on_this_host,
+    run_on_processes,
+    run_on_ray,
+    sweep,
+)
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 

@@ -19,8 +19,7 @@ from eplb.core.constraints import Constraints
 from eplb.core.cost import CostModel, Decision
 from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import FloatArray
-from eplb.core.load import LoadHistory
-from eplb.core.noise import FEWEST_WINDOWS
+from eplb.core.load import FEWEST_WINDOWS, LoadHistory
 from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Problem
 from eplb.decision.expert_times import ExpertTimes, chosen_curve
@@ -29,7 +28,7 @@ from eplb.decision.score import objective_for
 from eplb.declared import declared_fields
 from eplb.errors import ConfigError, EplbError, PlacementError, StoreError
 from eplb.fitting import Coverage, FittingCordons, arrivals
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from eplb.search.legality import violations_of
@@ -38,8 +37,7 @@ from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, TrackRecord
 from rebalance.controller.settings import ControllerSettings
 from telemetry.load.drift import LOOK_BACK, windows_since_change
-from telemetry.load.folder import Window, history
-from telemetry.load.phases import apart, weighted
+from telemetry.load.folder import Window, apart, history, weighted
 from telemetry.log_context import set_log_fields
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import Refusal

@@ -9,11 +9,18 @@ from typing import NamedTuple
 from eplb.clock import Clock
 from eplb.core.cost import Decision
 from eplb.core.placement import Placement
-from eplb.decision.pace import PaceChange, PaceVerdict, StepTimes, next_part, pace_now, paced
+from eplb.decision.pace import (
+    PaceChange,
+    PaceVerdict,
+    StepTimes,
+    Throttle,
+    next_part,
+    pace_now,
+    paced,
+)
 from eplb.errors import StaleGeneration
 from eplb.migration.build import Migration, Pace, build_migration
 from eplb.migration.spares import expand
-from eplb.migration.throttle import Throttle
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import Group

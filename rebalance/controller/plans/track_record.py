@@ -19,7 +19,7 @@ import numpy as np
 from eplb.core.cost import Decision, Objective
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem, Record
-from eplb.decision.expectation import ENOUGH, Promise, realised
+from eplb.decision.alternatives import ENOUGH, Promise, realised
 from eplb.decision.outcome import Plan
 from telemetry.load.folder import Window
 from telemetry.state.events import Event, PlanOffer, plan_offer, read_event

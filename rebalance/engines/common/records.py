@@ -36,7 +36,7 @@ from rebalance.weights.cache.engine_records import EngineRecordsClient, address_
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.group import first_refusal, gathered
-from runtime.memory.shared import SharedArena, digest, whole_pages
+from runtime.memory import SharedArena, digest, whole_pages
 
 CONNECT_S = 5.0
 OFFER_S = 120.0  # for one batch, a slow disk included

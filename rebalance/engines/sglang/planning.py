@@ -22,7 +22,7 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan
 from rebalance.engines.common import planning as common

@@ -24,7 +24,7 @@ from rebalance.types import CalledOff, Digest, IsWanted, Record, always
 from rebalance.weights.cache.address import HostCacheAddress, connect
 from rebalance.weights.link.wire import Message, malformed_responses_fail
 from rebalance.weights.sources import Place
-from runtime.memory.shared import SharedArena, attach
+from runtime.memory import SharedArena, attach
 from runtime.streams import Completion, OnStream, new_stream
 
 log = logging.getLogger(__name__)

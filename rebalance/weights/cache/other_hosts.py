@@ -30,7 +30,7 @@ from rebalance.weights.link.limits import CHUNK_BYTES, Budget
 from rebalance.weights.link.link_settings import HostAddress, HostLinkSettings
 from rebalance.weights.link.server import Lent
 from rebalance.weights.link.wire import Message, RefusedError, Wire, field
-from runtime.memory.shared import RunningDigest, digest
+from runtime.memory import RunningDigest, digest
 
 PROTOCOL = "eplb-hosts-2"
 INVENTORY_AGE_S = 1.0  # maximum age of a host's list of records in memory

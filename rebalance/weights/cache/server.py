@@ -51,7 +51,7 @@ from rebalance.weights.link.server import LinkServer
 from rebalance.weights.link.wire import DisconnectedError, Message, Wire
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import PAGE_BYTES, SharedArena, attach, digest
+from runtime.memory import PAGE_BYTES, SharedArena, attach, digest
 
 CLOSE_DEADLINE_S = 10.0
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rebalance.types import Digest
-from runtime.memory.shared import RunningDigest, whole_pages
+from runtime.memory import RunningDigest, whole_pages
 
 CHUNK_BYTES = 8 * 2**20  # size of one request; 2 to 16 MB measured alike
 NUM_THREADS = max(4, min(16, os.cpu_count() or 1))

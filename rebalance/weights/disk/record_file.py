@@ -30,7 +30,7 @@ from eplb.errors import CheckpointError
 from rebalance.types import Digest, Record
 from rebalance.weights.disk.direct_io import DirectFile, ParallelReader
 from rebalance.weights.disk.record_origin import RecordOrigin
-from runtime.memory.shared import PAGE_BYTES, whole_pages
+from runtime.memory import PAGE_BYTES, whole_pages
 
 MAGIC = b"EPLBREC1"
 VERSION = 1

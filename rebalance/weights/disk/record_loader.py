@@ -25,7 +25,7 @@ from rebalance.weights.disk.record_file import RecordFile
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
+from runtime.memory import PAGE_BYTES, SharedArena, digest
 
 CLOSE_DEADLINE_S = 30.0  # to write one record to a busy disk, and the marks
 

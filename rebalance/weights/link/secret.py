@@ -22,7 +22,7 @@ from typing import Annotated
 
 from eplb.declared import Setting
 from eplb.errors import ConfigError
-from eplb.settings.addresses import is_loopback
+from eplb.settings.deployment import is_loopback
 
 VARIABLE = "EPLB_SECRET"
 FILE_SETTING = "network.secret_file"

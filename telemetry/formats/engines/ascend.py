@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from eplb.core.load import as_history
 from eplb.core.placement import Placement
-from eplb.errors import ConfigError, HistoryError, PlacementError
+from eplb.errors import ConfigError, HistoryError
 from telemetry.formats.bounded import int_array, member, read_json, whole_number
 from telemetry.formats.repairs import filled, kept_in_place, ranks_of, without_duplicates
 from telemetry.formats.torch_file import load_torch
@@ -72,9 +72,7 @@ def read_map(path: Path, options: ReadOptions) -> PlacementFile:
     num_slots = num_devices * each
     if held.min() < 0 or held.max() >= num_slots:
         raise HistoryError(f"experts {held.min()}..{held.max()} in {num_slots} slots")
-    num_experts = options.num_experts or int(held.max()) + 1
-    if options.num_redundant is not None:
-        num_experts = max(num_slots - options.num_redundant, 1)
+    num_experts = options.experts_in(num_slots, int(held.max()))
     flat = held.reshape(num_layers, num_slots).astype(np.int32)
     rows, layers, said = resolve(rows_in_order(num_layers), options)
     placement = Placement(flat[rows], num_experts)
@@ -120,23 +118,3 @@ def write_map(
     text = ",\n  ".join(map(json.dumps, entries))
     record = f'{{"moe_layer_count": {len(entries)}, "layer_list": [\n  {text}\n]}}\n'
     return record.encode(), notes
-
-
-def check_no_move_within_a_device(base: PlacementFile, target: PlacementFile) -> None:
-    """Check what the engine checks before it takes a new map.
-
-    Raises:
-        PlacementError: an expert that stays on a device has another slot there.
-    """
-    devices = target.num_ranks or base.num_ranks
-    assert devices is not None, "a map has devices"
-    shape = (target.placement.num_layers, devices, -1)
-    before, after = (it.placement.slot_to_expert.reshape(shape) for it in (base, target))
-    kept = (before[..., :, None] == after[..., None, :]).any(axis=3)
-    moved = np.argwhere(kept & (before != after))
-    if moved.size:
-        layer, device, slot = moved[0]
-        raise PlacementError(
-            f"entry {layer} device {device}: expert {before[layer, device, slot]} is not in slot "
-            f"{slot} any more, expected experts that stay to keep their slots"
-        )

@@ -146,9 +146,7 @@ def read_config(path: Path, options: ReadOptions) -> PlacementFile:
     table = np.array([held[layer] for layer in ids])
     if table.max() >= num_slots:
         raise HistoryError(f"expert {table.max()} in {num_slots} slots, expected fewer experts")
-    num_experts = options.num_experts or int(table.max()) + 1
-    if options.num_redundant is not None:
-        num_experts = max(num_slots - options.num_redundant, 1)
+    num_experts = options.experts_in(num_slots, int(table.max()))
     rows, layers, notes = resolve(as_layers(ids), options)
     updates = _number(config.get("layer_updates_per_iter", "0"), "layer_updates_per_iter")
     placement = Placement(table[rows].astype(np.int32), num_experts)

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from benchmarks.engine_files.seeds import torch_file
 from eplb import Placement, register_policy
-from telemetry.formats.engines.ascend import check_no_move_within_a_device, read_map
+from telemetry.formats.engines.ascend import read_map
 from telemetry.formats.table import read_placement
 from telemetry.formats.types import ReadOptions
+from tests.support.engines.ascend_check import has_no_move_within_a_device
 
 GROUP = ("--ranks", "4", "--nodes", "2", "--redundant", "4")
 
@@ -110,7 +111,9 @@ def test_ascend_plan_from_its_own_map_moves_no_kept_expert(dump: Path, tmp_path:
 
     assert (done.exit_code, again.exit_code) == (0, 0), done.output + again.output
     assert "cost from the serving placement" in again.output
-    check_no_move_within_a_device(read_map(first, ReadOptions()), read_map(second, ReadOptions()))
+    assert has_no_move_within_a_device(
+        read_map(first, ReadOptions()), read_map(second, ReadOptions())
+    )
 
 
 def test_convert_carries_a_placement_between_engines(dump: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rebalance.protocol.journal import read_journals
 from rebalance.weights.disk.record_file import MAGIC, RecordFileLayout
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
-from runtime.memory.shared import PAGE_BYTES
+from runtime.memory import PAGE_BYTES
 from simulations import load_trace
 
 

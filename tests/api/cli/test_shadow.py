@@ -25,11 +25,10 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from simulations.course import Terms
+from simulations.schemes import Terms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices
-from simulations.shadow.sources import open_source
-from simulations.shadow.windows import SourceOptions
+from simulations.shadow.sources import SourceOptions, open_source
 from telemetry.formats.types import ReadOptions
 from telemetry.state.runs import RunInfo
 from tests.support.stores import sqlite_store

@@ -11,7 +11,7 @@ import pytest
 from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.weights.cache.engine_records import EngineRecordsClient
 from rebalance.weights.disk.record_origin import RecordOrigin
-from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
+from runtime.memory import PAGE_BYTES, SharedArena, digest
 from tests.support.deployments import CommandProcess, clean_environ
 from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT

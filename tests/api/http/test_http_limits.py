@@ -24,7 +24,7 @@ from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from api.http.problems import ProblemType
 from api.http.server import HttpService
 from eplb.errors import ConfigError
-from eplb.settings.addresses import loopback_address
+from eplb.settings.deployment import loopback_address
 from tests.support.certificates import Authority
 from tests.support.http import client_on, problem_of, serving
 from tests.support.limits import NEVER_S

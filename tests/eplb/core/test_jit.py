@@ -35,8 +35,8 @@ from importlib import import_module
 from eplb.core.jit import Kernel
 import eplb, runtime, simulations
 from eplb.precompile import compile_planner
-from runtime.memory.shared import compile_digest
-from simulations.peers.precompile import compile_peers
+from runtime.memory import compile_digest
+from simulations.peers import compile_peers
 
 compile_planner()
 compile_peers()

@@ -1,11 +1,19 @@
 """Load as samples and as windows: what is taken, and what is refused."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from eplb import LoadHistory, LoadSample
-from eplb.core.load import as_history
+from eplb import LoadHistory, LoadSample, Placement, Problem, Topology, plan
+from eplb.core.bounded_json import MAX_JSON_BYTES, MAX_JSON_DEPTH, decode_json
+from eplb.core.load import Phase, as_history
+from eplb.decision.score import noise_under
 from eplb.errors import HistoryError
+from rebalance.protocol.journal import read_journals
 
 
 def test_load_of_one_window_needs_no_window_axis() -> None:
@@ -71,3 +79,107 @@ def test_sample_in_the_wrong_order_is_refused() -> None:
         sample(5, [[1, -1]])
     with pytest.raises(HistoryError, match="expected the same"):
         sample(5, [[1]])
+
+
+TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
+SERVING = Placement(np.array([[0, 1, 2, 3]]), num_experts=4)
+PREFILL = [600_000, 200_000, 100_000, 100_000]  # imbalance 1.6
+DECODE = [1_000, 1_000, 4_000, 4_000]  # the other rank: 1.6
+TURNS: tuple[Phase, ...] = ("prefill", "decode") * 4
+
+
+def in_turns(phases: tuple[Phase, ...] = TURNS) -> LoadHistory:
+    """Eight windows, of prefill and of decode in turns."""
+    return LoadHistory(np.array([[PREFILL], [DECODE]] * 4), phases=phases)
+
+
+def test_windows_of_a_history_have_its_phase_unless_they_differ() -> None:
+    assert LoadHistory(np.ones((2, 1, 4)), phase="decode").phases == ("decode", "decode")
+    assert in_turns().latest(3).phases == ("decode", "prefill", "decode")
+    assert in_turns().of_windows(np.arange(2)).phases == ("prefill", "decode")
+
+
+def test_phases_of_another_number_of_windows_are_refused() -> None:
+    with pytest.raises(HistoryError, match="phases has 1 entries, expected 8 windows"):
+        in_turns(("prefill",))
+
+
+def test_parts_are_the_complete_windows_of_each_phase() -> None:
+    incomplete = (frozenset({1}), *(frozenset[int](),) * 7)
+    history = LoadHistory(in_turns().tokens, missing_ranks=incomplete, phases=TURNS)
+
+    parts = Problem(history, TOPOLOGY).parts
+
+    assert [part.tolist() for part in parts] == [[1, 3, 5], [0, 2, 4, 6]]
+    (whole,) = Problem(LoadHistory(in_turns().tokens), TOPOLOGY).parts
+    assert whole.tolist() == list(range(8))
+
+
+def test_difference_of_phases_is_no_noise() -> None:
+    apart = noise_under(Problem(in_turns(), TOPOLOGY), SERVING)
+    together = noise_under(Problem(LoadHistory(in_turns().tokens), TOPOLOGY), SERVING)
+
+    # Windows of one phase are alike: chance alone, most of it of decode's 10,000 tokens.
+    assert apart[0] == pytest.approx(0.0045, abs=0.002)
+    assert together[0] > 0.3
+
+
+def test_plan_has_the_imbalance_of_each_phase_before_and_after() -> None:
+    found = plan(in_turns(), TOPOLOGY, current=SERVING)
+
+    prefill, decode = found.by_phase
+    assert (prefill.phase, decode.phase) == ("prefill", "decode")
+    assert (prefill.before, decode.before) == (pytest.approx(1.6), pytest.approx(1.6))
+    mean = (prefill.after + decode.after) / 2
+    assert mean == pytest.approx(found.after)
+    assert mean < 1.25
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * DEEP,
+        b"[" * DEEP + b"]" * DEEP,
+        b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+        b'["]", ' * DEEP,  # brackets within strings close nothing
+        b'["\\"]", ' * DEEP,  # an escaped quote ends no string
+        ("[" * DEEP).encode("utf-16"),
+        "[\u5b5d".encode("utf-16-le") * DEEP,
+        b'"[' * DEEP,
+        b"[}" * DEEP,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_json_nested_deep_is_rejected_with_value_error(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_json(text)
+
+
+def test_json_within_the_limits_is_parsed_as_by_the_parser() -> None:
+    deep: object = 'bottom ] } [ { \\ "'
+    for level in range(MAX_JSON_DEPTH - 1):
+        deep = [deep, {}] if level % 2 else {"[[[": deep, '"{': []}
+    wide = {"records": [[layer, expert] for layer in range(58) for expert in range(256)]}
+
+    for value in (deep, wide, ["["] * 1000, {}, 0, None, "\u5b5d"):
+        assert decode_json(json.dumps(value).encode()) == value
+
+
+def test_json_above_the_stated_size_is_rejected_unparsed() -> None:
+    with pytest.raises(ValueError, match="expected at most 10"):
+        decode_json(b" " * 11, max_bytes=10)
+
+
+@pytest.mark.parametrize("unit", [b"[", b'\\"', b'{"'])
+def test_hostile_text_of_full_size_is_rejected_in_linear_time(unit: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_json(unit * (MAX_JSON_BYTES // len(unit)))  # in quadratic time: hours
+
+
+def test_journal_line_nested_deep_counts_as_torn(tmp_path: Path) -> None:
+    (tmp_path / "rank-0000.jsonl").write_bytes(b"[" * DEEP + b"\n")
+
+    assert read_journals(tmp_path) == ([], 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, TopologyError
-from eplb.measure.balance import rank_load
+from eplb.measure import rank_load
 from eplb.migration.spares import compact, expand, intermediate_placement, steps_towards, take
 
 THREE_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

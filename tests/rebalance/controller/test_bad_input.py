@@ -12,7 +12,7 @@ import pytest
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.decision.expectation import ENOUGH
+from eplb.decision.alternatives import ENOUGH
 from eplb.errors import StoreError
 from eplb.migration.build import Migration
 from telemetry.state.proposals import Approval

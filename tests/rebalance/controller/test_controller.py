@@ -15,7 +15,7 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from eplb.migration.build import Pace
 from eplb.migration.candidates import Candidates
 from eplb.settings.tree import applied

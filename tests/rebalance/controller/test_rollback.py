@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eplb.core.placement import EMPTY, Placement
-from eplb.decision.expectation import ENOUGH
-from eplb.measure.balance import imbalance
+from eplb.decision.alternatives import ENOUGH
+from eplb.measure import imbalance
 from eplb.migration.build import Pace
 from rebalance.controller.due import back_off
 from rebalance.controller.loop import PAUSE_WINDOWS, Controller

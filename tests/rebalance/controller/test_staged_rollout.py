@@ -10,8 +10,8 @@ import pytest
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
-from eplb.decision.expectation import ENOUGH
-from eplb.decision.rollout import Stage
+from eplb.decision.alternatives import ENOUGH
+from eplb.decision.triggers import Stage
 from rebalance.controller.loop import Controller
 from telemetry.state.live import LiveState, Value
 from tests.support.controlled_deployment import Clock, Deployment, events

@@ -12,7 +12,7 @@ from eplb.core.cost import CostModel
 from eplb.core.load import Phase
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Budget
-from eplb.decision.expectation import ENOUGH
+from eplb.decision.alternatives import ENOUGH
 from eplb.decision.triggers import TriggerRules
 from eplb.declared import declared_fields
 from tests.support.controlled_deployment import (

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from eplb.errors import RankError
-from eplb.settings.addresses import is_loopback
+from eplb.settings.deployment import is_loopback
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.liveness import LivenessConnections, address_towards
 from rebalance.types import Outcome

@@ -32,7 +32,7 @@ from rebalance.threads.watchdog import Heartbeat
 from rebalance.types import CalledOff, IsWanted, Record, always
 from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.routing import RoutingTable
 from runtime.streams import Completion
 from tests.support.simulated_time import Clock, Landing

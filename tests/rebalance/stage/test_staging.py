@@ -24,7 +24,7 @@ from rebalance.stage.stager import StageFigures, Stager
 from rebalance.threads.waiting import Wait
 from rebalance.types import CalledOff, IsWanted, Record, always
 from rebalance.weights.sources import HOST, Place, WeightSources
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.streams import Completion
 from tests.support.simulated_time import Clock, Landing
 

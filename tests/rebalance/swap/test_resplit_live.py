@@ -20,7 +20,7 @@ from rebalance.controller.loop import Controller, ControllerSettings
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.routing import SHARE_ONE
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore

@@ -21,7 +21,7 @@ from rebalance.swap.swapper import LiveSlot, Loan
 from rebalance.types import Record
 from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.streams import Completion
 from telemetry.state.events import Event
 from telemetry.state.runs import RankState

@@ -25,7 +25,7 @@ from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.link.secret import Secret
-from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
+from runtime.memory import PAGE_BYTES, SharedArena, digest
 from tests.support.limits import NEVER_S
 
 ORIGIN = RecordOrigin("kinds", "model", num_layers=2, num_experts=3, record_bytes=PAGE_BYTES)

@@ -33,7 +33,7 @@ from rebalance.weights.disk.record_loader import make_all
 from rebalance.weights.link.listener import ConnectionListener
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess
 

@@ -32,7 +32,7 @@ from rebalance.weights.disk.record_loader import make_all
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import SharedArena, digest
+from runtime.memory import SharedArena, digest
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess
 from tests.support.repository import ROOT

@@ -40,7 +40,7 @@ from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup
 from tests.support.certificates import Authority

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from rebalance.weights.disk.direct_io import DirectFile, ParallelReader
-from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
+from runtime.memory import PAGE_BYTES, SharedArena, digest
 
 NUM_PAGES = 10
 

@@ -56,7 +56,7 @@ from rebalance.weights.rank_link import (
 from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.model.compute import swiglu
 from runtime.routing import RoutingTable
 from telemetry.state.runs import RankState

@@ -26,7 +26,7 @@ from rebalance.weights.disk.record_loader import RecordLoader, make_all
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory.shared import PAGE_BYTES, SharedArena, digest
+from runtime.memory import PAGE_BYTES, SharedArena, digest
 
 FORK = multiprocessing.get_context("fork")
 EVERYTHING = [(layer, expert) for layer in (0, 1) for expert in range(8)]

@@ -38,7 +38,7 @@ from rebalance.weights.rank_link import GroupName, OtherRanks, Served, serve_slo
 from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources, map_peers
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank
-from runtime.memory.shared import attach
+from runtime.memory import attach
 from tests.support.limits import NEVER_S
 from tests.support.local_group import LocalHost, LocalVotes, local_slots
 

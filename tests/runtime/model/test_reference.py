@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from eplb.core.model import ModelShape
+from eplb.decision.expert_times import POINTS
+from runtime.dispatch.all_to_all import Received
+from runtime.experts import ExpertBank, ExpertSchema
+from runtime.model.compute import Experts, LoopExperts, swiglu
+from runtime.model.expert_times import MOST_ROWS, measure_experts
 from runtime.model.moe import Forward
 from runtime.model.reference import ReferenceModel
+from tests.support.limits import NEVER_S
 
 ROOT_2 = math.sqrt(2.0)
 IDS = torch.tensor([[0, 1]])
@@ -84,3 +90,108 @@ def test_nan_difference_never_counts_as_small(damage: float) -> None:
     check = reference().check(IDS, answer([RIGHT[0], [0.0, damage, 1.0, 0.0]]))
 
     assert not check.max_error <= 1e-4
+
+
+HIDDEN, INTERMEDIATE, WIDER = 8, 16, 24
+COUNTS = (3, 0, 2, 4)  # the last of the shared slot
+
+
+@pytest.mark.parametrize("layout", ["grouped", "padded"])
+@pytest.mark.parametrize("width", [INTERMEDIATE, WIDER])
+def test_each_slot_has_its_own_weights_the_shared_one_too(width: int, layout: str) -> None:
+    torch.manual_seed(1)
+    bank = ExpertBank(ExpertSchema.swiglu(HIDDEN, INTERMEDIATE), 1, 3, num_staging=0)
+    routed = bank.weights(0)
+    for tensor in routed.values():
+        tensor.normal_()
+    shared = {
+        "gate_up": torch.randn((1, 2 * width, HIDDEN)),
+        "down": torch.randn((1, HIDDEN, width)),
+    }
+    pieces = [torch.randn((count, HIDDEN)) for count in COUNTS]
+    rows = torch.cat(pieces)
+    if layout == "padded":
+        rows = torch.full((4, 5, HIDDEN), float("nan"))
+        for slot, piece in enumerate(pieces):
+            rows[slot, : len(piece)] = piece
+
+    results = LoopExperts(bank, shared=[shared]).run(0, Received(rows, torch.tensor(COUNTS), None))
+
+    assert results.shape == rows.shape
+    found = results.split(COUNTS) if layout == "grouped" else results
+    for slot, piece in enumerate(pieces):
+        weights, place = (shared, 0) if slot == 3 else (routed, slot)
+        expected = swiglu(piece, weights["gate_up"][place], weights["down"][place])
+        torch.testing.assert_close(found[slot][: len(piece)], expected)
+
+
+TIMED_HIDDEN, LAYERS, SLOTS = 16, 3, 4
+
+
+class NotedExperts:
+    """Experts that note what they were given."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+        self.layers: list[int] = []
+        self.counts: dict[int, list[int]] = {}  # of slots, by the rows of a busy one
+
+    def run(self, layer: int, received: Received) -> torch.Tensor:
+        """Note, and compute."""
+        counts = received.counts.tolist()
+        assert len(received.rows) == sum(counts)
+        self.layers.append(layer)
+        self.counts[max(counts)] = counts
+        return self._experts.run(layer, received)
+
+
+def bank() -> ExpertBank:
+    return ExpertBank(ExpertSchema.swiglu(TIMED_HIDDEN, 8), LAYERS, SLOTS, num_staging=0)
+
+
+def test_all_slots_have_the_rows_of_a_point_as_far_as_memory_goes() -> None:
+    held = bank()
+    noted = NotedExperts(LoopExperts(held))
+
+    found = measure_experts(noted, held, TIMED_HIDDEN, budget_s=NEVER_S)
+
+    assert found.rows == sorted(POINTS) == sorted(noted.counts)
+    assert found.of.endswith(f"NotedExperts, gate_up [16, {TIMED_HIDDEN}] float32")
+    for rows, counts in noted.counts.items():
+        busy = min(SLOTS, MOST_ROWS // rows)
+        assert counts == [rows] * busy + [0] * (SLOTS - busy)
+
+
+def test_slots_after_the_banks_get_no_rows() -> None:
+    held = bank()
+    shared = {name: tensor[:1].clone() for name, tensor in held.weights(0).items()}
+    noted = NotedExperts(LoopExperts(held, shared=[shared] * LAYERS))
+
+    found = measure_experts(noted, held, TIMED_HIDDEN, extra_slots=1, budget_s=NEVER_S)
+
+    assert found.rows == sorted(POINTS)
+    assert {(len(counts), counts[-1]) for counts in noted.counts.values()} == {(SLOTS + 1, 0)}
+
+
+def test_layers_take_turns() -> None:
+    held = bank()
+    noted = NotedExperts(LoopExperts(held))
+
+    measure_experts(noted, held, TIMED_HIDDEN, budget_s=NEVER_S)
+
+    assert {noted.layers.count(layer) > len(POINTS) for layer in range(LAYERS)} == {True}
+
+
+def test_points_that_the_budget_does_not_allow_are_left_out() -> None:
+    held = bank()
+
+    assert measure_experts(LoopExperts(held), held, TIMED_HIDDEN, budget_s=0.0).rows == [1]
+
+
+def test_weights_are_as_they_were() -> None:
+    held = bank()
+    before = [held.digest(layer, slot) for layer in range(LAYERS) for slot in range(SLOTS)]
+
+    measure_experts(LoopExperts(held), held, TIMED_HIDDEN)
+
+    assert before == [held.digest(layer, slot) for layer in range(LAYERS) for slot in range(SLOTS)]

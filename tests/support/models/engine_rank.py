@@ -23,7 +23,7 @@ from rebalance.assembly.rank import BuiltRank, build_rank, committed_placement
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
-from runtime.memory.shared import digest
+from runtime.memory import digest
 from runtime.model.compute import GroupedExperts, LoopExperts
 from telemetry import open_store
 

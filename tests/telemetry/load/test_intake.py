@@ -8,8 +8,7 @@ import pytest
 
 from eplb.core.load import LoadSample
 from telemetry.load.counts import OUTCOMES, Outcome, RunShape
-from telemetry.load.cuts import Cut, CutBySteps, CutByTime
-from telemetry.load.folder import WindowFolder
+from telemetry.load.folder import Cut, CutBySteps, CutByTime, WindowFolder
 from tests.support.stores import make_sample as make_any_sample
 
 NOW = 1000.0

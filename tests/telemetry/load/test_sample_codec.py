@@ -13,10 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 from eplb.core.load import LoadSample
 from eplb.errors import StoreError
-from telemetry.load import envelope as packing
-from telemetry.load.envelope import UnknownVersion
+from telemetry.load import sample_codec as packing
 from telemetry.load.rollup import Rollup, rollup_from_bytes, rollup_to_bytes
-from telemetry.load.sample_codec import sample_from_bytes, sample_to_bytes
+from telemetry.load.sample_codec import UnknownVersion, sample_from_bytes, sample_to_bytes
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=4)

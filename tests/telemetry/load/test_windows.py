@@ -1,5 +1,7 @@
 """Samples of single ranks become windows; whatever is missing is named, never guessed."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from itertools import pairwise
@@ -12,9 +14,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadSample, Phase
+from eplb.errors import HistoryError
 from telemetry.load.counts import OUTCOMES, RunShape
-from telemetry.load.cuts import CutBySteps
-from telemetry.load.folder import Window, WindowFolder, history
+from telemetry.load.folder import (
+    Apart,
+    CutBySteps,
+    CutByTime,
+    Window,
+    WindowFolder,
+    apart,
+    history,
+    weighted,
+)
 from tests.support.stores import make_sample as make_any_sample
 
 # Two ranks of two slots, one layer, three experts: expert 0 has a replica on each rank.
@@ -288,3 +299,195 @@ def test_batches_cut_anywhere_change_nothing(order: list[int], cuts: list[int]) 
         folder.add_all([samples[n] for n in order[start:stop]])
 
     assert all(same(one, two) for one, two in zip(folder.windows(), expected, strict=True))
+
+
+def timed_sample(rank: int, sequence: int, time: float) -> LoadSample:
+    steps = {"first_step": sequence * 10, "last_step": sequence * 10 + 9}
+    return make_any_sample(rank, sequence, time=time, tokens=[[1, sequence]], **steps)
+
+
+TIMED_SHAPE = RunShape("demo", "run-1", num_ranks=2, num_experts=2, num_layers=1)
+
+
+def folder_of(*samples: LoadSample, **changes: Any) -> WindowFolder:
+    folder = WindowFolder(CutByTime(5.0), TIMED_SHAPE, **changes)
+    folder.add_all(samples)
+    return folder
+
+
+def missing(folder: WindowFolder) -> dict[int, set[int]]:
+    return {window.index: set(window.missing_ranks) for window in folder.windows()}
+
+
+def both(sequence: int, time: float) -> list[LoadSample]:
+    return [timed_sample(rank, sequence, time) for rank in (0, 1)]
+
+
+def test_samples_count_in_the_window_in_which_they_were_taken() -> None:
+    folder = folder_of(*both(0, 1.0), *both(1, 4.9), *both(2, 5.0))
+
+    first, second = folder.windows()
+    assert (first.index, first.tokens.tolist(), first.received.tolist()) == (0, [[4, 2]], [[3, 3]])
+    assert (second.index, second.tokens.tolist()) == (1, [[2, 4]])
+    assert (first.first_step, first.last_step) == (0, 19)
+
+
+def test_window_is_complete_once_every_rank_is_past_its_end() -> None:
+    folder = folder_of(*both(0, 1.0), timed_sample(0, 1, 6.0))
+    assert missing(folder) == {0: {1}, 1: {0, 1}}
+
+    folder.add_all([timed_sample(1, 1, 6.5)])
+
+    assert missing(folder) == {0: set(), 1: {0, 1}}
+
+
+def test_lost_sample_leaves_both_windows_that_it_may_be_of_incomplete() -> None:
+    folder = folder_of(*both(0, 1.0), *both(1, 6.0), timed_sample(1, 2, 8.0), *both(3, 11.0))
+    folder.add_all(both(4, 16.0))
+
+    assert missing(folder) == {0: set(), 1: {0}, 2: {0}, 3: {0, 1}}
+
+    folder.add_all([timed_sample(0, 2, 9.0)])
+    assert missing(folder) == {0: set(), 1: set(), 2: set(), 3: {0, 1}}
+
+
+def test_rank_without_tokens_does_not_count_as_missing() -> None:
+    folder = folder_of(
+        *both(0, 1.0), timed_sample(0, 1, 6.0), timed_sample(0, 2, 11.0), timed_sample(1, 1, 12.0)
+    )
+
+    assert missing(folder)[1] == set()
+    assert folder.windows()[1].received.tolist() == [[2, 0]]
+
+
+def test_sequences_before_the_first_known_sample_are_missing() -> None:
+    folder = folder_of(*both(7, 1.0), *both(8, 6.0), *both(9, 11.0))
+
+    assert missing(folder) == {0: {0, 1}, 1: set(), 2: {0, 1}}
+
+
+def test_repeated_and_late_samples_change_nothing() -> None:
+    folder = folder_of(*both(0, 1.0), *both(1, 6.0), *both(2, 11.0), keep=2)
+
+    assert folder.add_all([timed_sample(0, 1, 6.0)]) == []
+    assert folder.add_all([timed_sample(0, 0, 1.0)]) == []
+    assert folder.add_all([timed_sample(1, 1, 6.0), timed_sample(1, 0, 1.0)]) == []
+
+    counts = folder.outcomes.counts
+    assert (counts["repeated"], counts["late"]) == (2, 2)
+    assert folder.windows()[0] is folder.windows()[0]
+    assert [window.index for window in folder.windows()] == [1, 2]
+    assert folder.windows()[0].is_complete
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -float("inf")])
+def test_time_that_is_none_is_refused(time: float) -> None:
+    folder = folder_of(timed_sample(0, 0, time))
+
+    assert folder.windows() == []
+    assert "sample 0 of rank 0" in folder.outcomes.reasons["malformed"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "keep", "expected"), [(0.0, 2, "more than 0"), (5.0, 0, "1 or more")]
+)
+def test_window_of_no_length_is_refused(seconds: float, keep: int, expected: str) -> None:
+    with pytest.raises(HistoryError, match=expected):
+        WindowFolder(CutByTime(seconds), TIMED_SHAPE, keep=keep)
+
+
+# Each window has a step of each phase: one rank of two experts in one layer.
+TOKENS: dict[Phase, list[int]] = {"prefill": [100, 300], "decode": [5, 1], "mixed": [10, 10]}
+HELD_TWICE = np.array([[0, 1]])
+
+
+def folded_phases(*windows: tuple[Phase, ...]) -> WindowFolder:
+    folder = WindowFolder(CutBySteps(3), RunShape("test", "run", 1, 2, 1))
+    for window, phases in enumerate(windows):
+        for number in range(3):
+            step = 3 * window + number
+            phase = phases[number % len(phases)]
+            is_first = number < len(phases)
+            tokens = np.array([TOKENS[phase] if is_first else [0, 0]])
+            span = (float(step), step, step)
+            folder.add_all(
+                [LoadSample("test", "run", 0, step, *span, phase, 0, HELD_TWICE, tokens)]
+            )
+    return folder
+
+
+def loads(found: Apart) -> list[list[list[int]]]:
+    return [[window.tokens[0].tolist() for window in part] for part in found]
+
+
+@pytest.mark.parametrize(
+    ("phases", "others", "decode", "name"),
+    [
+        (("prefill", "decode"), [[100, 300]], [[5, 1]], "prefill"),
+        (("prefill", "decode", "mixed"), [[110, 310]], [[5, 1]], "mixed"),
+        (("decode",), [], [[5, 1]], ""),
+        (("prefill",), [[100, 300]], [], "prefill"),
+    ],
+)
+def test_decode_is_apart_from_all_else(
+    phases: tuple[Phase, ...], others: list[list[int]], decode: list[list[int]], name: str
+) -> None:
+    folder = folded_phases(phases)
+
+    found = apart(folder, folder.windows())
+
+    assert loads(found) == [others, decode]
+    assert [window.phase for window in found.others] == [name] * len(others)
+
+
+def history_of(weight: float, *windows: tuple[Phase, ...]) -> list[tuple[str, list[int]]]:
+    folder = folded_phases(*windows)
+    found = weighted(apart(folder, folder.windows()), weight)
+    assert found is not None
+    tokens = [one[0].tolist() for one in found.tokens]
+    return list(zip(found.phases, tokens, strict=True))
+
+
+BOTH: tuple[Phase, ...] = ("prefill", "decode")
+
+
+PREFILL: tuple[Phase, ...] = ("prefill",)
+
+
+@pytest.mark.parametrize(
+    ("weight", "windows", "prefill", "decode"),
+    [
+        (0.5, [BOTH] * 2, [[100, 300]] * 2, [[5, 1]] * 2),
+        # The phase with less weight has fewer windows and all its tokens.
+        (0.2, [BOTH] * 8, [[100, 300]] * 8, [[20, 4]] * 2),
+        (0.8, [BOTH] * 8, [[400, 1200]] * 2, [[5, 1]] * 8),
+        # A phase that is rare has its weight by the windows of the other.
+        (0.5, [PREFILL] * 6 + [BOTH] * 2, [[400, 1200]] * 2, [[5, 1]] * 2),
+        (0.5, [("decode",)] * 2, [], [[5, 1]] * 2),
+    ],
+)
+def test_each_phase_has_windows_by_its_weight(
+    weight: float,
+    windows: list[tuple[Phase, ...]],
+    prefill: list[list[int]],
+    decode: list[list[int]],
+) -> None:
+    found = history_of(weight, *windows)
+
+    assert [tokens for phase, tokens in found if phase == "prefill"] == prefill
+    assert [tokens for phase, tokens in found if phase == "decode"] == decode
+
+
+def test_phases_take_turns_and_without_windows_there_is_no_history() -> None:
+    turns = [phase for phase, _ in history_of(0.5, BOTH, BOTH)]
+    assert turns == ["prefill", "decode", "prefill", "decode"]
+    assert weighted(Apart([], []), 0.5) is None
+
+
+def test_summed_windows_span_the_steps_of_all() -> None:
+    folder = folded_phases(*[BOTH] * 4)
+    found = weighted(apart(folder, folder.windows()), 0.34)
+
+    assert found is not None
+    spans = zip(found.phases, found.first_step.tolist(), found.last_step.tolist(), strict=True)
+    assert [span for span in spans if span[0] == "decode"] == [("decode", 0, 5), ("decode", 6, 11)]

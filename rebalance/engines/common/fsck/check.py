@@ -24,8 +24,7 @@ from rebalance.engines.common.fsck.tensors import EngineView, as_bytes
 from rebalance.engines.common.records import NOBODY
 from rebalance.engines.common.tap import IntArray
 from rebalance.types import Digest
-from runtime.memory.digests import PendingDigests, RecordDigests
-from runtime.memory.shared import digest
+from runtime.memory import PendingDigests, RecordDigests, digest
 
 PART = 0.001  # of the time that the check may take
 BYTES_PER_S = 2e12  # at which a device reads a record; the host does not see that time

@@ -11,9 +11,9 @@ import pytest
 from eplb.core.load import Phase
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.decision.expectation import ENOUGH
+from eplb.decision.alternatives import ENOUGH
 from eplb.errors import ConfigError
-from eplb.measure.balance import imbalance
+from eplb.measure import imbalance
 from rebalance.controller.plans.planner_request import PlannerRequest
 from tests.support.controlled_deployment import SETTINGS, WINDOW_STEPS, Clock, Deployment, events
 from tests.support.stores import MemoryStore

@@ -10,7 +10,7 @@ import pytest
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.decision.expectation import ENOUGH
+from eplb.decision.alternatives import ENOUGH
 from eplb.errors import ConfigError
 from eplb.migration.build import Pace
 from rebalance.controller.plans.planner_request import PlannerRequest, redundancy_of

@@ -1,1 +1,0 @@
-"""Imbalance of a placement, and the lower bound of any placement."""

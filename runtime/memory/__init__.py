@@ -1,1 +1,0 @@
-"""Memory of expert weights: shared, symmetric; and the digests of records."""

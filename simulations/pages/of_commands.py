@@ -1,0 +1,422 @@
+"""The pages of ``eplb simulate``, ``eplb recommend`` and ``eplb sweep``.
+
+simulate   policies side by side, over time and in distribution
+recommend  candidates by what they give, and batches of the best one
+sweep      every configuration, by balance, moves and throughput
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulations.pages.document import (
+    Figure,
+    Page,
+    Table,
+    colour_of,
+    counted,
+    framed,
+    graph_objects,
+)
+from simulations.recommend import Answer
+from simulations.replay import Replay, Scenario
+from simulations.sweep.results import Row
+
+
+def comparison_page(
+    result: dict[str, Any],
+    scenario: Scenario,
+    replays: Sequence[Replay],
+    conclusions: Sequence[str],
+    command: str,
+) -> Page:
+    """The page of ``eplb simulate``.
+
+    Args:
+        result: of ``simulations.report.summary``.
+        conclusions: sentences on top.
+        command: that made it, as typed.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    go = graph_objects()
+    judged = {name: one for name, one in result["policies"].items() if "imbalance_mean" in one}
+    ran = [replay for replay in replays if replay.policy in judged]
+    figures = [
+        Figure(
+            "Imbalance over time",
+            "Busiest over mean rank load, mean over layers, of each window under what was planned "
+            "before it. Triangles are rebalances; the dotted line is what chance alone makes.",
+            _over_time(go, result["noise_floor"], ran),
+        ),
+        Figure(
+            "Gain against moves",
+            "Mean imbalance against experts moved. Left and low is good.",
+            _scatter(
+                go,
+                [(n, one["experts_moved"], one["imbalance_mean"], n) for n, one in judged.items()],
+                "experts moved in all",
+                "mean imbalance",
+            ),
+        ),
+        Figure(
+            "Windows by imbalance",
+            "Part of the windows whose imbalance is at most so high.",
+            _distribution(
+                go, [(one.policy, one.per_window[~one.idle]) for one in ran], "imbalance"
+            ),
+        ),
+        Figure(
+            "Ranks by load",
+            "Part of the ranks, of all layers of the last window, whose load over the mean of "
+            "their layer is at most so high. 1 is perfect.",
+            _distribution(
+                go,
+                [(one.policy, _ratios(one.last_load, scenario).ravel()) for one in ran],
+                "rank load / mean",
+            ),
+        ),
+    ]
+    if any("tokens_per_s_per_rank" in one for one in judged.values()):
+        text = "Tokens a second of a rank, with the time that moves take."
+        figures.append(Figure("Throughput", text, _throughput(go, judged)))
+    if ran:
+        shown = [one for one in ran if not one.is_oracle] or ran
+        figures += _heatmaps(go, scenario, shown[-1])
+    return Page(
+        result["trace"],
+        conclusions,
+        [_comparison_table(judged)],
+        figures,
+        {"command": command} | _inputs(result),
+    )
+
+
+def _inputs(result: dict[str, Any]) -> dict[str, object]:
+    names = ("windows", "windows_skipped", "windows_idle", "layers", "experts", "slots", "ranks")
+    more = ("nodes", "past_windows", "plan_every", "dispatch", "steps_per_window", "seed")
+    found = {name.replace("_", " "): result[name] for name in (*names, *more)}
+    floor, times = f"{result['noise_floor']:.4f}", result["experts_measured"]
+    return found | {"imbalance by chance alone": floor, "expert times": times or "not asked for"}
+
+
+def _comparison_table(judged: dict[str, dict[str, Any]]) -> Table:
+    headings = ["policy", "mean imbalance", "p95", "p99", "worst layer", "rebalances"]
+    headings += ["experts moved", "GB moved", "tokens/s a rank"]
+    rows = [
+        (
+            policy,
+            f"{one['imbalance_mean']:.3f}",
+            f"{one['imbalance_p95']:.3f}",
+            f"{one['imbalance_p99']:.3f}",
+            f"{one['imbalance_max_layer']:.2f}",
+            str(one["rebalances"]),
+            f"{one['experts_moved']:,}",
+            f"{sum(one['bytes_by_link'].values()) / 1e9:,.1f}" if one["bytes_by_link"] else "-",
+            f"{one['tokens_per_s_per_rank']:.0f}" if "tokens_per_s_per_rank" in one else "-",
+        )
+        for policy, one in judged.items()
+    ]
+    return Table(headings, rows)
+
+
+def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
+    figure = go.Figure()
+    for number, replay in enumerate(replays):
+        colour, series = colour_of(number), replay.per_window
+        windows = np.arange(1, len(series) + 1)
+        figure.add_scatter(
+            x=windows, y=series, mode="lines", name=replay.policy, line={"color": colour}
+        )
+        taken = [one for one in replay.rebalances if one.window < len(series)]
+        served_from = np.array([rebalance.window + 1 for rebalance in taken], dtype=int)
+        figure.add_scatter(
+            x=served_from,
+            y=series[served_from - 1],
+            mode="markers",
+            showlegend=False,
+            marker={"color": colour, "symbol": "triangle-up", "size": 8},
+            text=[rebalance.reason for rebalance in taken],
+            hovertemplate="window %{x}: %{y:.3f}<br>%{text}<extra></extra>",
+        )
+    figure.add_hline(y=floor, line={"dash": "dot", "color": "#888"})
+    longest = max((len(replay.per_window) for replay in replays), default=0)
+    return counted(framed(figure, "window", "imbalance"), x=longest)
+
+
+def _scatter(
+    go: Any,
+    points: Iterable[tuple[str, float | None, float | None, str]],
+    x_title: str,
+    y_title: str,
+    hover: str = "%{text}<br>%{x:,}, %{y:.3f}",
+) -> Any:
+    """Points (group, x, y, text), each group in a colour of its own."""
+    of_group: dict[str, list[tuple[float | None, float | None, str]]] = {}
+    for group, x_of, y_of, text_of in points:
+        of_group.setdefault(group, []).append((x_of, y_of, text_of))
+    figure = go.Figure()
+    for number, (group, found) in enumerate(of_group.items()):
+        x, y, text = zip(*found, strict=True)
+        figure.add_scatter(
+            x=x,
+            y=y,
+            mode="markers",
+            name=group,
+            marker={"size": 11, "color": colour_of(number)},
+            text=text,
+            hovertemplate=f"{hover}<extra></extra>",
+        )
+    return framed(figure, x_title, y_title)
+
+
+def _distribution(go: Any, samples: Sequence[tuple[str, NDArray[np.float64]]], x_title: str) -> Any:
+    figure = go.Figure()
+    for number, (name, values) in enumerate(samples):
+        parts = np.linspace(0.0, 1.0, min(max(values.size, 2), 201))
+        figure.add_scatter(
+            x=np.quantile(values, parts) if values.size else [],
+            y=parts,
+            mode="lines",
+            name=name,
+            line={"color": colour_of(number), "shape": "hv"},
+        )
+    return framed(figure, x_title, "part")
+
+
+def _throughput(go: Any, judged: dict[str, dict[str, Any]]) -> Any:
+    figure = go.Figure()
+    timed = {name: one for name, one in judged.items() if "tokens_per_s_per_rank" in one}
+    figure.add_bar(
+        x=[one["tokens_per_s_per_rank"] for one in timed.values()],
+        y=list(timed),
+        orientation="h",
+        marker={"color": [colour_of(number) for number in range(len(timed))]},
+        text=[f"{one['tokens_per_s_per_rank']:.0f}" for one in timed.values()],
+    )
+    framed(figure, "tokens/s of a rank", "")
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def _ratios(load: NDArray[np.float64], scenario: Scenario) -> NDArray[np.float64]:
+    """[L, serving R] load over the mean of the layer's ranks that serve."""
+    served = load[:, scenario.topology.serving]
+    ratios: NDArray[np.float64] = served / np.maximum(served.mean(axis=1, keepdims=True), 1e-12)
+    return ratios
+
+
+def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
+    ratios = [_ratios(load, scenario) for load in (replay.first_load, replay.last_load)]
+    # As far below 1 as above, so that the middle of the colours is perfect balance.
+    reach = max(0.5, float(np.percentile(np.concatenate(ratios), 99)) - 1.0)
+    found = []
+    for name, ratio in zip(("contiguous", replay.policy), ratios, strict=True):
+        figure = go.Figure()
+        figure.add_heatmap(z=ratio, colorscale="RdBu_r", zmin=1.0 - reach, zmax=1.0 + reach)
+        layers, ranks = ratio.shape
+        counted(framed(figure, "rank", "layer"), x=ranks, y=layers)
+        figure.update_yaxes(autorange="reversed")
+        worst = float(ratio.max(axis=1).mean())
+        text = f"Load of each rank over the layer's mean in the last window; imbalance {worst:.3f}."
+        found.append(Figure(f"Rank load: {name}", text, figure))
+    return found
+
+
+BALANCES = ("without balancing", "planned", "bound of any placement")
+
+
+def recommendation_page(answer: Answer, load: str, expert_times: str, command: str) -> Page:
+    """The page of ``eplb recommend``.
+
+    Args:
+        command: that made it, as typed.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    go = graph_objects()
+    figures = [
+        Figure(
+            "Throughput against KV cache",
+            "Tokens a second of a rank against the memory left for the KV cache: redundant slots "
+            "move a candidate to the left.",
+            _scatter(
+                go,
+                [
+                    (one.group, one.kv_bytes / 1e9, one.tokens_per_s, one.name)
+                    for one in answer.candidates
+                ],
+                "GB for the KV cache of a rank",
+                "tokens/s of a rank",
+                "%{text}<br>%{x:.1f} GB, %{y:.1f} tokens/s",
+            ),
+        )
+    ]
+    if answer.batches:
+        x_title = "sequences of a rank"
+        figures += [
+            Figure(
+                "Tokens a second by batch",
+                f"Of a rank, for {answer.best.name}.",
+                _by_batch(go, answer, "tokens_per_s", x_title, "tokens/s of a rank"),
+            ),
+            Figure(
+                "Time of a token by batch",
+                "Milliseconds: the time of a step over the tokens that it gives to a sequence.",
+                _by_batch(go, answer, "ms", x_title, "ms"),
+            ),
+        ]
+    return Page(
+        f"What to deploy for {load}",
+        answer.sentences(),
+        [_candidate_table(answer)],
+        figures,
+        {"command": command, "load": load, "expert times": expert_times},
+        "No queue and no scheduler is modelled: batches are full. Attention ranks and expert ranks "
+        "take turns: two batches in a pipeline between them are not modelled.",
+    )
+
+
+def _candidate_table(answer: Answer) -> Table:
+    headings = ["group", "slots a rank", "tokens/s a rank", "plan every", "sequences", "KV GB"]
+    rows = [
+        (
+            one.group,
+            str(one.slots_per_rank),
+            f"{one.tokens_per_s:.1f}",
+            str(one.interval) if one.interval else "never",
+            str(one.sequences),
+            f"{one.kv_bytes / 1e9:.1f}",
+            f"{one.imbalance:.3f}",
+            f"{one.step_us / 1000:.2f}",
+            " / ".join(f"{part / 1000:.2f}" for part in one.parts_us),
+            "not known" if one.error is None else f"{one.error:.1%}",
+            f"{one.lost_part:.2%}",
+        )
+        for one in answer.candidates
+    ]
+    parts = "dispatch / experts / combine / rest"
+    return Table([*headings, "imbalance", "step ms", parts, "error of a step", "moves"], rows)
+
+
+def _by_batch(go: Any, answer: Answer, figure_of: str, x_title: str, y_title: str) -> Any:
+    figure = go.Figure()
+    prefixes = ("none", "planned", "perfect")
+    for number, (prefix, name) in enumerate(zip(prefixes, BALANCES, strict=True)):
+        figure.add_scatter(
+            x=[one.sequences for one in answer.batches],
+            y=[getattr(one, f"{prefix}_{figure_of}") for one in answer.batches],
+            name=name,
+            line={"color": colour_of(number), "dash": "dot" if prefix == "perfect" else "solid"},
+        )
+    framed(figure, x_title, y_title)
+    powers = [one.sequences for one in answer.batches if one.sequences.bit_count() == 1]
+    figure.update_xaxes(type="log", tickvals=powers)
+    return figure
+
+
+MOST_SHOWN = 200  # rows of the page's table; the Parquet file has all
+
+
+def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
+    """The page of ``eplb sweep``.
+
+    Args:
+        rows: the best first.
+        command: that made it, as typed.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    go = graph_objects()
+    judged = [row for row in rows if row.imbalance_mean is not None]
+    figures = [
+        Figure(
+            "Gain against moves",
+            "Mean imbalance against experts moved. Left and low is good.",
+            _scatter(
+                go,
+                [(row.policy, row.experts_moved, row.imbalance_mean, words(row)) for row in judged],
+                "experts moved in all",
+                "mean imbalance",
+            ),
+        )
+    ]
+    if any(row.tokens_per_s_per_rank is not None for row in judged):
+        figures.append(
+            Figure(
+                "Throughput against slots",
+                "Tokens a second of a rank against slots of a layer, before the KV memory that "
+                "they take: eplb recommend prices it.",
+                _scatter(
+                    go,
+                    [
+                        (row.policy, row.slots, row.tokens_per_s_per_rank, words(row))
+                        for row in judged
+                    ],
+                    "slots of a layer",
+                    "tokens/s of a rank",
+                ),
+            )
+        )
+    return Page(
+        f"Sweep of {load}",
+        conclusions(rows),
+        [_sweep_table(rows[:MOST_SHOWN])],
+        figures,
+        {"command": command, "load": load, "configurations": len(rows)},
+    )
+
+
+def conclusions(rows: Sequence[Row]) -> list[str]:
+    """The best configuration, and how many policies ended early."""
+    judged = [row for row in rows if row.imbalance_mean is not None]
+    found = [f"best: {words(judged[0])}: {_gives(judged[0])}"] if judged else []
+    if len(judged) > 1:
+        found.append(f"last: {words(judged[-1])}: {_gives(judged[-1])}")
+    failed = sum(bool(row.failed) for row in rows)
+    return [*found, f"{failed} of {len(rows)} configurations ended early"] if failed else found
+
+
+def words(row: Row) -> str:
+    """A configuration, as sentences have it."""
+    return (
+        f"{row.policy} on {row.ranks} ranks, {row.slots} slots, "
+        f"a plan every {row.interval} windows, {row.dispatch}, seed {row.seed}"
+    )
+
+
+def _gives(row: Row) -> str:
+    text = f"imbalance {row.imbalance_mean:.3f}, {row.experts_moved:,} experts moved"
+    if row.tokens_per_s_per_rank is None:
+        return text
+    return f"{text}, {row.tokens_per_s_per_rank:.0f} tokens/s a rank"
+
+
+def _sweep_table(rows: Sequence[Row]) -> Table:
+    headings = ["policy", "ranks", "slots", "every", "dispatch", "seed", "imbalance", "p99"]
+    return Table(
+        [*headings, "rebalances", "experts moved", "tokens/s a rank"],
+        [
+            (
+                row.policy,
+                str(row.ranks),
+                str(row.slots),
+                str(row.interval),
+                row.dispatch,
+                str(row.seed),
+                "failed" if row.imbalance_mean is None else f"{row.imbalance_mean:.3f}",
+                "-" if row.imbalance_p99 is None else f"{row.imbalance_p99:.3f}",
+                str(row.rebalances),
+                f"{row.experts_moved:,}",
+                "-" if row.tokens_per_s_per_rank is None else f"{row.tokens_per_s_per_rank:.0f}",
+            )
+            for row in rows
+        ],
+    )

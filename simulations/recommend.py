@@ -1,0 +1,543 @@
+"""Which group, how much redundancy, how often to plan: candidates compared on the same load.
+
+A redundant slot balances better and takes memory from the KV cache, so fewer sequences run at once;
+a larger group leaves each rank fewer slots and more memory, and is harder to balance. With
+attention ranks of their own, the expert ranks hold experts alone, and every token crosses the
+network. Each candidate is replayed with the live planner at the batch that its memory allows:
+
+    memory -> sequences of a rank -> rows of slots -> time of a step -> tokens a second, less moves
+
+The best candidate is replayed once more at smaller batches, with and without balancing, beside the
+time that no placement can be below.
+
+Times of experts have an error that was measured (``simulations.kernels``). A gain is told only
+where it is above the part of it that experts have in a step; otherwise the answer is that it cannot
+tell, and what to measure.
+
+No queue and no scheduler is modelled: the batch is always full. A step gives one token of each
+sequence, and drafts that are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, product
+from typing import Any
+
+from eplb.core.cost import CostModel
+from eplb.core.dispatch import DispatchRule
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.errors import ConfigError
+from simulations.inputs import even_topology
+from simulations.migration_cost import MigrationCost
+from simulations.replay import Replay, Scenario, replay_all
+from simulations.step_time import ExpertTime, Hardware, StepModel
+from simulations.windows import Windows
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What a rank holds beside routed experts; a slot takes one expert of every MoE layer.
+
+    Raises:
+        ConfigError: a part that is none, or bytes below 0.
+    """
+
+    hardware: Hardware
+    model: ModelShape
+    usable: float = 0.9  # part of the memory that weights and KV cache may fill
+    dense_bytes: float = 0.0  # attention, shared experts, embeddings, buffers, on each rank
+    kv_token_bytes: float = 70_272.0  # of one token, all layers: DeepSeek-V3's latent cache in BF16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.usable <= 1:
+            raise ConfigError(f"usable is {self.usable}, expected above 0 and at most 1")
+        if not (self.dense_bytes >= 0 and self.kv_token_bytes > 0):
+            raise ConfigError(
+                f"dense_bytes is {self.dense_bytes} and kv_token_bytes {self.kv_token_bytes}, "
+                "expected 0 or more, and above 0"
+            )
+
+    def expert_bytes(self, slots_per_rank: float) -> float:
+        """Weights of a rank's slots."""
+        return slots_per_rank * self.model.num_layers * self.model.expert_bytes
+
+    def kv_bytes(self, slots_per_rank: float) -> float:
+        """What is left for the KV cache; 0 or less: the weights do not fit."""
+        whole = self.hardware.memory_bytes * self.usable
+        return whole - self.dense_bytes - self.expert_bytes(slots_per_rank)
+
+    def sequences(self, slots_per_rank: float, context: int) -> int:
+        """How many sequences of ``context`` tokens a rank can hold."""
+        left = self.kv_bytes(slots_per_rank)
+        return max(0, int(left / (self.kv_token_bytes * context)))
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Drafts of a sequence in each step, by multi-token prediction or any other way.
+
+    A step verifies one token of each sequence and its drafts, so experts get that many rows more. A
+    draft counts if it and all before it are accepted. Drafts come one after another, each from a
+    layer of its own that is taken to last as long as a mean layer of the verifying pass.
+
+    Args:
+        drafts: tokens; 0: none.
+        acceptance: chance that a draft is right, if all before it are.
+
+    Raises:
+        ConfigError: fewer than no drafts, or a chance that is none.
+    """
+
+    drafts: int = 0
+    acceptance: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.drafts < 0 or not 0 <= self.acceptance <= 1:
+            raise ConfigError(
+                f"{self.drafts} drafts at an acceptance of {self.acceptance}, expected 0 or more, "
+                "and 0 to 1"
+            )
+
+    @property
+    def verified(self) -> int:
+        """Tokens of a sequence that a step routes."""
+        return 1 + self.drafts
+
+    @property
+    def given(self) -> float:
+        """Tokens of a sequence that a step gives, in the mean."""
+        return sum(self.acceptance**draft for draft in range(self.verified))
+
+    def step_us(self, verifying_us: float, num_layers: int) -> float:
+        """Of a step, its drafts included."""
+        return verifying_us * (1 + self.drafts / num_layers)
+
+
+POLICY, NOTHING = "auto", "none"
+WORTH_IT = 0.01  # of the tokens per second: less is called no gain
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is compared, and on what.
+
+    Raises:
+        ConfigError: nothing to compare.
+    """
+
+    windows: Windows
+    memory: MemoryModel
+    experts: dict[int, ExpertTime]  # by ranks of a group
+    ranks_per_node: int = 8
+    redundant: Sequence[int] = (0, 1, 2, 4)  # slots of each rank beyond those that hold all once
+    intervals: Sequence[int] = (1, 4, 16)  # windows from one plan to the next
+    context: int = 4096  # tokens of a sequence
+    most_sequences: int = 256  # of a rank
+    other_us: float = 0.0
+    window_s: float = 60.0
+    seed: int = 0
+    attention_ranks: Sequence[int] = (0,)  # beside the group; 0: its ranks do both
+    dispatch: DispatchRule = DispatchRule.WEIGHTED
+    most_ms: float | None = None  # of a token: the batch is chosen within it
+    speculation: Speculation = field(default_factory=Speculation)
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "redundant", "intervals", "attention_ranks"):
+            if not getattr(self, name):
+                raise ConfigError(f"no {name} to compare, expected at least one")
+        for name in ("context", "most_sequences", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        for name in ("window_s", "most_ms"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}, expected above 0")
+        if min(self.attention_ranks) < 0:
+            raise ConfigError(
+                f"attention_ranks are {list(self.attention_ranks)}, expected 0 or more"
+            )
+        if min(self.redundant) < 0 or min(self.intervals) < 1:
+            raise ConfigError(
+                f"redundant {list(self.redundant)} and intervals {list(self.intervals)}, "
+                "expected 0 or more, and 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to deploy, and what it gives."""
+
+    ranks: int
+    slots_per_rank: int
+    redundant: int  # slots of a rank
+    interval: int  # windows; 0: nothing is planned
+    sequences: int  # of a rank that runs attention; 0: the weights do not fit
+    is_memory_bound: bool  # the KV cache limits the batch, not ``most_sequences``
+    kv_bytes: float
+    imbalance: float
+    step_us: float
+    lost_part: float  # of the time, by moves
+    parts_us: tuple[float, ...]  # of a step: dispatch, experts, combine, and the rest
+    error: float | None  # of its time, by that of experts at these rows; None: not known
+    tokens_per_s: float  # of a rank, attention ranks included
+    attention_ranks: int = 0  # beside the group; 0: its ranks do both
+    placement: Placement | None = field(default=None, repr=False)  # that served last
+
+    @property
+    def name(self) -> str:
+        """As sentences have it."""
+        slots = f"{self.redundant} redundant slots a rank" if self.redundant else "no redundancy"
+        planned = f"a plan every {self.interval} windows" if self.interval else "no balancing"
+        return f"{self.group}, {slots}, {planned}"
+
+    @property
+    def group(self) -> str:
+        """Its ranks."""
+        beside = f" and {self.attention_ranks} attention ranks" if self.attention_ranks else ""
+        return f"EP{self.ranks}{beside}"
+
+    @property
+    def group_short(self) -> str:
+        """Its ranks, as tables have them."""
+        return f"EP{self.ranks}{f'+{self.attention_ranks}' if self.attention_ranks else ''}"
+
+    @property
+    def links_part(self) -> float:
+        """Part of a step that dispatch and combine take."""
+        return (self.parts_us[0] + self.parts_us[2]) / max(sum(self.parts_us), 1e-9)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that run attention, which hold the sequences."""
+        return self.attention_ranks or self.ranks
+
+    def rank_tokens_per_s(self, token_us: float, sequences: float) -> float:
+        """Tokens a second of a rank, all ranks counted, without what moves take."""
+        parts = self.batch_ranks / (self.ranks + self.attention_ranks)
+        return sequences / (token_us / 1e6) * parts if token_us else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the placement."""
+        found = asdict(replace(self, placement=None))
+        del found["placement"]
+        return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of the best candidate: milliseconds of a token, drafts that count included."""
+
+    sequences: int  # of a rank that runs attention
+    tokens_per_expert: float  # mean, of one step
+    none_ms: float  # without balancing, in the same slots
+    planned_ms: float
+    perfect_ms: float  # no placement is below it
+    none_tokens_per_s: float  # of a rank, as the next two
+    planned_tokens_per_s: float
+    perfect_tokens_per_s: float
+
+    @property
+    def gain(self) -> float:
+        """Tokens a second that balancing brings, relative."""
+        return self.planned_tokens_per_s / self.none_tokens_per_s - 1
+
+    @property
+    def most_gain(self) -> float:
+        """What no placement exceeds."""
+        return self.perfect_tokens_per_s / self.none_tokens_per_s - 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Candidates, the best first."""
+
+    candidates: tuple[Candidate, ...]
+    unfit: tuple[Candidate, ...]  # whose weights do not fit
+    batches: tuple[Batch, ...] = ()  # of the best candidate, the smallest first
+    most_ms: float | None = None  # of a token, as asked for
+
+    @property
+    def best(self) -> Candidate:
+        """The recommendation."""
+        return self.candidates[0]
+
+    def sentences(self) -> list[str]:
+        """The recommendation, its reasons, the runner-up, and what does not fit."""
+        best = self.best
+        nothing = [one for one in self.candidates if not one.interval and one.group == best.group]
+        lines = [f"recommended: {best.name}: {best.tokens_per_s:.1f} tokens/s a rank"]
+        if nothing and best.interval:
+            gain = best.tokens_per_s / nothing[0].tokens_per_s - 1
+            lines[0] += f", {gain:+.1%} over no balancing{_error_of(best)}"
+            if best.error is not None and abs(gain) < best.error:
+                lines.append(
+                    "cannot tell whether balancing pays here: the gain is below the error of the "
+                    "times of experts; benchmarks/expert_curve.py measures them on the GPU that "
+                    "serves, for --expert-times"
+                )
+            before, after = nothing[0].parts_us, best.parts_us
+            links_ms = (before[0] + before[2] - after[0] - after[2]) / 1000
+            lines.append(
+                f"why: imbalance {nothing[0].imbalance:.3f} -> {best.imbalance:.3f}; a step takes "
+                f"{best.step_us / 1000:.2f} ms, {nothing[0].step_us / 1000:.2f} ms without; "
+                f"experts save {(before[1] - after[1]) / 1000:.2f} ms, and dispatch and combine "
+                f"{links_ms:.2f} ms, which was never measured under imbalance; moves take "
+                f"{best.lost_part:.2%} of the time"
+            )
+        lines.append(_parts_of(best))
+        limit = "the KV cache" if best.is_memory_bound else "the most that was asked for"
+        lines.append(
+            f"batch: {best.sequences} sequences a rank, limited by {limit}; "
+            f"{best.kv_bytes / 1e9:.1f} GB are left for the KV cache"
+        )
+        lines += self._batch_sentences()
+        if len(self.candidates) > 1:
+            lines.append(self._second(self.candidates[1]))
+        lines += [
+            f"does not fit: {one.group} with {one.slots_per_rank} slots a rank lacks "
+            f"{max(-one.kv_bytes, 0.0) / 1e9:.1f} GB for its weights, or holds no sequence"
+            for one in self.unfit
+        ]
+        return lines
+
+    def _batch_sentences(self) -> list[str]:
+        """From which batch on balancing pays, and which one keeps the time of a token."""
+        if not self.batches:
+            return []
+        first = next(
+            (n for n, one in enumerate(self.batches[::-1]) if one.gain < WORTH_IT),
+            len(self.batches),
+        )
+        pays = self.batches[len(self.batches) - first :]  # and at every larger batch
+        last = self.batches[-1]
+        text = f"balancing gains less than {WORTH_IT:.0%} at every batch up to {last.sequences}"
+        if pays:
+            text = (
+                f"balancing pays from {pays[0].sequences} sequences a rank on "
+                f"({pays[0].tokens_per_expert:.2g} tokens an expert); at {last.sequences} it "
+                f"brings {last.gain:+.1%}, and no placement more than "
+                f"{last.most_gain:+.1%}"
+            )
+        if self.most_ms is None:
+            return [text]
+        within = [one for one in self.batches if one.planned_ms <= self.most_ms]
+        if not within:
+            least = self.batches[0]
+            return [
+                text,
+                f"no batch keeps {self.most_ms:g} ms: one takes {least.planned_ms:.1f} ms",
+            ]
+        chosen = within[-1]
+        return [
+            text,
+            f"within {self.most_ms:g} ms a token: {chosen.sequences} sequences a rank, "
+            f"{chosen.planned_ms:.1f} ms and {chosen.planned_tokens_per_s:.1f} tokens/s a rank "
+            f"({chosen.none_ms:.1f} ms without balancing)",
+        ]
+
+    def _second(self, second: Candidate) -> str:
+        loss = 1 - second.tokens_per_s / self.best.tokens_per_s
+        reasons = []
+        if second.imbalance > self.best.imbalance + 0.001:
+            reasons.append(f"imbalance {second.imbalance:.3f}")
+        if second.sequences < self.best.sequences:
+            reasons.append(f"{second.sequences} sequences fit")
+        if second.lost_part > self.best.lost_part:
+            reasons.append(f"moves take {second.lost_part:.2%}")
+        why = ", ".join(reasons) or "nearly the same"
+        text = f"runner-up: {second.name}: {loss:.1%} less ({why})"
+        if self.best.error is not None and loss < self.best.error:
+            text += "; cannot tell which is faster: they differ by less than the error of times"
+        return text
+
+
+def _error_of(one: Candidate) -> str:
+    return "" if one.error is None else f" (error of times at these rows: {one.error:.1%})"
+
+
+def _parts_of(one: Candidate) -> str:
+    """Shares of a step."""
+    whole = max(sum(one.parts_us), 1e-9)
+    dispatch, experts, combine, rest = (part / whole for part in one.parts_us)
+    return (
+        f"a step: {dispatch:.0%} dispatch, {experts:.0%} experts, {combine:.0%} combine, "
+        f"{rest:.0%} the rest"
+    )
+
+
+def recommend(question: Question) -> Answer:
+    """Compare groups and redundancy at the middle interval, then intervals for the best of them.
+
+    Raises:
+        ConfigError: no candidate fits the memory.
+        HistoryError: load that cannot be replayed.
+    """
+    middle = sorted(question.intervals)[len(question.intervals) // 2]
+    found: list[Candidate] = []
+    unfit: list[Candidate] = []
+    for ranks, attention, redundant in product(
+        question.experts, question.attention_ranks, question.redundant
+    ):
+        intervals = (0, middle) if not redundant else (middle,)
+        for one in _candidates(question, _plain(question, ranks, attention, redundant), intervals):
+            (found if one.sequences else unfit).append(one)
+    if not found:
+        raise ConfigError(
+            f"no candidate fits {question.memory.hardware.memory_bytes / 1e9:.0f} GB a rank: "
+            + ", ".join(f"{one.group} with {one.slots_per_rank} slots" for one in unfit)
+        )
+    best = _sorted(found)[0]
+    others = [one for one in question.intervals if one != middle]
+    if best.interval and others:
+        found += _candidates(question, replace(best, placement=None), tuple(others))
+    once = {(one.group, one.slots_per_rank): one for one in unfit}
+    ordered = tuple(_sorted(found))
+    return Answer(ordered, tuple(once.values()), _batches(question, ordered[0]), question.most_ms)
+
+
+def _sorted(found: Sequence[Candidate]) -> list[Candidate]:
+    """The most tokens first; of equals the fewest slots."""
+    return sorted(found, key=lambda one: (-one.tokens_per_s, one.slots_per_rank, one.interval))
+
+
+def _plain(question: Question, ranks: int, attention: int, redundant: int) -> Candidate:
+    """A candidate that is not judged yet."""
+    memory = question.memory
+    topology = even_topology(
+        ranks, question.ranks_per_node, redundant, question.windows.num_experts
+    )
+    slots = topology.num_slots // ranks
+    fits, kv_bytes = memory.sequences(slots, question.context), memory.kv_bytes(slots)
+    if attention:
+        # What the expert ranks lack for their weights, else what the attention ranks have left.
+        left = replace(memory, dense_bytes=0.0).kv_bytes(slots)
+        kv_bytes = min(left, 0.0) or memory.kv_bytes(0)
+        fits = memory.sequences(0, question.context) if left >= 0 else 0
+    return Candidate(
+        ranks,
+        slots,
+        redundant,
+        0,
+        min(fits, question.most_sequences),
+        fits < question.most_sequences,
+        kv_bytes,
+        imbalance=0.0,
+        step_us=0.0,
+        lost_part=0.0,
+        parts_us=(0.0,) * 4,
+        error=None,
+        tokens_per_s=0.0,
+        attention_ranks=attention,
+    )
+
+
+def _scenario(question: Question, one: Candidate, interval: int) -> Scenario:
+    memory = question.memory
+    topology = even_topology(
+        one.ranks, question.ranks_per_node, one.redundant, question.windows.num_experts
+    )
+    step = StepModel(
+        memory.model,
+        topology,
+        memory.hardware,
+        question.experts[one.ranks],
+        other_us=question.other_us,
+        is_separate=bool(one.attention_ranks),
+    )
+    return Scenario(
+        topology,
+        memory.model,
+        load=question.windows,
+        cost=CostModel(),
+        seed=question.seed,
+        plan_every=max(1, interval),
+        dispatch=question.dispatch,
+        step_model=step,
+        migration=MigrationCost(memory.model, memory.hardware),
+        tokens_per_step=float(one.sequences * one.batch_ranks * question.speculation.verified),
+    )
+
+
+def _candidates(
+    question: Question, plain: Candidate, intervals: tuple[int, ...]
+) -> list[Candidate]:
+    if not plain.sequences:
+        return [plain]
+    found = []
+    for interval in intervals:
+        scenario = _scenario(question, plain, interval)
+        (one,) = replay_all(scenario, [POLICY if interval else NOTHING])
+        if one.failed:
+            raise ConfigError(f"{plain.group}, {plain.slots_per_rank} slots a rank: {one.failed}")
+        found.append(_judged(question, replace(plain, interval=interval), one))
+    return found
+
+
+def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
+    """Powers of two up to the batch of a candidate, with and without balancing, and the bound."""
+    sizes = [2**power for power in range(best.sequences.bit_length())]
+    sizes = sorted({*sizes, best.sequences})
+    by, model = question.speculation, question.memory.model
+    scenario = replace(
+        _scenario(question, best, best.interval),
+        batches=tuple(float(size * best.batch_ranks * by.verified) for size in sizes),
+    )
+    planned = POLICY if best.interval else NOTHING
+    names = list(dict.fromkeys((NOTHING, planned)))
+    found = {one.policy: one for one in replay_all(scenario, names)}
+    none, auto = found[NOTHING], found[planned]
+    if not none.tokens.any():
+        return ()
+    of_token = by.step_us(1.0, model.num_layers) / by.given
+    of_windows = (none.batch_us, auto.batch_us, auto.bound_us)
+    token_us = [us[~none.idle].mean(axis=0) * of_token for us in of_windows]
+    kept = (1.0, 1.0 - best.lost_part, 1.0)
+    batches = []
+    for size, *times in zip(sizes, *token_us, strict=True):
+        rates = [
+            best.rank_tokens_per_s(us, size) * part for us, part in zip(times, kept, strict=True)
+        ]
+        rows = size * best.batch_ranks * by.verified * model.top_k / model.num_experts
+        batches.append(Batch(size, rows, *(us / 1000 for us in times), *rates))
+    return tuple(batches)
+
+
+def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
+    busy = one.step_us[~one.idle]
+    by = question.speculation
+    verifying_us = float(busy.mean()) if busy.size else 0.0
+    step_us = by.step_us(verifying_us, question.memory.model.num_layers)
+    # At the mean rows of a slot; experts' part of the time has their error.
+    experts, error = question.experts[plain.ranks], None
+    parts_us: tuple[float, ...] = (0.0,) * 4
+    if busy.size:
+        parts_us = tuple(one.parts_us[~one.idle].mean(axis=0).tolist())
+        copies = plain.sequences * plain.batch_ranks * by.verified * question.memory.model.top_k
+        error = experts.error_at(copies / (plain.ranks * plain.slots_per_rank))
+        error = None if error is None else error * parts_us[1] / max(sum(parts_us), 1e-9)
+    lost_s = sum(rebalance.lost_s for rebalance in one.rebalances)
+    lost = min(1.0, lost_s / (len(one.imbalance) * question.window_s))
+    return replace(
+        plain,
+        imbalance=one.mean,
+        step_us=step_us,
+        lost_part=lost,
+        parts_us=parts_us,
+        error=error,
+        tokens_per_s=plain.rank_tokens_per_s(step_us / by.given, plain.sequences) * (1 - lost),
+        placement=one.last_placement,
+    )
+
+
+def part_of(windows: Windows, most: int, *, is_latest: bool) -> Windows:
+    """The last windows of a source whose number is known, or its first ones."""
+    count = windows.num_windows
+    skipped = max(0, count - most) if count is not None and is_latest else 0
+    return replace(
+        windows,
+        read=lambda: islice(windows.read(), skipped, skipped + most),
+        num_windows=most if count is None else min(most, count),
+    )

@@ -1,0 +1,252 @@
+"""Recommendations and limits: reasons that follow from memory and balance; refused questions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from eplb import ModelShape, preset
+from eplb.errors import ConfigError
+from simulations.inputs import model_named
+from simulations.kernels import kernel_for
+from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
+from simulations.report import limit_of
+from simulations.step_time import hardware_named, of_kernel
+from simulations.windows import RecordedDeployment, Windows
+
+MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
+CARD = hardware_named("h200")
+ON_H200 = of_kernel(kernel_for("h200", "bf16", None, is_prefill=False), MODEL)
+
+
+def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
+    """Four ranks of four experts, one expert ``hot`` times as busy, and so much KV cache."""
+    window = np.full((2, 16), 1000, dtype=np.int64)
+    window[:, 0] *= hot
+    windows = Windows(2, 16, lambda: (window.copy() for _ in range(6)))
+    weights = 4 * MODEL.num_layers * MODEL.expert_bytes
+    memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
+    chosen: dict[str, Any] = {
+        "experts": {4: ON_H200},
+        "redundant": (0, 1),
+        "intervals": (1,),
+        "context": 1000,
+        "most_sequences": 4096,
+    }
+    return Question(windows, memory, **(chosen | changes))
+
+
+def test_drafts_fill_the_batch_of_experts_and_give_more_tokens() -> None:
+    plain = recommend(question(hot=1, most_sequences=8))
+    drafted = recommend(question(hot=1, most_sequences=8, speculation=Speculation(1, 0.8)))
+
+    last, twice = plain.batches[-1], drafted.batches[-1]
+    assert twice.tokens_per_expert == 2 * last.tokens_per_expert
+    # A step of two layers lasts half as long again by the draft's own layer, and gives 1.8 tokens.
+    step_us = drafted.best.step_us
+    assert drafted.best.tokens_per_s == pytest.approx(8 * 1.8 / (step_us / 1e6))
+    assert twice.planned_ms == pytest.approx(step_us / 1000 / 1.8)
+    assert step_us > 1.5 * plain.best.step_us
+
+
+def test_redundancy_is_recommended_only_where_an_expert_is_hot() -> None:
+    answer = recommend(question(hot=9))
+
+    assert answer.best.redundant == 1
+    assert "imbalance 2." in answer.sentences()[1]
+    assert "limited by the KV cache" in " ".join(answer.sentences())
+    even = recommend(question(hot=1))
+    assert (even.best.redundant, even.best.imbalance) == (0, 1.0)
+    assert even.sentences()[-1].startswith("runner-up: ")
+    # No gain is told below the error of the times.
+    assert "cannot tell which is faster" in even.sentences()[-1]
+
+
+def test_gain_below_the_error_of_times_is_not_told_as_one() -> None:
+    answer = recommend(question(hot=9))
+    unsure = replace(answer.best, error=9.9)
+
+    told = replace(answer, candidates=(unsure, *answer.candidates[1:])).sentences()
+
+    assert "cannot tell" not in " ".join(answer.sentences()[:2])
+    assert "(error of times at these rows: 990.0%)" in told[0]
+    assert told[1].startswith("cannot tell whether balancing pays here")
+    assert "dispatch and combine" in told[2]
+
+
+def test_batches_never_beat_the_bound_of_any_placement() -> None:
+    for hot in (1, 9):
+        for batch in recommend(question(hot=hot)).batches:
+            assert batch.perfect_ms <= min(batch.none_ms, batch.planned_ms)
+
+
+def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
+    one_slot = MODEL.num_layers * MODEL.expert_bytes
+    answer = recommend(question(hot=9, spare_bytes=one_slot / 2))
+
+    assert answer.best.redundant == 0
+    assert [one.redundant for one in answer.unfit] == [1]
+    assert "does not fit: EP4 with 5 slots a rank lacks 0.1 GB" in answer.sentences()[-1]
+
+
+def test_question_without_a_fitting_candidate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no candidate fits 141 GB a rank: EP4 with 4 slots"):
+        recommend(question(hot=9, spare_bytes=-1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"redundant": ()}, "no redundant to compare"),
+        ({"redundant": (-1,)}, "expected 0 or more, and 1 or more"),
+        ({"context": 0}, "context is 0, expected 1 or more"),
+        ({"window_s": 0.0}, "window_s is 0.0, expected above 0"),
+        ({"attention_ranks": ()}, "no attention_ranks to compare"),
+        ({"attention_ranks": (-1,)}, "expected 0 or more"),
+        ({"most_ms": 0.0}, "most_ms is 0.0, expected above 0"),
+    ],
+)
+def test_question_that_cannot_be_asked_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        question(hot=1, **changes)
+
+
+@pytest.mark.parametrize(("is_latest", "kept"), [(False, [0, 1, 2]), (True, [3, 4, 5])])
+def test_part_of_a_source_is_its_first_or_its_latest_windows(
+    is_latest: bool, kept: list[int]
+) -> None:
+    source = Windows(1, 1, lambda: (np.full((1, 1), number) for number in range(6)), 6)
+
+    part = part_of(source, 3, is_latest=is_latest)
+
+    assert [int(window[0, 0]) for window in part] == kept
+    assert part.num_windows == 3
+
+
+def of_shape(layers: int, experts: int, deployment: RecordedDeployment | None = None) -> Windows:
+    return Windows(layers, experts, lambda: iter(()), deployment=deployment or RecordedDeployment())
+
+
+def test_model_is_the_known_one_of_the_load_s_shape() -> None:
+    own = ModelShape(tuple(range(48)), 128, 8, 512, 256)
+
+    model, which = model_named(None, of_shape(48, 128))
+
+    assert model is preset("qwen3-30b")
+    assert which == "qwen3-30b, the known model of 48 MoE layers x 128 experts"
+    assert model_named(None, of_shape(58, 256))[0] is preset("deepseek-v3")  # one of several names
+    assert model_named(None, of_shape(48, 128, RecordedDeployment(own)))[0] is own  # the store's
+    with pytest.raises(ConfigError, match="10 MoE layers x 20 experts"):
+        model_named(None, of_shape(10, 20))
+
+
+SUMMARY = {
+    "policies": {
+        "none": {"oracle": False, "failed": "", "imbalance_mean": 1.5, "rebalances": 0},
+        "auto": {"oracle": False, "failed": "", "imbalance_mean": 1.08, "rebalances": 3},
+        "oracle:re-plan": {"oracle": True, "failed": "", "imbalance_mean": 1.0, "rebalances": 0},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_broken"),
+    [
+        ("imbalance>1.1", False),
+        ("imbalance > 1.05", True),
+        ("none.imbalance>1.1", True),
+        ("oracle:re-plan.imbalance>=1", True),
+        ("rebalances<3", False),
+        ("rebalances<=3", True),
+    ],
+)
+def test_limit_is_of_the_last_policy_that_is_no_oracle(text: str, is_broken: bool) -> None:
+    assert (limit_of(text).broken_by(SUMMARY) is not None) == is_broken
+    failed = {"policies": {"auto": {"oracle": False, "failed": "window 3: no place"}}}
+    assert limit_of("imbalance>9").broken_by(failed) == "auto failed: window 3: no place"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("imbalance", "expected a form like"),
+        ("speed>1", "unknown figure 'speed', expected one of: imbalance"),
+        ("imbalance>much", "'much' is no number"),
+        ("imbalance>nan", "'nan' is no number"),
+        ("vllm.imbalance>1", "no policy 'vllm', expected one of: none, auto"),
+        ("tokens_per_s<5", "tokens_per_s is not known, expected --hardware"),
+    ],
+)
+def test_limit_that_cannot_be_judged_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        limit_of(text).broken_by(SUMMARY)
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_commands_answer_with_times_and_reasons(tmp_path: Path) -> None:
+    load = "generated:v2-lite:windows=5,tokens=20000"
+    common = (load, "--model", "deepseek-v2-lite", "--hardware", "h100")
+    out = tmp_path / "out.json"
+
+    simulated = command(
+        "simulate", *common, "--policy", "none,deepseek", "--fail-if", "imbalance>1.0001"
+    )
+    asked = command(
+        "recommend",
+        *common,
+        "--ranks",
+        "8",
+        "--redundant",
+        "0,1",
+        "--every",
+        "2",
+        "--json",
+        str(out),
+    )
+
+    assert simulated.exit_code == 1, simulated.stderr
+    assert "tokens/s, of which moves took" in simulated.stdout
+    assert "deepseek: imbalance is" in simulated.stderr
+    assert asked.exit_code == 0, asked.stderr
+    assert "recommended: EP8" in asked.stdout
+    assert "runner-up: EP8" in asked.stdout
+    assert "expert times: trtllm's cutlass in bf16 on h100" in asked.stdout
+    assert all(len(line) <= 80 for line in asked.stdout.split("recommended: ")[0].splitlines())
+    assert len(json.loads(out.read_text())["candidates"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulate", "generated:v2-lite", "--hardware", "h200"), "expected --model"),
+        (("simulate", "generated:v2-lite", "--fail-if", "x"), "expected a form like"),
+        (("recommend", "generated:mixed", "--model", "nope"), "unknown model 'nope'"),
+        (
+            ("recommend", "generated:mixed", "--model", "deepseek-v3", "--hardware", "tpu"),
+            "unknown hardware 'tpu', expected one of: b200",
+        ),
+        (
+            ("recommend", "generated:mixed", "--model", "deepseek-v3", "--ranks", "0"),
+            "--ranks is '0', expected numbers of 1",
+        ),
+    ],
+)
+def test_bad_questions_are_one_sentence_and_exit_code_2(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    ran = command(*arguments)
+
+    assert ran.exit_code == 2
+    assert message in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
