@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 def subject(rank: int, name: str, seed: int) -> Subject:
     """The layers of a case on one rank, in vLLM's balancer; collective."""
+    model_state, group, reload = made(rank, name, seed)
+    held = model_state.physical_to_logical_map.numpy().astype(np.int64)
+    found = subject_of(model_state, held, group, list(range(LAYERS)))
+    return replace(found, reload=reload)
+
+
+def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Callable[[], None]]:
+    """What vLLM's balancer has of a case's model, the group of ranks, and a reload; collective."""
     group, balancing = (on_cpu.coordinator(rank, RANKS) for _ in range(2))
     on_cpu.install(group, balancing)
     _replace_devices(group)
@@ -90,7 +99,6 @@ def subject(rank: int, name: str, seed: int) -> Subject:
     state.add_model(model, on_cpu.configuration("generate"))
     (model_state,) = state.model_states.values()
     model_state.communicator.set_stream(on_cpu.Stream())
-    held = model_state.physical_to_logical_map.numpy().astype(np.int64)
 
     def reload() -> None:
         with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
@@ -99,8 +107,7 @@ def subject(rank: int, name: str, seed: int) -> Subject:
                 list(layer.load_weights(_checkpoint(layer, seed)))
                 finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
 
-    found = subject_of(model_state, held, group, list(range(LAYERS)))
-    return Subject(**vars(found) | {"reload": reload})
+    return model_state, group, reload
 
 
 class Layer(RoutedExperts):

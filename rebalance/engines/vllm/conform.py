@@ -37,6 +37,7 @@ def subject_of(model_state: Any, held: IntArray, group: Any, layers: list[int]) 
     model, rank = model_state.model, group.rank_in_group
     modules = {layer: experts_of(model.moe_layers[layer]) for layer in layers}
     communicator = model_state.communicator
+    unmoved: set[int] = getattr(communicator, "unmoved", set())
     # The plug-in's hook would tell the store of a new map.
     wrapped = eplb_state._commit_eplb_maps_for_layer
     own_commit = getattr(wrapped, "__wrapped__", wrapped)
@@ -50,6 +51,9 @@ def subject_of(model_state: Any, held: IntArray, group: Any, layers: list[int]) 
             moved = rebalance_execute.transfer_layer(
                 old, new, weights, buffers, group.device_group, communicator, layer_idx=layer
             )
+            if layer in unmoved:  # the plug-in's mover keeps its map: nothing is copied
+                unmoved.discard(layer)
+                continue
             rebalance_execute.move_from_buffer(weights, buffers, moved, row, rank)
             commit_layer(layer, row)
 
