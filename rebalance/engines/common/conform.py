@@ -232,7 +232,7 @@ def preflight(
     try:
         for layer in chosen:  # one at a time: a copy of its weights is kept meanwhile
             verdicts += prove(subject_of([layer]))
-        why = {one.method: str(one) for one in verdicts if not one.may_move}
+        why = {one.method: str(one) for one in verdicts[::-1] if not one.may_move}
     except Exception as exc:
         log.debug("preflight", exc_info=True)
         why = dict.fromkeys(methods.values(), f"the preflight failed: {reason_of(exc)}")

@@ -77,6 +77,7 @@ def install(group: Any, balancing: Any) -> None:
     )
 
     torch.Event = Event  # type: ignore[misc, assignment]
+    torch.accelerator.current_stream = lambda *device: Stream()  # type: ignore[assignment]
     for module in (async_worker, eplb_communicator, rebalance_execute, eplb_utils):
         module.device_stream = no_stream
     for module in (eplb_state, async_worker):
