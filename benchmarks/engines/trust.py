@@ -1,4 +1,4 @@
-"""Planted faults of ten kinds in vLLM's own layers: does the placement check find them, do they spread?
+"""Planted faults of ten kinds in vLLM's own layers: are they found, and do they spread?
 
     .venv-vllm/bin/python -m benchmarks.engines.trust [--seeds 6]
 
@@ -128,7 +128,8 @@ class Planter:
             _, factor = self.subject.view.tensors(layer)[1][0]
             factor.mul_(2)
         elif kind == "map entry":
-            self.state.physical_to_logical_map[layer, first + slot] = self.held[layer, first + other]
+            wrong = self.held[layer, first + other]
+            self.state.physical_to_logical_map[layer, first + slot] = wrong
         elif kind == "list entry":
             expert = int(self.held[layer, first + slot])
             self.state.logical_to_physical_map[layer, expert, 0] = first + other
@@ -178,9 +179,11 @@ def run(rank: int, case: str, plants: list[tuple[str, int]], folder: Path) -> No
             planter.subject.move(planter.first)
             after = [one for listed in gather(planter.found()) for one in listed]
             spread = len({(one["row"], one["slot"]) for one in after} - before)
-        others = sum(
-            one["row"] != layer for listed in by_rank for one in listed
-        ) if kind != "reload" else 0
+        others = (
+            sum(one["row"] != layer for listed in by_rank for one in listed)
+            if kind != "reload"
+            else 0
+        )
         text = next((f"{one['name']} {one['what']}" for one in by_rank[where]), "")
         rows.append({"kind": kind, "case": case, "seed": seed, "found": bool(text) and not others,
                      "spread": spread, "text": text})  # fmt: skip
@@ -202,9 +205,7 @@ def main() -> None:
     rows = []
     for case, plants in of_case.items():
         with tempfile.TemporaryDirectory() as folder:
-            processes.start_processes(
-                run, (case, plants, Path(folder)), RANKS, start_method="fork"
-            )
+            processes.start_processes(run, (case, plants, Path(folder)), RANKS, start_method="fork")
             rows += json.loads(Path(folder, "rows").read_text())
     print("| planted | in | faults | found | spread to other slots |\n|---|---|---|---|---|")
     for kind, cases in KINDS.items():

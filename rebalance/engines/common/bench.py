@@ -43,7 +43,9 @@ def verdicts_of(
     try:
         cases = import_module(f"rebalance.engines.{engine}.bench").CASES
     except ImportError as exc:
-        raise ConfigError(f"{engine} cannot be imported here: {exc}, expected its environment") from exc
+        raise ConfigError(
+            f"{engine} cannot be imported here: {exc}, expected its environment"
+        ) from exc
     for name in names:
         if name not in cases:
             raise ConfigError(f"no case {name!r}, expected one of: {', '.join(cases)}")

@@ -142,7 +142,8 @@ class _Proof:
             error = reason_of(exc)
         found = self._subject.gather(([vars(fault) for fault in faults], error))
         self._faults[name] = [Fault(**one) for listed, _ in found for one in listed]
-        self._errors |= {name: one for _, one in found if one}
+        if errors := [one for _, one in found if one]:
+            self._errors[name] = errors[0]
 
     def verdicts(self) -> list[Verdict]:
         """One for each layer."""
@@ -242,7 +243,7 @@ def preflight(
         layers = [layer for layer in refused if methods[layer] == method]
         log.error("layers %s keep their map: %s", layers, text)
         write(CONFORMANCE, {"layers": layers, "text": text})
-    log.info("conformance: %d layers may move, %d are refused", len(methods) - len(refused), len(refused))
+    log.info("conformance: %d of %d layers may move", len(methods) - len(refused), len(methods))
     return refused
 
 
@@ -250,9 +251,7 @@ def report(engine: str, verdicts: Sequence[Verdict]) -> str:
     """The report for a person."""
     lines = [engine, f"{'layer':>5}  {'quantisation':30} {'result':16} tensors"]
     for one in verdicts:
-        lines.append(
-            f"{one.layer:5}  {one.method:30} {one.result:16} {', '.join(one.tensors)}"
-        )
+        lines.append(f"{one.layer:5}  {one.method:30} {one.result:16} {', '.join(one.tensors)}")
         where = f"       at {one.step}: " if one.step else "       "
         lines += [where + text for text in (*one.faults, one.note) if text]
         if one.num_faults > len(one.faults):

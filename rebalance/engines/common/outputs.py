@@ -88,7 +88,8 @@ def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return scale.reshape(1, 1)
     if scale.numel() == shape[0]:
         return scale.reshape(-1, 1)
-    if scale.dim() != 2 or any(size < parts for size, parts in zip(shape, scale.shape, strict=True)):
+    is_finer = scale.dim() == 2 and any(map(int.__lt__, shape, scale.shape))
+    if scale.dim() != 2 or is_finer:
         raise ConfigError(f"scales of shape {tuple(scale.shape)} for {tuple(shape)} numbers")
     for dim, (size, parts) in enumerate(zip(shape, scale.shape, strict=True)):
         scale = scale.repeat_interleave(-(-size // parts), dim=dim).narrow(dim, 0, size)

@@ -23,7 +23,9 @@ from rebalance.engines.common.tap import IntArray
 from runtime.group import gathered_large
 
 
-def subject_of(model_state: Any, held: IntArray, group: Any, layers: list[int]) -> Subject:
+def subject_of(
+    model_state: Any, held: IntArray, group: Any, layers: list[int], *, may_fail: bool = False
+) -> Subject:
     """Some layers of a model in vLLM's balancer.
 
     Args:
@@ -31,6 +33,7 @@ def subject_of(model_state: Any, held: IntArray, group: Any, layers: list[int]) 
         held: [L, S] the map; kept current by moves.
         group: vLLM's coordinator of the ranks that balance.
         layers: by their order in the model.
+        may_fail: whether a transfer of vLLM's own communicator for gloo may be made to fail.
     """
     from vllm.distributed.eplb import eplb_state, rebalance_execute
 
@@ -85,7 +88,7 @@ def subject_of(model_state: Any, held: IntArray, group: Any, layers: list[int]) 
         move,
         commit,
         lambda row: operands_of(modules[row]),
-        interrupted,
+        interrupted if may_fail else None,
     )
 
 
@@ -108,11 +111,15 @@ def experts_of(layer: Any) -> Any:
 def method_of(experts: Any) -> str:
     """The quantisation of a layer and its back end, by vLLM's names."""
     method = getattr(experts, "quant_method", None)
-    ends = [
-        str(one.value)
-        for name, one in vars(method).items()
-        if name.endswith("_backend") and isinstance(one, Enum)
-    ] if method is not None else []
+    ends = (
+        [
+            str(one.value)
+            for name, one in vars(method).items()
+            if name.endswith("_backend") and isinstance(one, Enum)
+        ]
+        if method is not None
+        else []
+    )
     return " ".join([type(method).__name__.removesuffix("Method"), *ends])
 
 
@@ -151,20 +158,23 @@ def operands_of(experts: Any) -> list[Operands]:
             scale = scale[slot]
             if desc.dtype == "nvfp4" and not is_linear and config.is_scale_swizzled:
                 scale = _linear(scale, weight)
-        return Matrix(weight, scale, *(
-            None if one is None else one[slot] for one in (desc.alpha_or_gscale, desc.bias)
-        ))
+        return Matrix(
+            weight,
+            scale,
+            *(None if one is None else one[slot] for one in (desc.alpha_or_gscale, desc.bias)),
+        )
 
     def inputs(slot: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        found = [one.alpha_or_gscale if one.alpha_or_gscale is not None else one.scale
-                 for one in (config._a1, config._a2)]
+        found = [
+            one.alpha_or_gscale if one.alpha_or_gscale is not None else one.scale
+            for one in (config._a1, config._a2)
+        ]
         return tuple(  # type: ignore[return-value]
             None if one is None else one.reshape(-1)[slot % one.numel()] for one in found
         )
 
     return [
-        Operands(matrix(0, slot), matrix(1, slot), inputs(slot))
-        for slot in range(len(weights[0]))
+        Operands(matrix(0, slot), matrix(1, slot), inputs(slot)) for slot in range(len(weights[0]))
     ]
 
 

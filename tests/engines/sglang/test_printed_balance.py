@@ -1,4 +1,4 @@
-"""The balance that ``eplb plan --target sglang`` prints is that of SGLang's own maps and choices."""
+"""The balance that ``eplb plan --target sglang`` prints is that of SGLang's own maps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def printed(folder: Path, counts: np.ndarray, group: tuple[int, int, int], rule:
 def real(
     held: list[list[int]], counts: np.ndarray, rank: int, ranks: int, *, is_static: bool, path: str
 ) -> np.ndarray:
-    """[L, S] the part of its expert's tokens that a rank sends to each slot, by SGLang's own map."""
+    """[L, S] the part of its tokens that a rank sends to each slot, by SGLang's own map."""
     table = torch.tensor(held)
     if path == "start":
         made = ExpertLocationMetadata.init_by_mapping(None, table, moe_ep_rank=rank)
@@ -99,9 +99,13 @@ def test_printed_balance_is_that_of_the_engines_own_maps(
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     for path, figure in (("live", live), ("start", start)):
-        part = sum(
-            real(held, counts, rank, ranks, is_static=is_static, path=path) for rank in range(ranks)
-        ) / ranks
+        part = (
+            sum(
+                real(held, counts, rank, ranks, is_static=is_static, path=path)
+                for rank in range(ranks)
+            )
+            / ranks
+        )
         found = imbalance(np.array(held), part, counts, ranks)
         print(f"{group} {rule} {path}: printed {figure:.4f}, engine {found:.4f}")
         assert found == pytest.approx(figure, abs=WITHIN), path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from tests.support.engines.ranks import (
     NUM_RANKS,
     NUM_SLOTS,
     config_in,
+    look_in_every_pass,
     on_ranks,
 )
 from tests.support.engines.vllm_ranks import make_rank
@@ -22,6 +22,7 @@ LAYER, SLOT, RANK = 1, 7, 2
 
 def planted(rank: int, config: Path, fault: str) -> list[tuple[str, int, int, int]]:
     """After some maps one rank has a wrong entry; what its check finds."""
+    look_in_every_pass()
     made = make_rank(rank, config)
     made.until_maps(3)
     state, expert = made.model_state, int(made.held[LAYER, SLOT])

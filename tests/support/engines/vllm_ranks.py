@@ -212,7 +212,9 @@ def make_rank(
         found.communicator.set_stream(on_cpu.Stream())
     if is_async:
         run = async_worker.transfer_run_periodically
-        state.async_worker = threading.Thread(target=run, args=(state, on_cpu.Stream()), daemon=True)
+        state.async_worker = threading.Thread(
+            target=run, args=(state, on_cpu.Stream()), daemon=True
+        )
         state.async_worker.start()
     return Rank(rank, state, model, process)
 
