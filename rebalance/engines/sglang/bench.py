@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from sglang.srt.eplb import expert_location
@@ -27,11 +26,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS
 from rebalance.engines.common.conform import Subject
 from rebalance.engines.common.fsck.tensors import EngineView
-from rebalance.engines.common.outputs import Matrix, Operands
-from rebalance.engines.common.tap import IntArray
-from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.replica_weights import replica_lists
-from runtime.group import gathered_large
+from rebalance.engines.sglang.conform import subject_of
 
 HIDDEN, INTERMEDIATE, SLOTS = 256, 128, RANKS * EACH
 
@@ -71,23 +66,6 @@ class Layer(torch.nn.Module):
             if name != "correction_bias" and filter_moe_weight_param_global_expert(name, one, EACH)
         ]
 
-    def operands(self) -> list[Operands]:
-        """[C] what kernels read of each slot."""
-        return [
-            Operands(self._matrix("w13", slot), self._matrix("w2", slot)) for slot in range(EACH)
-        ]
-
-    def _matrix(self, stem: str, slot: int) -> Matrix:
-        scale = next(
-            (
-                found[slot]
-                for end in ("weight_scale_inv", "weight_scale")
-                if (found := getattr(self, f"{stem}_{end}", None)) is not None
-            ),
-            None,
-        )
-        return Matrix(getattr(self, f"{stem}_weight")[slot], scale)
-
 
 def _drawn(name: str, like: torch.Tensor, salt: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(salt)
@@ -110,32 +88,16 @@ def subject(rank: int, name: str, seed: int) -> Subject:
     weights = {row: layer.moved() for row, layer in enumerate(layers)}
     updater, group = ExpertLocationUpdater(), dist.new_group(backend="gloo")
 
-    def wanted(target: IntArray) -> Any:
-        lists = replica_lists(target, np.ones_like(target), EXPERTS)
-        return engine.metadata_for(target, lists, None)
-
-    def move(target: IntArray) -> None:
-        updater.update(weights, wanted(target), list(weights), 1, rank)
-
-    def commit(target: IntArray) -> None:
-        live.update(wanted(target), update_layer_ids=list(weights))
-
-    return Subject(
-        EngineView(
-            weights,
-            lambda row: (layers[row], weights[row]),
-            lambda row: live.physical_to_logical_map_cpu[row].numpy(),
-            rank,
-            RANKS,
-        ),
-        lambda mine: gathered_large(mine, group),
-        {
-            row: type(layer.quant_method).__name__.removesuffix("Method")
-            for row, layer in enumerate(layers)
-        },
-        move,
-        commit,
-        lambda row: layers[row].operands(),
+    view = EngineView(
+        weights,
+        lambda row: (layers[row], weights[row]),
+        lambda row: live.physical_to_logical_map_cpu[row].numpy(),
+        rank,
+        RANKS,
+    )
+    rows = list(weights)
+    return subject_of(
+        view, group, rows, lambda target: updater.update(weights, target, rows, 1, rank)
     )
 
 

@@ -64,7 +64,7 @@ class EngineView:
         self.read, self.maps = read, maps
         self.rank, self.num_ranks = rank, num_ranks
         self.num_own = len(layer(self.rows[0])[1][0]) if self.rows else 0  # slots of this rank
-        self._owners = {row: _owners_of(*layer(row)) for row in self.rows}
+        self.owners = {row: _owners_of(*layer(row)) for row in self.rows}
 
     def slot(self, place: int) -> int:
         """The number among the slots of all ranks of a slot of this rank."""
@@ -83,7 +83,7 @@ class EngineView:
         named = {_place(tensor): (name, tensor) for name, tensor in self.read(row)}
         named |= {
             _place(tensor): (name, tensor)
-            for owner in self._owners[row]
+            for owner in self.owners[row]
             for name, tensor in direct(model.get_submodule(owner))
         }
         slots = [
