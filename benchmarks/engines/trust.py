@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
+from torch.multiprocessing.spawn import start_processes
 
 from rebalance.engines.common.bench import EACH, LAYERS, RANKS
 from rebalance.engines.common.fsck import check
@@ -205,7 +205,7 @@ def main() -> None:
     rows = []
     for case, plants in of_case.items():
         with tempfile.TemporaryDirectory() as folder:
-            processes.start_processes(run, (case, plants, Path(folder)), RANKS, start_method="fork")
+            start_processes(run, (case, plants, Path(folder)), RANKS, start_method="fork")
             rows += json.loads(Path(folder, "rows").read_text())
     print("| planted | in | faults | found | spread to other slots |\n|---|---|---|---|---|")
     for kind, cases in KINDS.items():

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 import eplb
 from eplb.errors import ConfigError
@@ -65,7 +64,7 @@ def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[Verdi
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "verdicts")
         try:
-            processes.start_processes(
+            start_processes(  # type: ignore[no-untyped-call]
                 _rank, (engine, name, num_moves, seed, result), RANKS, start_method="fork"
             )
         except ProcessRaisedException as exc:

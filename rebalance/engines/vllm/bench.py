@@ -110,7 +110,7 @@ def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Callable[[], None]]
     return model_state, group, reload
 
 
-class Layer(RoutedExperts):
+class Layer(RoutedExperts):  # type: ignore[misc]
     """vLLM's layer with what the balancer asks of a runner."""
 
     def set_eplb_state(self, moe_layer_idx: int, **tensors: Any) -> None:
@@ -189,9 +189,9 @@ def _replace_devices(group: Any) -> None:
     unquantized._get_priority_backends = lambda config: [unquantized.UnquantizedMoeBackend.TRITON]
     for cls in (kernels.FusedMoEExperts, *ocp_experts()):
         cls.is_supported_config = staticmethod(lambda *given: (True, None))
-    torch.Tensor.cuda = lambda tensor, *given, **named: tensor
+    torch.Tensor.cuda = lambda tensor, *given, **named: tensor  # type: ignore[method-assign]
     if not hasattr(torch.ops._C, "static_scaled_fp8_quant"):
-        library = torch.library.Library("_C", "FRAGMENT")
+        library: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
         library.define(
             "static_scaled_fp8_quant(Tensor(a!) out, Tensor x, Tensor s, int[]? g=None) -> ()"
         )

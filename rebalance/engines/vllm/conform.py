@@ -183,5 +183,7 @@ def _linear(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils
 
     rows, columns = weight.shape[0], weight.shape[1] * 2
-    linear = nvfp4_emulation_utils.convert_swizzled_to_linear(scale, rows, columns, 16)
+    linear: torch.Tensor = nvfp4_emulation_utils.convert_swizzled_to_linear(
+        scale, rows, columns, 16
+    )
     return linear[:, : columns // 16]
