@@ -6,6 +6,11 @@ are kept beside the source, or in ``NUMBA_CACHE_DIR``. Plans for a few experts c
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
 import numpy as np
 
 from eplb.core.constraints import Constraints
@@ -23,7 +28,41 @@ from eplb.policies.coactivation import colocate_coactivated
 RANKS = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=6)
 # More ways to pack groups to nodes than are tried one by one.
 FOUR_NODES = Topology.uniform(num_nodes=4, ranks_per_node=1, slots_per_rank=6)
+END_DEADLINE_S = 10.0  # of a function that is being compiled
 ONE_SLOT = Topology.uniform(num_nodes=2, ranks_per_node=8, slots_per_rank=1)
+
+
+@contextmanager
+def warmed_up_meanwhile(policy: str, on_pass: Callable[[str], None]) -> Iterator[None]:
+    """Run ``warm_up`` on a thread of its own, which ends with the block.
+
+    Args:
+        policy: of the controller.
+        on_pass: called by that thread, often while it compiles, with the name of a function; with
+            "" once all are compiled.
+    """
+    # Imported here: who only declares kernels needs no compiler.
+    from eplb.core.compiler import compiler_passes
+
+    is_over = Event()
+
+    def noted(function: str) -> None:
+        if is_over.is_set():
+            sys.exit()  # the thread, in the middle of the compiler
+        on_pass(function)
+
+    def work() -> None:
+        with compiler_passes(noted):
+            warm_up(policy)
+        on_pass("")
+
+    thread = Thread(target=work, name="eplb-compiler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(END_DEADLINE_S)
 
 
 @compiled_at_once()

@@ -39,6 +39,7 @@ class Announcement:
     oldest: int = OLDEST_PROTOCOL  # protocol of the others
     time: float = 0.0  # seconds since the epoch, by the store's clock
     every_s: float = 0.0  # until the next announcement; 0: there is none
+    since: float = 0.0  # time of the first announcement of that name
 
     @property
     def version(self) -> str:
@@ -62,8 +63,10 @@ def announcement_from_dict(found: Mapping[str, Any]) -> Announcement:
         if type(found.get(name)) is not kind:
             raise ValueError(f"{name} is {found.get(name)!r}, expected {kind.__name__}")
     known = {name: found[name] for name in kinds}
-    time, every_s = float(found.get("time", 0.0)), float(found.get("every_s", 0.0))
-    return Announcement(**known, time=time, every_s=every_s)
+    figures: dict[str, Any] = {
+        name: float(found.get(name, 0.0)) for name in ("time", "every_s", "since")
+    }
+    return Announcement(**known, **figures)
 
 
 def refusal(joining: Announcement, present: Announcement) -> str:

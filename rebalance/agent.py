@@ -107,7 +107,7 @@ class RankAgent:
             beat=watchdog.mover,
         )
         self.watcher = watcher = links.threads(
-            links.store, self, mover, shared, links.reporter, watchdog
+            links.store, self, mover, shared, links.reporter, watchdog, links.loss
         )
         # For reports and inspection, as all that has no underscore below; an engine needs none of
         # it.

@@ -53,20 +53,26 @@ def say(line: str) -> None:
 def compile_kernels() -> None:
     """Compile the kernels of planner, simulator and digests, so that no start waits for them.
 
-    Run it once where the project is installed, when an image is built for example: a minute. The
-    kernels lie beside the installed files, or in NUMBA_CACHE_DIR. Without them the first plans are
-    interpreted: 58 layers of 256 experts take a few seconds.
+    Run it once where the project is installed, when an image is built for example: two minutes of a
+    processor. It prints how far it is. The kernels lie beside the installed files, or in
+    NUMBA_CACHE_DIR. Without them the first plans are interpreted, 58 layers of 256 experts in a few
+    seconds, while the controller compiles what it needs.
     """
-    # Imported here: peers are the simulator's.
+    # Imported here: peers are the simulator's, and --help needs no compiler.
+    from api.deploy.roles import CompileReports
+    from eplb.core.compiler import compiler_passes
     from simulations.peers.precompile import compile_peers
 
     check_packages()
-    compile_planner()
-    compile_peers()
-    if find_spec("torch") is not None:  # a host of controllers needs none
-        from runtime.memory.shared import compile_digest
+    reports = CompileReports(lambda line: say(f"eplb compile: {line}"))
+    with compiler_passes(reports.note):
+        compile_planner()
+        compile_peers()
+        if find_spec("torch") is not None:  # a host of controllers needs none
+            from runtime.memory.shared import compile_digest
 
-        compile_digest()
+            compile_digest()
+    reports.note("")
 
 
 @with_options

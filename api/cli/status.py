@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NOT_OK = 1
 LOOK_S = 0.25
+LATEST = 20  # samples of a rank: with 16 steps each five windows, and enough to judge its counters
 WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 
 
@@ -53,7 +54,7 @@ def status(
     from api.monitor.state import State
     from api.operations import watching
 
-    with _asked(place, configured) as (ask, where):
+    with _asked(place, configured, latest=LATEST) as (ask, where):
         state: State = ask(watching.state)
     as_json = TypeAdapter(State).dump_json(state, indent=1).decode() if json_output else ""
     typer.echo(as_json or "\n".join(map(printable, _lines(state, where, verbose))))
@@ -89,12 +90,17 @@ Ask = Callable[..., Any]  # takes an operation and its arguments by name; gives 
 
 @contextmanager
 def _asked(
-    place: ApiOptions, configured: Configured, *, watches: bool = False
+    place: ApiOptions,
+    configured: Configured,
+    *,
+    watches: bool = False,
+    latest: int | None = None,
 ) -> Iterator[tuple[Ask, str]]:
     """Give what asks an API, and where that is; a configuration must be that of its store.
 
     Args:
         watches: whether a store is read in the background meanwhile.
+        latest: so many samples of each rank are read of a store, the latest; None: all.
     """
     # Imported here: all of it needs the extra "api", and httpx takes 0.1 s.
     from api.http.routes import answer_in_process, read_answer
@@ -120,7 +126,7 @@ def _asked(
         if place.store is None and place.deployment is None:
             check_configured(store, settings, os.environ)
         audit = Audit(audit_folder(url))
-        service = AdminService(store, keeps_history=False, audit=audit)
+        service = AdminService(store, keeps_history=False, audit=audit, latest=latest)
         if watches:
             service.reader.start()
         try:
@@ -196,7 +202,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
     }
     lines = {
         "deployment": f"{state.deployment} {where}",
-        "leader": leader if found.leader else found.starting or "none",
+        "leader": leader if found.leader else "none",
         "serves": "nothing yet"
         if state.run is None
         else f"generation {state.generation}, step {state.step}, run {state.run}",

@@ -5,7 +5,6 @@ What its components take is declared by them; ``api/config/tree.py`` puts all in
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -74,19 +73,13 @@ class TopologySettings:
         ),
     ] = 0
     hosts: Annotated[
-        tuple[str, ...], Setting("address of each host; empty: all are this machine")
+        tuple[str, ...], Setting("address or name of each host; empty: all are this machine")
     ] = ()
     device: Annotated[Literal["cpu", "cuda"], Setting("where the ranks run")] = "cuda"
 
     def __post_init__(self) -> None:
         check_fields(self)
         hosts = list(self.hosts)
-        for host in hosts:
-            try:
-                ipaddress.ip_address(host)
-            except ValueError as exc:
-                expected = f"numeric addresses, found {host!r}"
-                raise UnfitSetting("hosts", hosts, expected) from exc
         if hosts and len(hosts) != self.nodes:
             expected = f"{self.nodes} addresses, one for each of topology.nodes"
             raise UnfitSetting("hosts", hosts, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -204,8 +204,21 @@ class Deployment:
         )
 
 
+def address_of(host: str) -> str:
+    """Look a host up; of several addresses the same one on every host that has the same names.
+
+    Raises:
+        OSError: the name is not known.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return min((family != socket.AF_INET, str(place[0])) for family, *_, place in found)[1]
+
+
 def resolve(
-    settings: Settings, environ: Mapping[str, str], secret: Secret | None = None
+    settings: Settings,
+    environ: Mapping[str, str],
+    secret: Secret | None = None,
+    lookup: Callable[[str], str] = address_of,
 ) -> Deployment:
     """Make a deployment of its configuration.
 
@@ -214,15 +227,18 @@ def resolve(
         environ: the process environment, for the secret.
         secret: in place of its own, which a host without one would make: for a look at another
             deployment.
+        lookup: gives the address of a host by its name. Names are looked up here alone, because a
+            link that looked one up would have no deadline.
 
     Raises:
-        ConfigError: settings that do not fit together, or a secret that cannot be used.
+        ConfigError: settings that do not fit together, names of hosts that cannot be looked up, or
+            a secret that cannot be used.
         CheckpointError: the checkpoint's folder cannot be read.
     """
     _ = settings.network.tls, settings.http.certificate  # refused where one of the files is not set
     # Without addresses all hosts are this machine.
     own = (f"127.0.0.{host + 1}" for host in range(settings.topology.nodes))
-    hosts = tuple(settings.topology.hosts or own)
+    hosts = _addresses(settings.topology.hosts, lookup) or tuple(own)
     is_remote = any(not is_loopback(host) for host in hosts)
     if is_remote and len(hosts) > 1 and (path := file_of(settings.deployment.store)) is not None:
         raise ConfigError(
@@ -232,6 +248,31 @@ def resolve(
     model = model_shape(settings.model)
     topology = topology_of(settings, model)
     return Deployment(settings, secret or secret_of(settings, environ), hosts, model, topology)
+
+
+def _addresses(hosts: Sequence[str], lookup: Callable[[str], str]) -> tuple[str, ...]:
+    """Look up what ``topology.hosts`` names."""
+    found, unknown = dict[str, str](), list[str]()
+    for host in hosts:
+        try:
+            found[host] = lookup(host)
+        except OSError as exc:
+            unknown.append(f"{host} ({exc.strerror or exc})")
+    if unknown:
+        raise ConfigError(
+            f"topology.hosts: no address of {', '.join(unknown)}, expected names that this host "
+            "can look up, in /etc/hosts or DNS"
+        )
+    shown = ", ".join(f"{host} is {address}" for host, address in found.items())
+    if len(set(found.values())) < len(found):
+        raise ConfigError(f"topology.hosts: {shown}, expected another address for each host")
+    is_remote = any(not is_loopback(address) for address in found.values())
+    if is_remote and any(is_loopback(found[host]) and host != found[host] for host in found):
+        raise ConfigError(
+            f"topology.hosts: {shown}, expected no loopback address, which other hosts cannot "
+            "reach: /etc/hosts of this host may have one for its own name"
+        )
+    return tuple(found.values())
 
 
 def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = True) -> Secret:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 import numpy as np
 
@@ -23,14 +24,21 @@ from eplb.core.placement import Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, StaleGeneration, StoreError
 from eplb.migration.resize import taken_over
-from eplb.migration.serialisation import topology_from_dict
+from eplb.migration.serialisation import model_to_dict, topology_from_dict, topology_to_dict
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
 from eplb.versions import RANKS
+from rebalance.controller.plans.planner_request import (
+    read_cordons,
+    read_pins,
+    written_cordons,
+    written_pins,
+)
 from rebalance.weights.link.secret import Secret
 from telemetry.state.events import Event
 from telemetry.state.joining import serving
-from telemetry.state.runs import Details
+from telemetry.state.live import LiveState, Value
+from telemetry.state.runs import Details, RunInfo
 from telemetry.state.store import StateStore
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
@@ -112,7 +120,6 @@ def _resize(
 ) -> tuple[Placement, str]:
     """Take the placement of other ranks over, once those have ended; also, a sentence about it."""
     from rebalance.assembly.rank import new_run_name  # loads torch
-    from rebalance.assembly.rank import record_start as begin_run
 
     run, now = store.current_run(), deployment.topology
     before = topology_from_dict(dict(run.topology)) if run is not None else now
@@ -138,12 +145,32 @@ def _resize(
         made = contiguous_placement(deployment.model, now).with_generation(placement.generation + 1)
         did = f"first placement of {_shown(now)}: the one of {placement.num_slots} slots in all "
         did += "never served"
-    store.commit(made, expected=placement.generation, reason=f"{did} ({by})")
+    shapes = model_to_dict(deployment.model), topology_to_dict(now)
     given = deployment.settings.telemetry
-    # Readers take the ranks of the placement from the latest start.
     windows = given.window_steps, given.window_seconds
-    begin_run(store, new_run_name(), deployment.model, now, windows)
+    store.commit(
+        made,
+        expected=placement.generation,
+        reason=f"{did} ({by})",
+        run=RunInfo(new_run_name(), store.backend.now(), *shapes, *windows),
+        dropped=partial(_without_gone, now.num_ranks),
+    )
     return made, did
+
+
+def _without_gone(num_ranks: int, state: LiveState) -> dict[str, Value | None]:
+    """Live pins and cordons without the ranks that are gone, where they name such."""
+    pins = read_pins(str(state.live.get("pins", "")))
+    stay = {one: tuple(rank for rank in ranks if rank < num_ranks) for one, ranks in pins.items()}
+    cordons = read_cordons(str(state.live.get("cordons", "")))
+    left: dict[str, Value | None] = {}
+    if stay != pins:
+        left["pins"] = written_pins({one: ranks for one, ranks in stay.items() if ranks})
+    if any(rank >= num_ranks for rank in cordons):
+        kept = {rank: one for rank, one in cordons.items() if rank < num_ranks}
+        left["cordons"] = written_cordons(kept)
+    # Where the configuration has none either, no live value is needed to say so.
+    return {name: text or ("" if state.static.get(name) else None) for name, text in left.items()}
 
 
 def _shown(topology: Topology) -> str:

@@ -19,63 +19,59 @@ from api.deploy.first_placement import check_belongs
 from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.interrupts import StopSignals
 from api.processes.commands import Notifier, once_reached, set_title
-from api.processes.supervision import REPORT_PERIOD_S
 from eplb.clock import Clock
 from eplb.errors import StoreError
+from eplb.precompile import warmed_up_meanwhile
 from eplb.versions import CONTROLLER, HOST_CACHE, Announcement
 from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller
-from telemetry.state.events import STARTING
+from telemetry.state.events import COMPILE
 from telemetry.state.joining import Heartbeat, check_versions
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
 RETRY_S = 0.5  # after the store failed
-START_EVENT_S = 5.0  # interval of events while a controller starts
+SAY_PERIOD_S = 5.0  # between two lines while kernels are compiled
 Say = Callable[[str], None]
 
 log = logging.getLogger(__name__)
 
 
-class StartReports:
-    """Reports how far a controller's start is, while it compiles the planner's kernels.
+class CompileReports:
+    """Reports how far the compilation of kernels is.
 
     Args:
-        store: gets an event now and then, for ``eplb status`` and the page.
-        holder: the controller's.
-        report: gets a sentence more often, for the supervisor.
+        say: gets a line every few seconds, and one at the end.
+        record: gets the state, ``begun`` or ``done``, and figures.
     """
 
     def __init__(
         self,
-        store: StateStore,
-        holder: str,
-        report: Callable[[str], None],
+        say: Say,
+        record: Callable[..., None] = lambda state, **figures: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._store, self._holder, self._report, self._clock = store, holder, report, clock
+        self._say, self._record, self._clock = say, record, clock
         self._functions: set[str] = set()
-        self._begun = clock()
-        self._reported = self._stored = -math.inf
+        self._begun, self._said = clock(), -math.inf
 
-    def compiling(self, function: str) -> None:
-        """Record that the compiler works on a function."""
-        self._functions.add(function)
+    def note(self, function: str) -> None:
+        """Record that the compiler works on a function; "": all are compiled."""
         now = self._clock()
-        work = (
-            f"compiling the planner's kernels: {len(self._functions)} functions in "
-            f"{now - self._begun:.0f} s"
-        )
-        if now - self._reported >= REPORT_PERIOD_S:
-            self._reported = now
-            self._report(work)
-        if now - self._stored >= START_EVENT_S:
-            self._stored = now
-            try:
-                self._store.add_event(STARTING, {"holder": self._holder, "work": work})
-            except StoreError as exc:
-                log.warning("event not stored: %s", exc)
+        if not function and not self._functions:
+            return  # they were on disk
+        if not self._functions:
+            self._begun = now
+            self._record("begun")
+        self._functions |= {function} - {""}
+        count, seconds = len(self._functions), now - self._begun
+        if not function:
+            self._record("done", functions=count, seconds=seconds)
+            self._say(f"compiled the kernels: {count} functions in {seconds:.0f} s")
+        elif now - self._said >= SAY_PERIOD_S:
+            self._said = now
+            self._say(f"compiling the kernels: {count} functions in {seconds:.0f} s")
 
 
 def run_controller(deployment: Deployment, say: Say) -> None:
@@ -93,21 +89,12 @@ def run_controller(deployment: Deployment, say: Say) -> None:
         notifier.alive()
         return stop.received > 0
 
-    def starting(work: str) -> None:
-        log.info("the controller is starting: %s", work)
-        notifier.status(work)
-
     def built() -> tuple[StateStore, Controller]:
         store = deployment.opened_store()
         try:
             check_belongs(store, deployment)
-            return store, build_controller(
-                deployment.controller,
-                store,
-                deployment.name,
-                holder=holder,
-                on_compile=StartReports(store, holder, starting).compiling,
-            )
+            settings, name = deployment.controller, deployment.name
+            return store, build_controller(settings, store, name, holder=holder)
         except BaseException:
             store.close()
             raise
@@ -119,7 +106,18 @@ def run_controller(deployment: Deployment, say: Say) -> None:
     with closing(store):
         say(f"eplb controller: ready for {deployment.name} in {deployment.store_shown}")
         notifier.ready()
-        with Heartbeat(deployment.opened_store, CONTROLLER, holder):
+
+        def record(state: str, **figures: float) -> None:
+            try:
+                store.add_event(COMPILE, {"holder": holder, "state": state} | figures)
+            except StoreError as exc:
+                log.warning("event not stored: %s", exc)
+
+        reports = CompileReports(log.info, record)
+        with (  # the heartbeat ends first: the compiler may take seconds to
+            warmed_up_meanwhile(deployment.controller.policy, reports.note),
+            Heartbeat(deployment.opened_store, CONTROLLER, holder),
+        ):
             while not has_to_stop():
                 try:
                     controller.run(has_to_stop, poll_s=POLL_S)

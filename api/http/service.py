@@ -56,6 +56,7 @@ class AdminService:
         supervision: what the process that supervises others knows; by default none does.
         keeps_history: whether imbalance over time is kept, for which all runs are read.
         audit: of the state folder; None: there is none.
+        latest: so many samples of each rank are read at first, the latest; None: all.
         clock: of ``plan_wait_s``.
     """
 
@@ -69,6 +70,7 @@ class AdminService:
         supervision: Callable[[], SupervisionView] = SupervisionView,
         keeps_history: bool = True,
         audit: Audit | None = None,
+        latest: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
@@ -78,6 +80,7 @@ class AdminService:
             supervision=supervision,
             stalled_after_s=stalled_after_s,
             folder=None if audit is None else audit.path.parent,
+            latest=latest,
         )
         self._audit, self.audit_lost = audit, 0  # lines that neither file nor store took
         self.reader = BackgroundReader(self.monitor)

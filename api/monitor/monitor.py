@@ -60,7 +60,7 @@ from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, pages
 from telemetry.state.clock import StoreClock
-from telemetry.state.events import Event, PlanEnd, pace_change, plan_end
+from telemetry.state.events import COMPILE, Event, PlanEnd, pace_change, plan_end
 from telemetry.state.holder import shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
@@ -97,6 +97,7 @@ class Monitor:
         supervision: what the process that supervises others knows; by default none does.
         stalled_after_s: of the verdict.
         folder: the state folder; None: not known here.
+        latest: so many samples of each rank are read at first, the latest; None: all.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Monitor:
         supervision: Callable[[], SupervisionView] = SupervisionView,
         stalled_after_s: float = STALLED_AFTER_S,
         folder: Path | None = None,
+        latest: int | None = None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._latest = folder, latest
         self.store, self.anomalies = store, AnomalyLog()
         self.clock, self.supervision = clock or StoreClock(store), supervision
         self._stalled_after_s = stalled_after_s
@@ -130,7 +132,8 @@ class Monitor:
         self._live = LiveState()
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
-        self._controller = Leadership("", 0.0, "", "")
+        self._controller = Leadership("", 0.0, "")
+        self._compile: Event | None = None  # the latest of its kind
         self._is_read = self._has_proposals = False  # the second: since they were read last
         self._proposals: list[Proposal] = []
         self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
@@ -139,7 +142,9 @@ class Monitor:
     def _follow(self, info: RunInfo | None) -> None:
         """Start on another run, with nothing read of it."""
         if info is not None:  # first: a start that cannot be read leaves the monitor where it is
-            self._reader = RunReader(self.store, info, keep=KEPT_WINDOWS, clock=self.clock)
+            self._reader = RunReader(
+                self.store, info, keep=KEPT_WINDOWS, clock=self.clock, latest=self._latest
+            )
         self._info = info
         self._states: list[RankState] = []
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
@@ -230,9 +235,14 @@ class Monitor:
     def _read_tokens_before(self) -> None:
         """Read when the latest of the earlier runs that served counted its last token."""
         for info in reversed(self.store.runs()):
-            for _, samples in pages(partial(self.store.samples, info.run), 0, SAMPLES_PER_READ):
-                for sample in samples:
-                    self._outages.note_sample(sample, inf)
+            # Most often the latest samples have tokens, and no other need be read.
+            for begin in (self.store.backend.cursor_before(info.run, SAMPLES_PER_READ), 0):
+                query = partial(self.store.samples, info.run)
+                for _, samples in pages(query, begin, SAMPLES_PER_READ):
+                    for sample in samples:
+                        self._outages.note_sample(sample, inf)
+                if self._outages.token_time is not None or not begin:
+                    break
             if self._outages.token_time is not None:
                 self._outages.begin_run()
                 return
@@ -259,6 +269,8 @@ class Monitor:
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
+        elif event.kind == COMPILE:
+            self._compile = event
         elif (change := pace_change(event)) is not None:
             self._paced = change, event.time
         self._outages.note_event(event)
@@ -411,7 +423,7 @@ class Monitor:
             started=info.time if info else None,
             step=max((view.step for view in ranks), default=0),
             generation=self._committed.placement.generation if self._committed else None,
-            controller=self._controller,
+            controller=replace(self._controller, compiling=self._compiling(now)),
             versions=self._versions,
             num_layers=model.num_layers if model else 0,
             layer_ids=model.layer_ids if model else (),
@@ -460,6 +472,15 @@ class Monitor:
             free_bytes=self._free_bytes,
             audit_waiting=self._audit_waiting,
         )
+
+    def _compiling(self, now: float) -> str:
+        event = self._compile
+        if event is None or event.detail["state"] != "begun":
+            return ""
+        if self._controller.leader != shown(event.detail["holder"]):
+            return ""  # it may have ended meanwhile
+        since_s = max(0.0, now - event.time)
+        return f"the controller has been compiling kernels for {since_s:.0f} s: plans take longer"
 
     def _pace(self, budget: float) -> PaceView:
         """The pace of the next migration, as the controller would give it now."""

@@ -214,9 +214,6 @@ class Leadership:
 
     leader: Annotated[str, Meaning("process of the leader; empty: none leads")]
     lease_left_s: Annotated[float, Meaning("time until the lease expires without a renewal")]
-    starting: Annotated[
-        str, Meaning("a controller that compiles, and its progress; empty: none, or one leads")
-    ]
     why_none: Annotated[str, Meaning("why none leads; empty: one leads")]
     # The leader renews its lease in its turns, at a third of the time to live, and nowhere else.
     turn_age_s: Annotated[
@@ -226,6 +223,9 @@ class Leadership:
     led_s: Annotated[
         float, Meaning("time for which the leader has held the lease; 0: none leads")
     ] = 0.0
+    compiling: Annotated[
+        str, Meaning("that the leader compiles its kernels, and since when; empty: it does not")
+    ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,12 @@ from api.monitor.state import Finding, Grade, Leadership, RankView, Reading, Sta
 from api.processes.supervision import ProcessState
 from eplb.fitting import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
-from telemetry.state.events import OUTCOME_OF_EVENT, STARTING, WAITING, plan_end
+from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
 STALLED_AFTER_S = 30.0  # without a step or a token
-STARTING_SHOWN_S = 600.0  # longer than any supervisor waits for progress of a start
 WAITING_SHOWN_S = 90.0  # three times as long as from one report of a launcher to the next
 NAMED_RANKS = 8  # more are given as stretches
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
@@ -48,21 +47,14 @@ def leadership(store: StateStore, now: float) -> Leadership:
     age_s = None if lease is None else max(0.0, now - (lease.expires - lease.ttl_s))
     if lease is not None and held and lease.expires >= now and not is_dead(lease.holder):
         left_s, led_s = lease.expires - now, max(0.0, now - lease.since)
-        return Leadership(shown(lease.holder), left_s, "", "", age_s, led_s)
-    latest = next(store.events_backwards({STARTING, "lease"}), None)
-    if latest is not None and latest.kind == STARTING and now - latest.time <= STARTING_SHOWN_S:
-        holder, work = str(latest.detail.get("holder")), latest.detail.get("work")
-        if not is_dead(holder):
-            since_s = max(0.0, now - latest.time)
-            starting = f"{shown(holder)} is starting: {work}, as of {since_s:.0f} s ago"
-            return Leadership("", 0.0, starting, f"no controller leads yet: {starting}", age_s)
+        return Leadership(shown(lease.holder), left_s, "", age_s, led_s)
     why = "no controller leads, expected one (eplb serve or eplb controller)"
     if lease is not None and held and lease.expires < now:
         since_s = now - lease.expires
         why = f"no controller leads: the lease of {shown(lease.holder)} ran out {since_s:.0f} s ago"
     elif lease is not None and held:
         why = f"no controller leads: {shown(lease.holder)} has exited"
-    return Leadership("", 0.0, "", why, age_s)
+    return Leadership("", 0.0, why, age_s)
 
 
 def judged(seen: Reading, stalled_after_s: float = STALLED_AFTER_S) -> Reading:
@@ -103,6 +95,8 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
+    if state.controller.compiling:
+        yield state.controller.compiling
     if not state.movement:
         yield f"movement is off{until}{_who(state)}"
     if state.observe:

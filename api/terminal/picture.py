@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -72,11 +73,12 @@ def render(seen: Look, width: int = 100, height: int = 30) -> RenderableType:
     plot = _plot(seen, width)
     tail = [_migration(state, width), _pace(state), _bytes(state)]
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
-    used = len(head) + len(plot) + len(tail) + 3
+    times = _times(state, width)
+    used = len(head) + len(times) + len(plot) + len(tail) + 3
     num_decisions = min(4, max(1, height - used - state.num_layers - 2))
     heat = _heatmap(seen.heat, state.layer_ids, width, height - used - num_decisions)
     blank = Text()
-    parts = [*head, blank, *heat, LEGEND.copy(), *plot, blank, *tail]
+    parts = [*head, blank, *heat, *times, LEGEND.copy(), *plot, blank, *tail]
     for decision in reversed(state.decisions[-num_decisions:]):
         style = DECISION_STYLE.get(decision.decision, "")
         shown = (f"{decision.decision:^9}", style)
@@ -156,7 +158,7 @@ def _heatmap(heat: Heat, layer_ids: Sequence[int], width: int, num_rows: int) ->
     num_layers, num_ranks = len(heat.ranks), max((len(row or ()) for row in heat.ranks), default=0)
     if not num_ranks:
         return [Text(" no complete window of load yet", style=QUIET)]
-    cell = max(1, min(7, (width - 9) // num_ranks))
+    cell = _columns(width, num_ranks)
     name = "rank {}" if cell == 7 else "{}"
     ranks = "".join(name.format(rank)[-cell:].center(cell) for rank in range(num_ranks))
     lines = [Text(f" {'layer':>6} {ranks}", style=QUIET, no_wrap=True)]
@@ -170,6 +172,33 @@ def _heatmap(heat: Heat, layer_ids: Sequence[int], width: int, num_rows: int) ->
         lines.append(line)
     if shown < num_layers:
         lines.append(Text(f"        and {num_layers - shown} more layers", style=QUIET))
+    return lines
+
+
+def _columns(width: int, num_ranks: int) -> int:
+    """Columns of each rank."""
+    return max(1, min(7, (width - 9) // num_ranks))
+
+
+def _times(state: State, width: int) -> list[Text]:
+    """Time of a step and wait for others, of each rank or, in narrow columns, of the slowest."""
+    steps = [view.step_ms for view in state.ranks if view.step_ms is not None]
+    if not steps:
+        return []
+    cell = _columns(width, len(state.ranks))
+    if cell < 5:
+        waits = sorted((one.wait_ms, one.rank) for one in state.ranks if one.wait_ms is not None)
+        least = [f"; rank {rank} waits least: {wait_ms:.1f} ms" for wait_ms, rank in waits[:1]]
+        return [Text("".join([f" step {median(steps):.1f} ms", *least]))]
+    rows = {
+        "step ms": [view.step_ms for view in state.ranks],
+        "wait ms": [view.wait_ms for view in state.ranks],
+    }
+    lines = []
+    for name, figures in rows.items():
+        shown = ("-" if ms is None else f"{ms:.{int(ms < 100)}f}" for ms in figures)
+        cells = "".join(one.center(cell) for one in shown)
+        lines.append(Text.assemble((f"{name} ", QUIET), cells, no_wrap=True))
     return lines
 
 

@@ -122,8 +122,13 @@ def empty_store(draw: Draw) -> Mend:
 
 
 def fill_disks(draw: Draw) -> Mend:
-    mend = draw.deployment.fill_disks()
-    draw.deployment.pause_and_resume()
+    free = draw.deployment.fill_disks()
+    draw.deployment.order("pause")  # the one change that a full disk takes
+
+    def mend() -> None:
+        free()
+        draw.deployment.order("resume")
+
     return mend
 
 
@@ -162,7 +167,7 @@ FAULTS: dict[str, Fault] = {
     "disk-full": Fault(fill_disks, STOPPED_S, None),
     "clock-ahead": Fault(skew(SKEW_S), STOPPED_S, None),
     "clock-behind": Fault(skew(-SKEW_S), STOPPED_S, None),
-    "link-cut": Fault(lambda draw: draw.deployment.cut_link(), CUT_S, 10.0 + GRACE_S),
+    "link-cut": Fault(lambda draw: draw.deployment.hosts.spaces.cut_link(), CUT_S, 10.0 + GRACE_S),
 }
 CLOCKS = {"clock-ahead", "clock-behind"}  # never a reason for another verdict
 NO_OUTAGE = CLOCKS | {"cache-killed", "controller-killed", "serve-killed", "disk-full"}

@@ -33,6 +33,7 @@ from api.demo.checking import CheckedStep, checks_in
 from api.demo.options import DEFAULTS, Options
 from api.demo.setup import Prepared, prepare
 from api.demo.state_dir import StateDir
+from api.monitor.verdict import LEAST_FREE_BYTES
 from api.processes.commands import end_with_parent, own_command
 from benchmarks.faults.clock.sitecustomize import FILE_VARIABLE
 from benchmarks.faults.paced_engine import TOKENS_VARIABLE, tokens_of
@@ -40,15 +41,13 @@ from tests.support.deployments import clean_environ
 from tests.support.redis_servers import RedisProcess
 from tests.support.repository import ROOT
 from tests.support.sessions import pids_of, processes_of
-from tests.support.two_hosts import ADDRESSES, TwoHosts
+from tests.support.two_hosts import ADDRESSES, INTERFACES, TwoHosts
 
 RESTART_S = 20.0  # longer than a host cache may be silent
 REFUSED = 2
-STATE_BYTES = 32_000_000  # size of a host's file system for state
+STATE_BYTES = 2 * LEAST_FREE_BYTES  # size of a host's file system for state
 END_S = 20.0
 HOSTS, RANKS = range(2), range(4)
-INTERFACES = ("end0", "end1")  # the ends of the veth pair of TwoHosts
-NOWHERE = "02:00:00:00:00:99"  # an address that no network card has
 SETTINGS: dict[str, Any] = {
     "topology.nodes": 2,
     "topology.ranks_per_node": 2,
@@ -274,36 +273,18 @@ class TwoHostDeployment:
         answer.raise_for_status()
         return answer
 
-    def pause_and_resume(self) -> None:
-        """Order a pause and its end as an operator would; refusals are noted."""
-        for movement in (False, True):
-            asked = {"movement": movement, "reason": "a trial under faults"}
-            try:
-                answer = self.client.patch("/api/v1/control", json=asked)
-            except httpx.HTTPError as exc:
-                self.notes.append(f"{movement=} is not answered: {type(exc).__name__}")
-                continue
-            if not answer.is_success:
-                title = answer.json().get("title")
-                self.notes.append(f"{movement=} is refused: {answer.status_code} {title}")
+    def order(self, what: str) -> None:
+        """Order a ``pause`` or a ``resume`` as an operator would; a refusal is noted."""
+        try:
+            answer = self.client.post(f"/api/v1/{what}", json={"reason": "a trial under faults"})
+        except httpx.HTTPError as exc:
+            self.notes.append(f"{what} is not answered: {type(exc).__name__}")
+            return
+        if not answer.is_success:
+            title = answer.json().get("title")
+            self.notes.append(f"{what} is refused: {answer.status_code} {title}")
 
     # -- what faults change
-
-    def cut_link(self) -> Callable[[], None]:
-        """Lose every frame between the hosts, in silence as a switch would; returns what mends it.
-
-        Frames go to a hardware address that nobody has: carrier and routes stay.
-        """
-        for host in HOSTS:
-            gone = (ADDRESSES[1 - host], "lladdr", NOWHERE, "nud", "permanent")
-            self.hosts.run(host, "ip", "neigh", "replace", *gone, "dev", INTERFACES[host])
-
-        def mend() -> None:
-            for host in HOSTS:
-                words = ("del", ADDRESSES[1 - host], "dev", INTERFACES[host])
-                self.hosts.run(host, "ip", "neigh", *words)
-
-        return mend
 
     def set_clock(self, host: int, ahead_s: float) -> None:
         """Set the clock of a host's ranks."""

@@ -115,6 +115,7 @@ class Rank(Process):
 
     placement: Placement
     membership: int
+    loss: StoreLoss
     state: RankState
 
     def __init__(self, _: object, argv: object, environ: Mapping[str, str]) -> None:
@@ -187,6 +188,7 @@ class Rank(Process):
         places.report_run(self.number, group.run, self._environ)
         self.placement = committed_placement(self._store)
         self.membership = membership_of_start(self._store)
+        self.loss = StoreLoss(self._store, group.run)
         no_cache = MigrationError(f"the cache of host {self.host} does not answer")
         self._until(self._has_cache, JOIN_DEADLINE_S, no_cache)
         self.world.sleep(START_S)
@@ -200,7 +202,6 @@ class Rank(Process):
         """Step with all others; report, and watch the store, as the threads of a rank do."""
         step = sequence = 0
         looked = last_step = self.world.now
-        loss = StoreLoss(self._store, self)  # type: ignore[arg-type]
         self.is_exchanging = True
         others = group.members.values()
         while True:
@@ -217,7 +218,7 @@ class Rank(Process):
                 detail = {"report_every_s": LOOK_S}
                 self.state = RankState(*found, "idle", 0, 0, sequence, 0, detail=detail)
                 try:
-                    loss.is_restored(self._store.live())
+                    self.loss.is_restored(self._store.live(), self)  # type: ignore[arg-type]
                     self._store.report(self.state)
                     if last_step == self.world.now:
                         sequence += self._store.append([self._sample(group.run, step, sequence)])

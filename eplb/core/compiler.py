@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from inspect import get_annotations
+from threading import get_ident
 from types import CodeType
 from typing import Any
 
@@ -135,13 +136,14 @@ def _register(name: Any, compiled: Any) -> None:
     registry.register_global(name, types.Dispatcher(compiled))
 
 
-def dispatcher_of(kernel: Any, at_once: Sequence[bool] | None) -> Any:
+def dispatcher_of(kernel: Any, at_once: Sequence[int] | None) -> Any:
     """Make what compiles a kernel, on disk if it can be; no interpreter lock while it runs.
 
     Args:
         kernel: an ``eplb.core.jit.Kernel``, which other kernels may call.
-        at_once: while it is empty, the kernel is interpreted until it has had enough work, unless
-            it is on disk; None: it never is.
+        at_once: threads that compile the kernel at its first call; others interpret it meanwhile.
+            While there are none, it is interpreted until it has had enough work, unless it is on
+            disk. None: it is never interpreted.
     """
     function = kernel.py_func
     compiled: Any = njit(**OPTIONS)(function)
@@ -157,7 +159,7 @@ def dispatcher_of(kernel: Any, at_once: Sequence[bool] | None) -> Any:
     return compiled
 
 
-def _interpret_first(compiled: Any, function: Callable[..., Any], at_once: Sequence[bool]) -> None:
+def _interpret_first(compiled: Any, function: Callable[..., Any], at_once: Sequence[int]) -> None:
     compile_for, on_disk, had = compiled._compile_for_args, compiled._cache, 0
     missing: set[Any] = set()
 
@@ -169,7 +171,10 @@ def _interpret_first(compiled: Any, function: Callable[..., Any], at_once: Seque
         """The compiled function for these arguments, or the interpreted one."""
         nonlocal had
         had += _num_elements(args)
-        if at_once or had > MOST_INTERPRETED:
+        is_at_once = get_ident() in at_once
+        if at_once and not is_at_once:
+            return interpreted
+        if is_at_once or had > MOST_INTERPRETED:
             if not isinstance(on_disk, _Cache):
                 log.warning(
                     "kernel %s is compiled for this process only, which takes seconds: no folder "

@@ -29,7 +29,7 @@ BoolArray = NDArray[np.bool_]
 NONE = cast(int, np.int64(-1))
 ZERO = cast(int, np.int64(0))
 
-_at_once: list[bool] = []  # of ``compiled_at_once``, while it is entered
+_at_once: list[int] = []  # threads in ``compiled_at_once``
 _defining = threading.RLock()
 _declared: list[Callable[[Any], None]] = []  # each is given the compiler
 
@@ -37,7 +37,7 @@ _declared: list[Callable[[Any], None]] = []  # each is given the compiler
 class Kernel:
     """A function that is compiled, or interpreted at first; what it lacks the compiler's has."""
 
-    def __init__(self, function: Callable[..., Any], at_once: list[bool] | None) -> None:
+    def __init__(self, function: Callable[..., Any], at_once: list[int] | None) -> None:
         self.py_func, self.__doc__ = function, function.__doc__
         self._dispatcher: Any = None
 
@@ -64,12 +64,16 @@ class Kernel:
 
 @contextmanager
 def compiled_at_once() -> Iterator[None]:
-    """Compile every kernel at its first call, instead of interpreting it."""
-    _at_once.append(True)
+    """Have this thread compile every kernel at its first call, instead of interpreting it.
+
+    Other threads interpret meanwhile what is not compiled: they do not wait for the compiler.
+    """
+    thread = threading.get_ident()
+    _at_once.append(thread)
     try:
         yield
     finally:
-        _at_once.pop()
+        _at_once.remove(thread)
 
 
 def inner(function: Compiled) -> Compiled:

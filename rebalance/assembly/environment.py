@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from eplb.core.placement import Placement
 from eplb.errors import ConfigError, EplbError, RankError
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
@@ -43,8 +42,8 @@ from rebalance.assembly.places import (
 )
 from rebalance.assembly.rank import (
     BuiltRank,
+    OwnExperts,
     build_rank,
-    committed_placement,
     new_run_name,
     record_start,
 )
@@ -63,8 +62,6 @@ log = logging.getLogger(__name__)
 # Within what `eplb launch` gives ranks after a signal: what waits longer is on disk, and is written
 # by the next start.
 FLUSH_DEADLINE_S = 10.0
-
-OwnExperts = Callable[[RankPlace, Placement], ExpertBank]
 
 
 @dataclass(frozen=True)
@@ -177,11 +174,8 @@ def build_rank_from_env(
         cache = deployment.host_caches[host]
         report_wait(rank, f"the cache of host {host}, and the first experts", environ)
         place = RankPlace(rank, run, deployment.topology, groups, device, cache)
-        experts = deployment.schema
-        filled = None if own_experts is None else own_experts(place, committed_placement(store))
-        built = build_rank(
-            deployment.config, place, deployment.model, filled or experts, store, passes
-        )
+        experts = own_experts or deployment.schema
+        built = build_rank(deployment.config, place, deployment.model, experts, store, passes)
     except BaseException as exc:
         claim.close()
         if isinstance(exc, EplbError):

@@ -21,9 +21,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -33,6 +34,11 @@ from eplb.core.bounded_json import decode_json
 from eplb.errors import RankError
 
 RETRY_S = 0.1
+# One attempt to reach rank 0. Over a link that is cut, TCP repeats a longer one at doubled
+# intervals: it would stay silent for as long again once the link is back.
+ATTEMPT_S = 2.0
+SILENCE_S = 10  # a host that acknowledges nothing for so long is gone, and the meeting over
+PROBE_S = 2  # between two probes of a connection that is idle
 TELL_S = 5.0  # between two reports of what a rank waits for
 LEAVE_DEADLINE_S = 5.0  # for other ranks to read why the meeting is refused
 HELLO, PROOF, REFUSAL, LEFT = "hello", "proof", "refusal", "left"
@@ -240,7 +246,27 @@ def _reached(
         )
     except RuntimeError as exc:
         raise RankError(f"rank {mine.rank} cannot meet the others at {host}:{port}: {exc}") from exc
+    _end_when_silent(port)
     return PrefixStore(f"eplb/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _end_when_silent(port: int) -> None:
+    """Have the kernel end this process's connection to the meeting once rank 0's host is silent.
+
+    torch waits for an answer without a limit, and TCP alone tries for a quarter of an hour. torch
+    does not give out the socket, so it is found among the open files.
+    """
+    # Sockets alone: of another file ``fromfd`` would leave its copy open.
+    for path in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
+        with (
+            suppress(OSError),  # it is not connected
+            socket.fromfd(int(path.name), socket.AF_INET, socket.SOCK_STREAM) as line,
+        ):
+            if line.getpeername()[1:2] == (port,):
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -264,7 +290,8 @@ def _await_listener(
     while True:
         left_s = deadline - time.monotonic()
         try:
-            with closing(socket.create_connection((host, port), timeout=max(0.01, left_s))):
+            timeout_s = max(0.01, min(ATTEMPT_S, left_s))
+            with closing(socket.create_connection((host, port), timeout=timeout_s)):
                 return
         except OSError as exc:
             if time.monotonic() + RETRY_S >= deadline:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from rebalance.assembly.config import RankConfig
 from rebalance.assembly.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.rank.watcher import POLL_S
+from rebalance.rank.watcher import POLL_S, StoreLoss
 from rebalance.recovery import membership_of_start
 from rebalance.stage.share import RankSlots
 from rebalance.types import StepCounter
@@ -49,6 +50,8 @@ from telemetry.state.runs import BATCH, RunInfo
 from telemetry.state.store import StateStore
 
 FLUSH_DEADLINE_S = 20.0
+
+OwnExperts = Callable[[RankPlace, Placement], ExpertBank]  # fills the memory that it returns
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +142,7 @@ def build_rank(
     config: RankConfig,
     place: RankPlace,
     model: ModelShape,
-    experts: ExpertSchema | ExpertBank,
+    experts: ExpertSchema | ExpertBank | OwnExperts,
     store: StateStore | Path | str,
     passes: StepCounter | None = None,
 ) -> BuiltRank:
@@ -151,15 +154,16 @@ def build_rank(
         model: the MoE layers and their experts.
         experts: what an expert consists of: memory is reserved here, and filled from the cache of
             the rank's host. Or the engine's own memory, which it has filled by the placement of the
-            store; see ``committed_placement``.
-        store: of the deployment, open or by its URL.
+            store (``committed_placement``), or a function that fills it by the placement.
+        store: of the deployment, open or by its URL; the start ``place.run`` is on record there.
         passes: counts the forward passes of this process: a ``runtime.counters.PassCounter``.
             ``step`` may then be called without a number, and refuses one that differs from the
             count.
 
     Raises:
         ConfigError: configuration, model, placement and place do not fit together.
-        StoreError: the store cannot be used, or has no placement to start from.
+        StoreError: the store cannot be used, or has no placement to start from, or no record of
+            the start.
         RankError: a rank died or was late.
         MigrationError: experts cannot be loaded, or ranks hold different bytes of one.
     """
@@ -167,8 +171,11 @@ def build_rank(
     if isinstance(store, Path | str):
         store = open_store(store, config.deployment)
     placement = committed_placement(store)
-    _check_fit(model, placement, place, experts)
     membership = membership_of_start(store)
+    loss = StoreLoss(store, place.run)
+    if not isinstance(experts, ExpertSchema | ExpertBank):
+        experts = experts(place, placement)
+    _check_fit(model, placement, place, experts)
     bank, digests, votes, sources = take_experts(
         config, place, model, experts, placement, membership=membership
     )
@@ -182,7 +189,7 @@ def build_rank(
         journal = Journal(config.journal_dir, place.run, place.rank)
     agent = wire_agent(
         AgentSettings(config, place.run, place.topology, membership),
-        Links(votes, sources, store, reporter, reporter.clock, journal or NoJournal()),
+        Links(votes, sources, store, reporter, reporter.clock, journal or NoJournal(), loss=loss),
         rank=place.rank,
         bank=bank,
         digests=digests,

@@ -181,7 +181,10 @@ class Tasks:
         why = f"proposal {found.id}, approved by {by} ({reason})"
         settings = self._live.settings
         proposal = self._planning.plan_back(group, settings, past, serving, target, why)
-        if not task.request.get("accept_loss"):
+        is_drain = self._planning.is_draining(group, serving, settings)
+        is_drain &= not self._planning.is_draining(group, target, settings)
+        # What a drain costs was asked for with it.
+        if not is_drain and not task.request.get("accept_loss"):
             _refuse_if_it_loses(proposal, found.id)
         self._publisher.note(group, proposal, newest, trigger="approval", actor=f"task {task.id}")
         approval = Approval(found.id, by, reason)

@@ -10,7 +10,7 @@ from eplb.clock import Clock
 from eplb.core.topology import Topology
 from rebalance.assembly.config import RankConfig
 from rebalance.protocol.journal import JournalRecorder, JournalSink, NoJournal
-from rebalance.rank.watcher import SampleSink, Watcher
+from rebalance.rank.watcher import SampleSink, StoreLoss, Watcher
 from rebalance.stage.mover import Mover
 from rebalance.stage.share import RankSlots
 from rebalance.threads.waiting import SharedPhase
@@ -42,6 +42,7 @@ class Links:
     journal: JournalSink = field(default_factory=NoJournal)
     monotonic: Clock = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself
+    loss: StoreLoss | None = None  # None: a store that lost its contents is not restored
 
 
 @dataclass

@@ -33,7 +33,7 @@ from rebalance.threads.watchdog import Watchdog
 from rebalance.types import Record
 from telemetry.state.events import Outcome
 from telemetry.state.live import Control, LiveState
-from telemetry.state.runs import Details, RankState, RunInfo
+from telemetry.state.runs import Details, RankState
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25  # how often a rank reports itself when nothing else happens
@@ -125,19 +125,36 @@ class StoreLoss:
     Every rank knows the state that balancing needs: the run, the serving placement, the switches,
     and the highest plan id. Each rank checks after every poll. The first that misses placement or
     run restores all of it in one change; the others find it there. Samples, tasks, events and the
-    history of placements are lost. Used by the watcher's thread alone.
+    history of placements are lost. Used by one thread at a time.
+
+    It is made before a rank loads its experts: the store may be lost in the minutes that this
+    takes, and nobody else could then restore the run.
+
+    Args:
+        store: of the deployment.
+        run: the start of this rank, on record.
+
+    Raises:
+        StoreError: the store failed, or has no record of the start.
     """
 
-    def __init__(self, store: StateStore, agent: WatchedAgent) -> None:
-        self._store, self._agent = store, agent
-        self._run: RunInfo | None = None
-        self._live: LiveState | None = None
+    def __init__(self, store: StateStore, run: str) -> None:
+        self._store, self._live = store, store.live()
+        # The run last: if it is still there, what was read before is of the same contents.
+        found = next((info for info in store.runs() if info.run == run), None)
+        if found is None:
+            raise StoreError(
+                f"the store holds no record of run {run!r} of deployment {store.deployment!r}, "
+                "expected one: the start was not recorded, or the store lost its contents since"
+            )
+        self._run = found
 
-    def is_restored(self, live: LiveState) -> bool:
+    def is_restored(self, live: LiveState, agent: WatchedAgent) -> bool:
         """Restore the store if it was lost; return whether the data just read from it is invalid.
 
         Args:
             live: the live settings as they were read last.
+            agent: of this rank.
 
         Raises:
             StoreError: the store failed.
@@ -145,12 +162,8 @@ class StoreLoss:
         # `eplb serve` may have written a first placement into the emptied store before this look.
         if self._store.committed() is not None and self._store.current_run() is not None:
             self._live = live
-            if self._run is None:
-                self._run = self._own_run()
             return False
-        if self._run is None or self._live is None:
-            return False  # nothing was committed yet that could be lost
-        state, (placement, plan_id) = self._agent.describe(), self._agent.settled()
+        state, (placement, plan_id) = agent.describe(), agent.settled()
         reason = f"rank {state.rank} misses the run in the store: the store lost its contents"
         if self._store.restore(
             self._run, placement, self._live, last_plan_id=plan_id, reason=reason
@@ -158,13 +171,12 @@ class StoreLoss:
             log.error("generation=%d %s; state restored", placement.generation, reason)
         return True
 
-    def _own_run(self) -> RunInfo | None:
-        name = self._agent.describe().run
-        return next((info for info in self._store.runs() if info.run == name), None)
-
 
 class Watcher:
-    """Three daemon threads: store to agent, the mover's work, and what the store is to have."""
+    """Three daemon threads: store to agent, the mover's work, and what the store is to have.
+
+    Without ``loss``, a store that lost its contents is not restored.
+    """
 
     def __init__(
         self,
@@ -174,10 +186,10 @@ class Watcher:
         shared: SharedPhase,
         sink: SampleSink,
         watchdog: Watchdog,
+        loss: StoreLoss | None = None,
     ) -> None:
         self._store, self._agent, self._mover, self._shared = store, agent, mover, shared
-        self._sink, self._watchdog = sink, watchdog
-        self._loss = StoreLoss(store, agent)
+        self._sink, self._watchdog, self._loss = sink, watchdog, loss
         self.num_mover_failures = 0
         self._closing = threading.Event()
         self._to_write: queue.SimpleQueue[Writing | None] = queue.SimpleQueue()
@@ -287,7 +299,7 @@ class Watcher:
         try:
             version = self._store.wait(version, patience_s)
             live, published = self._store.live(), self._store.published()
-            if self._loss.is_restored(live):
+            if self._loss is not None and self._loss.is_restored(live, self._agent):
                 return version, SOON_S  # what was read is of a store without its contents
             is_settled = self._agent.on_store_update(live.control, published)
             return version, POLL_S if is_settled else SOON_S

@@ -36,6 +36,7 @@ class RunReader:
         keep: how many windows the folder holds, the latest.
         clock: seconds since the epoch, to exclude what ``WindowFolder.add_all`` excludes by it.
             None: whatever fits the run is counted.
+        latest: so many samples of each rank are read at first, about, the latest; None: all.
 
     Raises:
         HistoryError: what was recorded at the start is no model, no topology or no window.
@@ -48,6 +49,7 @@ class RunReader:
         *,
         keep: int = DEFAULT_KEEP,
         clock: Clock | None = None,
+        latest: int | None = None,
     ) -> None:
         self.run = run
         self.model, self.topology = model_and_topology(run)
@@ -58,6 +60,8 @@ class RunReader:
         self.folder = WindowFolder(cut, self.shape, keep=keep)
         self.num_read = 0  # samples, whatever became of them
         self._store, self._clock, self._cursor = store, clock, 0
+        if latest is not None:
+            self._cursor = store.backend.cursor_before(run.run, latest * self.topology.num_ranks)
 
     def read(self, page: int = PAGE) -> Iterator[list[LoadSample]]:
         """Fold what arrived since the last call, and give the accepted samples of each page.

@@ -217,6 +217,10 @@ class Backend(Reader):
         """Return (cursor, record) of a stream past a cursor, in order of arrival."""
 
     @abstractmethod
+    def cursor_before(self, stream: str, latest: int) -> int:
+        """Return the cursor past which a stream has so many records, the latest; 0: or fewer."""
+
+    @abstractmethod
     def read_between(
         self, since: float, before: float, after: int, limit: int
     ) -> list[tuple[int, bytes]]:

@@ -33,7 +33,7 @@ EVENT_OF_OUTCOME: dict[Outcome, str] = {
 OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 OUTAGE = "outage"  # kind: tokens came again after a time without any
-STARTING = "starting"  # kind: a controller compiles its kernels, and cannot lead yet
+COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
 WAITING = "waiting"  # kind: ranks cannot start yet
 
 OUTAGES = Table("outages", is_ordered=True)  # by their ends

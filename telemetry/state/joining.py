@@ -181,15 +181,27 @@ class Heartbeat:
 def heartbeats(store: StateStore, now: float) -> list[Announcement]:
     """Give the latest announcement of each process that sends them, unless it was retired.
 
-    Of controllers and services there is one for each host: one that was started again has another
-    name. Those that are silent for long are left out, because no topology expects them.
+    A controller or service that was started again has another name: it takes the place of one of
+    its host that was silent from then on. Those that are silent for long are left out, because no
+    topology expects them.
     """
-    latest: dict[tuple[str, str], Announcement] = {}
-    for seen in store.announced():  # oldest first
-        host = host_of(seen.name)
-        if seen.every_s and (host is None or now - seen.time <= FORGOTTEN_S):
-            latest[seen.component, seen.name if host is None else host] = seen
-    return list(latest.values())
+    expected: list[Announcement] = []
+    for seen in sorted(store.announced(), key=lambda one: one.since):
+        if not seen.every_s:
+            continue
+        if (host := host_of(seen.name)) is not None:
+            if now - seen.time > FORGOTTEN_S:
+                continue
+            alike = (
+                one
+                for one in expected
+                if (one.component, host_of(one.name)) == (seen.component, host)
+            )
+            silent = [one for one in alike if one.time < seen.since]
+            if silent:
+                expected.remove(max(silent, key=lambda one: one.time))
+        expected.append(seen)
+    return expected
 
 
 def _meet(joining: str, present: str) -> bool:

@@ -95,7 +95,7 @@ class LivePart(Part):
 
     def live(self) -> LiveState:
         """Return the live settings."""
-        return _live_in(self.backend)
+        return live_in(self.backend)
 
     def change_live(
         self,
@@ -124,7 +124,7 @@ class LivePart(Part):
         """
 
         def decision(change: Change) -> LiveState:
-            return _change(change, changes, expected, reason, by, lasts_s)
+            return write_live(change, changes, expected, reason, by, lasts_s)
 
         try:
             return self.backend.decide("live settings", decision)
@@ -144,12 +144,12 @@ class LivePart(Part):
             return state
 
         def decision(change: Change) -> LiveState:
-            state = _live_in(change)
+            state = live_in(change)
             over = [name for name, end in state.until.items() if end <= change.time]
             if not over:
                 return state
             reason = f"{EXPIRED}: {state.changes[over[0]].reason}"
-            return _change(change, dict.fromkeys(over), None, reason)
+            return write_live(change, dict.fromkeys(over), None, reason)
 
         return self.backend.decide("expiry of live settings", decision)
 
@@ -161,7 +161,7 @@ class LivePart(Part):
         """
 
         def decision(change: Change) -> LiveState:
-            state, free = _live_in(change), vars(Control())
+            state, free = live_in(change), vars(Control())
             dropped = [name for name in SWITCHES if state.live.get(name) is free[name]]
             state = put_live(
                 change,
@@ -199,11 +199,12 @@ def _without(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     return {name: value for name, value in values.items() if name not in names}
 
 
-def _live_in(reader: Reader) -> LiveState:
+def live_in(reader: Reader) -> LiveState:
+    """Return the live settings, also in the middle of a change."""
     return head(reader, LiveState, LIVE, "the record of live settings") or LiveState()
 
 
-def _change(
+def write_live(
     change: Change,
     changes: Mapping[str, Value | None],
     expected: int | None,
@@ -212,7 +213,7 @@ def _change(
     lasts_s: float | None = None,
 ) -> LiveState:
     """Write a change of live values with its events."""
-    state = _live_in(change)
+    state = live_in(change)
     if not changes:
         raise ConfigError("no live setting is named, expected one or more")
     if lasts_s is not None and not 0 < lasts_s < inf:

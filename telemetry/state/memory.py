@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from math import inf
 from threading import Condition
 from typing import TypeVar
@@ -148,6 +149,12 @@ class MemoryBackend(Backend):
             log = self._log.items()
             records = [(at, e.record) for at, e in log if at > after and e.stream == stream]
             return records[:limit]
+
+    def cursor_before(self, stream: str, latest: int) -> int:
+        """Return the cursor past which a stream has so many records, the latest; 0: or fewer."""
+        with self._use():
+            newest_first = (at for at, e in reversed(self._log.items()) if e.stream == stream)
+            return next(islice(newest_first, latest, None), 0)
 
     def read_between(
         self, since: float, before: float, after: int, limit: int

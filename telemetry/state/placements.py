@@ -7,6 +7,7 @@ that ask at every step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from threading import Lock
@@ -27,7 +28,8 @@ from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
 from telemetry.state.codec import decode, encode, pack, unpack
 from telemetry.state.events import EVENT_OF_OUTCOME, Outcome, PlanEnd, PlanOffer, note
 from telemetry.state.lease import check_fence
-from telemetry.state.live import LiveState, put_live
+from telemetry.state.live import LiveState, live_in, put_live, write_live
+from telemetry.state.live import Value as LiveValue
 from telemetry.state.part import (
     CANDIDATES,
     COMMITTED,
@@ -39,7 +41,7 @@ from telemetry.state.part import (
     open_plan_in,
 )
 from telemetry.state.proposals import Approval, approve
-from telemetry.state.runs import RunInfo, add_run, current_run_in
+from telemetry.state.runs import RunInfo, add_run, begin, current_run_in
 
 KEPT_PLACEMENTS = 1000  # at least; the oldest are removed
 _PRUNED_EVERY = 100  # generations
@@ -109,6 +111,8 @@ class PlacementPart(Part):
         plan_id: int = 0,
         reason: str,
         outcome: Outcome = "committed",
+        run: RunInfo | None = None,
+        dropped: Callable[[LiveState], Mapping[str, LiveValue | None]] = lambda _: {},
     ) -> bool:
         """Make ``placement`` the committed one and close the migration ``plan_id``, atomically.
 
@@ -118,6 +122,9 @@ class PlacementPart(Part):
 
         Args:
             expected: the generation that this placement follows; None for the first of all.
+            run: a start of other ranks, which begins in the same change: readers take the ranks of
+                the placement from the latest start.
+            dropped: gives new live values, where those of now name ranks that ``run`` has not.
 
         Raises:
             StaleGeneration: something else is committed, or generations do not grow; or survivors
@@ -140,6 +147,10 @@ class PlacementPart(Part):
                     overtaken = f"generation {generation} was committed in its place"
                     note(change, "reject", PlanEnd(generation, open_plan[0], overtaken))
             note(change, EVENT_OF_OUTCOME[outcome], PlanEnd(generation, plan_id, reason))
+            if run is not None:
+                begin(change, run)
+                if values := dropped(live_in(change)):
+                    write_live(change, values, None, reason)
             return True
 
         is_written = self.backend.decide(f"commit of generation {generation}", decision)

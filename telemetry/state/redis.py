@@ -277,6 +277,12 @@ class RedisBackend(Backend):
         """Return (cursor, record) of a stream past a cursor."""
         return list(islice(self._records(stream, after + 1), limit))
 
+    def cursor_before(self, stream: str, latest: int) -> int:
+        """Return the cursor past which a stream has so many records, the latest; 0: or fewer."""
+        key = self._key("samples", stream)
+        newest_first = self.link.read("XREVRANGE", key, "+", "-", "COUNT", latest + 1)
+        return _number_of(newest_first[latest][0]) if len(newest_first) > latest else 0
+
     def read_between(
         self, since: float, before: float, after: int, limit: int
     ) -> list[tuple[int, bytes]]:

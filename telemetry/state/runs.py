@@ -121,7 +121,7 @@ class RunsPart(Part):
         Raises:
             StoreError: another start has this name; its samples would pass for repeats.
         """
-        info = replace(info, model=as_stored(info.model), topology=as_stored(info.topology))
+        info = _stored(info)
 
         def decision(change: Change) -> None:
             for _, text in change.scan(RUNS):
@@ -133,9 +133,7 @@ class RunsPart(Part):
                         f"run {info.run!r} is recorded as started at {known.time}, found another "
                         f"start of that name at {info.time}, expected a new name"
                     )
-            add_run(change, info)
-            detail = {"run": info.run, "window_steps": info.window_steps}
-            change.append("run", to_json(detail))
+            begin(change, info)
 
         self.backend.decide(f"run {info.run!r}", decision)
 
@@ -191,6 +189,16 @@ def current_run_in(change: Change) -> str | None:
     return _run_of(latest[0][1]).run if latest else None
 
 
+def begin(change: Change, info: RunInfo) -> None:
+    """Record a start with its event."""
+    add_run(change, _stored(info))
+    change.append("run", to_json({"run": info.run, "window_steps": info.window_steps}))
+
+
+def _stored(info: RunInfo) -> RunInfo:
+    return replace(info, model=as_stored(info.model), topology=as_stored(info.topology))
+
+
 def add_run(change: Change, info: RunInfo) -> None:
     """Record a start, and announce this program's version as that of its ranks."""
     change.put(RUNS, change.next("run"), encode(info))
@@ -199,14 +207,15 @@ def add_run(change: Change, info: RunInfo) -> None:
 
 def add_announcement(change: Change, mine: Announcement) -> None:
     """Write an announcement in place of an earlier one of that component and name."""
-    others = [
-        other
-        for other in _announcements([text for _, text in change.scan(ANNOUNCED)])
-        if other.component == mine.component and other.name != mine.name
-    ]
+    since, others = change.time, []
+    for known in _announcements([text for _, text in change.scan(ANNOUNCED)]):
+        if _key_of(known) == _key_of(mine):
+            since = known.since
+        elif known.component == mine.component:
+            others.append(known)
     for old in others[: len(others) + 1 - KEPT_ANNOUNCEMENTS]:
         change.delete(ANNOUNCED, _key_of(old))
-    text = to_json(asdict(replace(mine, time=change.time)))
+    text = to_json(asdict(replace(mine, time=change.time, since=since)))
     change.put(ANNOUNCED, _key_of(mine), text)
 
 

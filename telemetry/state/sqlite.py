@@ -66,6 +66,10 @@ _READ = (
     "SELECT cursor, record FROM sample WHERE deployment = ? AND stream = ? AND cursor > ? "
     "ORDER BY cursor LIMIT ?"
 )
+_CURSOR_BEFORE = (
+    "SELECT cursor FROM sample WHERE deployment = ? AND stream = ? "
+    "ORDER BY cursor DESC LIMIT 1 OFFSET ?"
+)
 # The index is named because SQLite would rather walk through all samples in the order asked for.
 _READ_BETWEEN = (
     "SELECT cursor, record FROM sample WHERE cursor IN ("
@@ -177,6 +181,11 @@ class SqliteBackend(Backend):
     def read(self, stream: str, after: int, limit: int) -> list[tuple[int, bytes]]:
         """Return (cursor, record) of a stream past a cursor."""
         return self._rows(_READ, stream, after, limit)
+
+    def cursor_before(self, stream: str, latest: int) -> int:
+        """Return the cursor past which a stream has so many records, the latest; 0: or fewer."""
+        rows = self._rows(_CURSOR_BEFORE, stream, latest)
+        return int(rows[0][0]) if rows else 0
 
     def read_between(
         self, since: float, before: float, after: int, limit: int

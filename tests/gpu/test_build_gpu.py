@@ -25,6 +25,7 @@ from telemetry import open_store
 from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 from tests.support.models.engine_rank import EngineSetup, serve
+from tests.support.two_ranks import begin_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,10 +42,11 @@ def test_two_gpu_ranks_that_the_builder_made_swap_experts(tmp_path: Path) -> Non
     address, weights = HostCacheAddress(run, os.urandom(16)), tmp_path / "weights"
     write_random_checkpoint(weights, MODEL, SCHEMA, vocabulary=64, seed=1)
     config = RankConfig("test", sample_steps=4, staging_experts=4)
+    topology = Topology.uniform(1, 2, slots_per_rank=5)
     setup = EngineSetup(
         config,
         run,
-        Topology.uniform(1, 2, slots_per_rank=5),
+        topology,
         (address,),
         MODEL,
         SCHEMA,
@@ -59,6 +61,7 @@ def test_two_gpu_ranks_that_the_builder_made_swap_experts(tmp_path: Path) -> Non
         closing(build_host_cache(HostCacheSettings(), address, MODEL, SCHEMA, weights)),
     ):
         store.commit(START, expected=None, reason="start")
+        begin_run(store, run, model=MODEL, topology=topology)
         found = launch(serve, 2, setup, deadline_s=NEVER_S)
 
     assert [(one.generation, one.num_wrong, one.num_moved) for one in found] == [(1, 0, 2)] * 2

@@ -24,7 +24,6 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
-from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.assembly.controller import build_controller
 from rebalance.assembly.experts import RankPlace, torch_failures
@@ -42,12 +41,12 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from telemetry import open_store
 from telemetry.load.reporter import Tempo
-from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.launch import launch
 from tests.support.limits import NEVER_S
 from tests.support.models.engine_rank import EngineSetup, serve
 from tests.support.stores import MemoryStore
+from tests.support.two_ranks import begin_run
 
 SECRET = bytes(range(16))
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
@@ -112,6 +111,7 @@ def test_rank_embedded_in_an_engine_migrates_without_loading_api(
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(url, "test")))
         store.commit(START, expected=None, reason="start")
+        begin_run(store, run, model=small_model, topology=topology)
         for host, address in enumerate(caches):
             made = build_host_cache(
                 settings, address, small_model, small_schema, small_checkpoint.path, host=host
@@ -243,18 +243,22 @@ def test_rank_that_does_not_fit_is_refused_before_it_waits_for_others(
     wide = ModelShape((0, 1, 2), 8, 2, hidden=16, intermediate=8)
 
     def build(rank: int) -> list[str]:
-        empty, filled = MemoryStore("test"), MemoryStore("test")
+        empty, unbegun, filled = (MemoryStore("test") for _ in range(3))
+        unbegun.commit(START, expected=None, reason="start")
         filled.commit(START, expected=None, reason="start")
+        begin_run(filled, "run")
         bank = ExpertBank(small_schema, 2, 3, num_staging=1)
         return [
             refusal(small_model, small_schema, empty),
+            refusal(small_model, small_schema, unbegun),
             refusal(wide, small_schema, filled),
             refusal(small_model, bank, filled),
         ]
 
-    ((unplaced, other_model, other_bank),) = run_ranks(1, build)
+    ((unplaced, unrecorded, other_model, other_bank),) = run_ranks(1, build)
 
     assert unplaced.startswith("StoreError: ")
+    assert "StoreError: the store holds no record of run 'run'" in unrecorded
     assert "(layers, slots, experts) (2, 10, 8), expected (3, 10, 8)" in other_model
     assert "rank 0: a bank with (layers, slots) (2, 3) on cpu, expected (2, 10)" in other_bank
 
@@ -310,11 +314,11 @@ def test_controller_built_over_a_stores_url_takes_the_lease(
     tmp_path: Path, small_model: ModelShape
 ) -> None:
     url = f"sqlite:{tmp_path / 'store.sqlite'}"
-    topology = topology_to_dict(Topology.uniform(1, 2, slots_per_rank=5))
+    topology = Topology.uniform(1, 2, slots_per_rank=5)
     controller = build_controller(ControllerSettings(), url, "test", holder="first")
     with closing(open_store(url, "test")) as store:
         store.commit(START, expected=None, reason="start")
-        store.begin_run(RunInfo("run", 1.0, model_to_dict(small_model), topology, 16))
+        begin_run(store, "run", model=small_model, topology=topology)
         controller.turn()
         lease = store.lease()
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -36,7 +37,10 @@ from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.link.link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
+from tests.support.deployments import CommandProcess, clean_environ
 from tests.support.limits import NEVER_S
+from tests.support.repository import ROOT
+from tests.support.two_hosts import ADDRESSES, TwoHosts
 
 HERE = "127.0.0.1"
 SUMMARY = {"deployment": "west", "ranks": "3"}
@@ -164,6 +168,48 @@ def test_each_rank_says_why_although_the_listener_ends_at_once(
 
     assert [one for one in found if why not in one] == []
     assert capfd.readouterr().err == ""  # torch logs a lost connection with a stack trace
+
+
+WAITING_RANK = """
+import os, sys
+from rebalance.assembly.meeting import Attendance, meet
+host, rank = sys.argv[1], int(sys.argv[2])
+try:
+    meet(Attendance(rank, 3, host, b"key", {}), os.environ, float(sys.argv[3]), print)
+except Exception as exc:
+    print(type(exc).__name__, exc)
+"""
+
+
+@pytest.mark.system
+def test_meeting_ends_by_itself_on_a_host_whose_link_is_cut(tmp_path: Path) -> None:
+    """Rank 2 never comes, and the deadline of the meeting is far off."""
+    environ = clean_environ(PYTHONPATH=str(ROOT), MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29555")
+    with ExitStack() as stack:
+        try:
+            spaces = stack.enter_context(TwoHosts())
+        except OSError as exc:
+            pytest.skip(str(exc))
+        ranks = []
+        for rank, address in enumerate(ADDRESSES):
+            words = [sys.executable, "-u", "-c", WAITING_RANK, address, str(rank), str(NEVER_S)]
+            ranks.append(CommandProcess(spaces.on(rank, words), tmp_path, environ))
+            stack.callback(ranks[-1].kill)
+        for one in ranks:
+            one.wait_for("1 of 3 ranks: 2")
+
+        spaces.cut_link()
+
+        assert "the meeting of the ranks ended" in ranks[1].wait_for("RankError")
+
+
+def test_search_for_the_connection_of_a_meeting_leaves_no_file_open(tmp_path: Path) -> None:
+    with (tmp_path / "no socket").open("w"):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+
+        meeting._end_when_silent(free_port())
+
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_meeting_port_in_use_is_refused_and_nobody_is_waited_for_without_end() -> None:

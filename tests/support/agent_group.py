@@ -24,7 +24,7 @@ from rebalance.assembly.rank import wire_agent
 from rebalance.protocol.journal import JournalSink, NoJournal
 from rebalance.rank import watcher
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.rank.watcher import MOVER
+from rebalance.rank.watcher import MOVER, StoreLoss
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import Record, VoteGroup
 from rebalance.weights.sources import WeightSources
@@ -163,7 +163,15 @@ class AgentGroup:
         rank = len(self.agents)
         clock, sink = StepClock(), Sink(self.store)
         votes, journal = votes or self.votes.member(rank), journal or NoJournal()
-        links = Links(votes, sources, self.store, sink, journal=journal, monotonic=self.time)
+        links = Links(
+            votes,
+            sources,
+            self.store,
+            sink,
+            journal=journal,
+            monotonic=self.time,
+            loss=StoreLoss(self.store, "run") if self.store.current_run() else None,
+        )
         membership = settings.pop("membership", 0)
         given = {"sample_steps": 4, "staging_experts": 1} | FAR_OFF | settings
         agent = wire_agent(

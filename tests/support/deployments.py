@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from api.config.tree import load
-from api.deploy.deployment import Deployment, resolve
+from api.deploy.deployment import Deployment, address_of, resolve
 from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT
 
@@ -37,12 +37,16 @@ SMALL = {
 
 
 def deployment_in(
-    folder: Path, environ: Mapping[str, str] | None = None, **changes: Any
+    folder: Path,
+    environ: Mapping[str, str] | None = None,
+    lookup: Callable[[str], str] = address_of,
+    **changes: Any,
 ) -> Deployment:
     """Resolve a small deployment whose state lies in a folder; changes are named section__name."""
     named = SMALL | {"deployment.state_dir": folder / "state"}
     named |= {name.replace("__", "."): value for name, value in changes.items()}
-    return resolve(load({}, config=None, environ={}, named=named), environ or {})
+    settings = load({}, config=None, environ={}, named=named)
+    return resolve(settings, environ or {}, lookup=lookup)
 
 
 def free_ports(number: int, host: str = "127.0.0.1") -> list[int]:

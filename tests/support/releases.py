@@ -39,7 +39,7 @@ def installed(source: Path, folder: Path) -> Release:
     _run([*pip, "install", "--no-deps", "--target", str(folder), str(wheel)])
     release = Release(folder)
     # Compiles the planner's kernels, half a minute of processor time, before any deadline.
-    warm_up = "from rebalance.assembly.controller import warm_up; warm_up('auto')"
+    warm_up = "from eplb.precompile import warm_up; warm_up('auto')"
     _run([sys.executable, "-c", warm_up], os.environ | release.environ)
     return release
 

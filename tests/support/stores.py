@@ -147,8 +147,8 @@ def _on_server(address: RedisAddress, clock: StoreClock) -> OpenStore:
 
 
 def documented_rules(password: str) -> str:
-    """The rules of the user that docs/telemetry-redis.md tells to set up."""
-    page = (ROOT / "docs" / "telemetry-redis.md").read_text()
+    """The rules of the user that docs/telemetry.md tells to set up."""
+    page = (ROOT / "docs" / "telemetry.md").read_text()
     _, _, rules = page.partition("```text\nACL SETUSER eplb ")
     return " ".join(rules.partition("\n```")[0].split()).replace("PASSWORD", password)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
+INTERFACES = ("end0", "end1")
+NOWHERE = "02:00:00:00:00:99"  # an address that no network card has
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 NEEDED = ("unshare", "nsenter", "ip", "bash")
 SCRIPT = """
@@ -60,6 +64,21 @@ class TwoHosts:
         """Give the words that run a command on a host; signals reach the command itself."""
         enter = ["nsenter", "--target", self._pids[host], "--user", "--net"]
         return [*enter, "--preserve-credentials", "--", *words]
+
+    def cut_link(self) -> Callable[[], None]:
+        """Lose every frame between the hosts, in silence as a switch would; returns what mends it.
+
+        Frames go to a hardware address that nobody has: carrier and routes stay.
+        """
+
+        def change(verb: str, *how: str) -> None:
+            for host, interface in enumerate(INTERFACES):
+                other = ADDRESSES[1 - host]
+                words = ["ip", "neigh", verb, other, *how, "dev", interface]
+                subprocess.run(self.on(host, words), check=True)
+
+        change("replace", "lladdr", NOWHERE, "nud", "permanent")
+        return partial(change, "del")
 
     def enter(self, host: int) -> None:
         """Move this thread, and all that it starts from now on, to a host's network; needs root.

@@ -12,7 +12,7 @@ export function showOverview(state) {
 
 function showSummary(state) {
   const latest = state.last_score, score = latest?.measured == null ? null : latest;
-  const { leader, starting } = state.controller, none = latest ? "no tokens" : "–", alive = state.ranks.length - state.silent_ranks.length;
+  const { leader } = state.controller, none = latest ? "no tokens" : "–", alive = state.ranks.length - state.silent_ranks.length;
   const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
   const stepMs = state.ranks.map((rank) => rank.step_ms).filter((ms) => ms != null).toSorted((a, b) => a - b);
   figures($("summary"), [
@@ -25,7 +25,7 @@ function showSummary(state) {
       [state.silent_ranks.length && `silent: ${stretches(state.silent_ranks)}`,
         state.token_age_s === null ? "no token yet" : `token ${ago(state.token_age_s)}`,
         stepMs.length && `step ${stepMs[stepMs.length >> 1].toFixed(1)} ms`].filter(Boolean).join("; ")],
-    ["controller", leader ? "leads" : starting ? "starting" : "none", leader || starting],
+    ["controller", leader ? "leads" : "none", leader],
   ]);
 }
 

@@ -33,6 +33,8 @@ const SENTENCES = {
   check: (d) => `eplb check ran on host ${d.host}`,
   checkpoint: (d) => `${d.by} stored the identity of the checkpoint`,
   commit: (d) => `Generation ${d.generation} serves${why(d)}`,
+  compile: (d) => `The controller, ${process(d.holder)}, ` + (d.state === "begun" ? "compiles the planner's kernels"
+    : `has compiled the planner's kernels: ${plural(d.functions, "function")} in ${took(d.seconds)}`),
   control: (d) => `Movement is ${d.movement ? "on" : "off"}, observe is ${d.observe ? "on" : "off"}${why(d)}`,
   deployment: (d) => `${d.by} started`,
   error: (d) => `${d.where}: ${d.message}`,
@@ -51,7 +53,6 @@ const SENTENCES = {
   samples: (d) => `Samples: ${plain(d.samples)}`,
   scrub: (d) => `Scrub of rank ${d.rank}: ${d.result}${why(d)}`,
   settings: (d) => `Settings were changed: ${plain(d.live)}${why(d)}`,
-  starting: (d) => `The controller, ${process(d.holder)}, starts: ${d.work}`,
   task: (d) => `Request ${d.task} (${d.kind}) is ${d.state}`,
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -154,6 +155,47 @@ def test_host_is_found_by_its_address_and_a_machine_without_one_is_refused(tmp_p
         host_here(one, 2)
 
 
+NAMES = {"node-a": "10.0.0.1", "node-b.west": "10.0.0.2", "alias": "10.0.0.2", "own": "127.0.1.1"}
+
+
+def by_name(host: str) -> str:
+    """Look a name up as a resolver that knows ``NAMES``."""
+    if host not in NAMES:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return NAMES[host]
+
+
+def test_hosts_are_named_and_ranks_get_their_addresses(tmp_path: Path) -> None:
+    remote = {"topology__nodes": 2, "deployment__store": "redis://198.51.100.9"}
+    named = deployment_in(
+        tmp_path, SECRET, by_name, topology__hosts=["node-a", "node-b.west"], **remote
+    )
+    here = deployment_in(tmp_path, SECRET, topology__hosts=["localhost"])
+
+    assert named.hosts == ("10.0.0.1", "10.0.0.2")
+    assert named.description().config.network.hosts[1:3] == ("10.0.0.1", "10.0.0.2")
+    assert (here.hosts, host_here(here, None)) == (("127.0.0.1",), 0)
+    assert here.host_cache_address(0).name.endswith("-127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (
+            ["node-a", "node-c"],
+            r"no address of node-c \(Name or service not known\), expected names",
+        ),
+        (["node-b.west", "alias"], "alias is 10.0.0.2, expected another address for each"),
+        (["node-a", "own"], "own is 127.0.1.1, expected no loopback address"),
+    ],
+)
+def test_names_of_hosts_that_others_cannot_reach_are_refused(
+    tmp_path: Path, hosts: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        deployment_in(tmp_path, SECRET, by_name, topology__nodes=2, topology__hosts=hosts)
+
+
 # -- the first placement
 
 
@@ -296,6 +338,28 @@ def test_ranks_of_another_number_or_with_other_slots_take_the_placement_over(
     )
     assert said[3].endswith("for 2 ranks x 5 slots: 16 of 16 replicas kept")
     assert [one.placement.num_slots for one in store.placements()] == [10, 8, 18, 18, 12]
+
+
+def test_resize_drops_pins_and_cordons_of_ranks_that_are_gone(
+    tmp_path: Path, store: StateStore
+) -> None:
+    launched(store, resized(tmp_path, 4, 3), "a")
+    pins, cordons = "*/5:3, 0/1:0+3, 0/2:1", "1:cordon, 3:drain"
+    store.change_live({"pins": pins, "cordons": cordons}, reason="change 4711")
+    before = store.events()[-1].id
+
+    launched(store, resized(tmp_path, 6, 2), "b")
+    larger = store.live().live
+    launched(store, resized(tmp_path, 2, 5), "c")
+    smaller = store.live().live
+    launched(store, resized(tmp_path, 1, 8), "d")
+
+    assert larger == {"pins": pins, "cordons": cordons}
+    assert smaller == {"pins": "0/1:0, 0/2:1", "cordons": "1:cordon"}
+    assert store.live().live == {"pins": "0/1:0"}
+    changes = [one.detail for one in store.events(after=before) if one.kind == "settings"]
+    assert [one["live"] for one in changes] == [smaller, {"pins": "0/1:0", "cordons": None}]
+    assert "taken over for 2 ranks x 5 slots" in changes[0]["reason"]
 
 
 def test_ranks_that_serve_are_waited_for_before_others_take_their_placement(

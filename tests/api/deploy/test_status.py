@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.deploy.first_placement import START_EVENT
-from api.deploy.roles import StartReports
+from api.deploy.roles import CompileReports
 from api.http.app import create_app
 from api.http.routes import read_answer
 from api.monitor.state import PaceView
@@ -27,6 +27,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from eplb.versions import RANKS, Announcement
 from rebalance.weights.link.secret import deployment_secret
 from telemetry import open_store
+from telemetry.state.events import COMPILE
 from telemetry.state.live import Control
 from telemetry.state.proposals import Content, Proposal
 from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
@@ -279,26 +280,31 @@ def test_silent_ranks_and_a_lost_leader_have_status_1(tmp_path: Path, store: Sta
     assert shown.startswith("blind: silent ranks: 0, 1")
 
 
-def test_controller_that_compiles_is_shown_as_starting(tmp_path: Path, store: StateStore) -> None:
-    lease = store.lease()
-    assert lease is not None
-    store.release_lease(lease)
-    clock = iter([0.0, 1.0, 3.0, 7.0, 8.0])
-    sent: list[str] = []
-    reports = StartReports(store, "another", sent.append, clock=lambda: next(clock))
+def test_leader_that_compiles_kernels_is_shown_until_it_is_done(
+    tmp_path: Path, store: StateStore
+) -> None:
+    clock = iter([0.0, 0.0, 1.0, 3.0, 7.0, 8.0])
+    said: list[str] = []
+
+    def record(state: str, **figures: float) -> None:
+        store.add_event(COMPILE, {"holder": "someone", "state": state} | figures)
+
+    reports = CompileReports(said.append, record, clock=lambda: next(clock))
     for function in ("eplb.search.improve", "eplb.search.improve", "eplb.search.layer"):
-        reports.compiling(function)
+        reports.note(function)
 
-    status, shown = run(tmp_path, "-v")
+    status, shown = run(tmp_path)
 
-    assert status == 1
-    words = "'another' is starting: compiling the planner's kernels: 2 functions in 7 s, as of "
-    assert f"leader     {words}" in shown
-    assert shown.startswith(f"degraded: no controller leads yet: {words}")
-    assert len(sent) == 3
-    assert [one.kind for one in store.events()][-2:] == ["starting", "starting"]
-    store.acquire_lease("another", 60.0)
-    assert read(store).state.controller.starting == ""
+    assert status == 0
+    assert "at step 7; the controller has been compiling kernels for " in shown.splitlines()[0]
+    reports.note("eplb.search.layer")
+    reports.note("")
+    assert "compiling" not in run(tmp_path)[1]
+    assert said == [
+        "compiling the kernels: 1 functions in 0 s",
+        "compiling the kernels: 2 functions in 7 s",
+        "compiled the kernels: 2 functions in 8 s",
+    ]
 
 
 def test_deployment_whose_ranks_never_started_can_be_read(tmp_path: Path) -> None:

@@ -239,14 +239,14 @@ def test_page_begins_with_the_verdict_and_what_balancing_gains(
 def test_events_are_sentences_with_a_date_in_utc(page: Any, store: StateStore) -> None:
     view(page, "History")
     store.add_event("publish", PUBLISHED)
-    store.add_event("starting", {"holder": "gpu7:1:9f31c2aa-8-5be012", "work": "compiling"})
+    store.add_event("compile", {"holder": "gpu7:1:9f31c2aa-8-5be012", "state": "begun"})
     store.add_event("of a plug-in", {"a_b": [1, {"c": None}], "d": 0.5})
     page.locator("#events .entry", has_text="of a plug-in").wait_for()
 
     lines = page.locator("#events .entry .figures").all_inner_texts()
     assert lines[:3] == [
         "a b 1, c null, d 0.500.",
-        "The controller, process 1 on host gpu7, starts: compiling.",
+        "The controller, process 1 on host gpu7, compiles the planner's kernels.",
         "Plan 3 is offered: 1 move in 2 transactions, to generation 5.",
     ]
     assert not [one for one in lines if "{" in one or '"' in one]

@@ -19,7 +19,7 @@ from tests.support.stores import MemoryStore
 
 NOW = 10_000.0
 LEADS, LEADERLESS = (
-    {"controller": Leadership(leader, 0.0, "", why)}
+    {"controller": Leadership(leader, 0.0, why)}
     for leader, why in (("one", ""), ("", "no controller leads"))
 )
 SERVES = changed(

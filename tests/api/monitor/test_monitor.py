@@ -225,6 +225,20 @@ def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_a
     assert (progress.staged_part, progress.fraction) == (0.75, 0.375)
 
 
+def test_monitor_of_the_latest_samples_judges_as_one_of_all(store: StateStore) -> None:
+    store.append([sample(0, 2, [0, 0], SECOND), sample(1, 2, [0, 0], SECOND)])  # no requests
+    for rank in (0, 1):
+        store.report(state(rank))
+
+    every, latest = (Monitor(store, clock=lambda: NOW, latest=n).reading() for n in (None, 1))
+
+    assert (len(every.series), len(latest.series)) == (3, 1)
+    assert every.state.token_time is not None
+    assert latest.state.token_time == every.state.token_time
+    assert latest.state.samples_stored == every.state.samples_stored == 6
+    assert (latest.state.verdict, latest.state.reason) == (every.state.verdict, every.state.reason)
+
+
 JUDGED = PaceChange(1, 0.2, 0.05, 1.0, 0.5, "plan 1 made the p95 of step time +20.0%")
 
 
@@ -341,6 +355,24 @@ def test_picture_fits_and_shows_load_marks_and_reasons(
     assert max(map(len, lines)) <= width
     for shown in ("generation 2", "movement OFF", "1.00   1.00", "▲2", "worth it", "silent: 0, 1"):
         assert shown in text
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, [["step", "ms", "12.3", "104"], ["wait", "ms", "7.0", "-"]]),
+        (16, [["step", "58.1", "ms;", "…"]]),
+    ],
+)
+def test_picture_shows_time_of_steps_and_wait_of_each_rank(
+    store: StateStore, width: int, shown: list[list[str]]
+) -> None:
+    store.report(state(0, step_ms=12.3, wait_ms=7.0))
+    store.report(state(1, step_ms=103.9))
+
+    lines = printed(looked_at(store), width, 30).splitlines()
+
+    assert [line.split() for line in lines if line.strip().startswith(("step ", "wait "))] == shown
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])

@@ -73,7 +73,7 @@ def metrics() -> dict[str, Metric]:
         scale=Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=1),
         layer_ids=(0,),
         swap_pauses_ms=(1.0,),
-        controller=Leadership("one", 9.0, "", "", turn_age_s=1.0),
+        controller=Leadership("one", 9.0, "", turn_age_s=1.0),
         supervision=SupervisionView(tuple(processes)),
     )
     drift = Drift(np.zeros(1), 0.0, 0.0)

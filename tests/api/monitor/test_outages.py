@@ -162,6 +162,31 @@ def test_stall_without_a_restart_is_an_outage_and_lost_or_late_samples_are_none(
     assert len(outages(store)) == 1
 
 
+def test_outage_ends_with_the_first_token_of_the_sample_after_it(
+    store: StateStore, clock: StoreClock
+) -> None:
+    """Samples of four steps of 0.5 s each, which are dated at the end of the fourth."""
+
+    def serve_four_steps(run: str, numbers: range, at: float) -> None:
+        for rank, received in enumerate(UNEVEN):
+            dated = [(one, at + 2.0 * (one - numbers[0])) for one in numbers]
+            store.append(
+                [sample(rank, one, received, run=run, at=time, steps=4) for one, time in dated]
+            )
+
+    begin_run(store, "b", START, window_steps=4)
+    monitor = monitor_of(store, clock)
+    serve_four_steps("b", range(3), START + 2)  # the last token at +6
+    begin_run(store, "c", START + 10, window_steps=4)
+    serve_four_steps("c", range(2), START + 20)  # the first token at +18.5
+    serve_four_steps("c", range(2, 4), START + 92)  # no step from +22 on for 68 s
+    clock.now = START + 95
+    looked(monitor)
+
+    restarted, stalled = "the ranks were started again", "no step was completed"
+    assert outages(store) == [(6, 18.5, 12.5, restarted), (22, 90.5, 68.5, stalled)]
+
+
 def test_store_whose_clock_is_set_back_has_no_token_of_the_future(
     store: StateStore, clock: StoreClock
 ) -> None:

@@ -21,7 +21,7 @@ from tests.support.readings import changed, read
 from tests.support.stores import MemoryStore
 
 NOW = 1000.0
-LEADS = Leadership("one", 9.0, "", "", 1.0)
+LEADS = Leadership("one", 9.0, "", 1.0)
 EMPTY = read(MemoryStore("d"), NOW)
 
 
@@ -50,7 +50,7 @@ def seen(**changes: Any) -> Reading:
 
 
 def leaderless(turn_age_s: float | None = None) -> dict[str, Any]:
-    return {"controller": Leadership("", 0.0, "", "no leader", turn_age_s)}
+    return {"controller": Leadership("", 0.0, "no leader", turn_age_s)}
 
 
 def supervised(**values: Any) -> Reading:

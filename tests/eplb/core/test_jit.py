@@ -8,6 +8,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
@@ -19,7 +20,7 @@ import pytest
 import eplb
 from eplb import DispatchRule
 from eplb.core.compiler import MOST_INTERPRETED, code_digest, compiler_passes
-from eplb.core.jit import Kernel
+from eplb.core.jit import Kernel, compiled_at_once
 
 PROGRAM = """
 from eplb.core.jit import jit
@@ -158,6 +159,45 @@ def test_kernel_is_interpreted_until_it_had_enough_elements(tmp_path: Path) -> N
     assert not total.dispatcher.signatures
     assert total(many) == MOST_INTERPRETED
     assert len(total.dispatcher.signatures) == 1
+
+
+def test_kernel_is_interpreted_while_another_thread_compiles(tmp_path: Path) -> None:
+    module = tmp_path / "kernel_of_a_test.py"
+    module.write_text(TOTAL)
+    total = run_path(str(module))["total"]
+
+    with ThreadPoolExecutor(1) as others, compiled_at_once():
+        assert others.submit(total, np.ones(2 * MOST_INTERPRETED)).result() == 2 * MOST_INTERPRETED
+        assert not total.dispatcher.signatures
+        total(np.arange(3.0))
+
+    assert len(total.dispatcher.signatures) == 1
+
+
+# A controller's process that ends while it compiles: whether it compiled all, and still does.
+END_EARLY = """
+from threading import Event, enumerate
+from eplb.precompile import warmed_up_meanwhile
+
+has_begun, functions = Event(), []
+def noted(function):
+    functions.append(function)
+    has_begun.set()
+with warmed_up_meanwhile("auto", noted):
+    has_begun.wait()
+print("" in functions, any(thread.name == "eplb-compiler" for thread in enumerate()))
+"""
+
+
+def test_compiler_beside_a_controller_ends_with_it(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", END_EARLY],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert ended.stdout.split() == ["False", "False"], ended.stderr
 
 
 @pytest.mark.parametrize("rule", [DispatchRule.WEIGHTED, DispatchRule.SGLANG_STATIC])

@@ -127,6 +127,20 @@ def test_balancing_continues_after_a_store_lost_its_contents(losing: Losing) -> 
         assert monitor.reading().counts.total("anomalies", "store_lost") == 1
 
 
+def test_store_lost_before_the_first_look_of_a_rank_is_restored(losing: Losing) -> None:
+    store, lose = losing
+    store.set_control(Control(observe=True), reason="a test")
+    with closing(Group(store)) as group:
+        lose()  # as while experts load, which no rank reports from
+        group.begin()
+        group.step_until(group.is_restored)
+
+        assert store.current_run() == RUN
+        assert store.control() == Control(observe=True)
+        group.move(TARGETS[0])
+        assert group.frozen() == ""
+
+
 def test_store_that_lost_its_contents_and_got_a_first_placement_is_restored(
     losing: Losing,
 ) -> None:

@@ -35,6 +35,7 @@ from telemetry import open_store
 from tests.support.models import library_models
 from tests.support.models.library_models import CASES, Case, transformers
 from tests.support.models.transformers_rank import ModelSetup, serve_models
+from tests.support.two_ranks import begin_run
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 MODELS = ("DeepSeek-V3, R1", "Qwen3-MoE", "gpt-oss")
@@ -85,6 +86,7 @@ def test_logits_are_the_library_s_before_during_and_after_rebalances(
             )
             targets = (placement(SECOND, layers, 1), placement(THIRD, layers, 2))
             run = f"run-{os.getpid()}-{number}"
+            begin_run(store, run, model=shape, topology=TOPOLOGY)
             setups.append(ModelSetup(name, model, folder, config, cache, url, run, targets))
         found = run_ranks(2, partial(serve_models, topology=TOPOLOGY, setups=setups))
 

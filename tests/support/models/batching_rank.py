@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from runtime.experts import ExpertSchema
 from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel
+from telemetry import open_store
+from tests.support.two_ranks import begin_run
 
 NUM_SEQUENCES, LENGTH = 3, 8  # of a rank's batch
 CPU = torch.device("cpu")
@@ -65,6 +68,8 @@ def serve_switches(rank: int, num_ranks: int, setup: BatchingSetup) -> list[list
 def _serve(rank: int, setup: BatchingSetup, config: RankConfig, groups: RankGroups) -> list[Served]:
     run = f"run-{os.getppid()}-{config.batch}"
     place = RankPlace(rank, run, setup.topology, groups, CPU, setup.host_cache)
+    with closing(open_store(setup.store, config.deployment)) as store:
+        begin_run(store, run, model=setup.model, topology=setup.topology)
     built = build_rank(config, place, setup.model, setup.schema, setup.store)
     before = str(built.agent.describe().detail.get("batch", "off"))
     try:

@@ -83,8 +83,9 @@ def report(store: MemoryStore, *, reported_s_ago: float) -> None:
 def test_start_of_ranks_announces_their_version(store: StateStore) -> None:
     begin(store, reported_s_ago=1.0)
 
-    assert ranks_of(store, "a") == Announcement(RANKS, "a", time=NOW)
-    assert serving(store, NOW) == [Present(RANKS, "a", Announcement(RANKS, "a", time=NOW))]
+    announced = Announcement(RANKS, "a", time=NOW, since=NOW)
+    assert ranks_of(store, "a") == announced
+    assert serving(store, NOW) == [Present(RANKS, "a", announced)]
 
 
 @pytest.mark.parametrize(
@@ -184,25 +185,45 @@ def beating(component: str, name: str) -> Announcement:
     return Announcement(component, name, every_s=HEARTBEAT_S)
 
 
-def test_heartbeats_have_each_host_once_and_no_process_that_sends_none(store: StateStore) -> None:
-    first, second = (new_holder().replace(":", f":{number}", 1) for number in (1, 2))
-    for host in ("0", "1", "0"):
-        store.announce(beating(HOST_CACHE, host))
-    store.announce(beating(LAUNCHER, "0"))
-    store.announce(beating(CONTROLLER, first))
-    store.announce(Announcement(CONTROLLER, "embedded"))
-    later = NOW + 100
-    with closing(MemoryStore("west", clock=lambda: later)) as other:
-        for one in store.announced():
-            other.announce(one)
-        other.announce(beating(CONTROLLER, second))
+def named_here(*numbers: int) -> list[str]:
+    """Names of processes of this host."""
+    return [new_holder().replace(":", f":{number}", 1) for number in numbers]
 
-        found = [(one.component, one.name) for one in heartbeats(other, later)]
-        old = [(one.component, one.name) for one in heartbeats(other, later + FORGOTTEN_S + 1)]
 
+def test_heartbeats_are_those_of_processes_that_the_topology_or_an_hour_expects() -> None:
+    now = NOW
     hosts = [(HOST_CACHE, "0"), (HOST_CACHE, "1"), (LAUNCHER, "0")]
-    assert sorted(found) == [(CONTROLLER, second), *hosts]
-    assert sorted(old) == hosts  # the topology expects these
+    (controller,) = named_here(1)
+    with closing(MemoryStore("west", clock=lambda: now)) as store:
+        for component, name in (*hosts, hosts[0], (CONTROLLER, controller)):
+            store.announce(beating(component, name))
+        store.announce(Announcement(CONTROLLER, "embedded"))
+
+        found = [(one.component, one.name) for one in heartbeats(store, now)]
+        later = [(one.component, one.name) for one in heartbeats(store, now + FORGOTTEN_S + 1)]
+
+    assert sorted(found) == [(CONTROLLER, controller), *hosts]
+    assert sorted(later) == hosts
+
+
+def test_each_of_two_services_of_a_host_is_missed_until_one_takes_its_place() -> None:
+    now = NOW
+    first, second, third = (beating(SERVICE, name) for name in named_here(1, 2, 3))
+    with closing(MemoryStore("west", clock=lambda: now)) as store:
+
+        def beat(at: float, *services: Announcement) -> list[str]:
+            nonlocal now
+            now = at
+            for one in services:
+                store.announce(one)
+            return [one.name for one in heartbeats(store, now)]
+
+        beat(NOW, first, second)
+        both = beat(NOW + 100, second)
+        after = beat(NOW + 200, second, third)
+
+    assert both == [first.name, second.name]
+    assert after == [second.name, third.name]
 
 
 def announced_in(store: StateStore) -> list[str]:

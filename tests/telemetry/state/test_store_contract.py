@@ -402,6 +402,10 @@ def test_acknowledged_samples_are_read_once_each_in_order_of_arrival(
     assert [(s.rank, s.sequence) for _, s in first + rest] == [(1, 0), (0, 0), (0, 1)]
     assert same(rest[0][1], make_sample(0, 1))
     assert other.samples("run-1", after=rest[-1][0]) == []
+    assert [other.backend.cursor_before("run-1", n) for n in (1, 2, 3)] == [
+        *cursors(first + rest)[1::-1],
+        0,
+    ]
     assert other.sample_counts("run-1") == {0: 2, 1: 1}
     assert (other.sample_counts("run-3"), other.refused()) == ({}, {})
 

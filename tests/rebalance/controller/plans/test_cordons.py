@@ -72,6 +72,21 @@ def test_drained_rank_is_emptied_whatever_the_triggers_and_stays_empty(
     assert events(deployment.store, "error") == []
 
 
+def test_approval_of_a_drain_needs_no_word_on_what_it_costs(deployment: Deployment) -> None:
+    store, controller = deployment.store, deployment.controller()
+    store.change_live({"stage": "propose", "cordons": "2:drain"}, reason="change 4711")
+    deployment.serve(EVEN)
+    controller.turn()
+    (proposal,) = store.proposals()
+
+    approved = worked_off(deployment, "approve", proposal=proposal.id, by="alice", reason="go")
+
+    assert proposal.trigger == "drain"
+    assert proposal.imbalance_after >= proposal.imbalance_before  # so it saves nothing
+    assert (approved.state, approved.result.error) == ("done", "")
+    assert held(deployment.swap().target, 2) == [EMPTY] * 3
+
+
 def test_uncordoned_rank_takes_experts_again(deployment: Deployment) -> None:
     controller, drained = deployment.controller(), []
     for cordons in ("2:drain", ""):

@@ -156,7 +156,7 @@ def test_all_keys_of_a_deployment_lie_in_one_slot(redis_cluster: RedisClusterPro
 def test_user_of_the_docs_may_do_all_that_a_store_does(
     redis_cluster: RedisClusterProcesses,
 ) -> None:
-    page = (ROOT / "docs" / "telemetry-redis.md").read_text()
+    page = (ROOT / "docs" / "telemetry.md").read_text()
     _, _, rule = page.partition("ACL SETUSER eplb ")
     more = page.partition("For a cluster add `")[2].partition("`")[0]
     words = [
