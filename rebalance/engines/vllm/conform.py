@@ -9,7 +9,6 @@ Shapes:  L MoE layers, S slots of all ranks, C slots of this rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from enum import Enum
 from typing import Any
 
@@ -111,15 +110,11 @@ def experts_of(layer: Any) -> Any:
 def method_of(experts: Any) -> str:
     """The quantisation of a layer and its back end, by vLLM's names."""
     method = getattr(experts, "quant_method", None)
-    ends = (
-        [
-            str(one.value)
-            for name, one in vars(method).items()
-            if name.endswith("_backend") and isinstance(one, Enum)
-        ]
-        if method is not None
-        else []
-    )
+    ends = [
+        str(one.value)
+        for name, one in getattr(method, "__dict__", {}).items()
+        if name.endswith("_backend") and isinstance(one, Enum)
+    ]
     return " ".join([type(method).__name__.removesuffix("Method"), *ends])
 
 
@@ -127,12 +122,11 @@ def read_of(experts: Any) -> Iterator[Named]:
     """Tensors of the objects that vLLM's kernels read beside the layer's parameters."""
     method = getattr(experts, "quant_method", None)
     config = getattr(method, "moe_quant_config", None)
-    if config is not None:
-        for field in fields(config):
-            value = getattr(config, field.name)
-            if hasattr(value, "alpha_or_gscale"):
-                for name, tensor in direct(value):
-                    yield f"kernel {field.name.strip('_')} {name}", tensor
+    for part in ("a1", "a2", "w1", "w2"):
+        description = getattr(config, f"_{part}", None)
+        if description is not None:
+            for name, tensor in direct(description):
+                yield f"kernel {part} {name}", tensor
     kernel = getattr(method, "moe_kernel", None)
     if kernel is not None:
         for name, tensor in direct(kernel.fused_experts):
