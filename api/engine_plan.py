@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from api.sglang_start import start_shares
 from eplb.core.cost import CostModel
-from eplb.core.dispatch import DispatchRule
+from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -18,10 +20,17 @@ from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
 from eplb.errors import ConfigError
+from eplb.measure import imbalance
 from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
 from telemetry.formats.bounded import file_digest
-from telemetry.formats.table import WriteOptions, read_placement, write_placement
+from telemetry.formats.engines.sglang import MAP
+from telemetry.formats.table import (
+    WriteOptions,
+    placement_bytes,
+    read_placement,
+    write_placement,
+)
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions
 
 # What each engine does by default; --dispatch names another one.
@@ -127,21 +136,33 @@ def plan_for_engine(
     assert written.num_layers == made.target.num_layers, "the layers that were written"
 
     layers = load.layers
-    booked = [booked_and_effective(made.problem, one) for one in (made.base, written)]
-    if booked[1][1] > made.effective + ROUNDING:
+    before_after = [
+        _imbalances(made, replace(file, placement=one), target, options)
+        for one in (made.base, written)
+    ]
+    names = list(before_after[1])
+    real = names[1]
+    if before_after[1][real] > made.effective + ROUNDING:
         notes.append(
-            f"under {dispatch.value} the file as written has imbalance {booked[1][1]:.4f}, "
+            f"{real} the file as written has imbalance {before_after[1][real]:.4f}, "
             f"the plan as decided {made.effective:.4f}: the engine serves the file"
         )
+    rows = [
+        "".join(f"{name:>{max(len(name), 9) + 3}}" for name in names),
+        *(
+            "".join(f"{one[name]:{max(len(name), 9) + 3}.4f}" for name in names)
+            for one in before_after
+        ),
+    ]
     lines = [
         f"load: {history.num_windows} windows, {history.num_layers} layers "
         f"({layers.ids[0]}..{layers.ids[-1]}, {layers.axis}) x {history.num_experts} experts",
         f"group: {group.ranks} ranks on {group.nodes} nodes, {group.redundant} redundant experts, "
         f"{topology.num_slots} slots a layer",
-        f"imbalance            booked   under {dispatch.value}",
-        f"  before          {booked[0][0]:9.4f} {booked[0][1]:9.4f}",
-        f"  after           {booked[1][0]:9.4f} {booked[1][1]:9.4f}",
-        f"  lower bound     {float(made.lower_bound.mean()):9.4f}",
+        f"imbalance       {rows[0]}",
+        f"  before        {rows[1]}",
+        f"  after         {rows[2]}",
+        f"  lower bound     {float(made.lower_bound.mean()):10.4f}",
         f"decision: {made.decision.value}: {made.reason}",
         _cost(
             made, written, "the serving placement" if serving is not None else "experts in order"
@@ -150,6 +171,35 @@ def plan_for_engine(
     lines += [f"note: {note}" for note in dict.fromkeys(notes)]
     lines.append(f"written: {output}{file_digest(output)}")
     return "\n".join(lines)
+
+
+def _imbalances(
+    made: Plan, file: PlacementFile, target: str, options: WriteOptions
+) -> dict[str, float]:
+    """Mean imbalance of a placement by its shares, then by what the engine does, by names.
+
+    SGLang splits otherwise after a start with the file than after a rebalance; its draws go on from
+    row to row of the whole map, so both are computed on the rows as the engine reads them.
+    """
+    rule, topology = made.problem.dispatch, made.topology
+    booked, effective = booked_and_effective(made.problem, file.placement)
+    is_static = rule is DispatchRule.SGLANG_STATIC
+    if target != "sglang" or not (is_static or rule is DispatchRule.EVEN):
+        return {"booked": booked, f"under {rule.value}": effective}
+    data, _ = placement_bytes(file, target, options)
+    whole = Placement(np.array(json.loads(data)[MAP], dtype=np.int32), file.placement.num_experts)
+    held, layers = whole.slot_to_expert, file.layers
+    rows = list(layers.ids) if layers.axis == "model" else range(len(held))
+    found = {"booked": booked}
+    for name, share in (
+        ("live", effective_shares(whole, topology, rule)),
+        ("start", start_shares(held.astype(np.int64), topology, is_static=is_static)),
+    ):
+        served = Placement(held[rows], whole.num_experts, 0, share[rows].clip(0.0, 1.0))
+        found[f"{name}, {'static' if is_static else 'dynamic'}"] = float(
+            imbalance(made.problem.work, served, topology).mean()
+        )
+    return found
 
 
 def _serving(

@@ -59,7 +59,7 @@ NOT_RUN = {
     "docs/embedding.md": 2,
     "docs/engines.md": 4,
     "docs/engines-sglang.md": 1,
-    "docs/engines-vllm.md": 3,
+    "docs/engines-vllm.md": 4,
     "docs/metrics.md": 1,
     "docs/operations.md": 1,
 }

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,11 +30,13 @@ from api.terminal.printable import printable
 from eplb.settings.loader import PROFILE_VARIABLE
 from rebalance.engines.common.fsck.report import report_of
 from rebalance.weights.link.secret import Secret
+from telemetry.formats.bounded import write_atomically
 
 if TYPE_CHECKING:
     from api.deploy.check import Finding
 
 FAULTY = 1
+ConformEngine = Enum("ConformEngine", {name: name for name in ("vllm", "sglang")})  # type: ignore[misc]
 
 Accept = Annotated[
     bool,
@@ -113,6 +116,34 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
         raise typer.Exit(FAULTY)
     if "" not in report.ranks.values():
         raise typer.Exit(BAD_INPUT)
+
+
+def conform(
+    engine: Annotated[ConformEngine, typer.Option(help="The engine that is installed here.")],
+    quantisation: Annotated[
+        list[str] | None, typer.Option(help="Case of a quantisation; by default all of them.")
+    ] = None,
+    moves: Annotated[int, typer.Option(min=1, max=100, help="Forced moves in a row.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the maps and of the weights.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for the report, for programs.")
+    ] = None,
+) -> None:
+    """Prove that an engine moves experts without changing one, on its own layers in this process.
+
+    Exit status 0: all layers are proved; 1: some are not; 2: the engine cannot be imported.
+    """
+    # Imported here: it needs torch.
+    from rebalance.engines.common.bench import verdicts_of
+    from rebalance.engines.common.conform import report, to_json
+
+    about, verdicts = verdicts_of(engine.value, quantisation or (), num_moves=moves, seed=seed)
+    for line in report(about, verdicts).splitlines():
+        say(printable(line))
+    if json_file is not None:
+        write_atomically(json_file, to_json(verdicts, about=about).encode())
+    if not all(one.may_move for one in verdicts):
+        raise typer.Exit(FAULTY)
 
 
 def _check_engine(command: str, model_config: Path | None) -> None:

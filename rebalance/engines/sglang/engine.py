@@ -75,8 +75,8 @@ def model_name() -> str:
     return f"sglang {version('sglang')} {model.model_path} {layout}"
 
 
-def shape_of(manager: Any, rank: int) -> Shape:
-    """Describe the model and its ranks.
+def shape_of(manager: Any, rank: int, refused: list[int]) -> Shape:
+    """Describe the model and its ranks; ``refused``: rows that keep their map.
 
     Raises:
         ConfigError: the model does not show its experts' weights.
@@ -102,6 +102,7 @@ def shape_of(manager: Any, rank: int) -> Shape:
         num_slots=int(live.num_physical_experts),
         algorithm=str(get_exec().moe.ep_dispatch_algorithm),
         rows=sorted(weights),
+        refused=refused,
     )
 
 

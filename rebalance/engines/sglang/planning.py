@@ -10,7 +10,7 @@ Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Shape:
     num_slots: int
     algorithm: str  # the engine's --ep-dispatch-algorithm
     rows: list[int]  # with routed experts
+    refused: list[int] = field(default_factory=list)  # among them: not proved, their map stays
 
     @property
     def own(self) -> slice:
@@ -71,8 +72,9 @@ class Shape:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def movable(self, num_rows: int) -> NDArray[np.bool_]:
-        """[L] which rows have routed experts."""
-        return np.isin(np.arange(num_rows), self.rows)
+        """[L] which rows have routed experts that may move."""
+        rows = np.arange(num_rows)
+        return np.isin(rows, self.rows) & ~np.isin(rows, self.refused)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +205,7 @@ def make_plan(
         kept, weights = evened(
             wanted,
             weights,
-            made.problem.scaled.mean(axis=1),
+            made.problem.scaled.mean(axis=1) * movable[:, None],  # others are swapped for nothing
             topology.node_of_slot.astype(np.int64) * (shape.system.num_groups > 1),
             each=held.shape[1] // topology.num_ranks,
             goal=GOAL if is_free else target_imbalance,
@@ -264,7 +266,7 @@ def check_plan(planned: Planned, held: IntArray, shape: Shape) -> None:
     Placement(found.astype(np.int32), num_experts)
     strays = np.flatnonzero((found != held).any(axis=1) & ~shape.movable(len(held)))
     if strays.size:
-        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")
+        raise PlacementError(f"row {strays[0]} has no experts that may move, expected it unchanged")
     rows, experts = np.arange(len(held))[:, None, None], np.arange(num_experts)[:, None]
     wrong = np.argwhere(found[rows, planned.sources] != experts)
     for row, expert, rank in wrong[:1]:

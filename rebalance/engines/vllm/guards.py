@@ -59,6 +59,12 @@ ASSUMED = guards.Assumptions(
         f"{EPLB}.rebalance_execute.rearrange_expert_weights_inplace": (
             "move_from_buffer(",
             "expert_weights=expert_weights[layer_idx]",
+            "new_indices=new_global_expert_indices_cpu[layer_idx]",
+        ),
+        f"{EPLB}.rebalance_execute.transfer_layer": (
+            "return move_to_buffer(",
+            "new_indices=new_layer_indices_np",
+            "communicator=communicator",
         ),
         f"{EPLB}.async_worker.transfer_run_periodically": (
             "model_state.communicator.set_stream(stream)",
@@ -66,6 +72,7 @@ ASSUMED = guards.Assumptions(
         ),
         f"{EPLB}.rebalance_execute.move_to_buffer": (
             "communicator.set_transfer_context(old_indices, layer_idx)",
+            "b[dst].copy_(w[src_local], non_blocking=True)",
             "communicator.execute()",
         ),
     },

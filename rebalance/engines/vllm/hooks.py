@@ -55,6 +55,7 @@ def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
     undo.append(lambda: policy.EPLB_POLICIES.__setitem__("default", own_policy))
     wrap(eplb_state, "create_eplb_communicator", _create_eplb_communicator)
     wrap(eplb_communicator, "create_eplb_communicator", _create_eplb_communicator)
+    wrap(rebalance_execute, "move_to_buffer", _move_to_buffer)
     for module in (rebalance_execute, eplb_state):
         wrap(module, "move_from_buffer", _move_from_buffer)
     wrap(eplb_state, "_commit_eplb_maps_for_layer", _commit_eplb_maps_for_layer)
@@ -111,7 +112,12 @@ def _create_eplb_communicator(
         return own(group, backend, expert_weights, expert_buffer)
 
     checked = communicator_class(process, EplbCommunicator, device_stream)
-    return checked(group_coordinator, expert_weights, made, own_on)
+    return checked(group_coordinator, expert_weights, expert_buffer, made, own_on)
+
+
+def _move_to_buffer(process: PluginProcess, own: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs["communicator"].wanted = np.array(kwargs["new_indices"], dtype=np.int64)
+    return own(*args, **kwargs)
 
 
 def _move_from_buffer(

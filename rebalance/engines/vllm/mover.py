@@ -62,13 +62,19 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
         """Moves checked records; ``own`` is vLLM's communicator, used if one stays wrong."""
 
         def __init__(
-            self, group: Any, weights: Sequence[Tensors], own: Any, own_on: Callable[[Any], Any]
+            self,
+            group: Any,
+            weights: Sequence[Tensors],
+            buffers: Tensors,
+            own: Any,
+            own_on: Callable[[Any], Any],
         ) -> None:
-            self._group, self._weights, self._own = group, weights, own
+            self._group, self._weights, self._buffers, self._own = group, weights, buffers, own
             self._num_experts = process.num_experts  # of the model that is being added
             self._sends: list[Transfer] = []
             self._recvs: list[Transfer] = []
             self._layer, self._old = -1, np.empty(0, dtype=np.int64)
+            self.wanted = self._old  # [P] of the layer that is being moved
             self._known: dict[int, dict[int, Digest]] = {}  # by layer and expert
             self._stream: Any = None
             # A group of its own: one that a late peer has broken is of no use afterwards.
@@ -137,12 +143,16 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             """Whether every rank has right records of all that it receives; alike on all ranks."""
             with on_stream(self._stream):
                 expected = self._digests()
+                copies = self._wrong_copies(expected)
+                if self._peers is None:
+                    recvs = recvs + copies
                 for attempt in range(ATTEMPTS):
                     if self._peers is None:
                         break
                     if attempt:
                         sends, recvs = self._asked_again(recvs)
-                    recvs = self._missing_of_peers(sends, recvs, expected)
+                    recvs = self._missing_of_peers(sends, recvs, expected) + copies
+                    copies = []
                     if not self._anywhere(len(recvs)):
                         set_part("vllm", "mover", is_on=self._peers is not None)
                         return True
@@ -188,12 +198,24 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             log.error("layer %d keeps its map: wrong bytes in slots %s", self._layer, slots)
             process.suspect(self._layer, wrong)
 
+        def _wrong_copies(self, expected: dict[int, Digest]) -> list[Transfer]:
+            """What vLLM has copied wrong from slots of this rank to its buffers, as from a peer."""
+            rank, num_local = self._group.rank_in_group, self._weights[0][0].shape[0]
+            old, new = self._rows(rank), self.wanted[rank * num_local :][:num_local]
+            copies = [
+                (rows_of(self._buffers, place), rank, int(expert))
+                for place, expert in enumerate(new)
+                if expert != old[place] and expert in old
+            ]
+            return [one for one in copies if digest_of(bytes_of(one[0])) != expected.get(one[2])]
+
         def _missing_of_peers(
             self, sends: list[Transfer], recvs: list[Transfer], expected: dict[int, Digest]
         ) -> list[Transfer]:
             """Exchange with peers; return what did not arrive, or with a wrong digest."""
+            own_rank = self._group.rank_in_group
             try:
-                self._move(self._peers, sends, recvs)
+                self._move(self._peers, sends, [one for one in recvs if one[1] != own_rank])
             except RuntimeError as exc:
                 log.error("layer %d: a peer is gone or late: %s", self._layer, exc)
                 self._peers, self._abandoned = None, (self._peers, exc)
@@ -222,7 +244,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
                 (rows_of(self._weights[self._layer], held[expert]), reader, expert)
                 for reader in range(size)
                 for source, expert in everyone[reader].tolist()
-                if source == rank
+                if source == rank != reader  # a wrong copy of its own has no other holder
             ]
             return sends, recvs
 

@@ -45,11 +45,11 @@ def figures(text: str, row: str) -> list[float]:
 @pytest.mark.parametrize(
     ("target", "rule"),
     [
-        ("sglang", "sglang_static"),
-        ("vllm", "even"),
-        ("trtllm", "even"),
-        ("ascend", "ascend_mod"),
-        ("eplb", "weighted"),
+        ("sglang", "live, static"),
+        ("vllm", "under even"),
+        ("trtllm", "under even"),
+        ("ascend", "under ascend_mod"),
+        ("eplb", "under weighted"),
     ],
 )
 def test_plan_writes_a_file_that_its_engine_takes(
@@ -59,8 +59,10 @@ def test_plan_writes_a_file_that_its_engine_takes(
     done = eplb("plan", dump, *GROUP, "--target", target, "-o", out, "--expert-bytes", 10**9)
 
     assert done.exit_code == 0, done.output
-    assert f"under {rule}" in done.output
-    (booked, effective), (before, _) = figures(done.output, "after"), figures(done.output, "before")
+    assert rule in done.output
+    booked, effective, *at_start = figures(done.output, "after")
+    before = figures(done.output, "before")[0]
+    assert len(at_start) == (target == "sglang"), "SGLang splits otherwise at a start"
     assert 1.0 <= booked < before - 0.3
     assert 1.0 <= figures(done.output, "lower bound")[0] <= effective + 1e-3
     assert effective < before - 0.3
@@ -78,8 +80,9 @@ def test_plan_is_judged_under_the_rule_that_it_was_made_for(dump: Path, tmp_path
     static = eplb("plan", dump, *GROUP, "--target", "sglang", "-o", out)
     even = eplb("plan", dump, *GROUP, "--target", "sglang", "--dispatch", "even", "-o", out)
 
-    assert "under sglang_static" in static.output
-    assert "under even" in even.output
+    assert "live, static" in static.output
+    assert "start, static" in static.output
+    assert "live, dynamic" in even.output
 
 
 def test_plan_file_that_serves_worse_than_the_decision_states_both(

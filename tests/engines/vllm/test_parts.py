@@ -10,6 +10,7 @@ import pytest
 
 from rebalance.engines.common.gauge import value_of
 from rebalance.engines.vllm import policy
+from rebalance.engines.vllm.conform import subject_of
 from telemetry import open_store
 from telemetry.load.reader import RunReader
 from tests.support.engines.ranks import (
@@ -93,6 +94,31 @@ def test_wrong_bytes_without_records_spread_to_no_other_rank(
     # Each wrong slot is reported with its tensors, and no other slot of any rank.
     assert [bool(one["faults"]) for one in found] == [False, True, False, False]
     assert all(one["map"] == found[0]["map"] for one in found)
+
+
+def swapped(rank: int, config: Path, slot: int) -> dict[str, Any]:
+    """Rank 1 has wrong bytes in a slot, which changes places with the next one of the rank."""
+    made = make_rank(rank, config)
+    held = made.plugin._served[0].held
+    subject = subject_of(made.model_state, held, made.plugin.group, [2])
+    if rank == 1:
+        made.layers[2][0][slot - EACH] += 1
+    target = held[[2]].copy()
+    target[0, [slot, slot + 1]] = target[0, [slot + 1, slot]]
+    subject.move(target)
+    return {"moved": bool((held[2] == target[0]).all()), "right": made.is_right()}
+
+
+@pytest.mark.parametrize(("slot", "has_other_holder"), [(6, True), (9, False)])
+def test_wrong_bytes_are_not_copied_to_another_slot_of_their_rank(
+    slot: int, has_other_holder: bool, tmp_path: Path
+) -> None:
+    config = config_in(tmp_path, engine__records="off", engine__plan=False, engine__tap=False)
+    found = on_ranks(swapped, config, slot)
+
+    # The right bytes come from the other holder, else the layer keeps its map.
+    assert [one["moved"] for one in found] == [has_other_holder] * NUM_RANKS
+    assert [one["right"] for one in found] == [True, has_other_holder, True, True]
 
 
 def failing_plan(rank: int, config: Path) -> dict[str, Any]:

@@ -6,33 +6,24 @@ its parallel state. All of the balancer is vLLM's own: state, worker, moves, com
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm.distributed.eplb import (
-    async_worker,
-    eplb_communicator,
-    eplb_state,
-    eplb_utils,
-    rebalance_execute,
-)
-from vllm.model_executor.models.interfaces import MixtureOfExperts
+from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
 from rebalance.engines.vllm import mover as mover
+from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.guards import ASSUMED as ASSUMED
 from rebalance.engines.vllm.guards import refusals as refusals
 from rebalance.engines.vllm.hooks import install
@@ -60,37 +51,6 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "async": ({"is_async": True}, 100),
 }
 WITH_TASKS_ALONE: dict[str, Any] = {}  # vLLM plans at its intervals alone
-
-
-class Event:
-    """In place of an event of a device."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.at = 0.0
-
-    def record(self, stream: object = None) -> None:
-        self.at = time.monotonic()
-
-    def wait(self, stream: object = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: Event) -> float:
-        return (other.at - self.at) * 1e3
-
-
-class Stream:
-    """In place of a stream of a device."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def no_stream(stream: object) -> Iterator[None]:
-    yield
 
 
 class Rank(EngineRank):
@@ -230,17 +190,8 @@ def make_rank(
         has_draft: whether a draft model with experts is added before, as vLLM does.
     """
     torch.set_num_threads(1)
-    group, balancing = coordinator(rank), coordinator(rank)
-    torch.Event = Event  # type: ignore[misc, assignment]
-    for module in (async_worker, eplb_communicator, rebalance_execute, eplb_utils):
-        module.device_stream = no_stream
-    for module in (eplb_state, async_worker):
-        module.get_eplb_group = lambda: balancing
-    eplb_state.get_ep_group = lambda: group
-    eplb_state.get_node_count = lambda: 1
-    eplb_state.PIN_MEMORY = eplb_communicator.PIN_MEMORY = False
-    eplb_communicator.is_local_first_rank = lambda: False
-
+    group, balancing = (on_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
+    on_cpu.install(group, balancing)
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
@@ -252,52 +203,25 @@ def make_rank(
     if config is not None:
         process = PluginProcess(settings_in(config))
         install(process)
-    settings = SimpleNamespace(
-        window_size=interval, step_interval=interval, use_async=is_async, policy="default",
-        communicator="torch_gloo", log_balancedness_interval=1, migration_batching_enabled=False,
-    )  # fmt: skip
-    parallel = SimpleNamespace(
-        eplb_config=settings, enable_elastic_ep=False, num_ubatches=0, data_parallel_size=1
-    )
-    state, model = eplb_state.EplbState(parallel, torch.device("cpu")), Model(layers)
+    state, model = on_cpu.state_of(interval=interval, is_async=is_async), model_of(layers)
     if has_draft:
-        draft = Model([Layer(NUM_LAYERS, own, forgets)])
-        state.add_model(draft, configuration("draft"), model_name="contract (draft)")
-    state.add_model(model, configuration("generate"))
+        draft = model_of([Layer(NUM_LAYERS, own, forgets)])
+        state.add_model(draft, on_cpu.configuration("draft"), model_name="contract (draft)")
+    state.add_model(model, on_cpu.configuration("generate"))
     for found in state.model_states.values():
-        found.communicator.set_stream(Stream())
+        found.communicator.set_stream(on_cpu.Stream())
     if is_async:
         run = async_worker.transfer_run_periodically
-        state.async_worker = threading.Thread(target=run, args=(state, Stream()), daemon=True)
+        state.async_worker = threading.Thread(
+            target=run, args=(state, on_cpu.Stream()), daemon=True
+        )
         state.async_worker.start()
     return Rank(rank, state, model, process)
 
 
-def configuration(runner: str) -> Any:
-    """What the balancer and the plug-in use of vLLM's ``ModelConfig``."""
-    return SimpleNamespace(model="contract", runner_type=runner, compute_hash=lambda: runner)
-
-
-def coordinator(rank: int) -> Any:
-    """What the balancer uses of vLLM's ``GroupCoordinator``."""
-    ranks = list(range(NUM_RANKS))
-    cpu, device = dist.new_group(ranks), dist.new_group(ranks)
-    return SimpleNamespace(
-        ranks=ranks, rank_in_group=rank, world_size=NUM_RANKS, cpu_group=cpu, device_group=device,
-        device_communicator=None,
-    )  # fmt: skip
-
-
-class Model(MixtureOfExperts):
+def model_of(layers: list[Layer]) -> Any:
     """What the balancer uses of a model."""
-
-    num_expert_groups = 1
-    num_logical_experts = num_routed_experts = NUM_EXPERTS
-    num_physical_experts, num_local_physical_experts = NUM_SLOTS, EACH
-    num_shared_experts, num_redundant_experts = 0, NUM_SLOTS - NUM_EXPERTS
-
-    def __init__(self, layers: list[Layer]) -> None:
-        self.moe_layers, self.num_moe_layers = layers, len(layers)
+    return on_cpu.model_of(layers, NUM_EXPERTS, NUM_SLOTS, NUM_RANKS)
 
 
 class Layer(Experts):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rebalance.engines.common.fsck.maps import LookedMaps
 from rebalance.engines.common.fsck.report import Fault
 from rebalance.engines.common.fsck.tensors import EngineView, as_bytes
 from rebalance.engines.common.records import NOBODY
@@ -110,6 +111,12 @@ class _Looked:
     row: int
     slot: int
     digests: list[tuple[str, int, PendingDigests]]  # tensor, and its expert or NOBODY
+    maps: LookedMaps | None  # of the layer, with its first slot
+
+    def is_complete(self) -> bool:
+        """Whether all of it has arrived from the device."""
+        pending = (pending.is_complete() for _, _, pending in self.digests)
+        return all(pending) and (self.maps is None or self.maps.is_complete())
 
 
 class PlacementCheck:
@@ -151,7 +158,7 @@ class PlacementCheck:
             self._looked = self._look()
             records = [pending.records[0] for _, _, pending in self._looked.digests]
             device_s = sum(one.numel() for one in records if one.is_cuda) / BYTES_PER_S
-        elif all(pending.is_complete() for _, _, pending in self._looked.digests):
+        elif self._looked.is_complete():
             faults = self._judged(self._looked)
             self._looked = None
         self._since = self._clock()
@@ -184,7 +191,10 @@ class PlacementCheck:
         tensors, factors = view.tensors(row)
         found = [(one.name, expert, self._order(one.record(slot))) for one in tensors]
         found += [(name, NOBODY, self._order(as_bytes(tensor))) for name, tensor in factors]
-        return _Looked(row, slot, found)
+        maps = None
+        if view.maps is not None and not slot:
+            maps = LookedMaps(row, view.held(row), view.maps(row))
+        return _Looked(row, slot, found, maps)
 
     def _order(self, record: torch.Tensor) -> PendingDigests:
         return self._digests.order([record], [])
@@ -207,4 +217,6 @@ class PlacementCheck:
                 whose = "of no expert" if other is None else f"of expert {other}"
                 what = f"has the bytes {whose}, expected those of the expert that the map names"
                 faults.append(Fault("slot", row, name, what, slot, expert))
+        if looked.maps is not None and self._view.maps is not None:
+            faults += looked.maps.faults(self._view.held(row), self._view.maps(row).times)
         return faults

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from telemetry.state.store import StateStore
 
-Kind = Literal["slot", "replicas", "factor", "tensors", "choice"]
+Kind = Literal["slot", "replicas", "factor", "tensors", "choice", "map", "list"]
 BEGUN, ROUND, FAULT = "placement_check", "placement_round", "placement_fault"
 REPAIRED, PARTS = "placement_repair", "engine_parts"
+CONFORMANCE = "conformance_refused"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Report:
     faults: tuple[str, ...]  # oldest first, without those of slots that were repaired since
     num_repaired: int = 0  # slots
     parts: dict[int, str] = field(default_factory=dict)  # by rank: what is off, and what was lost
+    refused: tuple[str, ...] = ()  # layers that the preflight has not proved
 
     @property
     def lines(self) -> list[str]:
@@ -55,7 +57,7 @@ class Report:
         last = f"{len(self.faults)} faults"
         if self.num_repaired:
             last += f", {self.num_repaired} slots repaired from kept records"
-        return [first, *parts, *refused, *self.faults, last]
+        return [first, *parts, *self.refused, *refused, *self.faults, last]
 
 
 def report_of(store: StateStore) -> Report:
@@ -66,7 +68,8 @@ def report_of(store: StateStore) -> Report:
     rounds: dict[int, int] = {}
     parts: dict[int, str] = {}
     faults, repaired = [], []
-    for event in store.events_backwards((BEGUN, ROUND, FAULT, REPAIRED, PARTS)):
+    kept: dict[str, None] = {}  # alike on all ranks
+    for event in store.events_backwards((BEGUN, ROUND, FAULT, REPAIRED, PARTS, CONFORMANCE)):
         detail = event.detail
         if detail.get("run") != info.run:
             break
@@ -77,6 +80,8 @@ def report_of(store: StateStore) -> Report:
             rounds.setdefault(rank, int(str(detail["rounds"])))
         elif event.kind == PARTS:
             parts.setdefault(rank, _parts_text(detail))
+        elif event.kind == CONFORMANCE:
+            kept[f"layers {detail['layers']} keep their map: {detail['text']}"] = None
         elif event.kind == REPAIRED:
             repaired.append((detail["row"], detail["slot"]))
         elif detail["kind"] != "slot" or (detail["row"], detail["slot"]) not in repaired:
@@ -89,6 +94,7 @@ def report_of(store: StateStore) -> Report:
         tuple(reversed(faults)),
         len(repaired),
         dict(sorted(parts.items())),
+        tuple(kept),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rebalance.engines.common.fsck.maps import DeviceMaps
 from rebalance.engines.common.tap import IntArray
 
 LANE_BYTES = 4
@@ -17,7 +18,8 @@ LANE_BYTES = 4
 WHOLE = (torch.int16, torch.int32, torch.int64, torch.bool)
 
 Moved = Sequence[torch.Tensor]  # [C, ...] what an engine moves of a layer, in its order
-Factor = tuple[str, torch.Tensor]  # one number for all experts of the rank, and its name
+Named = tuple[str, torch.Tensor]
+Factor = Named  # one number for all experts of the rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,9 @@ class EngineView:
         held: returns [S] experts by slot of a layer, by the map that serves.
         rank: of this process.
         num_ranks: that have slots.
+        read: returns further tensors that kernels read, such as those of a quantisation method's
+            object, which no module owns.
+        maps: returns the tensors by which kernels choose slots; None: they are not compared.
     """
 
     def __init__(
@@ -52,11 +57,14 @@ class EngineView:
         held: Callable[[int], IntArray],
         rank: int,
         num_ranks: int,
+        read: Callable[[int], Iterable[Named]] = lambda row: (),
+        maps: Callable[[int], DeviceMaps] | None = None,
     ) -> None:
-        self.rows, self._layer, self.held = list(rows), layer, held
+        self.rows, self.layer, self.held = list(rows), layer, held
+        self.read, self.maps = read, maps
         self.rank, self.num_ranks = rank, num_ranks
         self.num_own = len(layer(self.rows[0])[1][0]) if self.rows else 0  # slots of this rank
-        self._owners = {row: _owners_of(*layer(row)) for row in self.rows}
+        self.owners = {row: _owners_of(*layer(row)) for row in self.rows}
 
     def slot(self, place: int) -> int:
         """The number among the slots of all ranks of a slot of this rank."""
@@ -64,18 +72,19 @@ class EngineView:
 
     def moved(self, row: int) -> Moved:
         """What the engine moves of a layer on this rank."""
-        return self._layer(row)[1]
+        return self.layer(row)[1]
 
     def tensors(self, row: int) -> tuple[list[SlotTensor], list[Factor]]:
         """The tensors that the engine moves, and further ones of the modules that own them.
 
         Modules are looked up by name, since a reload may make new ones.
         """
-        model, moved = self._layer(row)
-        named = {
+        model, moved = self.layer(row)
+        named = {_place(tensor): (name, tensor) for name, tensor in self.read(row)}
+        named |= {
             _place(tensor): (name, tensor)
-            for owner in self._owners[row]
-            for name, tensor in _direct(model.get_submodule(owner))
+            for owner in self.owners[row]
+            for name, tensor in direct(model.get_submodule(owner))
         }
         slots = [
             SlotTensor(named.pop(_place(tensor), (f"weight {number}",))[0], tensor, 0)
@@ -119,7 +128,7 @@ def _owners_of(model: torch.nn.Module, moved: Moved) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if any(tensor.untyped_storage().data_ptr() in known for _, tensor in _direct(module))
+        if any(tensor.untyped_storage().data_ptr() in known for _, tensor in direct(module))
     ]
 
 
@@ -128,9 +137,10 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _direct(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and other tensors of a module itself."""
-    for named in (module._parameters, module._buffers, vars(module)):
+def direct(owner: object) -> Iterator[Named]:
+    """Parameters, buffers and other tensors of a module, or of any object, itself."""
+    tables = (getattr(owner, "_parameters", {}), getattr(owner, "_buffers", {}), vars(owner))
+    for named in tables:
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
                 yield name, value

@@ -1,0 +1,89 @@
+"""``eplb conform``: an engine's own layers of each quantisation, in ranks of this host's CPU.
+
+The ranks are forked from the process that has imported the engine. A module of each engine,
+``rebalance.engines.ENGINE.bench``, makes the layers: ``CASES`` by their names, and ``subject``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+
+import eplb
+from eplb.errors import ConfigError
+from rebalance.engines.common.conform import Verdict, from_json, prove, to_json
+
+RANKS, EACH, EXPERTS, LAYERS = 4, 6, 16, 2  # of a case: slots of a rank, and one model's layers
+DEADLINE_S = 600.0  # for a rank to come to a collective of a case
+
+
+def verdicts_of(
+    engine: str, names: Sequence[str] = (), *, num_moves: int, seed: int
+) -> tuple[str, list[Verdict]]:
+    """The engine and its surroundings in a line, and verdicts of the layers of some cases.
+
+    Args:
+        engine: "vllm" or "sglang".
+        names: of cases; none: all.
+        num_moves: in a row.
+        seed: of maps and weights.
+
+    Raises:
+        ConfigError: the engine is not installed here, or an unknown case.
+    """
+    try:
+        cases = import_module(f"rebalance.engines.{engine}.bench").CASES
+    except ImportError as exc:
+        raise ConfigError(
+            f"{engine} cannot be imported here: {exc}, expected its environment"
+        ) from exc
+    for name in names:
+        if name not in cases:
+            raise ConfigError(f"no case {name!r}, expected one of: {', '.join(cases)}")
+    found = [
+        verdict
+        for name in names or cases
+        for verdict in _of_case(engine, name, num_moves=num_moves, seed=seed)
+    ]
+    about = (
+        f"{engine} {version(engine)}, eplb {eplb.__version__}, torch {torch.__version__} on "
+        f"{RANKS} ranks of a CPU with gloo, {num_moves} moves in a row, seed {seed}"
+    )
+    return about, found
+
+
+def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[Verdict]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "verdicts")
+        try:
+            start_processes(  # type: ignore[no-untyped-call]
+                _rank, (engine, name, num_moves, seed, result), RANKS, start_method="fork"
+            )
+        except ProcessRaisedException as exc:
+            reason = str(exc).strip().splitlines()[-1]
+            return [Verdict(0, name, "not proved", (), note=f"the engine's layer: {reason}")]
+        return from_json(result.read_text(encoding="utf-8"))
+
+
+def _rank(rank: int, engine: str, name: str, num_moves: int, seed: int, result: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{result.with_name('rendezvous')}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )
+    subject = import_module(f"rebalance.engines.{engine}.bench").subject(rank, name, seed)
+    verdicts = prove(subject, num_moves=num_moves, seed=seed)
+    if rank == 0:
+        result.write_text(to_json(verdicts), encoding="utf-8")
+    dist.barrier()  # a rank that ends while another one still connects would fail it

@@ -1,0 +1,275 @@
+"""Conformance: whether an engine moves the experts of its layers without changing one of them.
+
+    references -> move, check, move, check, ... -> fail in between, check -> move back -> reload
+
+Each layer is moved by the engine's own mover, several times in a row: faults of derived factors
+show at the second move only. After each step all tensors that the kernels read of a slot are
+compared with those of its expert at the load, and so are the outputs of the slot for fixed tokens.
+
+Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rebalance.engines.common.fsck.check import PlacementCheck, References, agreed, digests_of
+from rebalance.engines.common.fsck.report import CONFORMANCE, Fault
+from rebalance.engines.common.fsck.tensors import EngineView
+from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.outputs import OUTPUT, Operands, output_of
+from rebalance.engines.common.start import reason_of
+from rebalance.engines.common.tap import IntArray
+
+log = logging.getLogger(__name__)
+
+MOVES = 3  # in a row
+MOST_FAULTS = 6  # of a layer in a report; a factor that is left behind shows in every slot
+RELOAD = "reload"  # the step that a running model is spared
+Result = Literal["proved", "proved by bytes", "failed", "not proved"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The layers of an engine on one rank. All calls but ``operands`` are collective."""
+
+    view: EngineView
+    gather: Callable[[Any], list[Any]]  # all ranks' values, which JSON can express
+    methods: dict[int, str]  # the quantisation of each layer, by the engine's numbers
+    move: Callable[[IntArray], None]  # to a map [L, S], by the engine's own mover
+    commit: Callable[[IntArray], None]  # a map [L, S] of weights that are there already
+    operands: Callable[[int], list[Operands]]  # [C] what kernels read of each slot of a layer
+    interrupted: Callable[[IntArray], None] | None = None  # the same, until a transfer fails
+    reload: Callable[[], None] | None = None  # the same weights, by the engine's own loader
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one layer."""
+
+    layer: int  # by the engine's numbers
+    method: str  # of quantisation
+    result: Result
+    tensors: tuple[str, ...]  # compared, of each slot
+    step: str = ""  # the first that failed
+    faults: tuple[str, ...] = ()  # the first of this step, with slot and tensor
+    num_faults: int = 0  # of this step
+    note: str = ""  # why outputs were not compared, or the layer was not moved
+    reload: str = ""  # what a reload after the moves has left wrong
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the layer may be balanced."""
+        return self.result.startswith("proved")
+
+    def __str__(self) -> str:
+        text = f"layer {self.layer} ({self.method}): {self.result}"
+        if self.step:
+            text += f" at {self.step}"
+        return ": ".join((text, *self.faults[:1], *filter(None, [self.note])))
+
+
+def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[Verdict]:
+    """Move all layers of the view, and return a verdict for each, alike on all ranks.
+
+    The map and the weights are those of the start again, also where a step has failed, unless the
+    weights were reloaded.
+
+    Args:
+        subject: the engine's layers.
+        num_moves: in a row, before the one that goes back.
+        seed: of the maps.
+    """
+    proof, view = _Proof(subject), subject.view
+    first = np.stack([view.held(row) for row in view.rows])
+    saved = [[tensor.to("cpu", copy=True) for tensor in view.moved(row)] for row in view.rows]
+    random = np.random.default_rng(seed)
+
+    def another() -> IntArray:
+        """[L, S] a map in which no slot keeps its expert but by chance."""
+        return np.stack([random.permutation(row) for row in first])
+
+    for number in range(1, num_moves + 1):
+        proof.step(f"move {number}", subject.move, another())
+    if subject.interrupted is not None:
+        proof.step("failed move", subject.interrupted, another())
+        proof.step("move after it", subject.move, another())
+    proof.step("move back", subject.move, first)
+    if subject.reload is not None:
+        subject.move(another())
+        proof.step(RELOAD, subject.reload)
+    verdicts = proof.verdicts()
+    if not all(one.may_move for one in verdicts):
+        for row, copies in zip(view.rows, saved, strict=True):
+            for tensor, copy in zip(view.moved(row), copies, strict=True):
+                tensor.copy_(copy)
+        subject.commit(first)
+    return verdicts
+
+
+class _Proof:
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._outputs: dict[int, torch.Tensor] = {}  # [C, N, hidden] by layer, of the present step
+        self._notes: dict[int, str] = {}
+        view = subject.view
+        self._view = EngineView(
+            view.rows, view.layer, view.held, view.rank, view.num_ranks, self._read
+        )
+        self._faults: dict[str, list[Fault]] = {}  # by step
+        self._errors: dict[str, str] = {}
+        own = digests_of(self._view)
+        self._tensors = [tuple(slots) for slots, _ in own]
+        self._references, self._faults["load"] = agreed(self._view, subject.gather(own))
+
+    def step(self, name: str, act: Callable[..., None], *given: Any) -> None:
+        """Act, and compare all slots of all ranks with the references."""
+        error, faults = "", list[Fault]()
+        self._outputs.clear()
+        try:
+            act(*given)
+            faults = all_faults(self._view, self._references)
+        except Exception as exc:
+            log.debug("step", exc_info=True)
+            error = reason_of(exc)
+        found = self._subject.gather(([vars(fault) for fault in faults], error))
+        self._faults[name] = [Fault(**one) for listed, _ in found for one in listed]
+        if errors := [one for _, one in found if one]:
+            self._errors[name] = errors[0]
+
+    def verdicts(self) -> list[Verdict]:
+        """One for each layer."""
+        notes = self._subject.gather([[row, note] for row, note in self._notes.items()])
+        note_of = {row: note for listed in notes for row, note in listed}
+        return [
+            self._verdict(row, tensors, note_of.get(row, ""))
+            for row, tensors in zip(self._view.rows, self._tensors, strict=True)
+        ]
+
+    def _verdict(self, row: int, tensors: tuple[str, ...], note: str) -> Verdict:
+        by_step = {
+            step: tuple(str(fault) for fault in faults if fault.row == row)
+            for step, faults in self._faults.items()
+        }
+        errors = dict(self._errors)
+        after_reload = (*by_step.pop(RELOAD, ()), *filter(None, [errors.pop(RELOAD, "")]))
+        step = next((step for step, faults in by_step.items() if faults), "")
+        result: Result = "proved by bytes" if note else "proved"
+        if step:
+            result = "failed"
+        elif errors:
+            step, error = next(iter(errors.items()))
+            result, note = "not proved", error
+        return Verdict(
+            row,
+            self._subject.methods[row],
+            result,
+            tensors,
+            step,
+            by_step.get(step, ())[:MOST_FAULTS],
+            len(by_step.get(step, ())),
+            note,
+            next(iter(after_reload), ""),
+        )
+
+    def _read(self, row: int) -> list[tuple[str, torch.Tensor]]:
+        """What kernels read of a layer, and the outputs of its slots."""
+        tensors = list(self._subject.view.read(row))
+        if row not in self._outputs and row not in self._notes:
+            try:
+                found = [output_of(one) for one in self._subject.operands(row)]
+                self._outputs[row] = torch.stack(found)
+            except Exception as exc:
+                self._notes[row] = f"outputs were not compared: {reason_of(exc)}"
+        if row in self._outputs:
+            tensors.append((OUTPUT, self._outputs[row]))
+        return tensors
+
+
+def all_faults(view: EngineView, references: References) -> list[Fault]:
+    """The faults of all slots of this rank, each once."""
+    check = PlacementCheck(view, references, lambda: 0.0, 1.0)
+    found = [one for _ in range(2 * check.num_slots) for one in check.visit(is_idle=True)]
+    return list(dict.fromkeys(found))
+
+
+def sampled(methods: dict[int, str]) -> list[int]:
+    """The first and the last layer of each quantisation."""
+    of_method: dict[str, list[int]] = {}
+    for layer, method in methods.items():
+        of_method.setdefault(method, []).append(layer)
+    return sorted({layer for layers in of_method.values() for layer in (layers[0], layers[-1])})
+
+
+def preflight(
+    engine: str,
+    methods: dict[int, str],
+    subject_of: Callable[[list[int]], Subject],
+    write: Callable[[str, dict[str, Any]], object],
+    *,
+    is_sampled: bool,
+) -> list[int]:
+    """Prove the layers of a model before it serves; return those that must keep their map.
+
+    Collective. Layers of a quantisation of which a sampled one is not proved are refused too. What
+    is refused is in the log, in the gauge's part ``conformance``, and an event.
+
+    Args:
+        engine: name of the gauge.
+        methods: the quantisation of each layer.
+        subject_of: makes the subject of some layers.
+        write: where an event goes beside the log.
+        is_sampled: whether two layers of each quantisation stand for the others.
+    """
+    chosen, verdicts = sampled(methods) if is_sampled else list(methods), list[Verdict]()
+    try:
+        for layer in chosen:  # one at a time: a copy of its weights is kept meanwhile
+            verdicts += prove(subject_of([layer]))
+        why = {one.method: str(one) for one in verdicts[::-1] if not one.may_move}
+    except Exception as exc:
+        log.debug("preflight", exc_info=True)
+        why = dict.fromkeys(methods.values(), f"the preflight failed: {reason_of(exc)}")
+    refused = [layer for layer, method in methods.items() if method in why]
+    set_part(engine, "conformance", is_on=not refused)
+    for method, text in why.items():
+        layers = [layer for layer in refused if methods[layer] == method]
+        log.error("layers %s keep their map: %s", layers, text)
+        write(CONFORMANCE, {"layers": layers, "text": text})
+    log.info("conformance: %d of %d layers may move", len(methods) - len(refused), len(methods))
+    return refused
+
+
+def report(engine: str, verdicts: Sequence[Verdict]) -> str:
+    """The report for a person."""
+    lines = [engine, f"{'layer':>5}  {'quantisation':30} {'result':16} tensors"]
+    for one in verdicts:
+        lines.append(f"{one.layer:5}  {one.method:30} {one.result:16} {', '.join(one.tensors)}")
+        where = f"       at {one.step}: " if one.step else "       "
+        lines += [where + text for text in (*one.faults, one.note) if text]
+        if one.num_faults > len(one.faults):
+            lines.append(f"       and {one.num_faults - len(one.faults)} more")
+        lines += [f"       after a reload: {fault}" for fault in (one.reload,) if fault]
+    counts = Counter(one.result for one in verdicts)
+    lines.append(", ".join(f"{counts[result]} {result}" for result in sorted(counts)))
+    return "\n".join(lines)
+
+
+def to_json(verdicts: Sequence[Verdict], **about: Any) -> str:
+    """The report for a program."""
+    return json.dumps(about | {"layers": [asdict(one) for one in verdicts]}, indent=1)
+
+
+def from_json(text: str) -> list[Verdict]:
+    """The verdicts of ``to_json``."""
+    return [
+        Verdict(**one | {name: tuple(one[name]) for name in ("tensors", "faults")})
+        for one in json.loads(text)["layers"]
+    ]

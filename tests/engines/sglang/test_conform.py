@@ -1,0 +1,51 @@
+"""SGLang's own quantisation methods and updater are proved to change no expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rebalance.engines.common.bench import verdicts_of
+from rebalance.engines.common.gauge import value_of
+from tests.support.engines.ranks import INTERVAL, NUM_RANKS, config_in, on_ranks
+from tests.support.engines.sglang_ranks import MOE, make_rank
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", ["bf16", "fp8 block", "int8"])
+def test_tensors_of_a_quantisation_are_proved_with_their_outputs(case: str) -> None:
+    _, found = verdicts_of("sglang", [case], num_moves=2, seed=1)
+
+    for one in found:
+        assert one.result == "proved", one
+        assert {"w13_weight", "w2_weight", "output"} <= set(one.tensors)
+
+
+def started(rank: int, config: Path, forgets: bool) -> dict[str, Any]:
+    """A start with a preflight, and passes of two intervals."""
+    made = make_rank(rank, config, forgets=forgets)
+    start, lists = made.held.tolist(), made.lists
+    made.steps()  # after the first pass layers are proved
+    is_as_before = (made.held.tolist(), made.lists) == (start, lists)
+    if forgets:
+        made.steps(2 * INTERVAL)
+    else:
+        made.until_maps(1)
+    refused, gauge = made.plugin.refused, value_of("sglang", "conformance")
+    return made.result() | {
+        "start": start, "as before": is_as_before, "refused": refused, "gauge": gauge
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["proved", "scales stay behind"])
+def test_preflight_refuses_only_rows_that_are_not_proved(forgets: bool, tmp_path: Path) -> None:
+    found = on_ranks(started, config_in(tmp_path, engine__preflight="all"), forgets)
+
+    assert all(one["as before"] for one in found), "map and lists are those of the start"
+    expected = (MOE, 0.0) if forgets else ([], 1.0)
+    assert [(one["refused"], one["gauge"]) for one in found] == [expected] * NUM_RANKS
+    assert all((one["map"] == one["start"]) == forgets for one in found)
+    assert [one["faults"] for one in found] == [[]] * NUM_RANKS
