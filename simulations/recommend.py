@@ -317,7 +317,7 @@ class Answer:
         if pays:
             text = (
                 f"balancing pays from {pays[0].sequences} sequences a rank on "
-                f"({pays[0].tokens_per_expert:.2g} tokens an expert); at {last.sequences} it "
+                f"({pays[0].tokens_per_expert:.4g} tokens an expert); at {last.sequences} it "
                 f"brings {last.gain:+.1%}, and no placement more than "
                 f"{last.most_gain:+.1%}"
             )

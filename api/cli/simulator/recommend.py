@@ -229,7 +229,7 @@ def _batch_table(answer: Answer) -> Table:
         (
             (
                 str(one.sequences),
-                f"{one.tokens_per_expert:.2g}",
+                f"{one.tokens_per_expert:.4g}",
                 *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
                 f"{one.planned_tokens_per_s:.0f}",
                 f"{one.gain:+.1%}",
