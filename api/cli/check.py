@@ -17,7 +17,7 @@ import typer
 from api.cli.config import Configured
 from api.cli.deploy import Host, deployment_of, say
 from api.cli.late import BAD_INPUT
-from api.cli.options import with_options
+from api.cli.options import Seed, with_options
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
@@ -124,7 +124,7 @@ def conform(
         list[str] | None, typer.Option(help="Case of a quantisation; by default all of them.")
     ] = None,
     moves: Annotated[int, typer.Option(min=1, max=100, help="Forced moves in a row.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the maps and of the weights.")] = 0,
+    seed: Seed = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for the report, for programs.")
     ] = None,

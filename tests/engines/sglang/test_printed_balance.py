@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-# First: the engine imports torchvision.
-import tests.support.engines.cpu_torchvision  # noqa: F401  # isort: skip
+# First: it skips this file where the engine is not installed.
+import tests.support.engines.sglang_ranks  # noqa: F401  # isort: skip
 from sglang.srt.eplb import expert_location
 from sglang.srt.eplb.expert_location import ExpertLocationMetadata, ModelConfigForExpertLocation
 from sglang.srt.runtime_context import get_context
