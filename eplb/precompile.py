@@ -28,7 +28,7 @@ from eplb.policies.coactivation import colocate_coactivated
 RANKS = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=6)
 # More ways to pack groups to nodes than are tried one by one.
 FOUR_NODES = Topology.uniform(num_nodes=4, ranks_per_node=1, slots_per_rank=6)
-END_DEADLINE_S = 10.0  # of a function that is being compiled
+END_DEADLINE_S = 10.0  # deadline for the function that is being compiled at the end
 ONE_SLOT = Topology.uniform(num_nodes=2, ranks_per_node=8, slots_per_rank=1)
 
 

@@ -42,7 +42,7 @@ from telemetry.state.events import WAITING
 from telemetry.state.joining import Heartbeat, check_versions
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
-TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # a wait is told first, and told again
+TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # until a wait is reported first; between two reports
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
 NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE", NOTIFY_VARIABLE)
 

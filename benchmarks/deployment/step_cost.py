@@ -86,7 +86,7 @@ if PACKED_BY == "zlib":
     sys.modules["zstandard"] = stand_in
 
 
-SETTLE_STEPS = 20  # of each block, not counted
+SETTLE_STEPS = 20  # first steps of each block, which are not counted
 SAMPLE_STEPS = 16
 IDLE_STEP_S = 0.005
 MIN_PAIRS, MAX_PAIRS = 4, 60

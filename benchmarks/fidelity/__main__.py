@@ -35,7 +35,7 @@ from benchmarks.fidelity.tables import (
 )
 from simulations.kernels import BINS, Kernel, known_kernels, left_out_kernels
 
-MOST_RANKS = 32  # of the groups that targets are for
+MOST_RANKS = 32  # ranks of the largest group that has a target
 MOST_ERROR = 0.20  # median in a bin; a kernel above it is left out by name
 GAIN = 0.05
 

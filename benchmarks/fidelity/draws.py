@@ -31,11 +31,11 @@ class Spread:
             at first, and not to all ranks alike.
     """
 
-    tokens: int  # of the group
+    tokens: int  # tokens of all ranks of the group
     experts: int
     top_k: int
     ranks: int
-    alpha: float = 0.0  # of the power law
+    alpha: float = 0.0  # exponent of the power law
     slots: int | None = None
     is_by_expert: bool = False
 

@@ -30,7 +30,7 @@ class Sent:
 
     is_prefill: bool
     nodes: int
-    tokens: int  # of a rank
+    tokens: int  # tokens of a rank
     shape: tuple[int, int, int]  # hidden, experts, top-k
     dispatch_us: float
     combine_us: float

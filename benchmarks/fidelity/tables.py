@@ -56,7 +56,7 @@ TABLES = {
 }
 NO_GATE = 22  # experts of a token in the one model whose experts have two matrices
 DRAWS, NEAREST = 12, 3
-MOST_RANKS = 32  # of a group, in the engines' layer tables
+MOST_RANKS = 32  # ranks of a group in the engines' layer tables
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Serving:
 
     card: str
     engine: str
-    name: str  # of the kernel
+    name: str  # name of the kernel
     precision: str
     is_prefill: bool = False
 
@@ -84,7 +84,7 @@ class Measured:
     intermediate: int
     spread: Spread
     us: float
-    rank_tokens: float | None = None  # of the measured rank, where the table has them
+    rank_tokens: float | None = None  # tokens of the measured rank, where the table has them
 
     @property
     def is_even(self) -> bool:
@@ -93,7 +93,7 @@ class Measured:
 
     @property
     def rows(self) -> float:
-        """Of a slot, in the mean of all slots."""
+        """Rows of a slot, mean over all slots."""
         slots = self.spread.slots or self.spread.experts
         return self.spread.tokens * self.spread.top_k / slots
 

@@ -21,7 +21,7 @@ import eplb
 from eplb.errors import ConfigError
 from rebalance.engines.common.conform import Verdict, from_json, prove, to_json
 
-RANKS, EACH, EXPERTS, LAYERS = 4, 6, 16, 2  # of a case: slots of a rank, and one model's layers
+RANKS, EACH, EXPERTS, LAYERS = 4, 6, 16, 2  # a case's ranks, slots of a rank, experts and layers
 DEADLINE_S = 600.0  # for a rank to come to a collective of a case
 
 

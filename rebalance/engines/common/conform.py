@@ -32,7 +32,7 @@ from rebalance.engines.common.tap import IntArray
 log = logging.getLogger(__name__)
 
 MOVES = 3  # in a row
-MOST_FAULTS = 6  # of a layer in a report; a factor that is left behind shows in every slot
+MOST_FAULTS = 6  # faults of a layer in a report: a factor that is left behind shows in every slot
 RELOAD = "reload"  # the step that a running model is spared
 Result = Literal["proved", "proved by bytes", "failed", "not proved"]
 
@@ -56,12 +56,12 @@ class Verdict:
     """What was found about one layer."""
 
     layer: int  # by the engine's numbers
-    method: str  # of quantisation
+    method: str  # quantisation method
     result: Result
     tensors: tuple[str, ...]  # compared, of each slot
     step: str = ""  # the first that failed
     faults: tuple[str, ...] = ()  # the first of this step, with slot and tensor
-    num_faults: int = 0  # of this step
+    num_faults: int = 0  # all faults of this step
     note: str = ""  # why outputs were not compared, or the layer was not moved
     reload: str = ""  # what a reload after the moves has left wrong
 

@@ -84,7 +84,7 @@ class PluginProcess:
         self.checks: RankCheck | None = None  # of the slots of the target model
         self.kept: Kept | None = None  # records of the target model
         self.generation = 0  # generation of the map that serves on all layers, alike on all ranks
-        self.refused_layers: list[int] = []  # of the target: not proved, so that their map stays
+        self.refused_layers: list[int] = []  # unproved layers of the target model
         self.refused = ""  # why the plug-in stays off in this process
         self._joined: Joined | None = None
         self._tap: LoadTap | None = None

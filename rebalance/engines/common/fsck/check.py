@@ -111,7 +111,7 @@ class _Looked:
     row: int
     slot: int
     digests: list[tuple[str, int, PendingDigests]]  # tensor, and its expert or NOBODY
-    maps: LookedMaps | None  # of the layer, with its first slot
+    maps: LookedMaps | None  # the layer's device maps; only with its first slot
 
     def is_complete(self) -> bool:
         """Whether all of it has arrived from the device."""
