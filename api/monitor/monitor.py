@@ -135,6 +135,7 @@ class Monitor:
         self._controller = Leadership("", 0.0, "")
         self._compile: Event | None = None  # the latest of its kind
         self._is_read = self._has_proposals = False  # the second: since they were read last
+        self._has_failed, self._answers_since = False, -inf  # when the store answered again
         self._proposals: list[Proposal] = []
         self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
         self._follow(None)
@@ -168,6 +169,7 @@ class Monitor:
             StoreError: the store cannot be read.
         """
         with self._lock:
+            had_failed, self._has_failed = self._has_failed, True  # until all is read
             if isinstance(self.clock, StoreClock):
                 self.clock.follow()
             info = self.store.current_run()
@@ -189,7 +191,9 @@ class Monitor:
                 self._read_events()
             elif self._outages.token_time is None and not self._is_read:
                 self._read_tokens_before()
-            self._is_read = True
+            if had_failed:
+                self._answers_since = self.clock()
+            self._is_read, self._has_failed = True, False
 
     def _read_small(self) -> None:
         """Read what is small, whole."""
@@ -388,6 +392,7 @@ class Monitor:
                 counts=self._event_tally.counts(of_ranks, self._earlier),
                 open_migration=self._published,
                 is_read=self._is_read,
+                answered_s=self._answered_s(self.clock()),
             )
 
     def _state(
@@ -398,19 +403,20 @@ class Monitor:
     ) -> State:
         info, now = self._info, self.clock()
         model, topology = (self._model, self._topology) if info else (None, None)
-        ranks = tuple(self._rank_views(now)) if info else ()
+        answered_s = self._answered_s(now)
+        ranks = tuple(self._rank_views(now, answered_s)) if info else ()
         supervision = self.supervision()
         if topology is not None:
             hosts = {str(host) for host in topology.host_of_rank.tolist()}
             found = (
-                _beat_view(one, now)
+                _beat_view(one, now, answered_s)
                 for one in self._beats
                 if one.name in hosts or one.component in (CONTROLLER, SERVICE)
             )
             processes = (*supervision.processes, *found)
             supervision = replace(supervision, processes=processes)
         token_time, stepped = self._outages.token_time, self._step_at[1]
-        progress_age_s, progress_of = _oldest_progress(self._states, now)
+        progress_age_s, progress_of = _oldest_progress(self._states, now, answered_s)
         control, effective = self._live.control, self._live.effective
         return State(
             verdict=Grade.BLIND,  # until it is judged
@@ -473,6 +479,10 @@ class Monitor:
             audit_waiting=self._audit_waiting,
         )
 
+    def _answered_s(self, now: float) -> float:
+        """For how long the store has answered again; also after its clock was set back."""
+        return abs(now - self._answers_since)
+
     def _compiling(self, now: float) -> str:
         event = self._compile
         if event is None or event.detail["state"] != "begun":
@@ -508,7 +518,7 @@ class Monitor:
         window_s = self._info.window_seconds or self._info.window_steps * step_ms / 1e3
         return window_s + max((state.report_every_s for state in self._states), default=0.0)
 
-    def _rank_views(self, now: float) -> Iterator[RankView]:
+    def _rank_views(self, now: float, answered_s: float) -> Iterator[RankView]:
         state_of = {state.rank: state for state in self._states}
         cordons = read_cordons(self._live.text("cordons"))
         for rank in range(self._topology.num_ranks):
@@ -522,7 +532,7 @@ class Monitor:
                 step=state.step,
                 generation=state.generation,
                 phase=state.phase,
-                is_alive=age_s <= state.silent_after_s,
+                is_alive=min(age_s, answered_s) <= state.silent_after_s,
                 age_s=age_s,
                 step_ms=state.detail.get(STEP_MS),
                 wait_ms=state.detail.get(WAIT_MS),
@@ -589,10 +599,10 @@ def _progress_of(
     )
 
 
-def _beat_view(announced: Announcement, now: float) -> ProcessView:
+def _beat_view(announced: Announcement, now: float, answered_s: float) -> ProcessView:
     """Give a process by its heartbeat; whoever supervises it is not known here."""
     age_s = max(0.0, now - announced.time)
-    is_silent = age_s > MISSED_BEATS * announced.every_s
+    is_silent = min(age_s, answered_s) > MISSED_BEATS * announced.every_s
     name, of = NAMES[announced.component], announced.name
     where = f"{name} of host {of}" if of.isdigit() else f"{name}, {shown(of)}"
     return ProcessView(
@@ -606,11 +616,14 @@ def _beat_view(announced: Announcement, now: float) -> ProcessView:
     )
 
 
-def _oldest_progress(states: Iterable[RankState], now: float) -> tuple[float | None, str]:
+def _oldest_progress(
+    states: Iterable[RankState], now: float, answered_s: float
+) -> tuple[float | None, str]:
     """Give the longest time without progress of a step or busy thread, and where it is."""
     ages = [
         (
-            max(0.0, now - state.time - state.report_every_s) + state.progress_age_s,
+            max(0.0, min(now - state.time, answered_s) - state.report_every_s)
+            + state.progress_age_s,
             f"rank {state.rank}, {state.progress_of or 'the step'}",
         )
         for state in states

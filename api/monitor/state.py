@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Annotated, Literal
 
 from api.processes.supervision import SupervisionView
@@ -381,4 +382,5 @@ class Reading:
     counts: Counts  # only metrics show them
     open_migration: Migration | None = None
     is_read: bool = True  # false: the store was never read, and nothing that it has is known
+    answered_s: float = inf  # since the store answered again: nobody can report to one that fails
     findings: tuple[Finding, ...] = ()  # all that is wrong, the worst first

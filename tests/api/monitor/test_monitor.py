@@ -25,7 +25,7 @@ from eplb.errors import StoreError
 from eplb.versions import CONTROLLER, HOST_CACHE, LAUNCHER, SERVICE, Announcement
 from telemetry.state.joining import HEARTBEAT_S, MISSED_BEATS
 from telemetry.state.live import Control
-from telemetry.state.runs import RankState
+from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.limits import NEVER_S
@@ -327,6 +327,42 @@ def test_process_without_a_heartbeat_degrades_the_deployment_that_serves_on(
     assert up["eplb_process_up"] == {(component.replace(" ", "_"),): 0.0}
     store.retire(mine)
     assert down(late) == []
+
+
+class Failing(StateStore):
+    """A store that can be told to answer nothing."""
+
+    fails = False
+
+    def current_run(self) -> RunInfo | None:
+        if self.fails:
+            raise StoreError("told to fail")
+        return super().current_run()
+
+
+def test_nobody_is_silent_because_the_store_took_no_reports(store: StateStore) -> None:
+    failing, now = Failing(store.backend), NOW
+    for rank in (0, 1):
+        store.report(state(rank))
+    store.announce(Announcement(HOST_CACHE, "0", every_s=HEARTBEAT_S))
+    monitor = Monitor(failing, clock=lambda: now)
+
+    def kinds(at: float) -> set[str]:
+        nonlocal now
+        now = at
+        monitor.refresh()
+        return {one.kind for one in monitor.reading().findings} - {"no-leader"}
+
+    assert kinds(NOW + 1) == set()
+    failing.fails, now = True, NOW + 30
+    with pytest.raises(StoreError):
+        monitor.refresh()
+    failing.fails = False
+    assert kinds(NOW + 60) == set()
+    store.report(state(1, time=NOW + 65))
+    assert kinds(NOW + 70) == set()
+    assert kinds(NOW + 71) == {"rank-silent"}
+    assert kinds(NOW + 76) == {"rank-silent", "process-down"}
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
