@@ -25,6 +25,7 @@ from eplb.errors import StoreError
 from eplb.versions import CONTROLLER, HOST_CACHE, LAUNCHER, SERVICE, Announcement
 from telemetry.state.joining import HEARTBEAT_S, MISSED_BEATS
 from telemetry.state.live import Control
+from telemetry.state.memory import MemoryBackend
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
@@ -327,6 +328,26 @@ def test_process_without_a_heartbeat_degrades_the_deployment_that_serves_on(
     assert up["eplb_process_up"] == {(component.replace(" ", "_"),): 0.0}
     store.retire(mine)
     assert down(late) == []
+
+
+def test_heartbeat_of_a_process_that_is_back_counts_with_the_next_reading() -> None:
+    at = NOW
+    backend = MemoryBackend("d", clock=lambda: at)
+    monitor = Monitor(StateStore(backend), clock=lambda: at)
+    begin_run(monitor.store, "a", NOW, window_steps=2)
+    mine = Announcement(HOST_CACHE, "0", every_s=HEARTBEAT_S)
+    monitor.store.announce(mine)
+
+    def is_down(now: float) -> bool:
+        nonlocal at
+        at = now
+        monitor.refresh()
+        return any(one.kind == "process-down" for one in monitor.reading().findings)
+
+    assert not is_down(NOW + MISSED_BEATS * HEARTBEAT_S)
+    assert is_down(at + 0.1)
+    monitor.store.announce(mine)
+    assert not is_down(at + 0.1)
 
 
 class Failing(StateStore):
