@@ -144,6 +144,7 @@ class Observer:
         stalls = [(a, b) for a, b in every if b - a > max(STALL_S, 2 * usual_s)]
         gone = [(a, b) for a, b in stalls if b - a > OUTAGE_S]
         during = [one for one in self.samples if begun <= one.time <= ended]
+        earlier = [one for one in self.samples if one.time < begun]
         told_at = next((s.time for s in during if s.verdict != "serving"), None)
         ages = [
             abs(s.token_age_s - (s.time - start))
@@ -156,7 +157,7 @@ class Observer:
             "longest_s": round(max((b - a for a, b in every), default=0.0), 2),
             "missing_s": round(sum(b - a for a, b in gone), 2),
             "short_s": round(sum(b - a for a, b in stalls if b - a <= OUTAGE_S), 2),
-            "unserved_told_s": _grown(during),
+            "unserved_told_s": _grown([*earlier[-1:], *during]),
             "age_off_s": round(median(ages), 2) if ages else None,
             "told_s": None if told_at is None else round(told_at - begun, 2),
             "stop_told_s": [_stop_told(during, one) for one in gone],
