@@ -12,6 +12,10 @@ Three layers (hidden 7168, expert 2048, 256 experts and 32 replicas, top-8) in e
     balanced                   slots in turn: what no placement can beat. Every rank gets the same
                                rows, which is checked
 
+``--shared`` adds a shared expert of a routed one's size, whose tokens are computed where they are
+while results travel back (home), or in one more slot of each rank, on light ranks first (spread;
+its arms have a split). With several choices the same run measures each.
+
 Decode is a CUDA graph over DeepEP's low-latency mode, prefill is eager over its normal mode. Rows
 travel in FP8 with FP8 experts. Arms take turns, and each step has another batch. A step takes as
 long as its slowest rank: microseconds of a layer, median and 99th percentile over steps. *rows* is
@@ -47,6 +51,7 @@ from eplb.core.placement import Placement
 from eplb.shares.switches import BatchSwitches
 from runtime.batch.counts import all_gather_counts
 from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
+from runtime.batch.shared_expert import SharedSpread
 from runtime.batch.split import BatchSplit
 from runtime.batch.split_rule import EVERY_BATCH
 from runtime.counters import SlotCounter
@@ -131,8 +136,10 @@ class Layers:
         mode: str,
         tokens: Sequence[int],
         dispatcher: str,
+        shared: str,
     ) -> None:
         self.group, self.most_tokens = group, max(tokens)
+        self.shared, extra = shared, int(shared == "spread")
         self.model = ModelShape(
             tuple(range(NUM_LAYERS)),
             num_experts,
@@ -143,14 +150,18 @@ class Layers:
         self.topology = topology = topology_of(group.size, num_experts)
         slots = int(topology.slots_of_rank[group.rank])
         self.bank = made_up_bank(group, precision, slots)
-        self.counter = SlotCounter(NUM_LAYERS, slots, group.device)
+        self.counter = SlotCounter(NUM_LAYERS, slots + extra, group.device)
         in_order = np.tile(np.arange(topology.num_slots, dtype=np.int32), (NUM_LAYERS, 1))
         start = Placement(in_order % num_experts, num_experts)
         spare = topology.num_slots - num_experts
 
         def table(placement: Placement, max_replicas: int) -> RoutingTable:
             return RoutingTable(
-                placement, max_replicas=max_replicas, device=group.device, topology=topology
+                placement,
+                max_replicas=max_replicas,
+                device=group.device,
+                topology=topology,
+                extra_slots=extra,
             )
 
         self.table = table(start, min(group.size, spare + 1))
@@ -163,7 +174,10 @@ class Layers:
             max_pairs=self.most_tokens * TOP_K,
             rule=EVERY_BATCH,
         )
-        self.over_memory = self._parts() if group.maps_peers else None
+        self.over_memory = self._parts() if group.maps_peers and not shared else None
+        self.spread = SharedSpread(self.table, self.split, top_k=TOP_K) if extra else None
+        # At home the layer computes it in BF16.
+        self.one_shared = made_up_bank(group, precision if extra else "bf16", 1)
         self.dispatcher = self._dispatcher(
             dispatcher, mode, use_fp8=precision == "fp8" and group.is_cuda
         )
@@ -179,7 +193,8 @@ class Layers:
         )
 
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
-        group, topology = self.group, self.topology
+        extra = int(self.spread is not None)
+        group, topology, top_k = self.group, self.topology.widened(extra), TOP_K + extra
         if name == "auto" and group.size == 1:  # of which normal mode knows nothing
             name = "deepep" if group.is_cuda and mode == "decode" else "local"
         elif name == "auto":
@@ -191,15 +206,16 @@ class Layers:
         from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 
         kind = DeepEPLowLatency if mode == "decode" else DeepEPNormal
-        shape = DeepEPShape(topology, HIDDEN, TOP_K, self.most_tokens)
+        shape = DeepEPShape(topology, HIDDEN, top_k, self.most_tokens)
         return kind(shape, group.world, self.counter, use_fp8=use_fp8)
 
     def experts(self, tokens: int) -> Experts:
         """For batches of so many tokens of a rank."""
+        shared = [self.one_shared.weights(n) for n in range(NUM_LAYERS)] if self.spread else []
         if not self.group.is_cuda:
-            return LoopExperts(self.bank)
+            return LoopExperts(self.bank, shared=shared)
         rows = 2 * tokens * self.group.size * TOP_K // self.topology.num_slots
-        return GroupedExperts(self.bank, usual_rows=rows)
+        return GroupedExperts(self.bank, usual_rows=rows, shared=shared)
 
     def prepared(self, placement: Placement) -> TableLayers:
         """What makes a placement serve."""
@@ -207,11 +223,14 @@ class Layers:
 
     def of(self, tokens: int, table: RoutingTable, split: BatchSplit | None) -> list[MoELayer]:
         """Layers that choose slots in one way."""
-        experts = self.experts(tokens)
-        return [
-            MoELayer(layer, TOP_K, experts, table, self.dispatcher, split=split)
-            for layer in range(NUM_LAYERS)
-        ]
+        experts, made = self.experts(tokens), []
+        for layer in range(NUM_LAYERS):
+            one = self.one_shared.weights(layer)
+            home = (one["gate_up"][0], one["down"][0]) if self.shared == "home" else None
+            made.append(
+                MoELayer(layer, TOP_K, experts, table, self.dispatcher, home, split, self.spread)
+            )
+        return made
 
     def arms(self, tokens: int, placements: dict[str, Placement]) -> dict[str, Arm]:
         """Layers and placement of each arm."""
@@ -227,8 +246,11 @@ class Layers:
 
             return run
 
-        planned = run_of(self.table)
         prepared = {name: self.prepared(placement) for name, placement in placements.items()}
+        if self.spread:
+            spread = run_of(self.table, self.split)
+            return {name: Arm(spread, table) for name, table in prepared.items()}
+        planned = run_of(self.table)
         by_batch = {"split": run_of(self.table, self.split)}
         if parts := self.over_memory:
             by_batch["memory"] = run_of(self.table, parts.split)
@@ -248,7 +270,7 @@ def made_up_tokens(group: Group, tokens: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def made_up_bank(group: Group, precision: str, slots: int) -> ExpertBank:
-    """Weights that overflow nowhere."""
+    """Weights that overflow nowhere, in memory that other ranks may read."""
     if not group.is_cuda:
         schema = ExpertSchema.swiglu(SMALL_HIDDEN, SMALL_INTERMEDIATE)
         return ExpertBank(schema, NUM_LAYERS, slots, num_staging=0)
@@ -374,10 +396,11 @@ def show(step: Step, mode: str, routing: Routing, arms: dict[str, Arm], steps: i
         return
     middle = dict(zip(arms, np.median(times, axis=0), strict=True))
     late = dict(zip(arms, np.quantile(times, 0.99, axis=0), strict=True))
+    case = f"{mode:9}{step.layers.shared or '-':7}{step.tokens:7} {routing.name:9}"
     for name in arms:
         print(
-            f"{mode:9}{step.tokens:7} {routing.name:9}{name:24}{middle[name]:9.1f}"
-            f"{late[name]:9.1f}{middle[best] / middle[name]:8.1%}{rows[name]:7.3f}",
+            f"{case}{name:12}{middle[name]:9.1f}{late[name]:9.1f}"
+            f"{middle[best] / middle[name]:8.1%}{rows[name]:7.3f}",
             flush=True,
         )
 
@@ -392,6 +415,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--modes", nargs="+", choices=("decode", "prefill"), default=list(STEPS))
     parser.add_argument("--tokens", nargs="+", type=int, help="of a rank, instead of the usual")
     parser.add_argument("--steps", type=int, help="of each line, instead of the usual")
+    parser.add_argument("--shared", nargs="+", choices=("", "home", "spread"), default=[""])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--dispatcher", choices=("auto", "deepep", "all_to_all", "local"), default="auto"
@@ -418,9 +442,11 @@ def measure(
         where = torch.cuda.get_device_name() if group.is_cuda else "CPU"
         print(f"{group.size} x {where}, torch {torch.__version__}, {asked.precision}", end="")
         print(f", dispatcher {asked.dispatcher}")
-        print(f"{'mode':9}{'tokens':>7} {'trace':9}{'arm':24}{'us':>9}{'p99':>9}", end="")
+        print(
+            f"{'mode':9}{'shared':7}{'tokens':>7} {'trace':9}{'arm':12}{'us':>9}{'p99':>9}", end=""
+        )
         print(f"{'speed':>8}{'rows':>7}", flush=True)
-    for mode in asked.modes:
+    for mode, shared in product(asked.modes, asked.shared):
         tokens_of_rank = asked.tokens or sizes[mode]
         layers = Layers(
             group,
@@ -429,6 +455,7 @@ def measure(
             mode,
             tokens_of_rank,
             asked.dispatcher,
+            shared,
         )
         # The sizes of the all-to-all are on the host, which no graph can hold.
         has_sizes_on_host = isinstance(layers.dispatcher, AllToAllDispatcher)
