@@ -12,9 +12,8 @@ Three layers (hidden 7168, expert 2048, 256 experts and 32 replicas, top-8) in e
     balanced                   slots in turn: what no placement can beat. Every rank gets the same
                                rows, which is checked
 
-``--shared`` adds a shared expert of a routed one's size, whose tokens are computed where they are
-while results travel back (home), or in one more slot of each rank, on light ranks first (spread;
-its arms have a split). With several choices the same run measures each.
+``--shared`` adds a shared expert of a routed one's size, in BF16, whose tokens are computed where
+they are while results travel back.
 
 Decode is a CUDA graph over DeepEP's low-latency mode, prefill is eager over its normal mode. Rows
 travel in FP8 with FP8 experts. Arms take turns, and each step has another batch. A step takes as
@@ -50,9 +49,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.shares.switches import BatchSwitches
 from runtime.batch.counts import all_gather_counts
-from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
-from runtime.batch.shared_expert import SharedSpread
-from runtime.batch.split import BatchSplit
+from runtime.batch.split import BatchSplit, make_split
 from runtime.batch.split_rule import EVERY_BATCH
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
@@ -136,10 +133,10 @@ class Layers:
         mode: str,
         tokens: Sequence[int],
         dispatcher: str,
-        shared: str,
+        *,
+        shared: bool = False,
     ) -> None:
         self.group, self.most_tokens = group, max(tokens)
-        self.shared, extra = shared, int(shared == "spread")
         self.model = ModelShape(
             tuple(range(NUM_LAYERS)),
             num_experts,
@@ -150,18 +147,14 @@ class Layers:
         self.topology = topology = topology_of(group.size, num_experts)
         slots = int(topology.slots_of_rank[group.rank])
         self.bank = made_up_bank(group, precision, slots)
-        self.counter = SlotCounter(NUM_LAYERS, slots + extra, group.device)
+        self.counter = SlotCounter(NUM_LAYERS, slots, group.device)
         in_order = np.tile(np.arange(topology.num_slots, dtype=np.int32), (NUM_LAYERS, 1))
         start = Placement(in_order % num_experts, num_experts)
         spare = topology.num_slots - num_experts
 
         def table(placement: Placement, max_replicas: int) -> RoutingTable:
             return RoutingTable(
-                placement,
-                max_replicas=max_replicas,
-                device=group.device,
-                topology=topology,
-                extra_slots=extra,
+                placement, max_replicas=max_replicas, device=group.device, topology=topology
             )
 
         self.table = table(start, min(group.size, spare + 1))
@@ -174,27 +167,27 @@ class Layers:
             max_pairs=self.most_tokens * TOP_K,
             rule=EVERY_BATCH,
         )
-        self.over_memory = self._parts() if group.maps_peers and not shared else None
-        self.spread = SharedSpread(self.table, self.split, top_k=TOP_K) if extra else None
-        # At home the layer computes it in BF16.
-        self.one_shared = made_up_bank(group, precision if extra else "bf16", 1)
+        self.over_memory = self._split_over_memory() if group.maps_peers else None
+        self.shared = made_up_bank(group, "bf16", 1) if shared else None
         self.dispatcher = self._dispatcher(
             dispatcher, mode, use_fp8=precision == "fp8" and group.is_cuda
         )
 
-    def _parts(self) -> BatchParts:
+    def _split_over_memory(self) -> BatchSplit | None:
         """A split whose counts go through GPU memory."""
         group = self.group
-        made_for = BatchRank(group.rank, self.topology, group.world, group.world, self.table)
-        switches = BatchSwitches(split=True, exchange="peer_memory")
-        rules = BatchRules(split=EVERY_BATCH)
-        return make_batch_parts(
-            switches, made_for, self.model, max_tokens=self.most_tokens, rules=rules
+        return make_split(
+            BatchSwitches(split=True, exchange="peer_memory"),
+            self.table,
+            group.rank,
+            group.world,
+            group.world,
+            max_pairs=self.most_tokens * TOP_K,
+            rule=EVERY_BATCH,
         )
 
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
-        extra = int(self.spread is not None)
-        group, topology, top_k = self.group, self.topology.widened(extra), TOP_K + extra
+        group, topology = self.group, self.topology
         if name == "auto" and group.size == 1:  # of which normal mode knows nothing
             name = "deepep" if group.is_cuda and mode == "decode" else "local"
         elif name == "auto":
@@ -206,16 +199,15 @@ class Layers:
         from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPNormal, DeepEPShape
 
         kind = DeepEPLowLatency if mode == "decode" else DeepEPNormal
-        shape = DeepEPShape(topology, HIDDEN, top_k, self.most_tokens)
+        shape = DeepEPShape(topology, HIDDEN, TOP_K, self.most_tokens)
         return kind(shape, group.world, self.counter, use_fp8=use_fp8)
 
     def experts(self, tokens: int) -> Experts:
         """For batches of so many tokens of a rank."""
-        shared = [self.one_shared.weights(n) for n in range(NUM_LAYERS)] if self.spread else []
         if not self.group.is_cuda:
-            return LoopExperts(self.bank, shared=shared)
+            return LoopExperts(self.bank)
         rows = 2 * tokens * self.group.size * TOP_K // self.topology.num_slots
-        return GroupedExperts(self.bank, usual_rows=rows, shared=shared)
+        return GroupedExperts(self.bank, usual_rows=rows)
 
     def prepared(self, placement: Placement) -> TableLayers:
         """What makes a placement serve."""
@@ -225,11 +217,9 @@ class Layers:
         """Layers that choose slots in one way."""
         experts, made = self.experts(tokens), []
         for layer in range(NUM_LAYERS):
-            one = self.one_shared.weights(layer)
-            home = (one["gate_up"][0], one["down"][0]) if self.shared == "home" else None
-            made.append(
-                MoELayer(layer, TOP_K, experts, table, self.dispatcher, home, split, self.spread)
-            )
+            shared = self.shared and self.shared.weights(layer)
+            pair = (shared["gate_up"][0], shared["down"][0]) if shared else None
+            made.append(MoELayer(layer, TOP_K, experts, table, self.dispatcher, pair, split))
         return made
 
     def arms(self, tokens: int, placements: dict[str, Placement]) -> dict[str, Arm]:
@@ -246,14 +236,11 @@ class Layers:
 
             return run
 
-        prepared = {name: self.prepared(placement) for name, placement in placements.items()}
-        if self.spread:
-            spread = run_of(self.table, self.split)
-            return {name: Arm(spread, table) for name, table in prepared.items()}
         planned = run_of(self.table)
+        prepared = {name: self.prepared(placement) for name, placement in placements.items()}
         by_batch = {"split": run_of(self.table, self.split)}
-        if parts := self.over_memory:
-            by_batch["memory"] = run_of(self.table, parts.split)
+        if self.over_memory:
+            by_batch["memory"] = run_of(self.table, self.over_memory)
         return {
             **{name: Arm(planned, table) for name, table in prepared.items()},
             **{name: Arm(run, prepared["auto"]) for name, run in by_batch.items()},
@@ -270,7 +257,7 @@ def made_up_tokens(group: Group, tokens: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def made_up_bank(group: Group, precision: str, slots: int) -> ExpertBank:
-    """Weights that overflow nowhere, in memory that other ranks may read."""
+    """Weights that overflow nowhere."""
     if not group.is_cuda:
         schema = ExpertSchema.swiglu(SMALL_HIDDEN, SMALL_INTERMEDIATE)
         return ExpertBank(schema, NUM_LAYERS, slots, num_staging=0)
@@ -396,11 +383,10 @@ def show(step: Step, mode: str, routing: Routing, arms: dict[str, Arm], steps: i
         return
     middle = dict(zip(arms, np.median(times, axis=0), strict=True))
     late = dict(zip(arms, np.quantile(times, 0.99, axis=0), strict=True))
-    case = f"{mode:9}{step.layers.shared or '-':7}{step.tokens:7} {routing.name:9}"
     for name in arms:
         print(
-            f"{case}{name:12}{middle[name]:9.1f}{late[name]:9.1f}"
-            f"{middle[best] / middle[name]:8.1%}{rows[name]:7.3f}",
+            f"{mode:9}{step.tokens:7} {routing.name:9}{name:24}{middle[name]:9.1f}"
+            f"{late[name]:9.1f}{middle[best] / middle[name]:8.1%}{rows[name]:7.3f}",
             flush=True,
         )
 
@@ -415,7 +401,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--modes", nargs="+", choices=("decode", "prefill"), default=list(STEPS))
     parser.add_argument("--tokens", nargs="+", type=int, help="of a rank, instead of the usual")
     parser.add_argument("--steps", type=int, help="of each line, instead of the usual")
-    parser.add_argument("--shared", nargs="+", choices=("", "home", "spread"), default=[""])
+    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--dispatcher", choices=("auto", "deepep", "all_to_all", "local"), default="auto"
@@ -442,11 +428,9 @@ def measure(
         where = torch.cuda.get_device_name() if group.is_cuda else "CPU"
         print(f"{group.size} x {where}, torch {torch.__version__}, {asked.precision}", end="")
         print(f", dispatcher {asked.dispatcher}")
-        print(
-            f"{'mode':9}{'shared':7}{'tokens':>7} {'trace':9}{'arm':12}{'us':>9}{'p99':>9}", end=""
-        )
+        print(f"{'mode':9}{'tokens':>7} {'trace':9}{'arm':24}{'us':>9}{'p99':>9}", end="")
         print(f"{'speed':>8}{'rows':>7}", flush=True)
-    for mode, shared in product(asked.modes, asked.shared):
+    for mode in asked.modes:
         tokens_of_rank = asked.tokens or sizes[mode]
         layers = Layers(
             group,
@@ -455,7 +439,7 @@ def measure(
             mode,
             tokens_of_rank,
             asked.dispatcher,
-            shared,
+            shared=asked.shared,
         )
         # The sizes of the all-to-all are on the host, which no graph can hold.
         has_sizes_on_host = isinstance(layers.dispatcher, AllToAllDispatcher)
@@ -464,6 +448,8 @@ def measure(
             step = Step(layers, tokens, in_graph=in_graph)
             arms = arms_of(layers, tokens, routing)
             show(step, mode, routing, arms, asked.steps or STEPS[mode])
+        if hasattr(layers.dispatcher, "close"):  # DeepEP's buffers
+            layers.dispatcher.close()
         del layers, step, arms
     dist.destroy_process_group()
 
