@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import triton
 
-from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.decision.expert_times import chosen_curve
 from eplb.decision.score import ridge
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
@@ -265,7 +264,7 @@ def at_start(shape: Shape) -> None:
             f"{shape.name}: run {run}: points {found.seconds:.3f} s, with the first launch "
             f"{took:.2f} s, memory {peak / 1e6:.0f} MB: rows {found.rows}, us {found.us}"
         )
-    curve = chosen_curve(GROUPED_GEMM_H200, [found])
+    curve = chosen_curve((), [found])
     print(f"{curve.source}; ridge at {ridge(curve.curve):.0f} tokens")
     del experts, bank, arena
     torch.cuda.empty_cache()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from eplb.core.kernels import kernel_for
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.kernels import kernel_for
 from simulations.step_time import (
     ExpertTime,
     StepModel,

@@ -12,7 +12,7 @@ low-latency mode) each copy of a token crosses its links alone. In prefill (norm
 crosses the network once for each node that it goes to, and reaches a rank once.
 
 The time of a rank's experts is g(n), by the rows of its slots: that of the kernel that an engine
-uses, by the constants of ``simulations.kernels``, or a measured curve, a file that
+uses, by the constants of ``eplb.core.kernels``, or a measured curve, a file that
 ``benchmarks/expert_curve.py`` writes (docs/simulator.md has its format; its even rows give the time
 of one slot). Slots add up: each takes its own time for reading its weights and for its products.
 
@@ -29,7 +29,7 @@ Shapes:  L MoE layers, S slots, R ranks, N nodes, P points.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.cost import CostModel
+from eplb.core.kernels import Kernel
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.kernels import Kernel
 from telemetry.formats.bounded import read_json, reading
 
 Rows = NDArray[np.float64]
 LINKS = 0.6  # part of the data sheet that is reached
+MANY_ROWS = 10_000.0  # of a rank: links take longer than their least time
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,8 @@ def active(rows: Rows) -> Rows:
 def of_kernel(kernel: Kernel, model: ModelShape) -> ExpertTime:
     """The curve of a kernel for the experts of a model."""
     rows = 2.0 ** (np.arange(OCTAVES * IN_OCTAVE + 1) / IN_OCTAVE)
-    reading, row = kernel.reading_us(model.expert_weights), kernel.row_us(model.expert_weights)
-    us: Rows = np.hypot(reading, row * rows) + rows * model.hidden * kernel.column_ps / 1e6
     tiles = (kernel.tile,) if kernel.tile > 1 else ()
-    return ExpertTime(rows, us, kernel.source, tiles, kernel)
+    return ExpertTime(rows, kernel.slot_us(rows, model), kernel.source, tiles, kernel)
 
 
 def read_expert_time(path: Path, slots_per_rank: float) -> ExpertTime:
@@ -356,6 +356,24 @@ class StepModel:
         slots_us = self.experts.at(float(rows.mean())).of_slots(rows).sum(axis=1)
         speed = float(self.topology.rank_speed[serving].sum())
         return self._step(by_rank, self.experts.of_sum(slots_us / speed))
+
+    def in_prices(self, cost: CostModel) -> CostModel:
+        """A planner's prices with these times, where it has none."""
+        if cost.curve:
+            return cost
+        cost = replace(cost, row_us=self._row_us())
+        if self.experts.kernel is not None:
+            return cost.with_kernel(self.experts.kernel, self.model)
+        us = np.maximum.accumulate(self.experts.us)
+        return replace(cost, curve=tuple(zip(self.experts.rows.tolist(), us.tolist(), strict=True)))
+
+    def _row_us(self) -> float:
+        """What one more row of a rank adds to dispatch and combine, beside even load."""
+        serving = self.topology.serving.astype(np.float64)
+        even, more = serving * MANY_ROWS, np.diag(serving)[self.topology.serving]
+        step = self._step(np.vstack([even, even + more]), np.zeros(1 + len(more)))
+        links = step.dispatch + step.combine
+        return float((links[1:] - links[0]).mean())
 
     def _step(self, by_rank: NDArray[np.float64], experts: NDArray[np.float64]) -> StepTime:
         """Times of a step with rows [L, R] of ranks, and the longest experts [L]."""

@@ -1,6 +1,6 @@
 """The scorecard of the simulator's times of experts, from tables that it has never seen.
 
-    python -m benchmarks.fidelity [--fit simulations/kernels.json] [--cards h100,h200]
+    python -m benchmarks.fidelity [--fit eplb/core/kernels.json] [--cards h100,h200]
 
 Needs ``pip install eplb[calibrate]``. ``--fit`` fits the constants anew first, and writes them.
 Rows of a slot are those of the mean slot. *Wrong side* is the share of cells, a shape, a number of
@@ -33,7 +33,7 @@ from benchmarks.fidelity.tables import (
     expert_rows,
     package_data,
 )
-from simulations.kernels import BINS, Kernel, known_kernels, left_out_kernels
+from eplb.core.kernels import BINS, Kernel, known_kernels, left_out_kernels
 
 MOST_RANKS = 32  # ranks of the largest group that has a target
 MOST_ERROR = 0.20  # median in a bin; a kernel above it is left out by name

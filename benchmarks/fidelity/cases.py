@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.fidelity.tables import Measured
-from simulations.kernels import Kernel
+from eplb.core.kernels import Kernel
 
 Values = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 
 from benchmarks.fidelity.cases import Cases
 from benchmarks.fidelity.tables import Measured, Serving
-from simulations.kernels import Kernel
+from eplb.core.kernels import Kernel
 
 MOST_ROWS = 600  # rows of a fit: more do not change its constants
 START = {"fixed_us": 20.0, "reads": 2e12, "flops": 5e14, "column_ps": 10.0, "other_ps": 1.0}

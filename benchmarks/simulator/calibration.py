@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.planner.dispatch_rules import Case
 from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, preset
-from simulations.kernels import kernel_for
+from eplb.core.kernels import kernel_for
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all
 from simulations.step_time import StepModel, hardware_named, of_kernel

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from eplb import ModelShape, Placement, Topology
+from eplb.core.kernels import kernel_for
 from eplb.errors import ConfigError
 from simulations.failures import failures_of
-from simulations.kernels import kernel_for
 from simulations.pages.document import Page, Table
 from simulations.recommend import MemoryModel, Question, recommend
 from simulations.replay import Scenario

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from eplb import ModelShape, preset
+from eplb.core.kernels import kernel_for
 from eplb.errors import ConfigError
 from simulations.inputs import model_named
-from simulations.kernels import kernel_for
 from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
 from simulations.report import limit_of
 from simulations.step_time import hardware_named, of_kernel
