@@ -7,18 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb.core.kernels import kernel_for
+from eplb.core.kernels import Kernel, kernel_for
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.step_time import (
-    ExpertTime,
-    StepModel,
-    check_fits,
-    hardware_named,
-    of_kernel,
-    read_expert_time,
-)
+from simulations.step_time import StepModel, hardware_named, measured_kernel
 from simulations.windows import RecordedDeployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
 from telemetry.formats.routing import (
@@ -158,26 +151,23 @@ def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
     return model
 
 
-def experts_of(
+def kernel_of(
     model: ModelShape,
     hardware: str,
-    slots_per_rank: float,
     *,
     engine: str | None = None,
     expert_times: Path | None = None,
     is_prefill: bool = False,
-) -> ExpertTime:
-    """Times of experts from a measured file, else from the constants of an engine's kernel.
+) -> Kernel:
+    """The kernel of a measured file, else an engine's by its constants.
 
     Raises:
         ConfigError: no constants, or a file of other experts.
     """
-    if expert_times is None:
-        card = hardware_named(hardware).name
-        return of_kernel(kernel_for(card, model.precision, engine, is_prefill=is_prefill), model)
-    experts = read_expert_time(expert_times, slots_per_rank)
-    check_fits(expert_times, model)
-    return experts
+    if expert_times is not None:
+        return measured_kernel(expert_times, model)
+    card = hardware_named(hardware).name
+    return kernel_for(card, model.precision, engine, is_prefill=is_prefill)
 
 
 def step_model_of(
@@ -195,17 +185,12 @@ def step_model_of(
     """Times of steps of a card.
 
     Raises:
-        ConfigError: no model, unknown hardware, or as ``experts_of``.
+        ConfigError: no model, unknown hardware, or as ``kernel_of``.
     """
     if model is None:
         raise ConfigError("times of steps need the sizes of experts, expected --model")
     card = replace(hardware_named(hardware), port_ranks=port_ranks)
-    experts = experts_of(
-        model,
-        hardware,
-        float(topology.slots_of_rank.mean()),
-        engine=engine,
-        expert_times=expert_times,
-        is_prefill=is_prefill,
+    kernel = kernel_of(
+        model, hardware, engine=engine, expert_times=expert_times, is_prefill=is_prefill
     )
-    return StepModel(model, topology, card, experts, is_prefill, other_us, is_overlapped)
+    return StepModel(model, topology, card, kernel, is_prefill, other_us, is_overlapped)

@@ -47,7 +47,7 @@ def summary(name: str, scenario: Scenario, replays: Sequence[Replay]) -> dict[st
         "seed": scenario.seed,
         "steps_per_window": windows.steps,
         "experts_measured": (
-            None if scenario.step_model is None else scenario.step_model.experts.source
+            None if scenario.step_model is None else scenario.step_model.kernel.source
         ),
         "policies": {replay.policy: _figures(scenario, replay) for replay in replays},
     }

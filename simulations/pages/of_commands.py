@@ -240,7 +240,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
     Raises:
         ConfigError: plotly is not installed.
     """
-    go = graph_objects()
+    go, is_prefill = graph_objects(), answer.question.is_prefill
     figures = [
         Figure(
             "Throughput against KV cache",
@@ -259,7 +259,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
         )
     ]
     if answer.batches:
-        x_title = "sequences of a rank"
+        x_title = f"{answer.question.unit} of a rank"
         figures += [
             Figure(
                 "Tokens a second by batch",
@@ -267,8 +267,10 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
                 _by_batch(go, answer, "tokens_per_s", x_title, "tokens/s of a rank"),
             ),
             Figure(
-                "Time of a token by batch",
-                "Milliseconds: the time of a step over the tokens that it gives to a sequence.",
+                "Time to the first token by batch" if is_prefill else "Time of a token by batch",
+                "Milliseconds of a prompt's steps, with no queue."
+                if is_prefill
+                else "Milliseconds: the time of a step over the tokens that it gives a sequence.",
                 _by_batch(go, answer, "ms", x_title, "ms"),
             ),
         ]
@@ -284,12 +286,14 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
 
 
 def _candidate_table(answer: Answer) -> Table:
-    headings = ["group", "slots a rank", "tokens/s a rank", "plan every", "sequences", "KV GB"]
+    headings = ["group", "slots a rank", "tokens/s a rank", "policy", "plan every"]
+    headings += [answer.question.unit, "KV GB"]
     rows = [
         (
             one.group,
             str(one.slots_per_rank),
             f"{one.tokens_per_s:.1f}",
+            one.policy,
             str(one.interval) if one.interval else "never",
             str(one.sequences),
             f"{one.kv_bytes / 1e9:.1f}",

@@ -19,12 +19,12 @@ from eplb.errors import ConfigError
 from simulations.inputs import model_named
 from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
 from simulations.report import limit_of
-from simulations.step_time import hardware_named, of_kernel
+from simulations.step_time import hardware_named
 from simulations.windows import RecordedDeployment, Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
 CARD = hardware_named("h200")
-ON_H200 = of_kernel(kernel_for("h200", "bf16", None, is_prefill=False), MODEL)
+ON_H200 = kernel_for("h200", "bf16", None, is_prefill=False)
 
 
 def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
@@ -35,7 +35,8 @@ def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
     weights = 4 * MODEL.num_layers * MODEL.expert_bytes
     memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
     chosen: dict[str, Any] = {
-        "experts": {4: ON_H200},
+        "kernel": ON_H200,
+        "ranks": (4,),
         "redundant": (0, 1),
         "intervals": (1,),
         "context": 1000,

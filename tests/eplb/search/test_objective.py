@@ -133,7 +133,7 @@ def test_curve_of_a_kernel_is_its_form_within_two_percent() -> None:
     read = np.interp(rows, *np.array(cost.curve).T)
 
     assert cost.rank_us == kernel.fixed_us
-    assert read == pytest.approx(kernel.slot_us(rows, model), rel=0.02)
+    assert read == pytest.approx(kernel.slot_us(rows, model.expert_weights, model.hidden), rel=0.02)
 
 
 def history_of(load: np.ndarray, steps: int) -> LoadHistory:
