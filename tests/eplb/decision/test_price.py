@@ -24,7 +24,7 @@ from eplb.decision.expert_times import LEAST_LAST, POINTS, ExpertTimes, chosen_c
 from eplb.decision.score import dead_zone, ridge
 from eplb.errors import ConfigError
 from simulations.replay import Scenario, replay
-from simulations.workloads import generate, workload_named
+from simulations.workloads import generate
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 SINGLE = Placement(np.array([[0, 1, 2, -1]]), 3)
@@ -216,7 +216,7 @@ def test_reason_names_a_time_limit_below_one_step() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gamma", "lognormal", "zipf"])
 def test_default_is_near_greedy_at_a_third_of_its_moves(profile: str) -> None:
-    history = generate(workload_named(f"generated:{profile}"), seed=0)
+    history = generate(f"generated:{profile}", seed=0)
     topology = Topology.uniform(4, 8, 9)
     always = CostModel(pay_back_s=1e9)
 
