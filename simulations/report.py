@@ -10,7 +10,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -22,6 +22,8 @@ from rich.table import Table
 
 from eplb.errors import ConfigError
 from simulations.replay import Replay, Scenario, noise_floor
+
+Cells = Sequence[str]  # texts of a row
 
 
 def summary(name: str, scenario: Scenario, replays: Sequence[Replay]) -> dict[str, Any]:
@@ -140,38 +142,36 @@ def table(result: dict[str, Any]) -> Table:
     is_timed = any("step_us_mean" in one for one in result["policies"].values())
     headings = ["mean", "p95", "worst", "moved", "kept", "experts", "slots", "GB", "ms"]
     headings += ["step us", "tok/s"] if is_timed else []
-    grid = figures_table(title, caption, "policy", headings)
-    for policy, figures in result["policies"].items():
-        if "imbalance_mean" not in figures:
-            grid.add_row(policy, "failed")
-            continue
-        moved_bytes = sum(figures["bytes_by_link"].values())
-        grid.add_row(
-            policy,
-            f"{figures['imbalance_mean']:.3f}",
-            f"{figures['imbalance_p95']:.3f}",
-            f"{figures['imbalance_max_layer']:.2f}",
-            str(figures["rebalances"]),
-            str(figures["kept"]),
-            f"{figures['experts_moved']:,}",
-            f"{figures['slots_moved_per_rebalance']:.1%}",
-            f"{moved_bytes / 1e9:.1f}" if moved_bytes else "-",
-            f"{figures['plan_ms_p50']:.1f}",
-            *(
-                [f"{figures['step_us_mean']:.0f}", f"{figures['tokens_per_s_per_rank']:.0f}"]
-                if is_timed
-                else []
-            ),
-        )
-    return grid
+    rows = ((policy, *_cells(one)) for policy, one in result["policies"].items())
+    return figures_table(title, "policy", headings, rows, caption)
 
 
-def figures_table(title: str, caption: str, first: str, headings: Sequence[str]) -> Table:
-    """An empty table: a first column of names, the others of figures."""
+def _cells(one: dict[str, Any]) -> Cells:
+    if "imbalance_mean" not in one:
+        return ["failed"]
+    moved_bytes = sum(one["bytes_by_link"].values())
+    return [
+        f"{one['imbalance_mean']:.3f}",
+        f"{one['imbalance_p95']:.3f}",
+        f"{one['imbalance_max_layer']:.2f}",
+        str(one["rebalances"]),
+        str(one["kept"]),
+        f"{one['experts_moved']:,}",
+        f"{one['slots_moved_per_rebalance']:.1%}",
+        f"{moved_bytes / 1e9:.1f}" if moved_bytes else "-",
+        f"{one['plan_ms_p50']:.1f}",
+        *(f"{one[name]:.0f}" for name in ("step_us_mean", "tokens_per_s_per_rank") if name in one),
+    ]
+
+
+def figures_table(
+    title: str, first: str, headings: Sequence[str], rows: Iterable[Cells], caption: str = ""
+) -> Table:
+    """A table for the terminal: a first column of names, the others of figures."""
     grid = Table(
-        title=title,
+        title=title or None,
         title_justify="left",
-        caption=caption,
+        caption=caption or None,
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=0,
@@ -179,6 +179,8 @@ def figures_table(title: str, caption: str, first: str, headings: Sequence[str])
     grid.add_column(first, no_wrap=True)
     for heading in headings:
         grid.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
     return grid
 
 

@@ -340,6 +340,7 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
     """
     go = graph_objects()
     judged = [row for row in rows if row.imbalance_mean is not None]
+    cells = [row.cells() for row in rows[:MOST_SHOWN]]
     figures = [
         Figure(
             "Gain against moves",
@@ -372,7 +373,7 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
     return Page(
         f"Sweep of {load}",
         conclusions(rows),
-        [_sweep_table(rows[:MOST_SHOWN])],
+        [Table(list(cells[0]), [list(one.values()) for one in cells])] if cells else [],
         figures,
         {"command": command, "load": load, "configurations": len(rows)},
     )
@@ -401,26 +402,3 @@ def _gives(row: Row) -> str:
     if row.tokens_per_s_per_rank is None:
         return text
     return f"{text}, {row.tokens_per_s_per_rank:.0f} tokens/s a rank"
-
-
-def _sweep_table(rows: Sequence[Row]) -> Table:
-    headings = ["policy", "ranks", "slots", "every", "dispatch", "seed", "imbalance", "p99"]
-    return Table(
-        [*headings, "rebalances", "experts moved", "tokens/s a rank"],
-        [
-            (
-                row.policy,
-                str(row.ranks),
-                str(row.slots),
-                str(row.interval),
-                row.dispatch,
-                str(row.seed),
-                "failed" if row.imbalance_mean is None else f"{row.imbalance_mean:.3f}",
-                "-" if row.imbalance_p99 is None else f"{row.imbalance_p99:.3f}",
-                str(row.rebalances),
-                f"{row.experts_moved:,}",
-                "-" if row.tokens_per_s_per_rank is None else f"{row.tokens_per_s_per_rank:.0f}",
-            )
-            for row in rows
-        ],
-    )

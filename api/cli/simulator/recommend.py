@@ -21,7 +21,6 @@ from api.cli.simulator.options import (
     Precision,
     Trace,
     command_line,
-    grid,
 )
 from eplb.core.cost import CostModel
 from eplb.core.model import preset
@@ -35,7 +34,7 @@ from simulations.recommend import (
     part_of,
     recommend,
 )
-from simulations.report import write_json
+from simulations.report import figures_table, write_json
 from simulations.step_time import hardware_named
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
@@ -221,45 +220,40 @@ def _table(answer: Answer) -> Table:
     """At most 80 columns wide: the ranks of attention are in the names of groups."""
     batch = answer.question.unit[:3]
     headings = ("slots", "policy", "every", batch, "KV GB", "imbal", "step ms", "links", "moves")
-    return grid(
-        (*headings, "tok/s"),
+    rows = (
         (
-            (
-                one.group_short,
-                str(one.slots_per_rank),
-                one.policy,
-                str(one.interval or "-"),
-                str(one.sequences),
-                f"{one.kv_bytes / 1e9:.0f}",
-                f"{one.imbalance:.3f}",
-                f"{one.step_us / 1000:.1f}",
-                f"{one.links_part:.0%}",
-                f"{one.lost_part:.2%}",
-                f"{one.tokens_per_s:.0f}",
-            )
-            for one in answer.candidates
-        ),
-        title="candidates: parts of a step that links take, tokens/s of a rank",
-        first="group",
+            one.group_short,
+            str(one.slots_per_rank),
+            one.policy,
+            str(one.interval or "-"),
+            str(one.sequences),
+            f"{one.kv_bytes / 1e9:.0f}",
+            f"{one.imbalance:.3f}",
+            f"{one.step_us / 1000:.1f}",
+            f"{one.links_part:.0%}",
+            f"{one.lost_part:.2%}",
+            f"{one.tokens_per_s:.0f}",
+        )
+        for one in answer.candidates
     )
+    title = "candidates: parts of a step that links take, tokens/s of a rank"
+    return figures_table(title, "group", (*headings, "tok/s"), rows)
 
 
 def _batch_table(answer: Answer) -> Table:
     """Of the best candidate: ms and tokens/s of a rank, by balance; 80 columns at most."""
-    question = answer.question
-    of_what = "TTFT" if question.is_prefill else "TPOT"
-    return grid(
-        (question.unit[:3], "tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most"),
+    of_what = "TTFT" if answer.question.is_prefill else "TPOT"
+    headings = ("tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most")
+    rows = (
         (
-            (
-                str(one.sequences),
-                f"{one.tokens_per_expert:.4g}",
-                *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
-                f"{one.planned_tokens_per_s:.0f}",
-                f"{one.gain:+.1%}",
-                f"{one.most_gain:+.1%}",
-            )
-            for one in answer.batches
-        ),
-        title=f"batches of {answer.best.name}: ms: {of_what}; none: without balancing",
+            str(one.sequences),
+            f"{one.tokens_per_expert:.4g}",
+            *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
+            f"{one.planned_tokens_per_s:.0f}",
+            f"{one.gain:+.1%}",
+            f"{one.most_gain:+.1%}",
+        )
+        for one in answer.batches
     )
+    title = f"batches of {answer.best.name}: ms: {of_what}; none: without balancing"
+    return figures_table(title, answer.question.unit[:3], headings, rows)
