@@ -5,8 +5,10 @@
 Needs ``pip install eplb[calibrate]``. ``--fit`` fits the constants anew first, and writes them.
 Rows of a slot are those of the mean slot. *Wrong side* is the share of cells, a shape, a number of
 ranks and a batch, where measured and predicted gain of 288 slots lie on different sides of 5 %.
-*Regret* is what the arm that our times choose takes longer than the best measured one; arms are no
-balancing, balancing in as many slots as experts, and balancing in 288.
+*Told* are the cells whose predicted gain is above the kernel's median error at their rows: of the
+others ``eplb recommend`` says that it cannot tell. *Regret* is what the arm that our times choose
+takes longer than the best measured one; arms are no balancing, balancing in as many slots as
+experts, and balancing in 288.
 """
 
 from __future__ import annotations
@@ -119,15 +121,19 @@ def _arms(ours: Sequence[Measured], kernel: Kernel) -> list[str]:
     best = [min(of.values())[0] for of in cells.values()]
     chosen = [min(of.values(), key=lambda both: both[1])[0] for of in cells.values()]
     regret = np.array(chosen) / np.array(best) - 1
+    errors = [kernel.error_at(rows) or 0.0 for rows in at]
+    told = np.abs(gain[:, 1]) > np.array(errors)
     of_gain = (1 + gain[:, 1]) / (1 + gain[:, 0]) - 1
     found.append(f"{'error of the gain of 288 slots':<40} {shown(of_gain, at)}")
     for ours_, label in zip(bins_of(at), ("<= 32", "33 to 256", "> 256"), strict=True):
         if ours_.any():
-            medians = np.median(1 + gain[ours_], axis=0)
+            medians, both = np.median(1 + gain[ours_], axis=0), ours_ & told
+            of_told = f"; told {told[ours_].mean():.0%}"
+            of_told += f", {sides[both].mean():.0%} of them wrong" if both.any() else ""
             found.append(
                 f"wrong side of 5 %, {label} rows: {sides[ours_].mean():.0%} of "
                 f"{ours_.sum()}; time without over with 288 slots, median: measured "
-                f"{medians[0]:.2f}, predicted {medians[1]:.2f}"
+                f"{medians[0]:.2f}, predicted {medians[1]:.2f}{of_told}"
             )
     found.append(
         f"regret of the cheapest arm: mean {regret.mean():.1%}, p90 "
