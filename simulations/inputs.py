@@ -8,19 +8,20 @@ from pathlib import Path
 import numpy as np
 
 from eplb.core.kernels import Kernel, kernel_for
+from eplb.core.load import LoadHistory
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, HistoryError
 from simulations.step_time import StepModel, hardware_named, measured_kernel
 from simulations.windows import RecordedDeployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
 from telemetry.formats.routing import (
-    DEFAULT_WINDOW_TOKENS,
     Layout,
     batched_windows,
     load_trace,
     read_requests,
     read_vllm_requests,
+    window_of,
 )
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions
@@ -55,17 +56,25 @@ def windows_of(
     if batch is not None:
         return _batched(Path(trace), options, layout, batch)
     if Path(trace).suffix == ".npz":
-        return of_history(
-            load_trace(
-                Path(trace),
-                window_tokens=options.window_tokens,
-                num_experts=options.num_experts,
-                layout=layout,
-            )
+        history = load_trace(
+            Path(trace),
+            window_tokens=options.window_tokens,
+            num_experts=options.num_experts,
+            layout=layout,
         )
+        return _recorded(history, trace)
     found = read_load(trace, options)
     told = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
-    return replace(of_history(found.history), deployment=told)
+    return replace(_recorded(found.history, trace), deployment=told)
+
+
+def _recorded(history: LoadHistory, trace: str) -> Windows:
+    if not history.tokens.any():
+        raise HistoryError(
+            f"{trace}: all counts of its {history.num_windows} windows are 0, as an engine writes "
+            "them before it serves; expected recorded traffic"
+        )
+    return of_history(history)
 
 
 def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> Windows:
@@ -74,7 +83,7 @@ def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int
         ids, lengths = read_vllm_requests(path)
     else:
         ids, lengths = read_requests(path, layout=layout)
-    tokens = options.window_tokens or DEFAULT_WINDOW_TOKENS
+    tokens = options.window_tokens or window_of(ids.shape[1])
     return of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
 
 
@@ -136,8 +145,8 @@ def model_named(name: str | None, windows: Windows) -> tuple[ModelShape, str]:
     return alike[found], f"{found}, the known model of {shape}"
 
 
-def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
-    """The model, if the windows are of its shape.
+def model_of(model: ModelShape | None, windows: Windows, trace: str) -> ModelShape | None:
+    """The model, if the windows of a trace are of its shape.
 
     Raises:
         ConfigError: they are not.
@@ -145,8 +154,9 @@ def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
     found = (windows.num_layers, windows.num_experts)
     if model is not None and found != (model.num_layers, model.num_experts):
         raise ConfigError(
-            f"the trace has {found[0]} layers x {found[1]} experts, "
-            f"the model {model.num_layers} x {model.num_experts}"
+            f"{trace} has {found[0]} MoE layers x {found[1]} experts, the model "
+            f"{model.num_layers} x {model.num_experts}: expected the load of that model, or "
+            "--model with the one that was recorded"
         )
     return model
 

@@ -57,10 +57,11 @@ class Row:
     tokens_per_s_per_rank: float | None
 
     @property
-    def order(self) -> tuple[float, float]:
-        """The best first: the most tokens, or where times are not known the lowest imbalance."""
+    def order(self) -> tuple[float, float, float]:
+        """The best first: the most tokens, or without times the lowest imbalance of each group."""
         imbalance = float("inf") if self.imbalance_mean is None else self.imbalance_mean
-        return -(self.tokens_per_s_per_rank or 0), imbalance
+        tokens = self.tokens_per_s_per_rank
+        return -(tokens or 0), self.ranks if tokens is None else 0, imbalance
 
     def cells(self) -> dict[str, str]:
         """As tables have it, by headings."""

@@ -467,8 +467,10 @@ def test_replay_counts_time_of_steps_and_of_moves() -> None:
     assert engine["step_us_mean"] < none["step_us_mean"]
     assert forced["tokens_per_s_per_rank"] > none["tokens_per_s_per_rank"]
     sentences = conclusions(summary("x", scenario, found))
-    assert "oracle" in sentences[1]
-    assert "tokens/s" in sentences[0]
+    assert sentences[0] == "best by tokens/s, oracles aside: none"
+    assert "tokens/s" in sentences[1]
+    assert "oracle" in sentences[2]
+    assert sentences[3].startswith("few windows: 5 judged")
 
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 8, 16

@@ -103,7 +103,8 @@ def recommend_command(
     attention_share: Annotated[
         float | None,
         typer.Option(
-            help="Part of a step at even load outside of MoE layers, in place of --other-us."
+            max=0.99,
+            help="Part of a step at even load outside of MoE layers, in place of --other-us.",
         ),
     ] = None,
     expert_times: ExpertTimes = None,
@@ -144,7 +145,7 @@ def recommend_command(
     shape, which = model_named(model, load)
     if precision is not None:
         shape = shape.with_precision(precision)
-    model_of(shape, load)
+    model_of(shape, load, trace)
     at = load.deployment
     groups = numbers("--ranks", ranks or str(at.num_ranks or RANKS))
     if ranks_per_node is None:

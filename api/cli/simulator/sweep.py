@@ -135,7 +135,7 @@ def _load(trace: str, steps: int | None, timed: StepOptions, deployment: str) ->
     windows = windows_of(
         trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), 0, shape
     )
-    model_of(shape, windows)
+    model_of(shape, windows, trace)
     if trace.startswith(PREFIX):
         return Generated(trace, steps)
     return recorded(windows if steps is None else replace(windows, steps=steps))
