@@ -49,7 +49,6 @@ class Traffic:
     layers: int = 58
     experts: int = 256
     top_k: int = 8
-    profile: str = "gamma"  # of experts: one of PROFILES
     windows: int = 288
     window_s: float = 300.0
     tokens: int = 1_000_000  # of a window at the mean rate, before top-k
@@ -68,6 +67,7 @@ class Traffic:
     drift: float = 0.15  # random walk of the mix in ten minutes, in sigmas
     diurnal: float = 0.3  # how far rate and mix swing in a day
     shift_hours: float = 12.0  # mean time between sudden shifts of the mix; 0: none
+    profile: str = "gamma"  # of experts: one of PROFILES
 
     def __post_init__(self) -> None:
         for name in ("layers", "experts", "top_k", "tokens", "steps", "domains"):

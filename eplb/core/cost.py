@@ -148,9 +148,9 @@ class CostModel:
     @property
     def timed(self) -> CostModel:
         """With links in the curve, and the times of the constant where none are known."""
-        known = self if self.curve else replace(self, **_constant())
-        curve = tuple((tokens, us + tokens * self.row_us) for tokens, us in known.curve)
-        return replace(known, curve=curve, row_us=0.0)
+        curve, rank_us = (self.curve, self.rank_us) if self.curve else _constant()
+        with_links = tuple((tokens, us + tokens * self.row_us) for tokens, us in curve)
+        return replace(self, curve=with_links, rank_us=rank_us, row_us=0.0)
 
     def move_seconds(self, expert_bytes: int) -> float:
         """Serving time that a rank loses by receiving one expert; 0 bytes: not known."""
@@ -169,7 +169,7 @@ class CostModel:
 
 
 @cache
-def _constant() -> dict[str, Curve | float]:
+def _constant() -> tuple[Curve, float]:
     """Times of DeepSeek-V3's experts in FP8 on an H200, of SGLang's kernel in decode."""
     kernel, model = kernel_for("h200", "fp8", "sglang", is_prefill=False), preset("deepseek-v3")
-    return {"curve": kernel.curve(model), "rank_us": kernel.fixed_us}
+    return kernel.curve(model), kernel.fixed_us

@@ -83,7 +83,7 @@ class Kernel:
 
     def curve(self, model: ModelShape) -> Curve:
         """Of one slot, as plans read it: between these points it is straight within 1.3 %."""
-        rows = 2.0 ** np.arange(OCTAVES)
+        rows: Rows = 2.0 ** np.arange(OCTAVES, dtype=np.float64)
         return tuple(zip(rows.tolist(), self._while_busy(rows, model).tolist(), strict=True))
 
     def rank_us(self, slots_us: Rows) -> Rows:

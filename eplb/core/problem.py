@@ -384,9 +384,16 @@ class Problem:
     ) -> Demand:
         if not by_time:
             return demand_of(windows, steps, weight, self.topology)
-        timed = self.cost.timed
-        times = {"curve": timed.curve, "rank_us": timed.rank_us}
-        return demand_of(windows, steps, weight, self.topology, model=self.model, **times)
+        timed, model = self.cost.timed, self.model
+        return demand_of(
+            windows,
+            steps,
+            weight,
+            self.topology,
+            curve=timed.curve,
+            rank_us=timed.rank_us,
+            model=model,
+        )
 
     def _times_cost(self, windows: FloatArray) -> FloatArray:
         return windows if self.model is None else windows * self.model.expert_cost
