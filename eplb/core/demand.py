@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb.core.arrays import freeze, on_host, owned
-from eplb.core.cost import Curve
 from eplb.core.jit import FloatArray
+from eplb.core.kernels import Curve
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError
