@@ -142,11 +142,13 @@ def conform(
     from rebalance.engines.common.bench import verdicts_of
     from rebalance.engines.common.conform import report, to_json
 
-    about, verdicts = verdicts_of(engine.value, quantisation or (), num_moves=moves, seed=seed)
-    for line in report(about, verdicts).splitlines():
+    about, verdicts, not_run = verdicts_of(
+        engine.value, quantisation or (), num_moves=moves, seed=seed
+    )
+    for line in report(about, verdicts, not_run).splitlines():
         say(printable(line))
     if json_file is not None:
-        write_atomically(json_file, to_json(verdicts, about=about).encode())
+        write_atomically(json_file, to_json(verdicts, about=about, not_run=not_run).encode())
     if not all(one.may_move for one in verdicts):
         raise typer.Exit(FAULTY)
 
