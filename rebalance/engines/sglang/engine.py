@@ -71,7 +71,8 @@ def group() -> Group:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return group_of(os.environ, dp=(parallel.dp_rank or 0, parallel.dp_size))
+    replica = parallel.dp_rank if parallel.dp_size > 1 else 0
+    return group_of(os.environ, dp=(replica, parallel.dp_size))
 
 
 def counts_every_token_on_each_rank() -> bool:
