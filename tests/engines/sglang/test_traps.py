@@ -152,8 +152,11 @@ def test_start_that_the_plugin_cannot_serve_is_refused(flags: dict[str, Any], re
 
 def test_pipeline_stages_are_refused_because_the_updater_counts_their_ranks_from_0() -> None:
     def work(rank: int) -> str:
-        make_rank(rank, None, pp_size=2)
-        return engine.refusal()
+        from sglang.srt.runtime_context import get_parallel
+
+        make_rank(rank, None)
+        with get_parallel().override(pp_size=2):
+            return engine.refusal()
 
     assert all("--pp-size 2, expected 1" in found for found in on_ranks(work))
 
@@ -164,9 +167,8 @@ def test_replica_of_the_model_is_a_group_by_the_engines_number() -> None:
 
         make_rank(rank, None)
         alone = engine.group()
-        make_rank(rank, None, dp_size=2)
-        get_parallel().override_permanently(dp_rank=1)
-        return [alone, engine.group()]
+        with get_parallel().override(dp_size=2, dp_rank=1):
+            return [alone, engine.group()]
 
     assert on_ranks(work)[0] == [Group(), Group("dp1", "", ("dp0", "dp1"))]
 
