@@ -43,7 +43,7 @@ test-engines: $(ENGINES:%=.venv-%/packages.txt)
 
 # A part of them for CI, within four minutes: what another release of an engine would break first.
 test-engines-smoke: .venv-vllm/packages.txt
-	.venv-vllm/bin/python -m pytest -W default -m "not gpu" -k "not preflight" tests/engines/test_guards.py \
+	.venv-vllm/bin/python -m pytest -W default -m "not gpu" tests/engines/test_guards.py \
 		tests/engines/vllm/test_conform.py tests/engines/vllm/test_guards.py tests/engines/vllm/test_groups.py $(ARGS)
 
 .venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh

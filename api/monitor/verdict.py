@@ -131,7 +131,7 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     if state.groups:
         groups = ", ".join(state.groups)
         yield Finding(
-            "groups", Grade.BLIND, f"its EP groups are deployments of their own: {groups}"
+            "no-run", Grade.BLIND, f"its EP groups are deployments of their own: {groups}"
         )
         return
     if state.run is None:

@@ -108,7 +108,7 @@ class Layer:
         )
 
 
-def test_no_false_fault_of_slots_and_device_maps_with_the_parameters_of_all_model_files(
+def test_no_false_fault_of_slots_and_device_maps_in_any_model_file(
     by_file: dict[str, set[str]],
 ) -> None:
     print(f"{len(by_file)} model files")

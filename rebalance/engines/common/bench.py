@@ -8,6 +8,7 @@ The ranks are forked from the process that has imported the engine. A module of 
 from __future__ import annotations
 
 import tempfile
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -59,6 +60,20 @@ def verdicts_of(
         f"{RANKS} ranks of a CPU with gloo, {num_moves} moves in a row, seed {seed}"
     )
     return about, found, bench.NOT_RUN
+
+
+def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, *salt: object) -> torch.Tensor:
+    """Random numbers of a tensor in a checkpoint; another salt gives others."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((name, salt)).encode()))
+    if dtype == torch.uint8:
+        # Exponents of MXFP4 about 1, and any two numbers of 4 bits.
+        ends = (118, 124) if "scale" in name else (0, 256)
+        return torch.randint(*ends, tuple(shape), generator=generator, dtype=dtype)
+    if "scale" in name:
+        return (0.01 + 0.02 * torch.rand(tuple(shape), generator=generator)).to(dtype)
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, tuple(shape), generator=generator, dtype=dtype)
+    return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
 def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[Verdict]:

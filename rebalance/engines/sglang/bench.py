@@ -7,7 +7,6 @@ the making alone is replaced, because it makes the runner of its kernels too.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config, W8A8Int8MoE
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS
+from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS, drawn
 from rebalance.engines.common.conform import Subject
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.sglang.conform import subject_of
@@ -89,8 +88,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, name: str, rank: int, seed: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(row, CASES[name](), rank) for row in range(LAYERS))
-        self._seed = seed
+        layers = [Layer(row, CASES[name](), rank) for row in range(LAYERS)]
+        self.layers, self._seed = torch.nn.ModuleList(layers), seed
         self.load()
 
     def load(self) -> None:
@@ -105,26 +104,17 @@ class Model(torch.nn.Module):
             layer.weight_loader(getattr(layer, name), tensor, name, shard, expert)
 
     def _checkpoint(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        for row, layer in enumerate(self.layers):
+        layers: list[Any] = list(self.layers)
+        for row, layer in enumerate(layers):
             for name, shape, dtype in layer.loaded:
-                is_split = name.startswith("w13")
+                is_input, is_split = "input_scale" in name, name.startswith("w13")
                 size = (shape[0] // 2, *shape[1:]) if is_split and shape else shape
                 for expert in range(EXPERTS):
                     for shard in ("w1", "w3") if is_split else ("w2",):
-                        # Gate and up have one scale of their inputs.
-                        part = "" if "input_scale" in name else shard
-                        salt = zlib.crc32(repr((self._seed, row, name, expert, part)).encode())
-                        yield (row, name, shard, expert), _drawn(name, size, dtype, salt)
-
-
-def _drawn(name: str, size: tuple[int, ...], dtype: torch.dtype, salt: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(salt)
-    if "scale" in name:
-        found = 0.01 + 0.02 * torch.rand(() if "input" in name else size, generator=generator)
-        return found.to(dtype)
-    if dtype == torch.int8:
-        return torch.randint(-127, 128, size, generator=generator, dtype=torch.int8)
-    return torch.randn(size, generator=generator).to(dtype)
+                        part = "" if is_input else shard  # gate and up have one scale of inputs
+                        salt = self._seed, row, expert, part
+                        tensor = drawn(name, () if is_input else size, dtype, *salt)
+                        yield (row, name, shard, expert), tensor
 
 
 def subjects(rank: int, name: str, seed: int) -> Iterator[Subject]:

@@ -7,7 +7,6 @@ the groups of the parallel state. No kernel of vLLM runs.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -43,7 +42,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS
+from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS, drawn
 from rebalance.engines.common.conform import Subject
 from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.conform import subject_of
@@ -173,9 +172,8 @@ def _checkpoint(layer: Layer, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
             for shard, projection in enumerate(SHARDS[stem]):
                 # Gate and up of NVFP4 have one global scale.
                 part = None if rest.endswith("scale_2") else shard
-                salt = zlib.crc32(repr((seed, number, rest, expert, part)).encode())
-                generator = torch.Generator().manual_seed(salt)
-                yield f"{expert}.{projection}.{rest}", _drawn(rest, shape, dtype, generator)
+                tensor = drawn(rest, shape, dtype, seed, number, expert, part)
+                yield f"{expert}.{projection}.{rest}", tensor
 
 
 def _shapes_of(layer: Layer) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -187,18 +185,6 @@ def _shapes_of(layer: Layer) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
             shape = () if shape == (2,) else (shape[0] // 2, *shape[1:])
         found.append((name, shape, parameter.dtype))
     return found
-
-
-def _drawn(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    if dtype == torch.uint8:
-        # Exponents of MXFP4 about 1, and any two numbers of 4 bits.
-        ends = (118, 124) if "scale" in name else (0, 256)
-        return torch.randint(*ends, shape, generator=generator, dtype=torch.uint8)
-    if "scale" in name:
-        return (0.01 + 0.02 * torch.rand(shape, generator=generator)).to(dtype)
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def _replace_devices(group: Any) -> None:

@@ -150,7 +150,7 @@ def test_start_that_the_plugin_cannot_serve_is_refused(flags: dict[str, Any], re
     assert all(reason in found for found in on_ranks(work))
 
 
-def test_pipeline_stages_are_refused_because_the_updater_counts_their_ranks_from_0() -> None:
+def test_pipeline_stages_are_refused_because_of_the_ranks_of_the_updater() -> None:
     def work(rank: int) -> str:
         from sglang.srt.runtime_context import get_parallel
 

@@ -184,7 +184,7 @@ def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
         assert steps_of(store) == [5]
 
 
-def test_second_engine_with_one_file_is_told_and_leaves_the_run_until_it_has_ended(
+def test_second_engine_with_one_file_leaves_the_run_until_the_first_ends(
     url: str, process: StoreProcess
 ) -> None:
     second = replace(INFO, run="vllm-2")
