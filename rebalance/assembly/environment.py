@@ -98,8 +98,7 @@ class EmbeddedRank:
     def all_to_all(self) -> AllToAllDispatcher:
         """Make the plain dispatcher, over the group of the ranks; it ends at a peer's death."""
         groups, rank = self.place.groups, self.place.rank
-        topology = self.place.topology.widened(self.deployment.config.batch.extra_slots)
-        made = AllToAllDispatcher(topology, groups.tokens, rank, self.counter)
+        made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
         if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
             deadline = timedelta(seconds=self.deployment.config.vote_deadline_s)
             distributed_c10d._set_pg_timeout(deadline, groups.tokens)
