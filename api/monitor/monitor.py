@@ -129,7 +129,7 @@ class Monitor:
         self._versions: Mapping[str, str] = {}
         self._versions_at = -VERSIONS_S
         self._beats: list[Announcement] = []
-        self._live = LiveState()
+        self._live, self._groups = LiveState(), tuple[str, ...]()
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "")
@@ -172,7 +172,7 @@ class Monitor:
             had_failed, self._has_failed = self._has_failed, True  # until all is read
             if isinstance(self.clock, StoreClock):
                 self.clock.follow()
-            info = self.store.current_run()
+            info, self._groups = self.store.current_run(), tuple(self.store.groups())
             self._read_events()
             if info is not None and (self._info is None or info.run != self._info.run):
                 if self._history is not None:
@@ -424,6 +424,7 @@ class Monitor:
             problems=(),
             unread="",
             deployment=self.store.deployment,
+            groups=self._groups,
             time=now,
             run=info.run if info else None,
             started=info.time if info else None,

@@ -240,6 +240,9 @@ class State:
     ]
     unread: Annotated[str, Meaning("why the answer is old; empty: the store answers")]
     deployment: str
+    groups: Annotated[
+        tuple[str, ...], Meaning("deployments of its EP groups; empty: it is one group")
+    ]
     time: Annotated[float, Meaning("when the store was read", unit=EPOCH)]
     run: Annotated[str | None, Meaning("start of the ranks; null: they never started")]
     started: Annotated[float | None, Meaning("when the run began", unit=EPOCH)]

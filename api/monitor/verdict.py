@@ -129,6 +129,12 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     if not seen.is_read:
         yield from _processes(state)
         return
+    if state.groups:
+        groups = ", ".join(state.groups)
+        yield Finding(
+            "no-run", Grade.BLIND, f"its EP groups are deployments of their own: {groups}"
+        )
+        return
     if state.run is None:
         yield Finding("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
