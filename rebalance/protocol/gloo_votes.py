@@ -24,18 +24,26 @@ class GlooVotes:
         host: address of this machine by which the other ranks reach it. None: the one from which
             the rendezvous of the group is reached; one in a file is taken to be of one machine.
         deadline_s: for all ranks to be connected with each other.
+        silence_s: after which a rank that serves is dead; 0: only its closed connection counts.
+        members: the group's ranks by their number in the deployment, in its order; None: all.
 
     Raises:
         RankError: a rank cannot be reached.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, host: str | None = None, deadline_s: float = 60.0
+        self,
+        group: dist.ProcessGroup,
+        *,
+        host: str | None = None,
+        deadline_s: float = 60.0,
+        silence_s: float = 0.0,
+        members: Sequence[int] | None = None,
     ) -> None:
-        self._group = group
+        self._group, self._members = group, members
         own = host or _host_towards_rendezvous(group)
         self._liveness = LivenessConnections(
-            group.rank(), self._exchange, host=own, deadline_s=deadline_s
+            group.rank(), self._exchange, host=own, deadline_s=deadline_s, silence_s=silence_s
         )
 
     def _exchange(self, mine: Address) -> list[Address]:
@@ -49,12 +57,14 @@ class GlooVotes:
         return [_address_of(rank, message) for rank, message in enumerate(found)]
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
-        """Start an asynchronous all-reduce with MIN."""
+        """Start an asynchronous all-reduce with MIN. With the first one a rank begins to beat."""
+        self._liveness.begin_beats()
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
 
     def dead(self) -> frozenset[int]:
-        """Ranks whose liveness connection broke."""
-        return self._liveness.dead()
+        """Ranks whose liveness connection broke, or that are silent."""
+        dead, members = self._liveness.dead(), self._members
+        return dead if members is None else frozenset(members[place] for place in dead)
 
     def close(self, *, is_failure: bool = False) -> None:
         """Announce the leave to all ranks, unless it is a failure, and close the connections."""
