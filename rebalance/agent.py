@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -132,7 +133,7 @@ class RankAgent:
         )
         self._step_timer = StepTimer(links.monotonic)
         self._link_server: LinkServer | None = None
-        self._is_recovering = False  # after a death: no step may follow
+        self._is_recovering = False  # after a death: no step of this agent may follow
         self._has_ended = False  # on every rank, by vote
         self._has_failed = False  # the last call, by an error of this rank's own
         watchdog.step.busy("before the first step")
@@ -236,6 +237,7 @@ class RankAgent:
         self.scrub_schedule.at_step()
         if is_vote_due:
             self._watch_over()
+            self._links.serves()
             self.voting.cast(step)
         self._sampler.begin_pass(load_phase)
         self._watchdog.step.busy(f"in step {step}")
@@ -391,7 +393,31 @@ class RankAgent:
             self._link_server.close()
         self._links.votes.close(is_failure=self._has_failed)
 
-    # -- after a death (rebalance.recovery)
+    # -- after a death (rebalance.recovery, rebalance.assembly.survivors)
+
+    def go_on_from(self, before: RankAgent, step: int) -> None:
+        """Continue what the agent of a broken group did in this process; before the start.
+
+        Args:
+            before: that agent, which is closed.
+            step: number of the next forward pass, alike on all survivors.
+        """
+        state = before.shared.state
+        self.shared.update(
+            lambda mine: replace(
+                mine, weights_version=state.weights_version, refused_up_to=before.settled()[1]
+            )
+        )
+        self._last.last = step - 1
+        self._steps = before._steps
+        self.on_halt, self.report_every_s = before.on_halt, before.report_every_s
+        self.expert_times, self.notes = before.expert_times, before.notes
+        self.voting.wants_halt = before.voting.wants_halt
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Ranks of the group, dead ones of an earlier one left out."""
+        return frozenset(np.flatnonzero(self._settings.topology.alive).tolist())
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
@@ -405,6 +431,7 @@ class RankAgent:
                 in any case, because a rank without a report counts as dead.
         """
         self._is_recovering = True
+        self.watcher.stop_watching()
         self._watchdog.step.busy("recovering after a death")
         self.shared.update(phases.freeze, "a rank died")
         # What was found corrupted is not repaired, and slots that are rolled forward are not looked

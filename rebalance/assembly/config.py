@@ -100,6 +100,13 @@ class RankConfig:
             at_most=3600,
         ),
     ] = 0.0
+    serve_on: Annotated[
+        bool,
+        Setting(
+            "whether the survivors of a death serve on in their processes, on CPU ranks; else all "
+            "ranks end and start again"
+        ),
+    ] = False
     plan_deadline_s: Annotated[
         float,
         Setting("time without progress after which a migration is aborted", above=0, at_most=3600),

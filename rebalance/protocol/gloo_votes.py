@@ -57,9 +57,12 @@ class GlooVotes:
         return [_address_of(rank, message) for rank, message in enumerate(found)]
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
-        """Start an asynchronous all-reduce with MIN. With the first one a rank begins to beat."""
-        self._liveness.begin_beats()
+        """Start an asynchronous all-reduce with MIN."""
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
+
+    def begin_beats(self) -> None:
+        """Send heartbeats, and watch those of others, from now on: this rank serves. Idempotent."""
+        self._liveness.begin_beats()
 
     def dead(self) -> frozenset[int]:
         """Ranks whose liveness connection broke, or that are silent."""

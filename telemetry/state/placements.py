@@ -52,6 +52,7 @@ PLACEMENTS = Table("placements", is_ordered=True)  # by generation
 MIGRATION = Table("migration")  # the open one, by its plan id
 PLANS = Table("plans")  # plan id -> open, committed, aborted, rejected
 SURVIVOR_REPORTS = Table("survivor_reports")  # of a run and membership: rank -> report
+MEETINGS = Table("meetings")  # of a membership: key of torch's rendezvous -> value
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,18 @@ class PlacementPart(Part):
     def recovery(self) -> Recovery | None:
         """Return the latest record, or None before the first death."""
         return head(self.backend, Recovery, RECOVERY, "the record of a recovery")
+
+    def put_meeting(self, membership: int, key: str, value: bytes) -> None:
+        """Write what a survivor has the others of its group know: by which address it is reached.
+
+        It is read in a moment, so it wakes nobody.
+        """
+        self.backend.put(MEETINGS.of(membership), key, value)
+
+    def meeting(self, membership: int, key: str) -> bytes | None:
+        """Return what ``put_meeting`` wrote, or None."""
+        found = self.backend.get(MEETINGS.of(membership), key)
+        return found.encode() if isinstance(found, str) else found
 
     def restore(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb.measure import imbalance
 from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
+from eplb.measure import imbalance
 from eplb.migration.survivors import Refill, survive
 
 THREE_RANKS = Topology.uniform(num_nodes=3, ranks_per_node=1, slots_per_rank=3)

@@ -45,7 +45,7 @@ from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.recovery import (
     Deadlines,
-    end_together,
+    StoreRendezvous,
     membership_of_start,
     recover,
     rejoin,
@@ -181,10 +181,9 @@ class Ranks:
             while agent.step():
                 tokens.exchange(agent)
         except RankError:
-            record = recover(agent, store, num_ranks=NUM_RANKS, deadlines=FAR_OFF)
-            regained = rejoin(record, rendezvous, rank, deadline_s=NEVER_S)
-            end_together(regained, record, agent.placement, rank, deadline_s=NEVER_S)
-            regained.close()
+            record = recover(agent, store, deadlines=FAR_OFF)
+            met = StoreRendezvous(store, record.membership, lambda: None, NEVER_S)
+            rejoin(record, met, rank, deadline_s=NEVER_S).votes.close()
         agent.close()
         placement = agent.placement
         return Survived(
