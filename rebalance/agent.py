@@ -133,6 +133,8 @@ class RankAgent:
         )
         self._step_timer = StepTimer(links.monotonic)
         self._link_server: LinkServer | None = None
+        # Number of a pass, and what is called once that is over.
+        self._first_pass: tuple[int, Callable[[], None]] | None = None
         self._is_recovering = False  # after a death: no step of this agent may follow
         self._has_ended = False  # on every rank, by vote
         self._has_failed = False  # the last call, by an error of this rank's own
@@ -217,6 +219,9 @@ class RankAgent:
         if not self._may_begin(step):
             return True
         self._last.last = step
+        if self._first_pass is not None and step > self._first_pass[0]:
+            self._first_pass[1]()
+            self._first_pass = None
         load_phase = phase or self._settings.config.load_phase
         self._step_timer.at_step(self.shared.state, load_phase)
         self._watchdog.step.busy(f"before step {step}")
@@ -395,12 +400,15 @@ class RankAgent:
 
     # -- after a death (rebalance.recovery, rebalance.assembly.survivors)
 
-    def go_on_from(self, before: RankAgent, step: int) -> None:
+    def go_on_from(
+        self, before: RankAgent, step: int, on_first_pass: Callable[[], None] = lambda: None
+    ) -> None:
         """Continue what the agent of a broken group did in this process; before the start.
 
         Args:
             before: that agent, which is closed.
             step: number of the next forward pass, alike on all survivors.
+            on_first_pass: called once, when that pass is over.
         """
         state = before.shared.state
         self.shared.update(
@@ -408,7 +416,7 @@ class RankAgent:
                 mine, weights_version=state.weights_version, refused_up_to=before.settled()[1]
             )
         )
-        self._last.last = step - 1
+        self._last.last, self._first_pass = step - 1, (step, on_first_pass)
         self._steps = before._steps
         self.on_halt, self.report_every_s = before.on_halt, before.report_every_s
         self.expert_times, self.notes = before.expert_times, before.notes

@@ -41,16 +41,18 @@ from runtime.group import gathered
 from telemetry.state.store import StateStore
 
 GROUP_DEADLINE_S = 10.0  # for survivors to form their groups
+MEMBERSHIP = "membership"  # kind of an event: the survivors of a death serve on
 MAX_REFUSAL = 600  # characters
 
 log = logging.getLogger(__name__)
 
 
 class Stages:
-    """Seconds of each stage, from the break on."""
+    """Seconds of each stage, from the moment on at which a rank knows that its group is broken."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock, self._last = clock, clock()
+        self.began = time.time()  # to be compared with other events
         self.seconds: dict[str, float] = {}
 
     def end(self, stage: str) -> None:
@@ -168,7 +170,25 @@ def _in_group(
         ),
         survival.target,
     )
-    agent.go_on_from(old, step)
+
+    def report() -> None:
+        stages.end("first pass")
+        if place.rank == record.survivors[0]:
+            refills = len(survival.refills)
+            detail = {
+                "membership": record.membership,
+                "run": run,
+                "generation": survival.target.generation,
+                "reason": record.reason,
+                "survivors": list(record.survivors),
+                "refills": refills,
+                "refill_bytes": refills * slots.bank.schema.record_bytes,
+                "broke_at": stages.began,
+                "seconds": stages.seconds,
+            }
+            agent.watcher.report_event(MEMBERSHIP, detail)
+
+    agent.go_on_from(old, step, report)
     stages.end("serve")
     tokens = RankGroups(groups.tokens, groups.control)
     now = replace(place, run=run, topology=survival.topology, groups=tokens)
