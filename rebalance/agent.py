@@ -417,6 +417,7 @@ class RankAgent:
             )
         )
         self._last.last, self._first_pass = step - 1, (step, on_first_pass)
+        self._sampler.begin_at(step)
         self._steps = before._steps
         self.on_halt, self.report_every_s = before.on_halt, before.report_every_s
         self.expert_times, self.notes = before.expert_times, before.notes

@@ -40,10 +40,15 @@ class GlooVotes:
         silence_s: float = 0.0,
         members: Sequence[int] | None = None,
     ) -> None:
-        self._group, self._members = group, members
+        self._group = group
         own = host or _host_towards_rendezvous(group)
         self._liveness = LivenessConnections(
-            group.rank(), self._exchange, host=own, deadline_s=deadline_s, silence_s=silence_s
+            group.rank(),
+            self._exchange,
+            host=own,
+            deadline_s=deadline_s,
+            silence_s=silence_s,
+            members=members,
         )
 
     def _exchange(self, mine: Address) -> list[Address]:
@@ -66,8 +71,7 @@ class GlooVotes:
 
     def dead(self) -> frozenset[int]:
         """Ranks whose liveness connection broke, or that are silent."""
-        dead, members = self._liveness.dead(), self._members
-        return dead if members is None else frozenset(members[place] for place in dead)
+        return self._liveness.dead()
 
     def close(self, *, is_failure: bool = False) -> None:
         """Announce the leave to all ranks, unless it is a failure, and close the connections."""

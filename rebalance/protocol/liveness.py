@@ -58,6 +58,7 @@ class LivenessConnections:
         host: address of this machine by which the other ranks reach this one.
         deadline_s: for all ranks to be connected.
         silence_s: of a rank that has beaten, after which it is dead; 0: beats are not sent.
+        members: the ranks of the group by their number in the deployment; None: all, in order.
 
     Raises:
         RankError: ``host`` is none of this machine's, or a rank cannot be reached, or not in time.
@@ -71,8 +72,10 @@ class LivenessConnections:
         host: str = LOOPBACK,
         deadline_s: float = 60.0,
         silence_s: float = 0.0,
+        members: Sequence[int] | None = None,
     ) -> None:
         self._rank, self._host, self._silence_s = rank, host, silence_s
+        self._members = members
         self._dead: frozenset[int] = frozenset()  # replaced, never changed: two threads look at it
         self._leaving: set[int] = set()
         self._lines: dict[int, socket.socket] = {}  # open ones; the thread's
@@ -246,7 +249,7 @@ class LivenessConnections:
                 self._beats.heard(rank, now)
             elif kind == SILENT and len(unread) >= NUMBER.size:
                 number, unread = NUMBER.unpack(unread[: NUMBER.size])[0], unread[NUMBER.size :]
-                self._end(number, f"silent, by rank {rank}", now)
+                self._end(number, f"silent, by rank {self._named(rank)}", now)
             elif kind == SILENT:
                 self._unread[rank], unread = kind + unread, b""
             else:
@@ -261,8 +264,13 @@ class LivenessConnections:
         line.close()
         self._beats.gone(rank, now)
         if rank not in self._leaving:
-            self._dead |= {rank}
-            log.warning("rank %d: rank %d is dead: %s", self._rank, rank, why)
+            named, own = self._named(rank), self._named(self._rank)
+            self._dead |= {named}
+            log.warning("rank %d: rank %d is dead: %s", own, named, why)
+
+    def _named(self, place: int) -> int:
+        """The number in the deployment of a rank of this group."""
+        return place if self._members is None else self._members[place]
 
 
 def address_towards(host: str, port: int) -> str:
