@@ -24,6 +24,7 @@ from eplb.core.load import LoadHistory
 from eplb.core.placement import EMPTY, Placement, by_expert
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
+from eplb.measure import whole_shares
 from eplb.shares.resplitting import resplit
 
 
@@ -78,10 +79,9 @@ def survive(
     taken = np.zeros(topology.num_ranks, dtype=np.int64)  # refills of each rank
     for layer in np.flatnonzero((count == 0).any(axis=1)):
         refills += _refill(int(layer), held[layer], count[layer], left, is_live, taken)
-    share = np.where(held == placement.slot_to_expert, placement.slot_share, 0.0)
-    target = Placement(
-        held, placement.num_experts, placement.generation + 1, _scaled(held, share, count.shape[1])
-    )
+    kept = np.where(held == placement.slot_to_expert, placement.slot_share, 0.0)
+    share, _ = whole_shares(held, kept, placement.num_experts)
+    target = Placement(held, placement.num_experts, placement.generation + 1, share.clip(0.0, 1.0))
     if load is not None:
         target = resplit(load, target, left)
     return Survival(left, target, tuple(refills))
@@ -117,15 +117,3 @@ def _refill(
         taken[topology.rank_of_slot[slot]] += 1
         refills.append(Refill(layer, slot, int(expert)))
     return refills
-
-
-def _scaled(
-    held: NDArray[np.int32], share: NDArray[np.float64], num_experts: int
-) -> NDArray[np.float64]:
-    """Scale shares [L, S] to a sum of 1 for each expert; equal ones where an expert has none."""
-    total = by_expert(held, num_experts, share)
-    count = by_expert(held, num_experts, None)
-    layer = np.arange(len(held))[:, None]
-    whole, replicas = total[layer, held], count[layer, held]
-    made = np.where(whole > 0, share / np.where(whole > 0, whole, 1.0), 1.0 / replicas.clip(min=1))
-    return np.clip(np.where(held == EMPTY, 0.0, made), 0.0, 1.0)
