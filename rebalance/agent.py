@@ -92,6 +92,7 @@ class RankAgent:
         self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
         self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.expert_times: ExpertTimes | None = None  # measured before the start; None: it was not
+        self.membership = settings.membership  # grows when it agrees with survivors
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
 
         self._last = StepCount()
@@ -477,6 +478,7 @@ class RankAgent:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
         state = self.shared.state
         self._recorder.note("recovery", state, membership=record.membership, reason=record.reason)
+        self.membership = record.membership
         verdicts = phases.missed_verdicts(state, record)
         if verdicts:
             self.shared.update(lambda found: replace(found, abort_reason=record.reason))

@@ -129,20 +129,17 @@ class OneHost:
         os.kill(self.pid(rank), signal_number)
         self.ranks.discard(rank)
         self.until_steady()
-        after = {one: [t for t in self.times(one) if t > at] for one in self.ranks}
-        firsts = [self._first_after_gap(at, times) for times in after.values()]
         with closing(self.prepared.deployment.opened_store()) as store:
             (event,) = [
                 one for one in store.latest_events() if one.kind == MEMBERSHIP and one.time >= wall
             ]
-        found = {"detect": event.detail["broke_at"] - wall, **event.detail["seconds"]}
+        seconds = event.detail["seconds"]
+        found = {"detect": event.detail["broke_at"] - wall, **seconds}
+        # No pass of the new group ends before this rank begins its first one.
+        begun = at + found["detect"] + sum(seconds.values()) - seconds["first pass"]
+        firsts = [min(t for t in self.times(one) if t > begun) for one in self.ranks]
         found |= {"first token": min(firsts) - at, "all ranks": max(firsts) - at}
         return found | {"refills": event.detail["refills"]}
-
-    def _first_after_gap(self, at: float, times: list[float]) -> float:
-        """The first step after the longest gap since the kill: steps in flight may still end."""
-        gaps = [(later - sooner, later) for sooner, later in zip([at, *times], times, strict=False)]
-        return max(gaps)[1]
 
     def num_wrong(self) -> tuple[int, int]:
         """Checked steps, and those of them whose outputs were not the reference's."""

@@ -270,6 +270,7 @@ def _commit(
     store.commit(
         survival.target,
         expected=record.generation,
+        membership=record.membership,
         reason=f"{record.reason}; {len(record.survivors)} ranks serve on, membership "
         f"{record.membership}, {len(survival.refills)} experts loaded",
         run=replace(

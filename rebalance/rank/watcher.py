@@ -58,6 +58,8 @@ class SampleSink(Protocol):
 class WatchedAgent(Protocol):
     """The agent, as the watcher sees it."""
 
+    membership: int  # of the group in which it serves, or that of survivors once it joined them
+
     def on_store_update(self, control: Control, published: Migration | None) -> bool:
         """Process an update of the store; return False to be called again soon."""
 
@@ -266,15 +268,22 @@ class Watcher:
             return
         try:
             self._store.commit(
-                serving, expected=base, plan_id=migration.plan_id, reason=reason, outcome=outcome
+                serving,
+                expected=base,
+                plan_id=migration.plan_id,
+                reason=reason,
+                outcome=outcome,
+                membership=self._agent.membership,
             )
         except StaleGeneration:
             # Every rank writes the same; a late one may find that the group is further already.
             committed = self._store.committed()
             if committed is None or committed.placement.generation == base:
-                # In the second case another rank has written it anew since the commit was refused.
+                # In the second case another rank has written it anew since the commit was refused,
+                # or survivors have agreed, and this one is about to roll forward.
                 raise StoreError(
-                    "the store lost its contents, expected its placement to be restored"
+                    "the commit was refused and the placement before it serves, expected it to be "
+                    "restored, or the survivors' number"
                 ) from None
             is_restored = committed.placement.hash == serving.hash  # by a rank that serves it
             if committed.placement.generation <= serving.generation and not is_restored:
