@@ -35,12 +35,11 @@ from api.demo.state_dir import StateDir
 from api.processes.commands import own_command
 from benchmarks.faults.paced_engine import TOKENS_VARIABLE
 from benchmarks.faults.two_host_deployment import Process
-from rebalance.assembly.survivors import MEMBERSHIP
+from telemetry.state.events import MEMBERSHIP, SERVE_ON_STAGES
 from tests.support.deployments import clean_environ, free_ports
 from tests.support.repository import ROOT
 from tests.support.sessions import pids_of
 
-STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 STEADY_S, DEADLINE_S, POLL_S, GRACE_S = 3.0, 120.0, 0.02, 1.0
 
 
@@ -169,7 +168,8 @@ def main() -> None:
     os.environ["EPLB_SECRET"] = secrets.token_hex(16)
     rng, rows, num_checks, num_wrong = random.Random(given.seed), list[dict[str, float]](), 0, 0
     number = signal.SIGSTOP if given.stop else signal.SIGKILL
-    names = ("ranks", "rank", "load", "detect", *STAGES, "first token", "all ranks", "refills")
+    names = ("ranks", "rank", "load", "detect", *SERVE_ON_STAGES)
+    names += ("first token", "all ranks", "refills")
     print("| " + " | ".join(names) + " |")
     print("|" + "---:|" * len(names), flush=True)
     with tempfile.TemporaryDirectory() as folder:

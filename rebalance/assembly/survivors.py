@@ -38,10 +38,10 @@ from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, HostMemory, WeightSources
 from runtime.group import gathered
+from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
 
 GROUP_DEADLINE_S = 10.0  # for survivors to form their groups
-MEMBERSHIP = "membership"  # kind of an event: the survivors of a death serve on
 MAX_REFUSAL = 600  # characters
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Stages:
         self.seconds: dict[str, float] = {}
 
     def end(self, stage: str) -> None:
-        """Note that a stage has ended now."""
+        """Note that a stage of ``SERVE_ON_STAGES`` has ended now."""
         now = self._clock()
         self.seconds[stage], self._last = round(now - self._last, 4), now
 
