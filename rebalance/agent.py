@@ -93,6 +93,7 @@ class RankAgent:
         self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.expert_times: ExpertTimes | None = None  # measured before the start; None: it was not
         self.membership = settings.membership  # grows when it agrees with survivors
+        self._survivors: frozenset[int] | None = None
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
 
         self._last = StepCount()
@@ -426,8 +427,9 @@ class RankAgent:
 
     @property
     def members(self) -> frozenset[int]:
-        """Ranks of the group, dead ones of an earlier one left out."""
-        return frozenset(np.flatnonzero(self._settings.topology.alive).tolist())
+        """Ranks of the group; after a recovery the survivors."""
+        alive = frozenset(np.flatnonzero(self._settings.topology.alive).tolist())
+        return alive if self._survivors is None else self._survivors
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
@@ -450,7 +452,7 @@ class RankAgent:
         with self.shared.changed:
             state, closed = self.shared.state, self.swapper.closed
             # An aborted plan counts as none, as in the votes.
-            voted = phases.ballot(state, step=0, membership=self._settings.membership, halt=False)
+            voted = phases.ballot(state, step=0, membership=self.membership, halt=False)
             report = SurvivorReport(
                 run=self._settings.run,
                 rank=self._rank,
@@ -478,7 +480,7 @@ class RankAgent:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
         state = self.shared.state
         self._recorder.note("recovery", state, membership=record.membership, reason=record.reason)
-        self.membership = record.membership
+        self.membership, self._survivors = record.membership, frozenset(record.survivors)
         verdicts = phases.missed_verdicts(state, record)
         if verdicts:
             self.shared.update(lambda found: replace(found, abort_reason=record.reason))

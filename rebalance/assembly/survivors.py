@@ -10,8 +10,9 @@
 Tokens for an expert without a live replica wait: no survivor serves before the refill, so none is
 dropped, and none is computed with wrong weights.
 
-What fails before the commit, or right after it, ends all survivors; all ranks then start again
-from the store, which has either placement. So a death in this time costs a start of all ranks.
+A survivor that dies before the group is formed is left out: the others agree again. What fails
+later ends all survivors; all ranks then start again from the store, which has either placement. So
+a death between the group and the first pass costs a start of all ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from eplb.clock import Clock
 from eplb.errors import MigrationError, PlacementError, RankError
@@ -56,9 +59,10 @@ class Stages:
         self.seconds: dict[str, float] = {}
 
     def end(self, stage: str) -> None:
-        """Note that a stage of ``SERVE_ON_STAGES`` has ended now."""
+        """Note that a stage of ``SERVE_ON_STAGES`` has ended now; it may do so again."""
         now = self._clock()
-        self.seconds[stage], self._last = round(now - self._last, 4), now
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self._last, 4)
+        self._last = now
 
 
 def refusal_to_serve_on(place: RankPlace, built: BuiltRank) -> str:
@@ -93,11 +97,15 @@ def serve_on(
         MigrationError: an expert cannot be loaded.
         StoreError: the store cannot be used.
     """
-    old, rank = built.agent, place.rank
-    record = recover(old, built.store)
-    stages.end("agree")
-    groups = _rejoined(built, rank, record)
-    stages.end("group")
+    rank, config = place.rank, built.config
+    record, groups = join_survivors(
+        built.agent,
+        built.store,
+        rank,
+        stages,
+        host=config.host_of(rank),
+        silence_s=config.silence_s,
+    )
     try:
         made = _in_group(built, place, record, groups, steps, stages)
     except BaseException:
@@ -107,22 +115,60 @@ def serve_on(
     return made
 
 
-def _rejoined(built: BuiltRank, rank: int, record: Recovery) -> SurvivorGroups:
-    votes = built.agent.parts.links.votes
+def join_survivors(
+    agent: RankAgent,
+    store: StateStore,
+    rank: int,
+    stages: Stages,
+    *,
+    host: str | None = None,
+    silence_s: float = 0.0,
+) -> tuple[Recovery, SurvivorGroups]:
+    """Agree with the other survivors and form their groups; without those that die meanwhile.
 
-    def check() -> None:
-        if lost := votes.dead() & set(record.survivors):
-            raise RankError(f"rank {rank}: survivor {min(lost)} died before the group was formed")
+    Args:
+        agent: of the broken group; it is not closed yet.
+        store: in which they agree and meet.
+        rank: this one.
+        stages: gets the seconds.
+        host: as for ``rejoin``.
+        silence_s: as for ``rejoin``.
 
-    rendezvous = StoreRendezvous(built.store, record.membership, check, GROUP_DEADLINE_S)
-    return rejoin(
-        record,
-        rendezvous,
-        rank,
-        host=built.config.host_of(rank),
-        deadline_s=GROUP_DEADLINE_S,
-        silence_s=built.config.silence_s,
-    )
+    Raises:
+        RankError: there was no agreement, or no group although no survivor is known to be dead.
+    """
+    while True:  # ends: each turn leaves a rank out
+        record = recover(agent, store)
+        stages.end("agree")
+
+        def lost(record: Recovery = record) -> frozenset[int]:
+            return agent.dead() & frozenset(record.survivors)
+
+        def check() -> None:
+            if dead := lost():
+                raise RankError(f"rank {rank}: survivor {min(dead)} died")
+
+        rendezvous = StoreRendezvous(store, record.membership, check, GROUP_DEADLINE_S)
+        groups = None
+        try:
+            groups = rejoin(
+                record,
+                rendezvous,
+                rank,
+                host=host,
+                deadline_s=GROUP_DEADLINE_S,
+                silence_s=silence_s,
+            )
+            _together(rank, groups, "formed")  # from here on nobody comes back to agree again
+        except RankError as exc:
+            if groups is not None:
+                groups.votes.close(is_failure=True)
+            if not lost():
+                raise
+            log.warning("membership=%d rank=%d without a group: %s", record.membership, rank, exc)
+        else:
+            stages.end("group")
+            return record, groups
 
 
 def _in_group(
@@ -137,7 +183,7 @@ def _in_group(
     # The mover's thread has ended afterwards: staging and host cache are the new agent's.
     old.close()
     topology, links = place.topology, old.parts.links
-    dead = sorted(old.members - set(record.survivors))
+    dead = sorted(set(np.flatnonzero(topology.alive).tolist()) - set(record.survivors))
     refusal, survival = "", Survival(topology, old.placement, ())
     try:
         survival = survive(old.placement, topology, dead)
