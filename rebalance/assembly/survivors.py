@@ -123,6 +123,7 @@ def join_survivors(
     *,
     host: str | None = None,
     silence_s: float = 0.0,
+    deadline_s: float = GROUP_DEADLINE_S,
 ) -> tuple[Recovery, SurvivorGroups]:
     """Agree with the other survivors and form their groups; without those that die meanwhile.
 
@@ -133,6 +134,7 @@ def join_survivors(
         stages: gets the seconds.
         host: as for ``rejoin``.
         silence_s: as for ``rejoin``.
+        deadline_s: for each group to be formed.
 
     Raises:
         RankError: there was no agreement, or no group although no survivor is known to be dead.
@@ -148,7 +150,7 @@ def join_survivors(
             if dead := lost():
                 raise RankError(f"rank {rank}: survivor {min(dead)} died")
 
-        rendezvous = StoreRendezvous(store, record.membership, check, GROUP_DEADLINE_S)
+        rendezvous = StoreRendezvous(store, record.membership, check, deadline_s)
         groups = None
         try:
             groups = rejoin(
@@ -156,7 +158,7 @@ def join_survivors(
                 rendezvous,
                 rank,
                 host=host,
-                deadline_s=GROUP_DEADLINE_S,
+                deadline_s=deadline_s,
                 silence_s=silence_s,
             )
             _together(rank, groups, "formed")  # from here on nobody comes back to agree again

@@ -184,7 +184,7 @@ class Ranks:
             if rank == self.dies_agreed:
                 recover(agent, store, deadlines=FAR_OFF)
                 os.kill(os.getpid(), signal.SIGKILL)
-            record, groups = join_survivors(agent, store, rank, Stages())
+            record, groups = join_survivors(agent, store, rank, Stages(), deadline_s=600.0)
             groups.votes.close()
         agent.close()
         placement = agent.placement
