@@ -17,13 +17,11 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from eplb.errors import ConfigError, EplbError, RankError
 from eplb.versions import RANKS, Announcement
@@ -52,7 +50,7 @@ from rebalance.types import StepCounter
 from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank
-from runtime.group import gathered, gloo_listeners_closed
+from runtime.group import gathered, gloo_listeners_closed, set_deadline
 from runtime.routing import RoutingTable
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
 from telemetry.state.store import StateStore
@@ -104,8 +102,7 @@ class EmbeddedRank:
         topology = self.place.topology.widened(self.deployment.config.batch.extra_slots)
         made = AllToAllDispatcher(topology, groups.tokens, rank, self.counter)
         if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
-            deadline = timedelta(seconds=self.deployment.config.vote_deadline_s)
-            distributed_c10d._set_pg_timeout(deadline, groups.tokens)
+            set_deadline(groups.tokens, self.deployment.config.vote_deadline_s)
             made.wait = lambda exchange: self.agent.wait_for_exchange(exchange)
         self._dispatchers.append(made)
         return made

@@ -40,7 +40,7 @@ from rebalance.recovery import StoreRendezvous, SurvivorGroups, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, HostMemory, WeightSources
-from runtime.group import gathered
+from runtime.group import gathered, set_deadline
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
 
@@ -184,14 +184,18 @@ def _in_group(
     old, slots = built.agent, built.agent.parts.slots
     # The mover's thread has ended afterwards: staging and host cache are the new agent's.
     old.close()
+    network = built.config.network
+    set_deadline(groups.tokens, built.config.vote_deadline_s)
+    set_deadline(groups.control, max(network.join_deadline_s, network.fill_deadline_s))
     topology, links = place.topology, old.parts.links
     dead = sorted(set(np.flatnonzero(topology.alive).tolist()) - set(record.survivors))
     refusal, survival = "", Survival(topology, old.placement, ())
     try:
         survival = survive(old.placement, topology, dead)
         stages.end("map")
-        deadline_s = built.config.network.fill_deadline_s
-        refill(slots, links.sources.host, survival.refills_of(place.rank), deadline_s)
+        links.sources.host.release()  # what a migration that was broken off had leased
+        refills = survival.refills_of(place.rank)
+        refill(slots, links.sources.host, refills, network.fill_deadline_s)
         stages.end("refill")
     except (MigrationError, PlacementError) as exc:
         refusal = str(exc)
@@ -222,15 +226,15 @@ def _in_group(
     def report() -> None:
         stages.end("first pass")
         if place.rank == record.survivors[0]:
-            refills = len(survival.refills)
+            num_refills = len(survival.refills)
             detail = {
                 "membership": record.membership,
                 "run": run,
                 "generation": survival.target.generation,
                 "reason": record.reason,
                 "survivors": list(record.survivors),
-                "refills": refills,
-                "refill_bytes": refills * slots.bank.schema.record_bytes,
+                "refills": num_refills,
+                "refill_bytes": num_refills * slots.bank.schema.record_bytes,
                 "broke_at": stages.began,
                 "seconds": stages.seconds,
             }
