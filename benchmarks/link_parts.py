@@ -31,17 +31,15 @@ from benchmarks.serve_ranks import (
     join,
     timed,
 )
-from runtime.batch.parts import BatchParts
 from runtime.batch.split import BatchSplit
 from runtime.batch.split_rule import EVERY_BATCH
 
 TOKENS, NUM_BATCHES = (64, 256, 1024), 60
 
 
-def runs_of(layers: Layers, parts: BatchParts) -> dict[str, Callable[[Batch], object]]:
+def runs_of(layers: Layers, memory: BatchSplit) -> dict[str, Callable[[Batch], object]]:
     """Every part, as something to capture."""
-    group, memory = layers.group, parts.split
-    assert memory is not None
+    group = layers.group
 
     def own_counts(counts: torch.Tensor, gathered: torch.Tensor) -> None:
         gathered.copy_(counts.expand_as(gathered))
@@ -90,16 +88,15 @@ def main() -> None:
         raise SystemExit(f"link_parts: found {group.size} GPU, expected two or more")
     traces = read(asked.file, group.size)
     layers = Layers(group, traces[0].num_experts, asked.precision, "decode", TOKENS, "local")
-    parts = layers.over_memory
-    assert parts is not None
-    runs = runs_of(layers, parts)
+    assert layers.over_memory is not None
+    runs = runs_of(layers, layers.over_memory)
     if not group.rank:
         print(f"{'tokens':>6} {'trace':9}{'part':18}{'us':>9}{'p99':>9}", flush=True)
     for tokens, routing in product(asked.tokens or TOKENS, traces):
         table = layers.prepared(routing.placements["contiguous"])
         arms = {name: Arm(run, table) for name, run in runs.items()}
         show(group, Step(layers, tokens, in_graph=True), arms, routing)
-    faults = {name: int(count.item()) for name, count in parts.faults.items()}
+    faults = {name: int(count.item()) for name, count in layers.over_memory.faults.items()}
     if not group.rank:
         print(f"faults that the device counted: {faults}")
     dist.destroy_process_group()

@@ -12,6 +12,9 @@ Three layers (hidden 7168, expert 2048, 256 experts and 32 replicas, top-8) in e
     balanced                   slots in turn: what no placement can beat. Every rank gets the same
                                rows, which is checked
 
+``--shared`` adds a shared expert of a routed one's size, in BF16, whose tokens are computed where
+they are while results travel back.
+
 Decode is a CUDA graph over DeepEP's low-latency mode, prefill is eager over its normal mode. Rows
 travel in FP8 with FP8 experts. Arms take turns, and each step has another batch. A step takes as
 long as its slowest rank: microseconds of a layer, median and 99th percentile over steps. *rows* is
@@ -46,8 +49,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.shares.switches import BatchSwitches
 from runtime.batch.counts import all_gather_counts
-from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
-from runtime.batch.split import BatchSplit
+from runtime.batch.split import BatchSplit, make_split
 from runtime.batch.split_rule import EVERY_BATCH
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
@@ -131,6 +133,8 @@ class Layers:
         mode: str,
         tokens: Sequence[int],
         dispatcher: str,
+        *,
+        shared: bool = False,
     ) -> None:
         self.group, self.most_tokens = group, max(tokens)
         self.model = ModelShape(
@@ -163,19 +167,23 @@ class Layers:
             max_pairs=self.most_tokens * TOP_K,
             rule=EVERY_BATCH,
         )
-        self.over_memory = self._parts() if group.maps_peers else None
+        self.over_memory = self._split_over_memory() if group.maps_peers else None
+        self.shared = made_up_bank(group, "bf16", 1) if shared else None
         self.dispatcher = self._dispatcher(
             dispatcher, mode, use_fp8=precision == "fp8" and group.is_cuda
         )
 
-    def _parts(self) -> BatchParts:
+    def _split_over_memory(self) -> BatchSplit | None:
         """A split whose counts go through GPU memory."""
         group = self.group
-        made_for = BatchRank(group.rank, self.topology, group.world, group.world, self.table)
-        switches = BatchSwitches(split=True, exchange="peer_memory")
-        rules = BatchRules(split=EVERY_BATCH)
-        return make_batch_parts(
-            switches, made_for, self.model, max_tokens=self.most_tokens, rules=rules
+        return make_split(
+            BatchSwitches(split=True, exchange="peer_memory"),
+            self.table,
+            group.rank,
+            group.world,
+            group.world,
+            max_pairs=self.most_tokens * TOP_K,
+            rule=EVERY_BATCH,
         )
 
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
@@ -207,11 +215,12 @@ class Layers:
 
     def of(self, tokens: int, table: RoutingTable, split: BatchSplit | None) -> list[MoELayer]:
         """Layers that choose slots in one way."""
-        experts = self.experts(tokens)
-        return [
-            MoELayer(layer, TOP_K, experts, table, self.dispatcher, split=split)
-            for layer in range(NUM_LAYERS)
-        ]
+        experts, made = self.experts(tokens), []
+        for layer in range(NUM_LAYERS):
+            shared = self.shared and self.shared.weights(layer)
+            pair = (shared["gate_up"][0], shared["down"][0]) if shared else None
+            made.append(MoELayer(layer, TOP_K, experts, table, self.dispatcher, pair, split))
+        return made
 
     def arms(self, tokens: int, placements: dict[str, Placement]) -> dict[str, Arm]:
         """Layers and placement of each arm."""
@@ -230,8 +239,8 @@ class Layers:
         planned = run_of(self.table)
         prepared = {name: self.prepared(placement) for name, placement in placements.items()}
         by_batch = {"split": run_of(self.table, self.split)}
-        if parts := self.over_memory:
-            by_batch["memory"] = run_of(self.table, parts.split)
+        if self.over_memory:
+            by_batch["memory"] = run_of(self.table, self.over_memory)
         return {
             **{name: Arm(planned, table) for name, table in prepared.items()},
             **{name: Arm(run, prepared["auto"]) for name, run in by_batch.items()},
@@ -392,6 +401,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--modes", nargs="+", choices=("decode", "prefill"), default=list(STEPS))
     parser.add_argument("--tokens", nargs="+", type=int, help="of a rank, instead of the usual")
     parser.add_argument("--steps", type=int, help="of each line, instead of the usual")
+    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--dispatcher", choices=("auto", "deepep", "all_to_all", "local"), default="auto"
@@ -429,6 +439,7 @@ def measure(
             mode,
             tokens_of_rank,
             asked.dispatcher,
+            shared=asked.shared,
         )
         # The sizes of the all-to-all are on the host, which no graph can hold.
         has_sizes_on_host = isinstance(layers.dispatcher, AllToAllDispatcher)
@@ -437,6 +448,8 @@ def measure(
             step = Step(layers, tokens, in_graph=in_graph)
             arms = arms_of(layers, tokens, routing)
             show(step, mode, routing, arms, asked.steps or STEPS[mode])
+        if hasattr(layers.dispatcher, "close"):  # DeepEP's buffers
+            layers.dispatcher.close()
         del layers, step, arms
     dist.destroy_process_group()
 

@@ -189,7 +189,7 @@ class RankAgent:
         """Read these counters of the device with each sample; once, before the start.
 
         Args:
-            counters: ``runtime.batch.parts.BatchParts.faults``. Late counts are a warning, and part
+            counters: ``runtime.batch.split.BatchSplit.faults``. Late counts are a warning, and part
                 of this rank's reports.
         """
         self._sampler.faults.watch(counters)

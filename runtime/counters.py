@@ -68,21 +68,12 @@ class SlotCounter:
         num_layers: int,
         num_slots: int,
         device: str | torch.device = "cpu",
-        *,
-        extra_slots: int = 0,
     ) -> None:
-        """
-        Args:
-            num_slots: C, of the placement.
-            extra_slots: that a dispatcher addresses beyond them, and no sample has.
-        """
-        wide = (num_layers, num_slots + extra_slots)
-        self.received = torch.zeros(wide, dtype=torch.int32, device=device)
-        self._sampled = self.received[:, :num_slots]
+        self.received = torch.zeros((num_layers, num_slots), dtype=torch.int32, device=device)
         self._last: NDArray[np.int64] | Cut = np.zeros((num_layers, num_slots), dtype=np.int64)
 
     def row(self, layer: int) -> torch.Tensor:
-        """Counters [C], extra slots included, of a layer, for a kernel that adds to them."""
+        """Counters [C] of a layer, for a kernel that adds to them."""
         return self.received[layer]
 
     def add(self, layer: int, received: torch.Tensor) -> None:
@@ -91,7 +82,7 @@ class SlotCounter:
 
     def cut(self) -> Cut:
         """Mark this point of the compute stream. Stops nothing; read the figures later."""
-        self._last = Cut(self._sampled, self._last)
+        self._last = Cut(self.received, self._last)
         return self._last
 
     def drain(self) -> NDArray[np.int64]:

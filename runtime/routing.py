@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, PlacementError
+from eplb.errors import PlacementError
 from runtime.batch.split_rule import MOST_WAYS, split_layout
 from runtime.draws import choose_by_draw
 from runtime.streams import Completion
@@ -59,7 +59,6 @@ class RoutingTable:
         source_node: int = 0,
         device: str | torch.device = "cpu",
         topology: Topology | None = None,
-        extra_slots: int = 0,
     ) -> None:
         """
         Args:
@@ -68,16 +67,9 @@ class RoutingTable:
             source_node: the node whose shares are read, where shares depend on it.
             device: where the tensors lie.
             topology: makes room for what a split of each batch needs.
-            extra_slots: slots of each rank beyond those that a placement fills. Slots are numbered
-                as in ``topology.widened(extra_slots)``.
-
-        Raises:
-            ConfigError: extra slots without a topology.
         """
-        if extra_slots and topology is None:
-            raise ConfigError(f"found {extra_slots} extra slots and no topology, expected both")
         shape = (2, placement.num_experts, max_replicas)
-        self._topology, self.extra_slots = topology, extra_slots
+        self._topology = topology
         self._split_shape = _split_shape(placement, max_replicas, topology)
         num_words = math.prod(shape)
         words = num_words + sum(math.prod(size) for size in self._split_shape.values())
@@ -110,8 +102,6 @@ class RoutingTable:
         """
         chosen = sorted(layers)
         slots, cumulative = _lookup(placement, self.source_node)
-        if self.extra_slots and self._topology is not None:
-            slots = self._topology.renumbered(slots, self.extra_slots)
         room, found = self.slots.shape[2], slots.shape[2]
         if found > room:
             raise PlacementError(
@@ -149,9 +139,6 @@ class RoutingTable:
                 num_split=num_split,
                 ways=ways,
             )
-            if self.extra_slots:
-                slot = self._topology.renumbered(layout.slot, self.extra_slots)
-                layout = replace(layout, slot=slot)
             for name, tensor in named.items():
                 tensor[place] = torch.from_numpy(np.asarray(getattr(layout, name)))
 
@@ -170,20 +157,6 @@ class RoutingTable:
                 self._entries[start:end].copy_(prepared.entries[first:last])
                 first = last
         self.generation = prepared.generation
-
-    def extra_slot(self, number: int) -> NDArray[np.int64]:
-        """[R] one of each rank's extra slots, as the dispatch numbers them.
-
-        Raises:
-            ConfigError: the table has not so many.
-        """
-        if self._topology is None or not 0 <= number < self.extra_slots:
-            raise ConfigError(
-                f"extra slot {number} of a table with {self.extra_slots}, expected a lower number"
-            )
-        wide = self._topology.widened(self.extra_slots)
-        slots: NDArray[np.int64] = wide.first_slot[1:] - self.extra_slots + number
-        return slots
 
     def draw(self, layer: int, experts: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
         """Pick a replica for every (token, expert) pair by a random draw against its shares.

@@ -63,7 +63,7 @@ class Settings(SettingsTree):
     )
     batch = Section(
         "What acts on each batch beside the placement; alike on every rank. The engine takes the "
-        "parts from `BuiltRank.batch_parts`. [planning.md](planning.md) says what to choose where.",
+        "parts from `BuiltRank.batch_split`. [planning.md](planning.md) says what to choose where.",
         BatchSwitches,
     )
     controller = Section(

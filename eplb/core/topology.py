@@ -10,7 +10,7 @@ Shapes:  R ranks, S slots (all ranks together).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -124,17 +124,6 @@ class Topology:
     def node_of_slot(self) -> NDArray[np.int32]:
         """[S] the node that each slot lives on."""
         return owned(self.node_of_rank[self.rank_of_slot], np.int32)
-
-    def widened(self, extra_slots: int) -> Topology:
-        """The same ranks, each with more slots after its own: those that a dispatcher addresses
-        and no placement fills. ``renumbered`` translates slot numbers.
-        """
-        return replace(self, slots_of_rank=self.slots_of_rank + extra_slots)
-
-    def renumbered(self, slots: NDArray[np.int32], extra_slots: int) -> NDArray[np.int32]:
-        """Numbers in ``widened(extra_slots)`` of this topology's slots; negative ones stay."""
-        shift = extra_slots * self.rank_of_slot[np.maximum(slots, 0)]
-        return np.where(slots < 0, slots, slots + shift).astype(np.int32)
 
     def slots_on(self, rank: int) -> slice:
         """The slots of one rank, as a slice of a placement's slot axis."""

@@ -118,7 +118,7 @@ class RankConfig:
     stage: StageSettings | None = None  # None: the device's, see ``stage_on``
     network: NetworkConfig = field(default_factory=NetworkConfig)
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
-    batch: BatchSwitches = field(default_factory=BatchSwitches)  # see ``BuiltRank.batch_parts``
+    batch: BatchSwitches = field(default_factory=BatchSwitches)  # see ``BuiltRank.batch_split``
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     journal_dir: Path | None = None  # None: no journal is kept
 

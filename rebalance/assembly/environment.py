@@ -99,8 +99,7 @@ class EmbeddedRank:
     def all_to_all(self) -> AllToAllDispatcher:
         """Make the plain dispatcher, over the group of the ranks; it ends at a peer's death."""
         groups, rank = self.place.groups, self.place.rank
-        topology = self.place.topology.widened(self.deployment.config.batch.extra_slots)
-        made = AllToAllDispatcher(topology, groups.tokens, rank, self.counter)
+        made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
         if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
             set_deadline(groups.tokens, self.deployment.config.vote_deadline_s)
             made.wait = lambda exchange: self.agent.wait_for_exchange(exchange)
@@ -142,9 +141,8 @@ class EmbeddedRank:
                 steps = self._passes.steps
                 self.built, self.place, step = serve_on(self.built, self.place, steps, stages)
                 self._passes.go_on(step)
-                topology = self.place.topology.widened(self.built.config.batch.extra_slots)
                 for dispatcher in self._dispatchers:
-                    dispatcher.use(topology, self.place.groups.tokens)
+                    dispatcher.use(self.place.topology, self.place.groups.tokens)
                 self.agent.start()
                 report_run(rank, self.place.run, self._environ)
                 return True

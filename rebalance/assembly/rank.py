@@ -38,7 +38,8 @@ from rebalance.rank.watcher import POLL_S, StoreLoss
 from rebalance.recovery import membership_of_start
 from rebalance.stage.share import RankSlots
 from rebalance.types import StepCounter
-from runtime.batch.parts import BatchParts, BatchRank, BatchRules, make_batch_parts
+from runtime.batch.split import BatchSplit, make_split
+from runtime.batch.split_rule import SplitRule
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import Experts
@@ -88,37 +89,38 @@ class BuiltRank:
             self.bank,
             self.model.hidden,
             fp8_rows=fp8_rows,
-            extra_slots=self.config.batch.extra_slots,
             budget_s=budget_s,
         )
         self.agent.expert_times = found
         points = dict(zip(found.rows, found.us, strict=True))
         log.info("us of a slot by rows, in %.2f s, of %s: %s", found.seconds, found.of, points)
 
-    def batch_parts(self, max_tokens: int, rules: BatchRules | None = None) -> BatchParts:
-        """Make what ``config.batch`` switches on; collective, once, before the agent starts.
+    def batch_split(self, max_tokens: int, rule: SplitRule | None = None) -> BatchSplit | None:
+        """Make the split of batches if ``config.batch`` switches it on, for ``MoELayer``.
 
-        The same code serves with all switches off. Faults that the device counts in these parts are
-        read with the load samples: see ``RankAgent.step``.
+        Collective, once, before the agent starts; the same code serves with the switch off. Faults
+        that the device counts are read with the load samples: see ``RankAgent.step``.
 
         Args:
             max_tokens: of a batch of this rank, in one layer.
-            rules: figures by which the parts decide, alike on all ranks; None: the default ones.
+            rule: figures by which batches are split, alike on all ranks; None: the default ones.
 
         Raises:
-            ConfigError: a switch does not fit the model or the device.
+            ConfigError: a switch does not fit the device.
             RankError: ranks have different switches or rules.
         """
         place, config = self.place, self.config
-        rank = BatchRank(
+        made = make_split(
+            config.batch,
+            self.table,
             place.rank,
-            place.topology,
             place.groups.tokens,
             place.groups.votes,
-            self.table,
+            max_pairs=max_tokens * self.model.top_k,
+            rule=rule,
         )
-        made = make_batch_parts(config.batch, rank, self.model, max_tokens=max_tokens, rules=rules)
-        self.agent.watch_faults(made.faults)
+        if made is not None:
+            self.agent.watch_faults(made.faults)
         self.agent.notes[BATCH] = str(config.batch)
         log.info("rank %d: batches: %s", place.rank, config.batch)
         return made
@@ -302,11 +304,8 @@ def wire_agent(
         source_node=int(topology.node_of_rank[rank]),
         device=device,
         topology=topology if batch.split else None,
-        extra_slots=batch.extra_slots,
     )
-    counter = SlotCounter(
-        placement.num_layers, bank.num_slots, device, extra_slots=batch.extra_slots
-    )
+    counter = SlotCounter(placement.num_layers, bank.num_slots, device)
     slots = RankSlots(rank, topology, bank, table, digests)
     return RankAgent(settings, slots, counter, links, placement, steps)
 

@@ -5,7 +5,8 @@
 A plan from history knows the experts' mean load, and a batch differs from it. The replicas that the
 placement has are split anew for each batch and layer, by the counts of all ranks. No weight moves.
 
-Every rank splits by what it gathered. Were the counts of two ranks to differ, tokens would still go
+``make_split`` makes it as a deployment's switches (``eplb.shares.switches``) say. Every rank splits
+by what it gathered. Were the counts of two ranks to differ, tokens would still go
 to replicas of their expert: the balance suffers, the output does not.
 
 Shapes:  L MoE layers, E experts, N sources (ranks that route), T tokens, K top-k, R ranks,
@@ -14,15 +15,19 @@ Shapes:  L MoE layers, E experts, N sources (ranks that route), T tokens, K top-
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from eplb.core.placement import EMPTY
-from eplb.errors import ConfigError
-from runtime.batch.counts import BatchTensors, Exchange, PeerCounts
+from eplb.errors import ConfigError, RankError
+from eplb.shares.switches import LATE_COUNTS, BatchSwitches
+from runtime.batch.counts import BatchTensors, Exchange, PeerCounts, all_gather_counts
 from runtime.batch.split_rule import PLANNED, SplitLayout, SplitRule, SplitSwitch, split_batch
+from runtime.group import first_refusal, gathered
 from runtime.routing import SHARE_ONE, RoutingTable, position_among_equals
 from runtime.streams import Completion
 
@@ -133,15 +138,14 @@ class BatchSplit:
             return [SplitSwitch(saved, seen) for saved, seen in both]
         return list(self._switches)
 
-    def by_source(self) -> torch.Tensor:
-        """[N, E] counts of each source in this batch, or [N, 1], their sums."""
-        if isinstance(self._exchange, PeerCounts):
-            return self.batch.sent[:, None]
-        return self.gathered
+    @property
+    def faults(self) -> Mapping[str, torch.Tensor]:
+        """Faults that the device counts without stopping, each [1] int32.
 
-    def layer_split(self, layer: int) -> dict[str, torch.Tensor]:
-        """The layout of a layer as the table has it, on a device."""
-        return self._layers[layer]
+        LATE_COUNTS: exchanges that missed their deadline.
+        """
+        exchange = self._exchange
+        return {LATE_COUNTS: exchange.late} if isinstance(exchange, PeerCounts) else {}
 
     def layout(self, layer: int) -> SplitLayout:
         """The layout of a layer as the table has it now, on a CPU."""
@@ -253,3 +257,52 @@ class _BatchPasses:
             if seen < 0 and self._number >= self._until[layer]:
                 self._until[layer] = self._number + self._num_off
                 self._seen[layer].zero_()  # on again when it is split the next time
+
+
+def make_split(
+    switches: BatchSwitches,
+    table: RoutingTable,
+    source: int,
+    tokens: dist.ProcessGroup,
+    control: dist.ProcessGroup,
+    *,
+    max_pairs: int,
+    rule: SplitRule | None = None,
+) -> BatchSplit | None:
+    """Make the split of batches where it is on; collective, before the rank serves.
+
+    Args:
+        switches: alike on all ranks.
+        table: this rank's.
+        source: this rank.
+        tokens: group of all ranks, which gathers the counts.
+        control: group of all ranks, in which they agree before they serve.
+        max_pairs: most tokens times top-k of a batch.
+        rule: alike on all ranks; None: the default one.
+
+    Raises:
+        ConfigError: the switches do not fit the device; on every rank if on one.
+        RankError: ranks have different switches or rules.
+    """
+    rule = rule or SplitRule()
+    texts = gathered([repr(switches), repr(rule)], control)
+    for other, found in enumerate(texts):
+        for name, one, first in zip(("switches", "rules"), found, texts[0], strict=True):
+            if one != first:
+                raise RankError(
+                    f"the batch {name} of the ranks differ: found {one} on rank {other}, "
+                    f"expected {first} as on rank 0"
+                )
+    misfit = ""
+    if switches.exchange == "peer_memory" and table.device.type != "cuda":
+        misfit = 'batch.exchange is "peer_memory" on a CPU, expected "group"'
+    if wrong := first_refusal(misfit, control):
+        raise ConfigError(wrong)
+    if not switches.split:
+        return None
+    exchange: Exchange | PeerCounts = all_gather_counts(tokens)
+    if switches.exchange == "peer_memory":
+        exchange = PeerCounts.join(table.slots.shape[1], tokens, table.device)
+    return BatchSplit(
+        table, exchange, source=source, num_sources=tokens.size(), max_pairs=max_pairs, rule=rule
+    )

@@ -45,23 +45,18 @@ def grouped_product(
     weights: tl.tensor,
     row_scales: tl.tensor,
     weight_scales: tl.tensor,
-    last_weights: tl.tensor,
-    last_scales: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
     out: tl.tensor,
     num_slots: tl.tensor,
-    num_first: tl.tensor,
     rows_stride: tl.tensor,
     weights_stride: tl.tensor,
-    last_weights_stride: tl.tensor,
     out_stride: tl.tensor,
     row_scales_slot_stride: tl.tensor,
     row_scales_start_stride: tl.tensor,
     row_scales_stride: tl.tensor,
     row_scales_group_stride: tl.tensor,
     weight_scales_stride: tl.tensor,
-    last_scales_stride: tl.tensor,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -71,8 +66,6 @@ def grouped_product(
     TILES: tl.constexpr,
 ) -> None:
     """Write all slots' products; scales are not read if not scaled.
-
-    Slots from ``num_first`` on have the last weights, where there are any.
 
     TILES has (least rows, BLOCK_M, BLOCK_K, flipped, stages), most rows first: a block takes the
     branch of the rows that are left in it. The branches share registers and buffers, so those that
@@ -90,12 +83,9 @@ def grouped_product(
         first_row = (tile - first) % blocks * BLOCK
         output = (tile - first) // blocks * BLOCK_N
         left = tl.minimum(count - first_row, BLOCK)
-        weights_at = _of_slot(
-            slot, num_first, weights, weights_stride, last_weights, last_weights_stride
-        )
-        scales_at = _of_slot(
-            slot, num_first, weight_scales, weight_scales_stride, last_scales, last_scales_stride
-        )
+        # In 64 bits: weights of a slot may begin past 2**31.
+        weights_at = weights + slot.to(tl.int64) * weights_stride
+        scales_at = weight_scales + slot.to(tl.int64) * weight_scales_stride
         for entry in tl.static_range(len(TILES)):
             most = BLOCK if entry == 0 else TILES[entry - 1][0] - 1
             if (left >= TILES[entry][0]) & (left <= most):
@@ -123,23 +113,6 @@ def grouped_product(
                     *TILES[entry],
                 )
         tile += tl.num_programs(0)
-
-
-@kernel()
-def _of_slot(
-    slot: tl.tensor,
-    num_first: tl.tensor,
-    tensors: tl.tensor,
-    stride: tl.tensor,
-    last: tl.tensor,
-    last_stride: tl.tensor,
-) -> tl.tensor:
-    """Where the tensor of a slot begins."""
-    slot = slot.to(tl.int64)  # weights of a slot may begin past 2**31
-    begin = tensors + slot * stride
-    if last is not None:
-        begin = tl.where(slot < num_first, begin, last + (slot - num_first) * last_stride)
-    return begin
 
 
 @kernel()
@@ -307,7 +280,6 @@ def grouped_gemm(
     counts: torch.Tensor,
     out: torch.Tensor,
     *,
-    last: torch.Tensor | None = None,
     tiling: Tiling = BF16_DECODE,
 ) -> None:
     """Write rows of slot c times ``weights[c]`` transposed, for every slot.
@@ -321,7 +293,6 @@ def grouped_gemm(
         starts: [C] int32.
         counts: [C] int32; 0 for a slot without rows.
         out: [n, N] of any floating type.
-        last: weights of the slots after those of ``weights``, which lie elsewhere; C counts both.
         tiling: bears on time alone; BF16_PREFILL for slots of usually more than MOST_DECODE_ROWS.
     """
     check(
@@ -332,10 +303,7 @@ def grouped_gemm(
     if rows.dtype == torch.float32:  # twice the bytes would not fit into shared memory
         tiles = tuple(replace(tile, BLOCK_K=32, STAGES=2) for tile in tiling.tiles)
         tiling = replace(tiling, tiles=tiles, BLOCK_N=64)
-    last_too = None if last is None else Quantised(last, last)
-    _launch(
-        Quantised(rows, rows), Quantised(weights, weights), last_too, (starts, counts), out, tiling
-    )
+    _launch(Quantised(rows, rows), Quantised(weights, weights), (starts, counts), out, tiling)
 
 
 def grouped_gemm_fp8(
@@ -345,7 +313,6 @@ def grouped_gemm_fp8(
     counts: torch.Tensor,
     out: torch.Tensor,
     *,
-    last: Quantised | None = None,
     tiling: Tiling = FP8_TILES,
 ) -> None:
     """Do what ``grouped_gemm`` does, with e4m3 inputs that have float32 scales.
@@ -358,7 +325,6 @@ def grouped_gemm_fp8(
         starts: [C] int32.
         counts: [C] int32.
         out: [n, N] of any floating type.
-        last: weights of the slots after those of ``weights``, which lie elsewhere; C counts both.
         tiling: bears on time alone.
     """
     check(
@@ -368,43 +334,36 @@ def grouped_gemm_fp8(
     )
     check(tiling.BLOCK_N <= GROUP, f"tiles of {tiling.BLOCK_N} outputs", f"at most {GROUP}")
     _check_scales(rows, len(counts))
-    for one in _both(weights, last):
-        _check_blocks(one)
-    _launch(rows, weights, last, (starts, counts), out, tiling)
+    _check_blocks(weights)
+    _launch(rows, weights, (starts, counts), out, tiling)
 
 
 def _launch(
     rows: Quantised,
     weights: Quantised,
-    last: Quantised | None,
     slots: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     tiling: Tiling,
 ) -> None:
     starts, counts = slots
-    _check(rows.values, [one.values for one in _both(weights, last)], slots, out)
+    _check(rows.values, weights.values, slots, out)
     if out.numel() == 0:
         return
-    num_first, outputs, inputs = weights.values.shape
+    _, outputs, inputs = weights.values.shape
     grouped_product[(num_multiprocessors(out.device) * tiling.programs,)](
         rows.values,
         weights.values,
         rows.scales,
         weights.scales,
-        None if last is None else last.values,
-        None if last is None else last.scales,
         starts,
         counts,
         out,
         len(counts),
-        num_first,
         rows.values.stride(0),
         weights.values.stride(0),
-        0 if last is None else last.values.stride(0),
         out.stride(0),
         *_strides(rows.scales),
         weights.scales.stride(0),
-        0 if last is None else last.scales.stride(0),
         OUTPUTS=outputs,
         INPUTS=inputs,
         SLOTS=triton.next_power_of_2(len(counts)),
@@ -414,10 +373,6 @@ def _launch(
         TILES=_tiles(tiling, inputs),
         num_warps=tiling.num_warps,
     )
-
-
-def _both(weights: Quantised, last: Quantised | None) -> tuple[Quantised, ...]:
-    return (weights,) if last is None else (weights, last)
 
 
 def _tiles(tiling: Tiling, inputs: int) -> tuple[tuple[int, ...], ...]:
@@ -440,22 +395,20 @@ def _strides(row_scales: torch.Tensor) -> tuple[int, int, int, int]:
 
 def _check(
     rows: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: torch.Tensor,
     slots: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
 ) -> None:
     starts, counts = slots
     check_slots(starts, counts)
-    check(weights[0].dim() == 3, f"weights {describe(weights[0])}", "[C, N, K]")
-    _, outputs, inputs = weights[0].shape
+    check(weights.dim() == 3, f"weights {describe(weights)}", "[C, N, K]")
+    num_slots, outputs, inputs = weights.shape
     check(
         outputs % SMALLEST_TILE == 0 and inputs % SMALLEST_TILE == 0,
-        f"weights {describe(weights[0])}",
+        f"weights {describe(weights)}",
         f"N and K that are multiples of {SMALLEST_TILE}",
     )
-    for name, one in zip(("weights", "last weights"), weights, strict=False):
-        expect(name, one, rows.dtype, (None, outputs, inputs), (None, inputs, 1))
-    num_slots = sum(len(one) for one in weights)
+    expect("weights", weights, rows.dtype, (None, outputs, inputs), (None, inputs, 1))
     check(len(counts) == num_slots, f"counts of {len(counts)} slots", f"{num_slots}, as weights")
     expect("rows", rows, rows.dtype, (None, inputs), (None, 1))
     expect("out", out, out.dtype, (len(rows), outputs), (None, 1))

@@ -1,16 +1,11 @@
 """Expert computation of a rank for received rows, on a CPU or a GPU.
 
-A rank's slots are those of its bank, and after them one for each shared expert that its layers
-spread (``runtime.batch.shared_expert``). Weights of the latter are no part of the bank: they never
-move, and may be of another intermediate size.
-
 Shapes:  C slots of this rank, n rows, M places of a slot, H hidden, I intermediate.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,8 +39,7 @@ def swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> tor
 class _RowsOfSlots:
     """Slots of one launch: rows of slot c are ``counts[c]`` from ``starts[c]`` on."""
 
-    weights: SlotWeights  # for all slots, or for the first ones
-    last: SlotWeights  # for the remaining slots, if any
+    weights: SlotWeights
     rows: torch.Tensor  # [n, H]
     scales: torch.Tensor | None  # [n, H / 128] or [C, M, H / 128] of FP8 rows
     starts: torch.Tensor  # [C] int32
@@ -54,15 +48,10 @@ class _RowsOfSlots:
 
 
 class BankExperts(ABC):
-    """Experts of a bank's slots, and of shared experts' slots after those.
+    """Experts of a bank's slots."""
 
-    Args:
-        bank: the routed experts.
-        shared: by layer, weights of the slots after the bank's, of the bank's types.
-    """
-
-    def __init__(self, bank: ExpertBank, *, shared: Sequence[SlotWeights] = ()) -> None:
-        self._bank, self._shared = bank, shared
+    def __init__(self, bank: ExpertBank) -> None:
+        self._bank = bank
 
     def run(self, layer: int, received: Received) -> torch.Tensor:
         """Results shaped as ``received.rows``; rows of no slot may hold anything.
@@ -79,33 +68,9 @@ class BankExperts(ABC):
         if is_padded:
             places = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
             starts = places * rows.shape[1]
-        first_slot = 0
-        for weights, last in self._launches(layer):
-            end = first_slot + sum(len(one["down"]) for one in (weights, last) if one)
-            slots = slice(first_slot, end)
-            here = slots if is_padded else slice(None)  # slots that these rows and scales are of
-            self._run(
-                _RowsOfSlots(
-                    weights,
-                    last,
-                    rows[here].reshape(-1, width),
-                    None if scales is None else scales[here],
-                    starts[: end - first_slot] if is_padded else starts[slots],
-                    counts[slots],
-                    results[here].view(-1, width),
-                )
-            )
-            first_slot = end
+        flat = rows.reshape(-1, width), scales, starts, counts, results.view(-1, width)
+        self._run(_RowsOfSlots(self._bank.weights(layer), *flat))
         return results
-
-    def _launches(self, layer: int) -> Iterator[tuple[SlotWeights, SlotWeights]]:
-        """Weights of the layer and, after them, those of the same shape."""
-        weights = self._bank.weights(layer)
-        shared = self._shared[layer] if self._shared else {}
-        if shared and shared["down"].shape[1:] != weights["down"].shape[1:]:
-            yield weights, {}
-            weights, shared = shared, {}
-        yield weights, shared
 
     @abstractmethod
     def _run(self, slots: _RowsOfSlots) -> None:
@@ -117,12 +82,7 @@ class LoopExperts(BankExperts):
 
     def _run(self, slots: _RowsOfSlots) -> None:
         assert slots.scales is None, "FP8 rows for a loop: the dispatcher was configured otherwise"
-        experts = (
-            expert
-            for weights in (slots.weights, slots.last)
-            if weights
-            for expert in zip(weights["gate_up"], weights["down"], strict=True)
-        )
+        experts = zip(slots.weights["gate_up"], slots.weights["down"], strict=True)
         begin_and_count = zip(slots.starts.tolist(), slots.counts.tolist(), strict=True)
         for (start, count), expert in zip(begin_and_count, experts, strict=True):
             if count:
@@ -133,20 +93,16 @@ class LoopExperts(BankExperts):
 class GroupedExperts(BankExperts):
     """All slots in one grouped GEMM, in BF16 or in FP8 with 128 x 128 block scales.
 
-    Counts stay on the device and shapes are fixed, so a CUDA graph can hold it. A shared expert of
-    another intermediate size than the bank's is a launch of its own.
+    Counts stay on the device and shapes are fixed, so a CUDA graph can hold it.
 
     Args:
         bank: records of a schema ``swiglu`` in BF16, or ``swiglu_fp8``.
         usual_rows: rows that a busy slot usually has in a step: chooses between tiles for decode
             and for prefill in BF16, never a result. Tiles follow the rows of each slot within.
-        shared: by layer, weights of the slots after the bank's, of the bank's types.
     """
 
-    def __init__(
-        self, bank: ExpertBank, *, usual_rows: int, shared: Sequence[SlotWeights] = ()
-    ) -> None:
-        super().__init__(bank, shared=shared)
+    def __init__(self, bank: ExpertBank, *, usual_rows: int) -> None:
+        super().__init__(bank)
         self._usual_rows = usual_rows
         self._is_fp8 = "gate_up_scale" in bank.weights(0)
 
@@ -168,8 +124,7 @@ class GroupedExperts(BankExperts):
         rows, starts, counts = slots.rows, slots.starts, slots.counts
 
         def product(inputs: torch.Tensor, name: str, out: torch.Tensor) -> None:
-            weights, last = slots.weights[name], slots.last.get(name)
-            grouped_gemm(inputs, weights, starts, counts, out, last=last, tiling=tiling)
+            grouped_gemm(inputs, slots.weights[name], starts, counts, out, tiling=tiling)
 
         wide = slots.weights["gate_up"].shape[1]
         gate_up = rows.new_empty((len(rows), wide))
@@ -185,12 +140,8 @@ class GroupedExperts(BankExperts):
         rows, scales, starts, counts = slots.rows, slots.scales, slots.starts, slots.counts
 
         def product(inputs: Quantised, name: str, out: torch.Tensor) -> None:
-            weights, *last = (
-                Quantised(one[name], one[f"{name}_scale"])
-                for one in (slots.weights, slots.last)
-                if one
-            )
-            grouped_gemm_fp8(inputs, weights, starts, counts, out, last=last[0] if last else None)
+            weights = Quantised(slots.weights[name], slots.weights[f"{name}_scale"])
+            grouped_gemm_fp8(inputs, weights, starts, counts, out)
 
         given = _room_for_fp8(rows, rows.shape[1]) if scales is None else Quantised(rows, scales)
         if scales is None:

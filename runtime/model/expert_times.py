@@ -36,7 +36,6 @@ def measure_experts(
     hidden: int,
     *,
     fp8_rows: bool = False,
-    extra_slots: int = 0,
     budget_s: float = BUDGET_S,
 ) -> ExpertTimes:
     """Measure the time of one slot at ``POINTS`` rows, as many of them as the budget allows.
@@ -51,10 +50,9 @@ def measure_experts(
         bank: its weights, which may be any.
         hidden: H.
         fp8_rows: whether the dispatcher delivers rows in FP8, with scales.
-        extra_slots: that the experts have after the bank's; they get no rows.
         budget_s: for all points; the first run, in which kernels are compiled, is not counted.
     """
-    work = _Work(experts, bank, hidden, fp8_rows, extra_slots)
+    work = _Work(experts, bank, hidden, fp8_rows)
     work.seconds(min(POINTS))
     begun, deadline = time.perf_counter(), time.perf_counter() + budget_s
     us: dict[int, float] = {}
@@ -82,11 +80,8 @@ def measure_experts(
 class _Work:
     """Launches of all slots of one layer after another."""
 
-    def __init__(
-        self, experts: Experts, bank: ExpertBank, hidden: int, fp8_rows: bool, extra_slots: int
-    ) -> None:
+    def __init__(self, experts: Experts, bank: ExpertBank, hidden: int, fp8_rows: bool) -> None:
         self._experts, self._bank, self._device = experts, bank, bank.device
-        self._received_slots = bank.num_slots + extra_slots
         layer_bytes = bank.num_slots * bank.schema.record_bytes
         wanted = max(LAUNCHES, -(-COLD_BYTES // layer_bytes))
         self._launches = min(wanted, bank.num_layers) if bank.num_layers >= LAUNCHES else LAUNCHES
@@ -103,7 +98,7 @@ class _Work:
     def seconds(self, rows: int) -> float:
         """Time of one slot with so many rows."""
         num_slots = self._slots(rows)
-        counts = torch.zeros(self._received_slots, dtype=torch.int32, device=self._device)
+        counts = torch.zeros(self._bank.num_slots, dtype=torch.int32, device=self._device)
         counts[:num_slots] = rows
         some = slice(num_slots * rows)
         scales = None if self._scales is None else self._scales[some]

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from runtime.batch.shared_expert import SharedSpread
 from runtime.batch.split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
 from runtime.dispatch.all_to_all import Dispatcher, begin_combine
@@ -53,13 +52,9 @@ def mix_causally(hidden: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class MoELayer:
-    """The routed experts of one layer, spread over all ranks, and an optional shared expert.
+    """The routed experts of one layer, over all ranks, and an optional shared expert.
 
-    The shared expert is computed where its tokens are (``shared``), while results travel back, or
-    in one more slot of light ranks (``spread``), whose weights ``experts`` has.
-
-    Raises:
-        ConfigError: ``shared`` and ``spread`` are both given, or ``spread`` without ``split``.
+    The shared expert is computed where its tokens are, while results travel back.
     """
 
     layer: int
@@ -69,18 +64,6 @@ class MoELayer:
     dispatcher: Dispatcher
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
     split: BatchSplit | None = None  # replicas by the batch's own counts, not by planned shares
-    spread: SharedSpread | None = None  # gives tokens of the shared expert to light ranks
-
-    def __post_init__(self) -> None:
-        if self.spread is None:
-            return
-        if self.split is None or self.shared is not None:
-            raise ConfigError(
-                f"layer {self.layer} spreads its shared expert with shared "
-                f"{'given' if self.shared else None} and split "
-                f"{'given' if self.split else None}, expected a split, and shared None: the "
-                "experts have its weights"
-            )
 
     def forward(
         self,
@@ -98,22 +81,16 @@ class MoELayer:
         the batch's own counts, and the salt says nothing.
         """
         slots = self._slots(chosen, salt)
-        if self.spread is not None:
-            slots, weights = self.spread.append(self.layer, chosen, slots, weights)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
         results = self.experts.run(self.layer, received)
         if self.shared is None:
             return self.dispatcher.combine(self.layer, results, received)
-        # A shared expert at home runs while the results travel back.
         sums = begin_combine(self.dispatcher, self.layer, results, received)
         shared = swiglu(tokens, *self.shared)
         return sums.finish() + shared
 
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
-        # The shared expert's tokens follow the split, also where it moves no routed ones.
-        if self.split is not None and (
-            self.spread is not None or self.split.is_on(self.layer, chosen)
-        ):
+        if self.split is not None and self.split.is_on(self.layer, chosen):
             return self.split.slots(self.layer, chosen)
         if isinstance(salt, torch.Tensor):
             return self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])

@@ -158,21 +158,15 @@ def serve_experts(
     runs a dummy batch. The parameters of the experts are released with their modules.
 
     Args:
-        split: ``runtime.batch.parts.BatchParts.split``: the only part that a library's model takes,
-            because its own code computes the shared expert and knows no spare slots.
+        split: ``runtime.batch.split.make_split``, where the deployment splits batches.
 
     Returns:
         The count of the model's forward passes, for engines that do not number them.
 
     Raises:
-        ConfigError: the model has no experts that can be served, or the table has extra slots.
+        ConfigError: the model has no experts that can be served.
     """
     found = find_experts(model)
-    if table.extra_slots:
-        raise ConfigError(
-            f"the routing table has {table.extra_slots} extra slots, expected none: a model of the "
-            "transformers library takes batch.split alone"
-        )
     experts = LibraryExperts.over_slots(
         found, [bank.weights(number) for number in range(bank.num_layers)]
     )

@@ -1,4 +1,4 @@
-"""The parts that the switches name, made on GPUs: right outputs, no fault."""
+"""The split that the switches name, made on GPUs: right outputs, no fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from runtime.batch.parts import BatchRank, BatchRules, make_batch_parts
+from runtime.batch.split import make_split
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
@@ -45,7 +45,6 @@ pytestmark = pytest.mark.gpu
 RANKS = min(2, torch.cuda.device_count())
 SLOTS = MODEL.num_experts // RANKS + 2
 TOPOLOGY = Topology.uniform(1, RANKS, SLOTS)
-RULES = BatchRules(split=EVERY_BATCH)
 STEPS = 6
 SWITCHES = {
     "off": BatchSwitches(),
@@ -83,14 +82,14 @@ def serve(rank: int, num_ranks: int, path: Path, name: str) -> tuple[list[float]
         topology=TOPOLOGY if switches.split else None,
     )
     counter = SlotCounter(MODEL.num_layers, SLOTS, device)
-    made_for = BatchRank(rank, TOPOLOGY, group, group, table)
-    parts = make_batch_parts(switches, made_for, MODEL, max_tokens=NUM_TOKENS, rules=RULES)
+    pairs = NUM_TOKENS * MODEL.top_k
+    split = make_split(switches, table, rank, group, group, max_pairs=pairs, rule=EVERY_BATCH)
     torch.cuda.synchronize()
     dist.barrier()
-    dispatcher = AllToAllDispatcher(parts.topology, group, rank, counter)
+    dispatcher = AllToAllDispatcher(TOPOLOGY, group, rank, counter)
     experts = GroupedExperts(bank, usual_rows=64)
     layers = [
-        MoELayer(n, MODEL.top_k, experts, table, dispatcher, split=parts.split)
+        MoELayer(n, MODEL.top_k, experts, table, dispatcher, split=split)
         for n in range(MODEL.num_layers)
     ]
     stack = MoEStack(
@@ -104,11 +103,11 @@ def serve(rank: int, num_ranks: int, path: Path, name: str) -> tuple[list[float]
         found = reference.check(ids, stack.forward(ids, salt=step))
         errors.append(found.max_error)
         wrong += found.wrong_routes
-    return errors, wrong, [int(one.item()) for one in parts.faults.values()]
+    return errors, wrong, [int(one.item()) for one in (split.faults if split else {}).values()]
 
 
 @pytest.mark.parametrize("name", sorted(SWITCHES))
-def test_ranks_with_the_parts_of_the_switches_answer_as_the_reference(
+def test_ranks_with_the_split_of_the_switches_answer_as_the_reference(
     weights: dict[str, Path], name: str
 ) -> None:
     for errors, wrong, faults in launch(

@@ -1,4 +1,4 @@
-"""Ranks that a configuration file switches on: right outputs, and the parts at work."""
+"""Ranks whose batches a configuration file splits: right outputs, and the split at work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from rebalance.assembly.config import NetworkConfig, RankConfig
 from rebalance.assembly.host_cache import build_host_cache
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
+from runtime.batch.split_rule import EVERY_BATCH
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store
 from tests.support.limits import NEVER_S
-from tests.support.models.batching_rank import ALWAYS, BatchingSetup, Served, serve_switches
+from tests.support.models.batching_rank import BatchingSetup, Served, serve_switches
 from tests.support.processes import ForkedProcess
 
 # Experts 0 and 1 are on both ranks, 2, 3 and 4 on rank 0 alone, 5, 6 and 7 on rank 1.
@@ -39,7 +40,6 @@ PAIRS = 24 * 2  # tokens of a rank times top-k
 FILES = {
     "off": "",
     "split": "split = true",
-    "spread": 'split = true\nshared_expert = "light_ranks"',
 }
 
 
@@ -119,27 +119,19 @@ def test_every_switch_of_a_file_gives_the_outputs_of_the_reference(
     rows = {name: [one.routed for one in of[0]] for name, of in found.items()}
     assert rows["off"] == [72, 24]
     assert rows["split"] == [PAIRS, PAIRS]
-    # Experts 2 and 3, which rank 1 does not have: all of the shared expert's 48 tokens go there.
-    assert [one.extra for one in found["spread"][1]] == [0, 48]
-    assert [of[0][0].reported for of in found.values()] == [
-        "off",
-        "split",
-        "split, shared expert on light ranks",
-    ]
+    assert [of[0][0].reported for of in found.values()] == ["off", "split"]
     assert found["split"][0][0].before == "split: configured, and not made by this engine"
 
 
-def test_what_does_not_fit_the_device_the_model_or_other_ranks_is_refused_on_all_ranks(
+def test_split_that_does_not_fit_the_device_or_other_ranks_is_refused_on_all_ranks(
     setup: BatchingSetup, served: Ranks
 ) -> None:
-    plain = replace(setup, model=replace(setup.model, num_shared_experts=0))
-    differ = replace(setup, rules=(ALWAYS, replace(ALWAYS, least_shared=2)))
+    differ = replace(setup, rules=(EVERY_BATCH, replace(EVERY_BATCH, num_off=2)))
     wrong = {
         ('batch.exchange is "peer_memory" on a CPU', 'expected "group"'): (
             setup,
             'split = true\nexchange = "peer_memory"',
         ),
-        ('batch.shared_expert is "light_ranks"', 'expected "home"'): (plain, FILES["spread"]),
         ("rules of the ranks differ", "rank 1"): (differ, FILES["split"]),
     }
 
@@ -147,15 +139,6 @@ def test_what_does_not_fit_the_device_the_model_or_other_ranks_is_refused_on_all
         assert all(word in one.refusal for word in words for one in ranks), ranks
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('shared_expert = "light_ranks"', "and batch.split is false, expected true"),
-        ('exchange = "peer_memory"', '"peer_memory" and batch.split is false, expected true'),
-    ],
-)
-def test_switches_that_do_not_go_together_are_refused_in_words(
-    text: str, words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        switches_of(text, tmp_path)
+def test_exchange_over_memory_without_a_split_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"and batch\.split is false, expected true"):
+        switches_of('exchange = "peer_memory"', tmp_path)

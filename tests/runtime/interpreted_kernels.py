@@ -17,13 +17,11 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from runtime.batch.counts import BatchTensors, PeerCounts
 from runtime.batch.kernels.counts import count_experts, num_blocks
-from runtime.batch.kernels.shared_expert import RankTokens, append_shared, weigh_ranks
 from runtime.batch.kernels.split import (
     LayerSplit,
     choose_by_split,
     split_batch,
 )
-from runtime.batch.shared_rule import split_shared, token_units
 from runtime.batch.split_rule import SplitRule, SplitSwitch, split_layout
 from runtime.batch.split_rule import split_batch as reference_split
 from runtime.draws import choose_by_draw
@@ -184,34 +182,6 @@ def test_fp8_products_carry_the_scales_of_rows_and_blocks(layout: Layout, scales
     slot = slot_of_row(starts, counts, num_rows)
     wanted = expected(blown_up(plain, 1), blown_up(weights, 128), slot)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-2)
-
-
-@pytest.mark.parametrize("num_first", [1, 3])
-def test_last_slots_have_weights_of_another_tensor(num_first: int) -> None:
-    starts, counts, num_rows = grouped()
-    rows, weights = random(num_rows, 64), random(4, 128, 64, seed=1)
-    scaled = Quantised(random(num_rows, 128).to(FP8), random(num_rows, 1).abs())
-    fp8 = Quantised(random(4, 128, 128, seed=2).to(FP8), random(4, 1, 1, seed=3))
-    one, two, one8, two8 = (torch.full((num_rows, 128), POISON) for _ in range(4))
-
-    first, last = weights.split([num_first, 4 - num_first])
-    grouped_gemm(rows, weights, starts, counts, one)
-    grouped_gemm(rows, in_arena(first), starts, counts, two, last=in_arena(last, gap=80))
-    first8, last8 = (
-        Quantised(*(in_arena(part[slots], gap) for part in fp8))
-        for slots, gap in ((slice(num_first), 48), (slice(num_first, None), 80))
-    )
-    grouped_gemm_fp8(scaled, fp8, starts, counts, one8)
-    grouped_gemm_fp8(scaled, first8, starts, counts, two8, last=last8)
-
-    assert torch.equal(one, two)
-    assert torch.equal(one8, two8)
-    with pytest.raises(ValueError, match="counts of 4 slots, expected 3, as weights"):
-        grouped_gemm(rows, weights[:2], starts, counts, two, last=weights[:1])
-    with pytest.raises(
-        ValueError, match=r"last weights float32 \[2, 64, 64\] .* expected float32 \[any, 128"
-    ):
-        grouped_gemm(rows, weights[:2], starts, counts, two, last=weights[:2, :64])
 
 
 def test_slots_without_any_row_write_nothing() -> None:
@@ -393,86 +363,6 @@ def test_exchange_that_misses_its_deadline_splits_by_own_counts() -> None:
         assert (placement.slot_to_expert[0][chosen] == experts.numpy()).all()
         assert batch.sent.tolist() == [40, 0]
         assert int(exchange.late) == number
-
-
-def test_ranks_are_weighed_by_what_the_split_sends_them() -> None:
-    held = [[0, 1, 2, 0, 3, 4, 0, 1, 5, -1, -1, -1]]  # four ranks, the last without experts
-    placement = Placement(np.array(held), num_experts=6)
-    topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
-    table = RoutingTable(placement, max_replicas=4, topology=topology)
-    layer = {name: one[0] for name, one in table.split.items()}
-    gathered = torch.from_numpy(np.random.default_rng(5).integers(0, 90, (4, 6))).int()
-    gathered[1] = 0
-    batch = batch_tensors(layer, 4, num_experts=6)
-    switch = (torch.zeros(1), torch.zeros(1, dtype=torch.int32))
-    split_batch(layer, batch, switch, 0, exchanged=gathered, rule=SplitRule())
-    ranks, by_sums = (RankTokens.empty(4, torch.device("cpu")) for _ in range(2))
-
-    sums = gathered.sum(dim=1, dtype=torch.int32)[:, None]
-    for counts, into in ((gathered, ranks), (sums, by_sums)):
-        weigh_ranks(layer, counts, batch.totals, batch.up_to, into, top_k=4)
-
-    assert by_sums.tokens.tolist() == ranks.tokens.tolist()
-    total = gathered.sum(dim=0).numpy()
-    layout = split_layout(
-        placement.expert_to_slots[0],
-        placement.slot_share[0],
-        topology.rank_of_slot,
-        num_split=6,
-        ways=4,
-    )
-    wanted = reference_split(total, layout).rank_load
-    assert np.abs(ranks.load.numpy() - wanted).max() <= 3  # boundaries are rounded to tokens
-    assert float(ranks.load.sum()) == total.sum()
-    assert ranks.tokens.tolist() == [-(-int(one.sum()) // 4) for one in gathered]
-    assert ranks.takes.tolist() == [1, 1, 1, 0]
-
-
-@pytest.mark.parametrize(("num_ranks", "top_k", "tokens"), [(1, 1, 3), (5, 6, 70), (40, 8, 600)])
-def test_shared_slots_are_those_of_the_reference_token_by_token(
-    num_ranks: int, top_k: int, tokens: int
-) -> None:
-    rng = np.random.default_rng(num_ranks)
-    ranks = RankTokens(
-        torch.from_numpy(rng.gamma(1.5, 900, num_ranks)).float(),
-        torch.from_numpy(rng.integers(0, tokens, num_ranks)).int(),
-        torch.from_numpy(rng.random(num_ranks) > 0.2).int(),
-    )
-    slot_of_rank = torch.arange(num_ranks) * 10 + 9
-    experts = torch.from_numpy(rng.integers(0, 33, (tokens, top_k)))  # 32 is no expert
-    experts[::7], experts[1::5, 0] = -1, -1
-    slots, weights = torch.randint(0, 9, experts.shape), random(tokens, top_k)
-    is_real = ((experts >= 0) & (experts < 32)).any(dim=1)
-    for source in {0, num_ranks // 2, num_ranks - 1}:
-        # One that knows of fewer tokens than it has, and one of as many.
-        ranks.tokens[source] = int(is_real.sum()) - (tokens // 3 if source else 0)
-        for weight, least in ((1.0, 1), (0.6, 16)):
-            out = torch.full((tokens, top_k + 1), 77), torch.full((tokens, top_k + 1), POISON)
-            append_shared(
-                ranks,
-                slot_of_rank,
-                source,
-                experts,
-                slots,
-                weights,
-                out,
-                num_experts=32,
-                token_units=token_units(weight),
-                least=least,
-            )
-            split = split_shared(
-                ranks.load.numpy(),
-                ranks.tokens.numpy(),
-                ranks.takes.numpy() > 0,
-                weight=weight,
-                least=least,
-            )
-            place = (is_real.cumsum(0) - 1).numpy()
-            rank = split.targets(source, place, int(ranks.tokens[source]))
-            wanted = torch.where(is_real, slot_of_rank[torch.from_numpy(rank)], -1)
-            assert out[0][:, -1].tolist() == wanted.tolist()
-            assert torch.equal(out[0][:, :-1], slots)
-            assert torch.equal(out[1], torch.cat([weights, torch.ones(tokens, 1)], dim=1))
 
 
 def test_arguments_that_a_kernel_would_misread_are_rejected() -> None:

@@ -1,4 +1,4 @@
-"""The deployment page, as printed: one host and two, Redis, the commands, the outputs.
+"""The pages of deployments, as printed: one host and two, Redis, the commands, the outputs.
 
 Hosts are network namespaces, so that addresses and ports are those of the page.
 """
@@ -20,35 +20,34 @@ from pathlib import Path
 import pytest
 
 from tests.support.deployments import EPLB, CommandProcess, clean_environ
-from tests.support.documents import blocks, files_of, text_of
+from tests.support.documents import blocks, files_of
 from tests.support.redis_servers import find_redis_server
 from tests.support.repository import ROOT
 from tests.support.two_hosts import ADDRESSES, TwoHosts, folders
 
-PAGE = "docs/deployment.md"
-BLOCKS = list(blocks(PAGE))
+PAGE, HOSTS_PAGE = "docs/deployment.md", "docs/deployment-hosts.md"
 MOST_ENGINE_LINES = 70
-SECOND_PART = text_of(PAGE).splitlines().index("## Several hosts")
-ACTIVATE = next(block.code for block in BLOCKS if block.code.startswith(". venv"))
-ELSEWHERE = ("pip install", "torchrun", ". venv")  # the last one begins every command here
+ACTIVATE = next(block.code for block in blocks(PAGE) if block.code.startswith(". venv"))
+# The second begins every command here; test_deploy_files.py has the others.
+ELSEWHERE = ("pip install", ". venv", "torchrun", "docker", "kubectl", "systemctl")
 
 
-def commands_of(*, second_part: bool) -> list[str]:
-    """The commands of one part of the page that these tests run, in order."""
+def commands_of(page: str) -> list[str]:
+    """The commands of a page that these tests run, in order."""
     return [
         line
-        for block in BLOCKS
-        if block.language == "sh" and (block.line > SECOND_PART) is second_part
+        for block in blocks(page)
+        if block.language == "sh"
         if not any(words in block.code for words in ELSEWHERE)
         for line in block.code.splitlines()
     ]
 
 
-def outputs_of(*, second_part: bool) -> dict[str, list[str]]:
-    """The lines that the page prints after a command, by the last line of its block."""
+def outputs_of(page: str) -> dict[str, list[str]]:
+    """The lines that a page prints after a command, by the last line of its block."""
     found = {}
-    for before, after in itertools.pairwise(BLOCKS):
-        if after.language == "output" and (before.line > SECOND_PART) is second_part:
+    for before, after in itertools.pairwise(blocks(page)):
+        if after.language == "output":
             found[before.code.splitlines()[-1]] = after.code.splitlines()
     return found
 
@@ -72,7 +71,7 @@ def wait_for_printed(process: CommandProcess, printed: list[str]) -> None:
 
 
 class Hosts:
-    """The hosts of the page, each with a folder that has its files."""
+    """The hosts of the pages, each with a folder that has its files."""
 
     def __init__(self, stack: ExitStack, root: Path, config: str) -> None:
         self._stack, self.folders, self.ran = stack, folders(root), set[str]()
@@ -82,7 +81,7 @@ class Hosts:
         except OSError as exc:
             pytest.skip(str(exc))
         self._environ = clean_environ(PYTHONPATH=str(ROOT))
-        for name, code in files_of(PAGE).items():
+        for name, code in {**files_of(PAGE), **files_of(HOSTS_PAGE)}.items():
             (self.folders[0] / name).write_text(code)
         # In place of the installation: this environment, and the server that tests have.
         activate = self.folders[0] / "venv" / "bin" / "activate"
@@ -124,7 +123,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     with ExitStack() as stack:
         made = Hosts(stack, tmp_path, "hosts.toml")
         made.succeed(0, "python make_model.py", is_of_page=False)
-        for line in commands_of(second_part=True)[:2]:
+        for line in commands_of(HOSTS_PAGE)[:2]:
             made.succeed(0, line)
         shutil.copytree(made.folders[0], made.folders[1], dirs_exist_ok=True)
         bind = f"redis-server --bind {ADDRESSES[0]} --port 6379 --save '' --protected-mode no"
@@ -147,16 +146,15 @@ def test_engine_of_the_page_is_short() -> None:
 
 
 def test_every_output_of_the_page_follows_a_command_that_is_run() -> None:
-    for second_part in (False, True):
-        outputs = outputs_of(second_part=second_part)
-        assert set(outputs) <= set(commands_of(second_part=second_part))
+    for page in (PAGE, HOSTS_PAGE):
+        assert set(outputs_of(page)) <= set(commands_of(page))
 
 
 @pytest.mark.slow  # a minute: two ranks that import the library
-def test_first_part_of_the_page_runs_as_printed_on_one_host(one_host: Hosts) -> None:
-    redis_line = next(line for line in commands_of(second_part=False) if "redis-server" in line)
+def test_page_of_one_host_runs_as_printed(one_host: Hosts) -> None:
+    redis_line = next(line for line in commands_of(PAGE) if "redis-server" in line)
     launch_line = "eplb launch -- python engine.py"
-    outputs = outputs_of(second_part=False)
+    outputs = outputs_of(PAGE)
     one_host.start(0, redis_line).wait_for("Ready to accept connections")
     assert_as_printed(one_host.succeed(0, "eplb check"), outputs["eplb check"])
 
@@ -167,7 +165,7 @@ def test_first_part_of_the_page_runs_as_printed_on_one_host(one_host: Hosts) -> 
     wait_for_printed(launch, outputs[launch_line])
 
     assert_as_printed(one_host.succeed(0, "eplb status"), outputs["eplb status"])
-    curl = next(line for line in commands_of(second_part=False) if line.startswith("curl"))
+    curl = next(line for line in commands_of(PAGE) if line.startswith("curl"))
     assert '"decision"' in one_host.succeed(0, curl)[0]
     shown = "curl -s http://127.0.0.1:8765/api/v1/imbalance"  # what the page draws
     drawn = json.loads(one_host.succeed(0, shown, is_of_page=False)[0])
@@ -178,12 +176,12 @@ def test_first_part_of_the_page_runs_as_printed_on_one_host(one_host: Hosts) -> 
     assert wrong_of([launch], 2) <= 1, launch.lines
     for process in started:
         assert process.ends(signal.SIGTERM) == 0, process.lines
-    assert one_host.ran == set(commands_of(second_part=False))
+    assert one_host.ran == set(commands_of(PAGE))
 
 
 @pytest.mark.slow  # a minute of two hosts
-def test_second_part_of_the_page_runs_as_printed_on_two_hosts(hosts: Hosts) -> None:
-    outputs, launch_line = outputs_of(second_part=True), "eplb launch -- python engine.py"
+def test_page_of_several_hosts_runs_as_printed_on_two_hosts(hosts: Hosts) -> None:
+    outputs, launch_line = outputs_of(HOSTS_PAGE), "eplb launch -- python engine.py"
     for host in range(2):
         first = hosts.succeed(host, "eplb check")[0]
         assert first.endswith(f"4 ranks on 2 hosts, this is host {host}, {ADDRESSES[host]}")
@@ -204,7 +202,7 @@ def test_second_part_of_the_page_runs_as_printed_on_two_hosts(hosts: Hosts) -> N
         ["2", "1"],
         ["3", "1"],
     ]
-    curl = next(line for line in commands_of(second_part=True) if line.startswith("curl"))
+    curl = next(line for line in commands_of(HOSTS_PAGE) if line.startswith("curl"))
     assert '"decision"' in hosts.succeed(0, curl)[0]
     unknown = f"curl -s http://{ADDRESSES[0]}:8765/api/v1/plan"
     assert '"status":401' in hosts.succeed(1, unknown, is_of_page=False)[0]
@@ -217,7 +215,7 @@ def test_second_part_of_the_page_runs_as_printed_on_two_hosts(hosts: Hosts) -> N
     assert wrong_of(launches, 4) <= 1, launches[0].lines
     for process in (serve, *caches):
         assert process.ends(signal.SIGTERM) == 0, process.lines
-    assert hosts.ran == set(commands_of(second_part=True))
+    assert hosts.ran == set(commands_of(HOSTS_PAGE))
 
 
 def ranks_of(launch: CommandProcess) -> list[int]:

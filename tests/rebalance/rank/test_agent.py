@@ -18,7 +18,6 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
 from eplb.migration.build import Pace, build_migration
-from eplb.shares.switches import BatchSwitches
 from rebalance.agent import RankAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.experts import ExpertSchema
@@ -391,28 +390,6 @@ def test_swap_at_begin_update_counts_the_last_step_by_its_placement(
         for sample in sink.samples:
             num_steps = sample.last_step - sample.first_step + 1
             assert np.array_equal(sample.tokens, num_steps * (sample.slot_to_expert != EMPTY))
-
-
-def test_extra_slots_are_in_no_sample_and_stay_through_a_migration() -> None:
-    with closing(new_group(batch=BatchSwitches(split=True, shared_expert="light_ranks"))) as group:
-        first = [table.extra_slot(0).tolist() for table in group.tables]
-        group.publish(FULL)
-        while group.generation() == 0 or group.agents[0].phase != "idle":
-            group.step()
-            for counter in group.counters:
-                counter.received[:, :3] += 1
-                counter.received[:, 3] += 100  # tokens of a shared expert
-        for _ in range(4):
-            group.step()
-
-        assert first == [[3, 7, 11, 15]] * 4
-        assert [table.extra_slot(0).tolist() for table in group.tables] == first
-        samples = [sample for sink in group.sinks for sample in sink.samples]
-        assert {sample.generation for sample in samples} == {0, 1}
-        assert {sample.tokens.shape for sample in samples} == {(NUM_LAYERS, 3)}
-        assert all(0 <= sample.tokens.max() < 100 for sample in samples)
-        experts = group.tables[0].slots[group.tables[0].slots >= 0]
-        assert not (experts % 4 == 3).any()  # no routed expert in a rank's fourth slot
 
 
 def test_step_between_begin_and_end_of_an_update_is_refused_and_versions_grow(

@@ -270,13 +270,11 @@ def test_id_that_is_no_expert_is_counted_and_gets_no_slot(run_ranks: RunRanks) -
         assert strays == 1
 
 
-def test_table_without_a_topology_has_neither_a_split_nor_extra_slots() -> None:
+def test_table_without_a_topology_has_no_split() -> None:
     table = RoutingTable(PLACEMENT, max_replicas=3)
 
     with pytest.raises(ConfigError, match="no topology"):
         BatchSplit(table, lambda own, to: None, source=0, num_sources=1, max_pairs=8)
-    with pytest.raises(ConfigError, match="1 extra slots and no topology"):
-        RoutingTable(PLACEMENT, max_replicas=3, extra_slots=1)
 
 
 def test_table_with_a_topology_routes_as_one_without() -> None:
@@ -289,24 +287,6 @@ def test_table_with_a_topology_routes_as_one_without() -> None:
     without.load(SWAPPED, [0])
     experts = routed(0, 3)
     assert torch.equal(with_split.choose(0, experts, salt=5), without.choose(0, experts, salt=5))
-
-
-def test_table_with_extra_slots_numbers_slots_as_the_wider_dispatch_does() -> None:
-    wide = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY, extra_slots=2)
-    plain = RoutingTable(PLACEMENT, max_replicas=3, topology=TOPOLOGY)
-    assert TOPOLOGY.widened(2).num_slots == 15
-    experts = torch.cat([routed(0, 1), torch.tensor([[-1, 4]])])
-
-    chosen = wide.choose(0, experts, salt=3)
-
-    slot = plain.choose(0, experts, salt=3)
-    assert torch.equal(chosen, torch.where(slot < 0, slot, slot + 2 * (slot // 3)))
-    assert torch.equal(
-        wide.split["slot"],
-        torch.where(
-            plain.split["slot"] < 0, -1, plain.split["slot"] // 3 * 5 + plain.split["slot"] % 3
-        ),
-    )
 
 
 def test_layer_whose_batches_gain_nothing_leaves_out_its_exchange_on_every_rank(

@@ -92,22 +92,17 @@ def test_nan_difference_never_counts_as_small(damage: float) -> None:
     assert not check.max_error <= 1e-4
 
 
-HIDDEN, INTERMEDIATE, WIDER = 8, 16, 24
-COUNTS = (3, 0, 2, 4)  # the last of the shared slot
+HIDDEN, INTERMEDIATE = 8, 16
+COUNTS = (3, 0, 2, 4)
 
 
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
-@pytest.mark.parametrize("width", [INTERMEDIATE, WIDER])
-def test_each_slot_has_its_own_weights_the_shared_one_too(width: int, layout: str) -> None:
+def test_each_slot_has_its_own_weights(layout: str) -> None:
     torch.manual_seed(1)
-    bank = ExpertBank(ExpertSchema.swiglu(HIDDEN, INTERMEDIATE), 1, 3, num_staging=0)
+    bank = ExpertBank(ExpertSchema.swiglu(HIDDEN, INTERMEDIATE), 1, 4, num_staging=0)
     routed = bank.weights(0)
     for tensor in routed.values():
         tensor.normal_()
-    shared = {
-        "gate_up": torch.randn((1, 2 * width, HIDDEN)),
-        "down": torch.randn((1, HIDDEN, width)),
-    }
     pieces = [torch.randn((count, HIDDEN)) for count in COUNTS]
     rows = torch.cat(pieces)
     if layout == "padded":
@@ -115,13 +110,12 @@ def test_each_slot_has_its_own_weights_the_shared_one_too(width: int, layout: st
         for slot, piece in enumerate(pieces):
             rows[slot, : len(piece)] = piece
 
-    results = LoopExperts(bank, shared=[shared]).run(0, Received(rows, torch.tensor(COUNTS), None))
+    results = LoopExperts(bank).run(0, Received(rows, torch.tensor(COUNTS), None))
 
     assert results.shape == rows.shape
     found = results.split(COUNTS) if layout == "grouped" else results
     for slot, piece in enumerate(pieces):
-        weights, place = (shared, 0) if slot == 3 else (routed, slot)
-        expected = swiglu(piece, weights["gate_up"][place], weights["down"][place])
+        expected = swiglu(piece, routed["gate_up"][slot], routed["down"][slot])
         torch.testing.assert_close(found[slot][: len(piece)], expected)
 
 
@@ -160,17 +154,6 @@ def test_all_slots_have_the_rows_of_a_point_as_far_as_memory_goes() -> None:
     for rows, counts in noted.counts.items():
         busy = min(SLOTS, MOST_ROWS // rows)
         assert counts == [rows] * busy + [0] * (SLOTS - busy)
-
-
-def test_slots_after_the_banks_get_no_rows() -> None:
-    held = bank()
-    shared = {name: tensor[:1].clone() for name, tensor in held.weights(0).items()}
-    noted = NotedExperts(LoopExperts(held, shared=[shared] * LAYERS))
-
-    found = measure_experts(noted, held, TIMED_HIDDEN, extra_slots=1, budget_s=NEVER_S)
-
-    assert found.rows == sorted(POINTS)
-    assert {(len(counts), counts[-1]) for counts in noted.counts.values()} == {(SLOTS + 1, 0)}
 
 
 def test_layers_take_turns() -> None:

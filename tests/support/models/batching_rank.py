@@ -18,8 +18,8 @@ from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.group import RankGroups, join_votes
 from rebalance.assembly.rank import BuiltRank, build_rank
 from rebalance.weights.cache.address import HostCacheAddress
-from runtime.batch.parts import BatchParts, BatchRules
-from runtime.batch.split_rule import EVERY_BATCH
+from runtime.batch.split import BatchSplit
+from runtime.batch.split_rule import EVERY_BATCH, SplitRule
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.dispatch.all_to_all import AllToAllDispatcher
@@ -32,8 +32,6 @@ from tests.support.two_ranks import begin_run
 
 NUM_SEQUENCES, LENGTH = 3, 8  # of a rank's batch
 CPU = torch.device("cpu")
-# Batches of tests are small: nothing is too small to be moved.
-ALWAYS = BatchRules(EVERY_BATCH, least_shared=1)
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,16 @@ class BatchingSetup:
     weights: Path
     store: str
     batches: tuple[tuple[int, ...], ...]  # the experts that every token of a batch is routed to
-    rules: tuple[BatchRules, ...] = (ALWAYS, ALWAYS)  # by rank
+    rules: tuple[SplitRule, ...] = (EVERY_BATCH, EVERY_BATCH)  # by rank
 
 
 @dataclass(frozen=True)
 class Served:
     refusal: str = ""
     max_error: float = 0.0
-    routed: int = 0  # rows of the placement's slots in the first layer
-    extra: int = 0  # rows of the extra slots in the first layer
+    routed: int = 0  # rows in the first layer
     reported: str = ""  # what the rank says is on
-    before: str = ""  # the same, before the parts were made
+    before: str = ""  # the same, before the split was made
 
 
 def serve_switches(rank: int, num_ranks: int, setup: BatchingSetup) -> list[list[Served]]:
@@ -73,23 +70,20 @@ def _serve(rank: int, setup: BatchingSetup, config: RankConfig, groups: RankGrou
     built = build_rank(config, place, setup.model, setup.schema, setup.store)
     before = str(built.agent.describe().detail.get("batch", "off"))
     try:
-        parts = built.batch_parts(NUM_SEQUENCES * LENGTH, setup.rules[rank])
+        split = built.batch_split(NUM_SEQUENCES * LENGTH, setup.rules[rank])
     except EplbError as exc:
         built.close()
         return [Served(f"{type(exc).__name__}: {exc}")]
-    stack = _stack(rank, setup, built, parts)
+    stack = _stack(rank, setup, built, split)
     found = [_batch(rank, setup, built, stack, chosen, before) for chosen in setup.batches]
     built.close()
     return found
 
 
-def _stack(rank: int, setup: BatchingSetup, built: BuiltRank, parts: BatchParts) -> MoEStack:
-    dispatcher = AllToAllDispatcher(parts.topology, built.place.groups.tokens, rank, built.counter)
+def _stack(rank: int, setup: BatchingSetup, built: BuiltRank, split: BatchSplit | None) -> MoEStack:
+    dispatcher = AllToAllDispatcher(setup.topology, built.place.groups.tokens, rank, built.counter)
     checkpoint, layers = Checkpoint(setup.weights), range(setup.model.num_layers)
-    at_home = [_shared(checkpoint, layer) for layer in layers]
-    in_slots = [dict(zip(("gate_up", "down"), (a[None], b[None]), strict=True)) for a, b in at_home]
-    spreads = parts.spread is not None
-    experts = LoopExperts(built.bank, shared=in_slots if spreads else ())
+    experts = LoopExperts(built.bank)
     made = [
         MoELayer(
             layer,
@@ -97,9 +91,8 @@ def _stack(rank: int, setup: BatchingSetup, built: BuiltRank, parts: BatchParts)
             experts,
             built.table,
             dispatcher,
-            shared=None if spreads else at_home[layer],
-            split=parts.split,
-            spread=parts.spread,
+            shared=_shared(checkpoint, layer),
+            split=split,
         )
         for layer in layers
     ]
@@ -129,12 +122,10 @@ def _batch(
     received = built.counter.received[0] - received
     weights = Checkpoint(setup.weights).reference_weights()
     check = ReferenceModel(setup.model, weights).check(ids, answer, forced=True)
-    own = built.bank.num_slots
     dist.barrier()
     return Served(
         max_error=check.max_error,
-        routed=int(received[:own].sum()),
-        extra=int(received[own:].sum()),
+        routed=int(received.sum()),
         reported=str(built.agent.describe().detail.get("batch", "off")),
         before=before,
     )
