@@ -9,7 +9,7 @@ ENGINES := vllm sglang
 # Tests start hundreds of processes: each would compile the project's modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-slow test-gpu test-engines check bench clean
+.PHONY: demo test test-all test-slow test-gpu test-engines check bench scorecard clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
@@ -60,6 +60,13 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.telemetry.costs
 	$(BIN)/python -m benchmarks.telemetry.redis --seconds 20
 	$(BIN)/python -m benchmarks.telemetry.disk
+
+# With each release: how far the simulator's times are from measured ones.
+scorecard: $(VENV)/.dev
+	$(PIP) --editable '.[calibrate]'
+	$(BIN)/python -m benchmarks.fidelity --check
+	$(BIN)/python -m benchmarks.fidelity.links
+	$(BIN)/python -m benchmarks.fidelity.own_kernel
 
 # torch first and alone: a CPU build of the pinned version is as good as any other.
 $(VENV)/.all: pyproject.toml constraints.txt

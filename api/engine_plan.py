@@ -63,10 +63,11 @@ class Group:
             )
         slots = num_experts + self.redundant
         if slots % self.ranks:
+            least = -num_experts % self.ranks
+            fit = ", ".join(str(least + times * self.ranks) for times in range(3))
             raise ConfigError(
                 f"{num_experts} experts and {self.redundant} redundant ones on {self.ranks} ranks, "
-                f"expected a multiple of {self.ranks} slots: {-num_experts % self.ranks} redundant "
-                "ones or so many more"
+                f"expected equally many slots on each: {fit}, ... redundant ones"
             )
         return Topology.uniform(self.nodes, self.ranks // self.nodes, slots // self.ranks)
 

@@ -39,7 +39,7 @@ from benchmarks.batch_split import (
     windows,
 )
 from eplb import Placement, plan
-from eplb.core.cost import GROUPED_GEMM_H200
+from eplb.core.cost import CostModel
 from eplb.core.placement import EMPTY
 from simulations.oracles import EXACT, ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE, give, lowest
 
@@ -113,7 +113,7 @@ def in_order(case: Case, counts: Ints, least: int, tolerance: float) -> NDArray[
 
 def slowest(rows: NDArray[np.float64]) -> int:
     """The rank of rows [R, C] that takes longest by the planner's curve."""
-    at, us = np.array(GROUPED_GEMM_H200).T
+    at, us = np.array(CostModel().timed.curve).T
     beyond = np.maximum(rows / at[-1], 1.0)  # the last point, in proportion
     times = np.where(rows > 0, np.interp(rows, at, us) * beyond, 0.0)
     return int(times.sum(axis=1).argmax())

@@ -12,9 +12,9 @@ which take turns on several sets of weights, so that no launch finds its weights
 *Even* rows: each of 2, 9 or 36 slots has the same number. *Uneven* rows: 9 slots share rows by a
 seeded Gamma draw at three skews and five batches, with the tiling that serving takes for the mean
 (``tiles_for`` in the files; some older ones have the busiest slot's too). ``--show FILE`` prints
-what the simulator predicts from the even rows alone beside what the uneven ones took, by both rules
-of ``simulations/step_time.py``. Measuring needs torch and
-triton only. ``--start`` prints what a rank measures at its start beside the even rows.
+what the simulator predicts from the even rows alone beside what the uneven ones took. Measuring
+needs torch and triton only. ``--start`` prints what a rank measures at its start beside the even
+rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import triton
 
-from eplb.core.cost import GROUPED_GEMM_H200
+from eplb.core.model import ModelShape
 from eplb.decision.expert_times import chosen_curve
 from eplb.decision.score import ridge
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
@@ -265,7 +265,7 @@ def at_start(shape: Shape) -> None:
             f"{shape.name}: run {run}: points {found.seconds:.3f} s, with the first launch "
             f"{took:.2f} s, memory {peak / 1e6:.0f} MB: rows {found.rows}, us {found.us}"
         )
-    curve = chosen_curve(GROUPED_GEMM_H200, [found])
+    curve = chosen_curve((), [found])
     print(f"{curve.source}; ridge at {ridge(curve.curve):.0f} tokens")
     del experts, bank, arena
     torch.cuda.empty_cache()
@@ -306,16 +306,19 @@ def uneven(shape: Shape, batches: tuple[int, ...], draws: int) -> list[dict[str,
 
 def show(path: Path) -> None:
     """Print errors of predicted times on uneven rows, by skew and batch; needs no GPU."""
-    from simulations.step_time import predicted_us, read_expert_time
+    from simulations.step_time import measured_kernel, predicted_us
 
     record = json.loads(path.read_text())
-    curve = read_expert_time(path, UNEVEN_SLOTS)
+    model = ModelShape((0,), 1, 1, record["hidden"], record["intermediate"])
+    kernel = measured_kernel(path, model)
     print(f"\n{path.stem}: predicted over measured, mean of draws")
     print(f"{'skew':8}{'rows':>6}{'us':>10}{'ratio':>15}")
     for skew in SKEWS:
         for mean in sorted({point["mean_rows"] for point in record["uneven"]}):
             here = [p for p in record["uneven"] if (p["skew"], p["mean_rows"]) == (skew, mean)]
-            ratio = statistics.mean(predicted_us(curve, p["counts"]) / p["us"] for p in here)
+            ratio = statistics.mean(
+                predicted_us(kernel, p["counts"], model) / p["us"] for p in here
+            )
             us = statistics.mean(point["us"] for point in here)
             print(f"{skew:8}{mean:6}{us:10.1f}{ratio:15.3f}")
 

@@ -2,18 +2,16 @@
 
 from simulations.replay import Replay, Scenario, replay, replay_all
 from simulations.report import summary, table
-from simulations.workloads import Workload, generate, workload_named
+from simulations.workloads import generate
 from telemetry.formats.routing import load_trace
 
 __all__ = [
     "Replay",
     "Scenario",
-    "Workload",
     "generate",
     "load_trace",
     "replay",
     "replay_all",
     "summary",
     "table",
-    "workload_named",
 ]

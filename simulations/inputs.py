@@ -7,27 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
+from eplb.core.kernels import Kernel, kernel_for
+from eplb.core.load import LoadHistory
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
-from simulations.kernels import kernel_for
-from simulations.step_time import (
-    ExpertTime,
-    StepModel,
-    check_fits,
-    hardware_named,
-    of_kernel,
-    read_expert_time,
-)
+from eplb.errors import ConfigError, HistoryError
+from simulations.step_time import StepModel, hardware_named, measured_kernel
 from simulations.windows import RecordedDeployment, Windows, of_history
 from simulations.workloads import PREFIX, windows_named
 from telemetry.formats.routing import (
-    DEFAULT_WINDOW_TOKENS,
     Layout,
     batched_windows,
     load_trace,
     read_requests,
     read_vllm_requests,
+    window_of,
 )
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions
@@ -62,17 +56,25 @@ def windows_of(
     if batch is not None:
         return _batched(Path(trace), options, layout, batch)
     if Path(trace).suffix == ".npz":
-        return of_history(
-            load_trace(
-                Path(trace),
-                window_tokens=options.window_tokens,
-                num_experts=options.num_experts,
-                layout=layout,
-            )
+        history = load_trace(
+            Path(trace),
+            window_tokens=options.window_tokens,
+            num_experts=options.num_experts,
+            layout=layout,
         )
+        return _recorded(history, trace)
     found = read_load(trace, options)
     told = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
-    return replace(of_history(found.history), deployment=told)
+    return replace(_recorded(found.history, trace), deployment=told)
+
+
+def _recorded(history: LoadHistory, trace: str) -> Windows:
+    if not history.tokens.any():
+        raise HistoryError(
+            f"{trace}: all counts of its {history.num_windows} windows are 0, as an engine writes "
+            "them before it serves; expected recorded traffic"
+        )
+    return of_history(history)
 
 
 def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> Windows:
@@ -81,7 +83,7 @@ def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int
         ids, lengths = read_vllm_requests(path)
     else:
         ids, lengths = read_requests(path, layout=layout)
-    tokens = options.window_tokens or DEFAULT_WINDOW_TOKENS
+    tokens = options.window_tokens or window_of(ids.shape[1])
     return of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
 
 
@@ -143,8 +145,8 @@ def model_named(name: str | None, windows: Windows) -> tuple[ModelShape, str]:
     return alike[found], f"{found}, the known model of {shape}"
 
 
-def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
-    """The model, if the windows are of its shape.
+def model_of(model: ModelShape | None, windows: Windows, trace: str) -> ModelShape | None:
+    """The model, if the windows of a trace are of its shape.
 
     Raises:
         ConfigError: they are not.
@@ -152,32 +154,30 @@ def model_of(model: ModelShape | None, windows: Windows) -> ModelShape | None:
     found = (windows.num_layers, windows.num_experts)
     if model is not None and found != (model.num_layers, model.num_experts):
         raise ConfigError(
-            f"the trace has {found[0]} layers x {found[1]} experts, "
-            f"the model {model.num_layers} x {model.num_experts}"
+            f"{trace} has {found[0]} MoE layers x {found[1]} experts, the model "
+            f"{model.num_layers} x {model.num_experts}: expected the load of that model, or "
+            "--model with the one that was recorded"
         )
     return model
 
 
-def experts_of(
+def kernel_of(
     model: ModelShape,
     hardware: str,
-    slots_per_rank: float,
     *,
     engine: str | None = None,
     expert_times: Path | None = None,
     is_prefill: bool = False,
-) -> ExpertTime:
-    """Times of experts from a measured file, else from the constants of an engine's kernel.
+) -> Kernel:
+    """The kernel of a measured file, else an engine's by its constants.
 
     Raises:
         ConfigError: no constants, or a file of other experts.
     """
-    if expert_times is None:
-        card = hardware_named(hardware).name
-        return of_kernel(kernel_for(card, model.precision, engine, is_prefill=is_prefill), model)
-    experts = read_expert_time(expert_times, slots_per_rank)
-    check_fits(expert_times, model)
-    return experts
+    if expert_times is not None:
+        return measured_kernel(expert_times, model)
+    card = hardware_named(hardware).name
+    return kernel_for(card, model.precision, engine, is_prefill=is_prefill)
 
 
 def step_model_of(
@@ -195,17 +195,12 @@ def step_model_of(
     """Times of steps of a card.
 
     Raises:
-        ConfigError: no model, unknown hardware, or as ``experts_of``.
+        ConfigError: no model, unknown hardware, or as ``kernel_of``.
     """
     if model is None:
         raise ConfigError("times of steps need the sizes of experts, expected --model")
     card = replace(hardware_named(hardware), port_ranks=port_ranks)
-    experts = experts_of(
-        model,
-        hardware,
-        float(topology.slots_of_rank.mean()),
-        engine=engine,
-        expert_times=expert_times,
-        is_prefill=is_prefill,
+    kernel = kernel_of(
+        model, hardware, engine=engine, expert_times=expert_times, is_prefill=is_prefill
     )
-    return StepModel(model, topology, card, experts, is_prefill, other_us, is_overlapped)
+    return StepModel(model, topology, card, kernel, is_prefill, other_us, is_overlapped)

@@ -10,12 +10,13 @@ network. Each candidate is replayed with the live planner at the batch that its 
 The best candidate is replayed once more at smaller batches, with and without balancing, beside the
 time that no placement can be below.
 
-Times of experts have an error that was measured (``simulations.kernels``). A gain is told only
+Times of experts have an error that was measured (``eplb.core.kernels``). A gain is told only
 where it is above the part of it that experts have in a step; otherwise the answer is that it cannot
 tell, and what to measure.
 
-No queue and no scheduler is modelled: the batch is always full. A step gives one token of each
-sequence, and drafts that are accepted.
+No queue and no scheduler is modelled: the batch is always full. A step of decode gives one token of
+each sequence, and drafts that are accepted. A step of prefill takes a number of tokens of each
+rank, whatever prompts they are of; a prompt needs as many steps as its tokens fill.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, product
+from math import ceil
 from typing import Any
+
+import numpy as np
 
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
+from eplb.core.jit import FloatArray
+from eplb.core.kernels import Kernel
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
 from simulations.inputs import even_topology
 from simulations.migration_cost import MigrationCost
 from simulations.replay import Replay, Scenario, replay_all
-from simulations.step_time import ExpertTime, Hardware, StepModel
+from simulations.step_time import Hardware, StepModel
 from simulations.windows import Windows
 
 
@@ -111,12 +117,13 @@ class Speculation:
         """Tokens of a sequence that a step gives, in the mean."""
         return sum(self.acceptance**draft for draft in range(self.verified))
 
-    def step_us(self, verifying_us: float, num_layers: int) -> float:
-        """Of a step, its drafts included."""
+    def step_us(self, verifying_us: FloatArray, num_layers: int) -> FloatArray:
+        """Of steps, their drafts included."""
         return verifying_us * (1 + self.drafts / num_layers)
 
 
-POLICY, NOTHING = "auto", "none"
+NOTHING = "none"
+LEAST_PREFILL = 256  # tokens of a rank in a step: the smallest batch of the answer's table
 WORTH_IT = 0.01  # of the tokens per second: less is called no gain
 
 
@@ -130,13 +137,18 @@ class Question:
 
     windows: Windows
     memory: MemoryModel
-    experts: dict[int, ExpertTime]  # by ranks of a group
+    kernel: Kernel
+    ranks: Sequence[int] = (32,)  # of a group
     ranks_per_node: int = 8
     redundant: Sequence[int] = (0, 1, 2, 4)  # slots of each rank beyond those that hold all once
     intervals: Sequence[int] = (1, 4, 16)  # windows from one plan to the next
+    policies: Sequence[str] = ("auto",)
     context: int = 4096  # tokens of a sequence
-    most_sequences: int = 256  # of a rank
-    other_us: float = 0.0
+    most_sequences: int = 256  # of a rank; in prefill, tokens of a step
+    is_prefill: bool = False
+    other_us: float = 0.0  # of a layer outside of its MoE part
+    attention_share: float | None = None  # the same as a part of a step at even load; in its place
+    pay_back_s: float = CostModel.pay_back_s
     window_s: float = 60.0
     seed: int = 0
     attention_ranks: Sequence[int] = (0,)  # beside the group; 0: its ranks do both
@@ -145,7 +157,7 @@ class Question:
     speculation: Speculation = field(default_factory=Speculation)
 
     def __post_init__(self) -> None:
-        for name in ("experts", "redundant", "intervals", "attention_ranks"):
+        for name in ("ranks", "redundant", "intervals", "attention_ranks", "policies"):
             if not getattr(self, name):
                 raise ConfigError(f"no {name} to compare, expected at least one")
         for name in ("context", "most_sequences", "ranks_per_node"):
@@ -159,11 +171,35 @@ class Question:
             raise ConfigError(
                 f"attention_ranks are {list(self.attention_ranks)}, expected 0 or more"
             )
+        if self.attention_share is not None and not 0 <= self.attention_share < 1:
+            raise ConfigError(
+                f"attention_share is {self.attention_share}, expected 0 or more and below 1"
+            )
+        if self.is_prefill and self.speculation.drafts:
+            raise ConfigError(f"{self.speculation.drafts} drafts in prefill, expected none")
         if min(self.redundant) < 0 or min(self.intervals) < 1:
             raise ConfigError(
                 f"redundant {list(self.redundant)} and intervals {list(self.intervals)}, "
                 "expected 0 or more, and 1 or more"
             )
+
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in."""
+        return "tokens" if self.is_prefill else "sequences"
+
+    def latency(self, step_us: float, batch: int) -> float:
+        """Milliseconds of a token of a sequence; in prefill, until a prompt has its first one."""
+        steps = ceil(self.context / batch) if self.is_prefill else 1 / self.speculation.given
+        return step_us * steps / 1000
+
+    def outside_us(self, step: StepModel, tokens: float) -> float:
+        """Of a layer outside of its MoE part, in steps of so many tokens of all ranks."""
+        if self.attention_share is None:
+            return self.other_us
+        experts = np.full((1, step.model.num_experts), 1 / step.model.num_experts)
+        even_us = replace(step, other_us=0.0).bound(experts * tokens * step.model.top_k).us
+        return even_us * self.attention_share / (1 - self.attention_share)
 
 
 @dataclass(frozen=True)
@@ -174,7 +210,7 @@ class Candidate:
     slots_per_rank: int
     redundant: int  # slots of a rank
     interval: int  # windows; 0: nothing is planned
-    sequences: int  # of a rank that runs attention; 0: the weights do not fit
+    sequences: int  # of a rank that runs attention, or its tokens in prefill; 0: weights do not fit
     is_memory_bound: bool  # the KV cache limits the batch, not ``most_sequences``
     kv_bytes: float
     imbalance: float
@@ -184,13 +220,16 @@ class Candidate:
     error: float | None  # of its time, by that of experts at these rows; None: not known
     tokens_per_s: float  # of a rank, attention ranks included
     attention_ranks: int = 0  # beside the group; 0: its ranks do both
+    policy: str = NOTHING
+    latency_ms: float = 0.0  # ``Question.latency``
     placement: Placement | None = field(default=None, repr=False)  # that served last
 
     @property
     def name(self) -> str:
         """As sentences have it."""
-        slots = f"{self.redundant} redundant slots a rank" if self.redundant else "no redundancy"
-        planned = f"a plan every {self.interval} windows" if self.interval else "no balancing"
+        slots = f"{self.redundant} redundant a rank" if self.redundant else "no redundancy"
+        every = f"{self.interval} windows" if self.interval > 1 else "window"
+        planned = f"{self.policy} every {every}" if self.interval else "no balancing"
         return f"{self.group}, {slots}, {planned}"
 
     @property
@@ -228,9 +267,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of the best candidate: milliseconds of a token, drafts that count included."""
+    """One batch of the best candidate: milliseconds are those of ``Question.latency``."""
 
-    sequences: int  # of a rank that runs attention
+    sequences: int  # of a rank that runs attention; in prefill its tokens of a step
     tokens_per_expert: float  # mean, of one step
     none_ms: float  # without balancing, in the same slots
     planned_ms: float
@@ -254,10 +293,10 @@ class Batch:
 class Answer:
     """Candidates, the best first."""
 
+    question: Question
     candidates: tuple[Candidate, ...]
     unfit: tuple[Candidate, ...]  # whose weights do not fit
     batches: tuple[Batch, ...] = ()  # of the best candidate, the smallest first
-    most_ms: float | None = None  # of a token, as asked for
 
     @property
     def best(self) -> Candidate:
@@ -290,9 +329,10 @@ class Answer:
         lines.append(_parts_of(best))
         limit = "the KV cache" if best.is_memory_bound else "the most that was asked for"
         lines.append(
-            f"batch: {best.sequences} sequences a rank, limited by {limit}; "
+            f"batch: {best.sequences} {self.question.unit} a rank, limited by {limit}; "
             f"{best.kv_bytes / 1e9:.1f} GB are left for the KV cache"
         )
+        lines.append(self._latency(best, nothing))
         lines += self._batch_sentences()
         if len(self.candidates) > 1:
             lines.append(self._second(self.candidates[1]))
@@ -303,6 +343,23 @@ class Answer:
         ]
         return lines
 
+    def _latency(self, best: Candidate, nothing: Sequence[Candidate]) -> str:
+        """TTFT or TPOT at the full batch."""
+        question = self.question
+        without = f" ({nothing[0].latency_ms:.1f} ms without balancing)" if nothing else ""
+        if question.is_prefill:
+            what = f"TTFT of a prompt of {question.context} tokens, with no queue"
+        else:
+            what = "TPOT"
+        share = question.attention_share
+        outside = (
+            f"{question.other_us:g} us of each layer (--other-us)"
+            if share is None
+            else f"{share:.0%} of a step at even load (--attention-share)"
+        )
+        text = f"{what}: {best.latency_ms:.1f} ms{without}"
+        return f"{text}; stated and not measured: outside of MoE layers {outside}"
+
     def _batch_sentences(self) -> list[str]:
         """From which batch on balancing pays, and which one keeps the time of a token."""
         if not self.batches:
@@ -312,28 +369,28 @@ class Answer:
             len(self.batches),
         )
         pays = self.batches[len(self.batches) - first :]  # and at every larger batch
-        last = self.batches[-1]
+        last, unit, most_ms = self.batches[-1], self.question.unit, self.question.most_ms
         text = f"balancing gains less than {WORTH_IT:.0%} at every batch up to {last.sequences}"
         if pays:
             text = (
-                f"balancing pays from {pays[0].sequences} sequences a rank on "
+                f"balancing pays from a batch of {pays[0].sequences} {unit} a rank on "
                 f"({pays[0].tokens_per_expert:.4g} tokens an expert); at {last.sequences} it "
                 f"brings {last.gain:+.1%}, and no placement more than "
                 f"{last.most_gain:+.1%}"
             )
-        if self.most_ms is None:
+        if most_ms is None:
             return [text]
-        within = [one for one in self.batches if one.planned_ms <= self.most_ms]
+        within = [one for one in self.batches if one.planned_ms <= most_ms]
         if not within:
             least = self.batches[0]
             return [
                 text,
-                f"no batch keeps {self.most_ms:g} ms: one takes {least.planned_ms:.1f} ms",
+                f"no batch keeps {most_ms:g} ms: one takes {least.planned_ms:.1f} ms",
             ]
         chosen = within[-1]
         return [
             text,
-            f"within {self.most_ms:g} ms a token: {chosen.sequences} sequences a rank, "
+            f"within {most_ms:g} ms: {chosen.sequences} {unit} a rank, "
             f"{chosen.planned_ms:.1f} ms and {chosen.planned_tokens_per_s:.1f} tokens/s a rank "
             f"({chosen.none_ms:.1f} ms without balancing)",
         ]
@@ -344,7 +401,7 @@ class Answer:
         if second.imbalance > self.best.imbalance + 0.001:
             reasons.append(f"imbalance {second.imbalance:.3f}")
         if second.sequences < self.best.sequences:
-            reasons.append(f"{second.sequences} sequences fit")
+            reasons.append(f"{second.sequences} {self.question.unit} fit")
         if second.lost_part > self.best.lost_part:
             reasons.append(f"moves take {second.lost_part:.2%}")
         why = ", ".join(reasons) or "nearly the same"
@@ -379,10 +436,11 @@ def recommend(question: Question) -> Answer:
     found: list[Candidate] = []
     unfit: list[Candidate] = []
     for ranks, attention, redundant in product(
-        question.experts, question.attention_ranks, question.redundant
+        question.ranks, question.attention_ranks, question.redundant
     ):
-        intervals = (0, middle) if not redundant else (middle,)
-        for one in _candidates(question, _plain(question, ranks, attention, redundant), intervals):
+        ways = [(name, middle) for name in question.policies]
+        ways += [] if redundant else [(NOTHING, 0)]
+        for one in _candidates(question, _plain(question, ranks, attention, redundant), ways):
             (found if one.sequences else unfit).append(one)
     if not found:
         raise ConfigError(
@@ -392,10 +450,11 @@ def recommend(question: Question) -> Answer:
     best = _sorted(found)[0]
     others = [one for one in question.intervals if one != middle]
     if best.interval and others:
-        found += _candidates(question, replace(best, placement=None), tuple(others))
+        plain = replace(best, placement=None)
+        found += _candidates(question, plain, [(best.policy, one) for one in others])
     once = {(one.group, one.slots_per_rank): one for one in unfit}
     ordered = tuple(_sorted(found))
-    return Answer(ordered, tuple(once.values()), _batches(question, ordered[0]), question.most_ms)
+    return Answer(question, ordered, tuple(once.values()), _batches(question, ordered[0]))
 
 
 def _sorted(found: Sequence[Candidate]) -> list[Candidate]:
@@ -409,13 +468,13 @@ def _plain(question: Question, ranks: int, attention: int, redundant: int) -> Ca
     topology = even_topology(
         ranks, question.ranks_per_node, redundant, question.windows.num_experts
     )
-    slots = topology.num_slots // ranks
-    fits, kv_bytes = memory.sequences(slots, question.context), memory.kv_bytes(slots)
+    slots, context = topology.num_slots // ranks, 1 if question.is_prefill else question.context
+    fits, kv_bytes = memory.sequences(slots, context), memory.kv_bytes(slots)
     if attention:
         # What the expert ranks lack for their weights, else what the attention ranks have left.
         left = replace(memory, dense_bytes=0.0).kv_bytes(slots)
         kv_bytes = min(left, 0.0) or memory.kv_bytes(0)
-        fits = memory.sequences(0, question.context) if left >= 0 else 0
+        fits = memory.sequences(0, context) if left >= 0 else 0
     return Candidate(
         ranks,
         slots,
@@ -443,65 +502,75 @@ def _scenario(question: Question, one: Candidate, interval: int) -> Scenario:
         memory.model,
         topology,
         memory.hardware,
-        question.experts[one.ranks],
-        other_us=question.other_us,
+        question.kernel,
+        question.is_prefill,
         is_separate=bool(one.attention_ranks),
     )
+    tokens = float(one.sequences * one.batch_ranks * question.speculation.verified)
     return Scenario(
         topology,
         memory.model,
         load=question.windows,
-        cost=CostModel(),
+        cost=CostModel(question.pay_back_s),
         seed=question.seed,
         plan_every=max(1, interval),
         dispatch=question.dispatch,
-        step_model=step,
+        step_model=replace(step, other_us=question.outside_us(step, tokens)),
         migration=MigrationCost(memory.model, memory.hardware),
-        tokens_per_step=float(one.sequences * one.batch_ranks * question.speculation.verified),
+        tokens_per_step=tokens,
     )
 
 
 def _candidates(
-    question: Question, plain: Candidate, intervals: tuple[int, ...]
+    question: Question, plain: Candidate, ways: Sequence[tuple[str, int]]
 ) -> list[Candidate]:
+    """A candidate for each policy and interval, which are replayed in one pass where they can."""
     if not plain.sequences:
         return [plain]
     found = []
-    for interval in intervals:
-        scenario = _scenario(question, plain, interval)
-        (one,) = replay_all(scenario, [POLICY if interval else NOTHING])
-        if one.failed:
-            raise ConfigError(f"{plain.group}, {plain.slots_per_rank} slots a rank: {one.failed}")
-        found.append(_judged(question, replace(plain, interval=interval), one))
+    for interval in dict.fromkeys(interval for _, interval in ways):
+        names = [name for name, its in ways if its == interval]
+        for one in replay_all(_scenario(question, plain, interval), names):
+            if one.failed:
+                text = f"{plain.group}, {plain.slots_per_rank} slots a rank, {one.policy}"
+                raise ConfigError(f"{text}: {one.failed}")
+            judged = replace(plain, interval=interval, policy=one.policy)
+            found.append(_judged(question, judged, one))
     return found
 
 
 def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
     """Powers of two up to the batch of a candidate, with and without balancing, and the bound."""
     sizes = [2**power for power in range(best.sequences.bit_length())]
+    sizes = [one for one in sizes if one >= LEAST_PREFILL or not question.is_prefill]
     sizes = sorted({*sizes, best.sequences})
     by, model = question.speculation, question.memory.model
-    scenario = replace(
-        _scenario(question, best, best.interval),
-        batches=tuple(float(size * best.batch_ranks * by.verified) for size in sizes),
-    )
-    planned = POLICY if best.interval else NOTHING
-    names = list(dict.fromkeys((NOTHING, planned)))
+    tokens = [float(size * best.batch_ranks * by.verified) for size in sizes]
+    scenario = replace(_scenario(question, best, best.interval), batches=tuple(tokens))
+    step = scenario.step_model
+    assert step is not None, "made with one"
+    names = list(dict.fromkeys((NOTHING, best.policy)))
     found = {one.policy: one for one in replay_all(scenario, names)}
-    none, auto = found[NOTHING], found[planned]
+    none, planned = found[NOTHING], found[best.policy]
     if not none.tokens.any():
         return ()
-    of_token = by.step_us(1.0, model.num_layers) / by.given
-    of_windows = (none.batch_us, auto.batch_us, auto.bound_us)
-    token_us = [us[~none.idle].mean(axis=0) * of_token for us in of_windows]
+    # What is outside of MoE layers has a time of its own at each batch.
+    outside = [question.outside_us(step, one) - step.other_us for one in tokens]
+    steps_us = [
+        by.step_us(
+            us[~none.idle].mean(axis=0) + np.array(outside) * model.num_layers, model.num_layers
+        )
+        for us in (none.batch_us, planned.batch_us, planned.bound_us)
+    ]
     kept = (1.0, 1.0 - best.lost_part, 1.0)
     batches = []
-    for size, *times in zip(sizes, *token_us, strict=True):
+    for size, together, *times in zip(sizes, tokens, *steps_us, strict=True):
         rates = [
-            best.rank_tokens_per_s(us, size) * part for us, part in zip(times, kept, strict=True)
+            best.rank_tokens_per_s(us / by.given, size) * part
+            for us, part in zip(times, kept, strict=True)
         ]
-        rows = size * best.batch_ranks * by.verified * model.top_k / model.num_experts
-        batches.append(Batch(size, rows, *(us / 1000 for us in times), *rates))
+        rows = together * model.top_k / model.num_experts
+        batches.append(Batch(size, rows, *(question.latency(us, size) for us in times), *rates))
     return tuple(batches)
 
 
@@ -509,14 +578,14 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
     busy = one.step_us[~one.idle]
     by = question.speculation
     verifying_us = float(busy.mean()) if busy.size else 0.0
-    step_us = by.step_us(verifying_us, question.memory.model.num_layers)
+    step_us = float(by.step_us(np.array(verifying_us), question.memory.model.num_layers))
     # At the mean rows of a slot; experts' part of the time has their error.
-    experts, error = question.experts[plain.ranks], None
+    error = None
     parts_us: tuple[float, ...] = (0.0,) * 4
     if busy.size:
         parts_us = tuple(one.parts_us[~one.idle].mean(axis=0).tolist())
         copies = plain.sequences * plain.batch_ranks * by.verified * question.memory.model.top_k
-        error = experts.error_at(copies / (plain.ranks * plain.slots_per_rank))
+        error = question.kernel.error_at(copies / (plain.ranks * plain.slots_per_rank))
         error = None if error is None else error * parts_us[1] / max(sum(parts_us), 1e-9)
     lost_s = sum(rebalance.lost_s for rebalance in one.rebalances)
     lost = min(1.0, lost_s / (len(one.imbalance) * question.window_s))
@@ -527,6 +596,7 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
         lost_part=lost,
         parts_us=parts_us,
         error=error,
+        latency_ms=question.latency(step_us, plain.sequences),
         tokens_per_s=plain.rank_tokens_per_s(step_us / by.given, plain.sequences) * (1 - lost),
         placement=one.last_placement,
     )

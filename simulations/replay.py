@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 
@@ -339,7 +339,12 @@ def replay_all(scenario: Scenario, policies: Sequence[str]) -> list[Replay]:
     """
     names = tuple(policies)
     check_names(names)
-    past = LatestWindows(scenario.past_windows, scenario.windows)
+    routed_per_step = None
+    if (step := scenario.step_model) is not None:
+        scenario = replace(scenario, cost=step.in_prices(scenario.cost))
+        if scenario.tokens_per_step is not None:
+            routed_per_step = scenario.tokens_per_step * step.model.top_k
+    past = LatestWindows(scenario.past_windows, scenario.windows, routed_per_step)
     runners: list[Runner] = []
     routed: list[float] = []
     before: Tokens | None = None

@@ -11,40 +11,36 @@ Tokens start evenly on all live ranks, or on attention ranks of other nodes. In 
 low-latency mode) each copy of a token crosses its links alone. In prefill (normal mode) a token
 crosses the network once for each node that it goes to, and reaches a rank once.
 
-The time of a rank's experts is g(n), by the rows of its slots: that of the kernel that an engine
-uses, by the constants of ``simulations.kernels``, or a measured curve, a file that
-``benchmarks/expert_curve.py`` writes (docs/simulator.md has its format; its even rows give the time
-of one slot). Slots add up: each takes its own time for reading its weights and for its products.
-
-A kernel computes whole tiles: as many of the largest as a slot fills, and for the rest the smallest
-one that holds it. Where the file names the tiles, rows count up to the end of the last one: between
-measured points a slot would otherwise be too fast, on average by half of a tile.
+The time of a rank's experts is that of the kernel that an engine uses, by the constants of
+``eplb.core.kernels``, or by constants that are fitted here to the even rows of a measured file,
+which ``benchmarks/expert_curve.py`` writes (docs/simulator.md has its format).
 
 NVLink: DeepEP's dispatch and combine on H200 reached 0.6 of the data sheet (benchmarks/reports,
 2026-11-20), which is assumed of the other cards.
 
-Shapes:  L MoE layers, S slots, R ranks, N nodes, P points.
+Shapes:  L MoE layers, S slots, R ranks, N nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.model import ModelShape
+from eplb.core.cost import CostModel
+from eplb.core.kernels import BINS, Errors, Kernel
+from eplb.core.model import PRECISIONS, ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
-from simulations.kernels import Kernel
 from telemetry.formats.bounded import read_json, reading
 
 Rows = NDArray[np.float64]
 LINKS = 0.6  # part of the data sheet that is reached
+MANY_ROWS = 10_000.0  # of a rank: links take longer than their least time
 
 
 @dataclass(frozen=True)
@@ -107,179 +103,108 @@ def hardware_named(name: str) -> Hardware:
 
 
 FORMAT, VERSION = "eplb-expert-time", 1
-OCTAVES, IN_OCTAVE = 17, 4  # points of a kernel's curve: up to 131,072 rows
-# Standard scores of the 10th, 30th, 50th, 70th and 90th percentile: rows of a slot step by step.
-CHANCE = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
-Tiles = tuple[int, ...]
+FEWEST_ROWS = 4  # numbers of even rows, for as many constants
+REACH = 1e3  # of a fit: constants within a thousandth and a thousand times their start
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertTime:
-    """Microseconds of one slot by its rows.
+def fitted(
+    start: Kernel, names: Sequence[str], predicted_us: Callable[[Kernel], Rows], us: Rows
+) -> Kernel:
+    """The kernel whose constants of these names have the least relative error."""
+    from scipy.optimize import least_squares  # late: slow to import, and few commands fit
 
-    Args:
-        tiles: rows of each, rising; none: any number of rows counts.
-        most_usual_rows: of a slot, in the mean of all slots; with more, ``above`` is what runs.
+    def kernel(logarithms: Rows) -> Kernel:
+        return replace(start, **dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
 
-    Raises:
-        ConfigError: points that are no curve, or tiles that are none.
-    """
-
-    rows: NDArray[np.float64]  # [P] rising
-    us: NDArray[np.float64]  # [P]
-    source: str  # what was measured
-    tiles: Tiles = ()
-    kernel: Kernel | None = None  # None: a measured file
-    most_usual_rows: float = np.inf
-    above: ExpertTime | None = None
-
-    def __post_init__(self) -> None:
-        if list(self.tiles) != sorted({tile for tile in self.tiles if tile > 0}):
-            raise ConfigError(f"{self.source}: tiles {self.tiles}, expected rising rows above 0")
-        points = list(zip(self.rows.tolist(), self.us.tolist(), strict=True))
-        if len(points) < 2 or any(one[0] >= two[0] for one, two in pairwise(points)):
-            raise ConfigError(
-                f"{self.source}: rows {self.rows.tolist()}, expected two or more, rising"
-            )
-        for rows, us in points:
-            if not (rows > 0 and 0 < us < np.inf):
-                raise ConfigError(f"{self.source}: {us} us for {rows} rows, expected above 0")
-
-    def error_at(self, rows: float) -> float | None:
-        """Median error of a kernel where slots have so many rows; None: a measured file."""
-        return None if self.kernel is None else self.kernel.error_at(rows)[0]
-
-    def of_slots(self, rows: Rows) -> Rows:
-        """Time of each slot alone; rows are means of steps, so that 0.3 is three steps of ten."""
-        if not self.tiles:
-            return np.asarray(active(rows) * self.of_counts(rows))
-        # A slot with 60 rows in the mean has more than a tile of 64 in every third step.
-        steps = [np.maximum(rows + score * np.sqrt(rows), 1.0) for score in CHANCE]
-        return np.asarray(active(rows) * np.mean([self.of_counts(one) for one in steps], axis=0))
-
-    def of_counts(self, rows: Rows) -> Rows:
-        """Time of each slot alone in a step with so many rows, above 0."""
-        counted = self.in_tiles(rows)
-        within = np.interp(np.maximum(counted, 1.0), self.rows, self.us)
-        # Past the last point each row takes what it takes there; reading is not done again.
-        of_row = (self.us[-1] - self.us[-2]) / (self.rows[-1] - self.rows[-2])
-        time: Rows = within + np.maximum(counted - self.rows[-1], 0.0) * of_row
-        return time
-
-    def in_tiles(self, rows: Rows) -> Rows:
-        """Rows up to the end of each slot's last tile."""
-        if not self.tiles:
-            return rows
-        largest = self.tiles[-1]
-        whole = np.floor(rows / largest) * largest
-        sizes = np.array((0, *self.tiles), dtype=np.float64)
-        rest: Rows = sizes[np.searchsorted(sizes, rows - whole)]
-        return whole + rest
-
-    def at(self, usual_rows: float) -> ExpertTime:
-        """What runs where a slot has so many rows, in the mean of all slots."""
-        if self.above is None or usual_rows <= self.most_usual_rows:
-            return self
-        return self.above.at(usual_rows)
-
-    def of_ranks(self, rows: Rows, topology: Topology) -> Rows:
-        """[L, R] time of each rank for rows [L, S], at nominal speed."""
-        curve = self.at(float(rows.mean()))
-        members = np.eye(topology.num_ranks)[topology.rank_of_slot]
-        return curve.of_sum(curve.of_slots(rows) @ members)
-
-    def of_sum(self, slots_us: Rows) -> Rows:
-        """Time of ranks from the sums over their slots."""
-        if self.kernel is None:
-            return slots_us
-        # A rank without rows launches nothing.
-        return self.kernel.rank_us(slots_us) * (slots_us > 0)
+    first = np.log([getattr(start, name) for name in names])
+    found = least_squares(
+        lambda at: np.log(predicted_us(kernel(at)) / us),
+        first,
+        loss="soft_l1",
+        f_scale=0.1,
+        bounds=(first - np.log(REACH), first + np.log(REACH)),
+    )
+    return kernel(found.x)
 
 
-def active(rows: Rows) -> Rows:
-    """Part of the steps in which a slot has a row, if they come independently."""
-    part: Rows = -np.expm1(-rows)
-    return part
-
-
-def of_kernel(kernel: Kernel, model: ModelShape) -> ExpertTime:
-    """The curve of a kernel for the experts of a model."""
-    rows = 2.0 ** (np.arange(OCTAVES * IN_OCTAVE + 1) / IN_OCTAVE)
-    reading, row = kernel.reading_us(model.expert_weights), kernel.row_us(model.expert_weights)
-    us: Rows = np.hypot(reading, row * rows) + rows * model.hidden * kernel.column_ps / 1e6
-    tiles = (kernel.tile,) if kernel.tile > 1 else ()
-    return ExpertTime(rows, us, kernel.source, tiles, kernel)
-
-
-def read_expert_time(path: Path, slots_per_rank: float) -> ExpertTime:
-    """A measured curve: the points of the nearest number of slots.
+def measured_kernel(path: Path, model: ModelShape) -> Kernel:
+    """The kernel of a file of measured times: constants by its even rows, errors by its uneven.
 
     Raises:
-        ConfigError: not such a file.
+        ConfigError: not such a file, or of experts of another size.
     """
     with reading(path, "a file of expert times"):
         record = read_json(path)
-    where = str(path)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ConfigError(f"{where} is no file of expert times, expected format {FORMAT!r}")
+        raise ConfigError(f"{path} is no file of expert times, expected format {FORMAT!r}")
     if record.get("version") != VERSION:
-        raise ConfigError(f"{where} has version {record.get('version')!r}, expected {VERSION}")
-    try:
-        return curve_of(record, slots_per_rank, where)
-    except (KeyError, TypeError, ValueError) as exc:
-        raise ConfigError(f"{where}: a point lacks or has a wrong {exc}") from exc
-
-
-def check_fits(path: Path, model: ModelShape) -> None:
-    """Refuse a curve that was measured for experts of another size.
-
-    Raises:
-        ConfigError: hidden or intermediate size differs.
-    """
-    record = read_json(path)
+        raise ConfigError(f"{path} has version {record.get('version')!r}, expected {VERSION}")
     found = record.get("hidden"), record.get("intermediate")
     if found != (model.hidden, model.intermediate):
         raise ConfigError(
             f"{path} was measured for experts of {found[0]} x {found[1]}, "
             f"the model has {model.hidden} x {model.intermediate}"
         )
+    try:
+        return _kernel_of(record, model, str(path))
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ConfigError(f"{path}: a point lacks or has a wrong {exc}") from exc
 
 
-def curve_of(record: dict[str, Any], slots_per_rank: float, where: str) -> ExpertTime:
-    """The curve of a file's record; ``where`` is for errors."""
-    points = record["even"]
-    counts = sorted({int(point["slots"]) for point in points})
-    if not counts:
-        raise ConfigError(f"{where} has no even rows, expected some")
-    wanted = np.log(max(slots_per_rank, 1e-9))
-    slots = min(counts, key=lambda count: abs(float(np.log(count)) - wanted))
-    source = f"{record['model']} {record['dtype']} on {record['device']}, {record['date']}"
-    curve: ExpertTime | None = None
-    for number, tiling in reversed(list(enumerate(record.get("tilings", ({"tiles": ()},))))):
-        chosen = sorted(
-            (float(p["rows"]), float(p["us"]) / slots)
-            for p in points
-            if p["slots"] == slots and p.get("tiling", 0) == number
-        )
-        rows, us = np.array(chosen).reshape(-1, 2).T
-        curve = ExpertTime(
-            rows,
-            us,
-            f"{source}, {slots} slots",
-            tuple(int(tile) for tile in tiling["tiles"]),
-            most_usual_rows=float(tiling.get("most_usual_rows", np.inf)),
-            above=curve,
-        )
-    if curve is None:
-        raise ConfigError(f"{where} has no tilings, expected one or more, or none named")
-    return curve
+def _kernel_of(record: dict[str, Any], model: ModelShape, where: str) -> Kernel:
+    precision, tilings = record["dtype"], record.get("tilings", ({"tiles": (1,)},))
+    if precision not in PRECISIONS:
+        raise ConfigError(f"{where}: dtype is {precision!r}, expected one of {list(PRECISIONS)}")
+    points = [
+        (point["rows"], point["slots"], point["us"])
+        for point in record["even"]
+        if point.get("tiling", 0) == _tiling_at(point["rows"], tilings)
+    ]
+    rows, slots, us = np.array(points, dtype=np.float64).reshape(-1, 3).T
+    if len(set(rows.tolist())) < FEWEST_ROWS or not (rows > 0).all():
+        raise ConfigError(f"{where}: rows {rows.tolist()}, expected {FEWEST_ROWS} numbers above 0")
+    if not (np.isfinite(us) & (us > 0)).all():
+        raise ConfigError(f"{where}: us {us.tolist()}, expected times above 0")
+    least, most = us.argmin(), (rows * slots).argmax()
+    start = Kernel(
+        card=str(record["device"]),
+        engine="",
+        name=f"{record['model']} {precision} on {record['device']}, {record['date']}",
+        precision=precision,
+        is_prefill=False,
+        fixed_us=us[least] / 10,
+        reads=model.expert_weights * PRECISIONS[precision] * slots[least] / us[least] * 1e6,
+        flops=2 * model.expert_weights * (rows * slots / us)[most] * 1e6,
+        column_ps=(us / rows / slots)[most] / model.hidden * 1e5,
+        tile=max(tilings[0]["tiles"]),
+    )
+    names = ("fixed_us", "reads", "flops", "column_ps")
+    sizes = model.expert_weights, model.hidden
+    kernel = fitted(start, names, lambda one: one.rank_us(slots * one.slot_us(rows, *sizes)), us)
+    return replace(kernel, errors=_errors(kernel, record.get("uneven", ()), model))
 
 
-def predicted_us(curve: ExpertTime, counts: Sequence[int]) -> float:
+def _tiling_at(rows: float, tilings: Sequence[dict[str, Any]]) -> int:
+    """The tiling that serves slots with so many rows."""
+    ends = (one.get("most_usual_rows", np.inf) for one in tilings)
+    return next(number for number, most in enumerate(ends) if rows <= most)
+
+
+def _errors(kernel: Kernel, uneven: Sequence[dict[str, Any]], model: ModelShape) -> Errors:
+    """Median and 90th percentile by bins of mean rows, where each bin has some; else none."""
+    sizes: list[list[float]] = [[] for _ in BINS]
+    for point in uneven:
+        us = predicted_us(kernel, point["counts"], model)
+        sizes[sum(point["mean_rows"] > most for most in BINS)].append(abs(us / point["us"] - 1))
+    if not all(sizes):
+        return ()
+    return tuple((float(np.median(one)), float(np.quantile(one, 0.9))) for one in sizes)
+
+
+def predicted_us(kernel: Kernel, counts: Sequence[int], model: ModelShape) -> float:
     """Microseconds of one rank whose slots have so many rows in every step."""
-    rows = np.array(counts, dtype=np.float64)
-    curve, rows = curve.at(float(rows.mean())), rows[rows > 0]
-    return float(curve.of_counts(rows).sum())
+    rows = np.array([count for count in counts if count], dtype=np.float64)
+    return float(kernel.rank_us(kernel.slot_us(rows, model.expert_weights, model.hidden).sum()))
 
 
 @dataclass(frozen=True)
@@ -326,7 +251,7 @@ class StepModel:
     model: ModelShape
     topology: Topology
     hardware: Hardware
-    experts: ExpertTime
+    kernel: Kernel
     is_prefill: bool = False
     other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
@@ -342,8 +267,11 @@ class StepModel:
     def of(self, rows: NDArray[np.float64]) -> StepTime:
         """Times of one step with rows [L, S] in its slots."""
         topology, serving = self.topology, self.topology.serving
-        by_rank = rows @ np.eye(topology.num_ranks)[topology.rank_of_slot]
-        of_ranks = self.experts.of_ranks(rows, topology)[:, serving]
+        members = np.eye(topology.num_ranks)[topology.rank_of_slot]
+        slots_us = self.kernel.mean_slot_us(rows, self.model)
+        by_rank = rows @ members
+        # A rank without rows launches nothing.
+        of_ranks = (self.kernel.rank_us(slots_us @ members) * (by_rank > 0))[:, serving]
         return self._step(by_rank, (of_ranks / topology.rank_speed[serving]).max(axis=1))
 
     def bound(self, rows: NDArray[np.float64]) -> StepTime:
@@ -353,9 +281,23 @@ class StepModel:
         """
         serving = self.topology.serving
         by_rank = rows.sum(axis=1, keepdims=True) * (serving / serving.sum())
-        slots_us = self.experts.at(float(rows.mean())).of_slots(rows).sum(axis=1)
+        slots_us = self.kernel.mean_slot_us(rows, self.model).sum(axis=1)
         speed = float(self.topology.rank_speed[serving].sum())
-        return self._step(by_rank, self.experts.of_sum(slots_us / speed))
+        return self._step(by_rank, self.kernel.rank_us(slots_us / speed) * (slots_us > 0))
+
+    def in_prices(self, cost: CostModel) -> CostModel:
+        """A planner's prices with these times, where it has none."""
+        if cost.curve:
+            return cost
+        return replace(cost, row_us=self._row_us()).with_kernel(self.kernel, self.model)
+
+    def _row_us(self) -> float:
+        """What one more row of a rank adds to dispatch and combine, beside even load."""
+        serving = self.topology.serving.astype(np.float64)
+        even, more = serving * MANY_ROWS, np.diag(serving)[self.topology.serving]
+        step = self._step(np.vstack([even, even + more]), np.zeros(1 + len(more)))
+        links = step.dispatch + step.combine
+        return float((links[1:] - links[0]).mean())
 
     def _step(self, by_rank: NDArray[np.float64], experts: NDArray[np.float64]) -> StepTime:
         """Times of a step with rows [L, R] of ranks, and the longest experts [L]."""
@@ -369,7 +311,8 @@ class StepModel:
         combine = self._link_us(near, far, by.combine_bytes) / by.combine_rate
         dispatch, combine = dispatch + by.dispatch_us * busy, combine + by.combine_us * busy
         tokens = by_rank.sum(axis=1) / self.model.top_k / max(int(serving.sum()), 1)
-        shared = self.model.num_shared_experts * self.experts.of_slots(tokens) / speed.min()
+        shared_us = self.kernel.mean_slot_us(tokens, self.model)
+        shared = self.model.num_shared_experts * shared_us / speed.min()
         network = self._network_us(far, by)
         return StepTime(
             dispatch, experts, combine, shared, self.other_us, self.is_overlapped, network

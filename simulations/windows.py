@@ -87,10 +87,16 @@ def of_history(history: LoadHistory) -> Windows:
 
 
 class LatestWindows:
-    """The latest windows, as many as any plan looks at."""
+    """The latest windows, as many as any plan looks at.
 
-    def __init__(self, most: int, source: Windows) -> None:
+    Args:
+        routed_per_step: tokens of a layer in a step, in place of those that the source has; a
+            window has at least one step.
+    """
+
+    def __init__(self, most: int, source: Windows, routed_per_step: float | None = None) -> None:
         self._steps, self._phase = source.steps, source.phase
+        self._routed_per_step = routed_per_step
         self._windows: deque[Tokens] = deque(maxlen=max(most, LOOK_BACK))
         self._history: LoadHistory | None = None
 
@@ -103,7 +109,11 @@ class LatestWindows:
     def history(self) -> LoadHistory:
         """The windows, oldest first; built once for all that plan after the same window."""
         if self._history is None:
-            first = np.arange(len(self._windows)) * self._steps
-            last = first + self._steps - 1
-            self._history = LoadHistory(np.stack(self._windows), first, last, self._phase)
+            windows = np.stack(self._windows)
+            steps = np.full(len(windows), self._steps)
+            if self._routed_per_step is not None:
+                routed = windows.sum(axis=2).mean(axis=1)
+                steps = np.maximum(np.rint(routed / self._routed_per_step), 1).astype(np.int64)
+            end = np.cumsum(steps)
+            self._history = LoadHistory(windows, end - steps, end - 1, self._phase)
         return self._history

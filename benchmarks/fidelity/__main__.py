@@ -1,12 +1,15 @@
 """The scorecard of the simulator's times of experts, from tables that it has never seen.
 
-    python -m benchmarks.fidelity [--fit simulations/kernels.json] [--cards h100,h200]
+    python -m benchmarks.fidelity [--fit eplb/core/kernels.json | --check] [--cards h100,h200]
 
-Needs ``pip install eplb[calibrate]``. ``--fit`` fits the constants anew first, and writes them.
-Rows of a slot are those of the mean slot. *Wrong side* is the share of cells, a shape, a number of
-ranks and a batch, where measured and predicted gain of 288 slots lie on different sides of 5 %.
-*Regret* is what the arm that our times choose takes longer than the best measured one; arms are no
-balancing, balancing in as many slots as experts, and balancing in 288.
+Needs ``pip install eplb[calibrate]``. ``--fit`` fits the constants anew first, and writes them;
+``--check`` ends with exit code 1 where a kernel's errors are not the stored ones. Rows of a slot
+are those of the mean slot. *Wrong side* is the share of cells, a shape, a number of ranks and a
+batch, where measured and predicted gain of 288 slots lie on different sides of 5 %.
+*Told* are the cells whose predicted gain is above the kernel's median error at their rows: of the
+others ``eplb recommend`` says that it cannot tell. *Regret* is what the arm that our times choose
+takes longer than the best measured one; arms are no balancing, balancing in as many slots as
+experts, and balancing in 288.
 """
 
 from __future__ import annotations
@@ -33,11 +36,12 @@ from benchmarks.fidelity.tables import (
     expert_rows,
     package_data,
 )
-from simulations.kernels import BINS, Kernel, known_kernels, left_out_kernels
+from eplb.core.kernels import BINS, Kernel, known_kernels, left_out_kernels
 
 MOST_RANKS = 32  # ranks of the largest group that has a target
 MOST_ERROR = 0.20  # median in a bin; a kernel above it is left out by name
 GAIN = 0.05
+ROUNDED = 0.005  # constants are stored with four digits
 
 
 def bins_of(mean_rows: Values) -> list[NDArray[np.bool_]]:
@@ -119,15 +123,19 @@ def _arms(ours: Sequence[Measured], kernel: Kernel) -> list[str]:
     best = [min(of.values())[0] for of in cells.values()]
     chosen = [min(of.values(), key=lambda both: both[1])[0] for of in cells.values()]
     regret = np.array(chosen) / np.array(best) - 1
+    errors = [kernel.error_at(rows) or 0.0 for rows in at]
+    told = np.abs(gain[:, 1]) > np.array(errors)
     of_gain = (1 + gain[:, 1]) / (1 + gain[:, 0]) - 1
     found.append(f"{'error of the gain of 288 slots':<40} {shown(of_gain, at)}")
     for ours_, label in zip(bins_of(at), ("<= 32", "33 to 256", "> 256"), strict=True):
         if ours_.any():
-            medians = np.median(1 + gain[ours_], axis=0)
+            medians, both = np.median(1 + gain[ours_], axis=0), ours_ & told
+            of_told = f"; told {told[ours_].mean():.0%}"
+            of_told += f", {sides[both].mean():.0%} of them wrong" if both.any() else ""
             found.append(
                 f"wrong side of 5 %, {label} rows: {sides[ours_].mean():.0%} of "
                 f"{ours_.sum()}; time without over with 288 slots, median: measured "
-                f"{medians[0]:.2f}, predicted {medians[1]:.2f}"
+                f"{medians[0]:.2f}, predicted {medians[1]:.2f}{of_told}"
             )
     found.append(
         f"regret of the cheapest arm: mean {regret.mean():.1%}, p90 "
@@ -158,6 +166,7 @@ def written(kernels: Sequence[Kernel], left_out: dict[str, list[list[float]]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", type=Path, help="fit constants, and write them to this file")
+    parser.add_argument("--check", action="store_true", help="compare errors with the stored ones")
     parser.add_argument("--cards", default=",".join(CARDS.values()))
     chosen = parser.parse_args()
     cards = chosen.cards.split(",")
@@ -170,9 +179,14 @@ def main() -> None:
     print(f"{heading:<50} <= 32        33 to 256            > 256")
     # A fit of some cards keeps the others.
     kernels = [one for one in known_kernels() if one.card not in cards]
+    changed = []
     left_out = {n: of for n, of in left_out_kernels().items() if n.split()[0] not in cards}
     for serving, rows in sorted(of_kernel.items(), key=lambda item: str(item[0])):
         kernel = known.get(str(serving)) or with_errors(fit(serving, rows), rows)
+        if chosen.check:
+            found = with_errors(kernel, rows).errors
+            if not np.allclose(found, kernel.errors, atol=ROUNDED):
+                changed.append(f"{serving}: errors {found}, stored {kernel.errors}")
         is_out = max(median for median, _ in kernel.errors) > MOST_ERROR
         if is_out:
             left_out[str(serving)] = [list(both) for both in kernel.errors]
@@ -186,6 +200,8 @@ def main() -> None:
             print(line, flush=True)
         if chosen.fit:
             chosen.fit.write_text(written(kernels, left_out), encoding="utf-8")
+    if changed:
+        raise SystemExit("\n".join(changed))
 
 
 def _serving(kernel: Kernel) -> Serving:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.fidelity.tables import Measured
-from simulations.kernels import Kernel
+from eplb.core.kernels import Kernel
 
 Values = NDArray[np.float64]
 
@@ -47,12 +47,8 @@ class Cases:
 
     def predicted_us(self, kernel: Kernel) -> Values:
         """[C] microseconds."""
-        weights, hidden = self._weights_of_expert, self._hidden
-        reading = np.asarray(kernel.reading_us(weights))[self._case]
-        row = np.asarray(kernel.row_us(weights))[self._case]
-        beside = (hidden * kernel.column_ps / 1e6)[self._case]
-        filled = np.ceil(self._counts / kernel.tile) * kernel.tile
-        slots = (np.hypot(reading, row * filled) + beside * filled) * self._weights
+        weights, hidden = self._weights_of_expert[self._case], self._hidden[self._case]
+        slots = kernel.slot_us(self._counts, weights, hidden) * self._weights
         whole = kernel.rank_us(np.add.reduceat(slots, self._first))
         return whole + self._columns * kernel.other_ps / 1e6
 

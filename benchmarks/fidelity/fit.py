@@ -13,23 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import least_squares
-
 from benchmarks.fidelity.cases import Cases
 from benchmarks.fidelity.tables import Measured, Serving
-from simulations.kernels import Kernel
+from eplb.core.kernels import Kernel
+from simulations.step_time import fitted
 
 MOST_ROWS = 600  # rows of a fit: more do not change its constants
 START = {"fixed_us": 20.0, "reads": 2e12, "flops": 5e14, "column_ps": 10.0, "other_ps": 1.0}
-BOUNDS = {
-    "fixed_us": (1.0, 2e3),
-    "reads": (1e11, 2e13),
-    "flops": (1e13, 2e16),
-    "column_ps": (1e-2, 1e3),
-    "other_ps": (1e-2, 1e3),
-}
 
 
 def shape_of(one: Measured) -> tuple[int, ...]:
@@ -66,25 +56,12 @@ def fit(serving: Serving, rows: Sequence[Measured]) -> Kernel:
     if not seen[0].has_all_tokens:
         names.remove("other_ps")
         start = replace(start, other_ps=0.0)
-    kernel = _fitted(start, names, Cases(seen))
+    cases = Cases(seen)
+    kernel = fitted(start, names, cases.predicted_us, cases.us)
     shapes = {shape_of(one) for one in seen}
     balanced = [one for one in rows if (one.spread.slots or 0) > one.spread.experts]
     balanced = [one for one in balanced if shape_of(one) in shapes]
     if balanced:
-        kernel = _fitted(kernel, ["fixed_us"], Cases(balanced))
+        cases = Cases(balanced)
+        kernel = fitted(kernel, ["fixed_us"], cases.predicted_us, cases.us)
     return kernel
-
-
-def _fitted(start: Kernel, names: list[str], cases: Cases) -> Kernel:
-    def kernel(logarithms: NDArray[np.float64]) -> Kernel:
-        values = np.exp(logarithms).tolist()
-        return replace(start, **dict(zip(names, values, strict=True)))
-
-    found = least_squares(
-        lambda at: np.log(cases.predicted_us(kernel(at)) / cases.us),
-        np.log([getattr(start, name) for name in names]),
-        loss="soft_l1",
-        f_scale=0.1,
-        bounds=tuple(np.log([BOUNDS[name][side] for name in names]) for side in (0, 1)),
-    )
-    return kernel(found.x)

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.fidelity.tables import package_data
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
-from simulations.inputs import experts_of
+from simulations.inputs import kernel_of
 from simulations.step_time import StepModel, deepep, hardware_named
 
 RANKS_PER_NODE, SMS = 8, 20
@@ -67,7 +67,7 @@ def predicted(one: Sent, card: str) -> tuple[float, float]:
         model,
         topology,
         hardware_named(card),
-        experts_of(model, card, 1.0),
+        kernel_of(model, card),
         is_prefill=one.is_prefill,
     )
     found = step.of(np.full((1, topology.num_slots), float(one.tokens * top_k)))

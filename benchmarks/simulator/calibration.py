@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from benchmarks.planner.dispatch_rules import Case
 from benchmarks.planner.plan import numpy_greedy
 from eplb import DispatchRule, Placement, Topology, effective_shares, imbalance, preset
-from simulations.kernels import kernel_for
+from eplb.core.kernels import kernel_for
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all
-from simulations.step_time import StepModel, hardware_named, of_kernel
+from simulations.step_time import StepModel, hardware_named
 from simulations.windows import Tokens, Windows
 from simulations.workloads import Traffic, drawn, profiles_of, traffic_windows
 
@@ -109,7 +109,7 @@ def replays(
         replace(MODEL, layer_ids=MODEL.layer_ids[:layers]),
         topology,
         CARD,
-        of_kernel(kernel_for(CARD.name, MODEL.precision, "sglang", is_prefill=is_prefill), MODEL),
+        kernel_for(CARD.name, MODEL.precision, "sglang", is_prefill=is_prefill),
         is_prefill,
         other_us,
         is_overlapped=True,

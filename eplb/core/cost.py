@@ -8,27 +8,22 @@ which ``eplb/core/load.py`` estimates: a gain below that noise does not count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from math import inf
 from numbers import Real  # numpy's numbers too
 from typing import Annotated, Literal
 
+from eplb.core.kernels import Curve, Kernel, kernel_for
+from eplb.core.model import ModelShape, preset
 from eplb.declared import Setting
 from eplb.errors import ConfigError
 
-Curve = tuple[tuple[float, float], ...]
 Objective = Literal["tokens", "time"]
 
 
-# Microseconds of one expert of DeepSeek-V3 in FP8, of nine in the project's grouped product on an
-# H200, by its tokens: nearly constant while reading weights dominates, then proportional to tokens
-# (benchmarks/expert_curve.py on 2026-11-23; benchmarks/reports/2026-11-23-serve-gpu.md).
-GROUPED_GEMM_H200: Curve = (
-    *((1.0, 13.1), (32.0, 13.8), (64.0, 14.7), (96.0, 18.0), (128.0, 19.0)),
-    *((192.0, 27.2), (256.0, 37.1), (512.0, 66.3), (1024.0, 124.5)),
-)
 NOMINAL_BYTES = 17_301_504  # size of an expert without a model: DeepSeek-V2-Lite's, in BF16
 
 
@@ -98,7 +93,18 @@ class CostModel:
         Setting("imbalance that all tokens crossing nodes count as; 0: not counted", live=True),
     ] = 0.0
     tokens_of_node: tuple[float, ...] = ()  # part of tokens that starts on each; (): by live ranks
-    curve: Curve = GROUPED_GEMM_H200  # (tokens of a replica in a step, time): objective "time"
+    curve: Curve = ()  # (tokens of a replica in a step, its time): objective "time"; (): not known
+    rank_us: float = 0.0  # of a rank beside its replicas' times, where ``curve`` is known
+    row_us: Annotated[
+        float,
+        Setting(
+            "time of a token on the links of the rank that receives it, dispatch and combine "
+            "together, for `objective`; 0: not counted",
+            unit="microseconds",
+            at_most=1000,
+            live=True,
+        ),
+    ] = 0.0
     dead_zone: Annotated[
         bool, Setting("count a gain only by the time that it saves by the curve", live=True)
     ] = False
@@ -123,6 +129,8 @@ class CostModel:
         self._check_curve()
 
     def _check_curve(self) -> None:
+        if not self.curve:
+            return
         tokens, times = zip(*self.curve, strict=True) if len(self.curve) > 1 else ((), ())
         rises = all(one < two < inf for one, two in pairwise(tokens))
         if not tokens or not rises or tokens[0] <= 0 or not all(0 < one < inf for one in times):
@@ -132,6 +140,17 @@ class CostModel:
             )
         if any(two < one for one, two in pairwise(times)):
             raise ConfigError(f"cost: curve is {self.curve}, expected times that never fall")
+
+    def with_kernel(self, kernel: Kernel, model: ModelShape) -> CostModel:
+        """Give the same prices with the times of a kernel for a model's experts."""
+        return replace(self, curve=kernel.curve(model), rank_us=kernel.fixed_us)
+
+    @property
+    def timed(self) -> CostModel:
+        """With links in the curve, and the times of the constant where none are known."""
+        curve, rank_us = (self.curve, self.rank_us) if self.curve else _constant()
+        with_links = tuple((tokens, us + tokens * self.row_us) for tokens, us in curve)
+        return replace(self, curve=with_links, rank_us=rank_us, row_us=0.0)
 
     def move_seconds(self, expert_bytes: int) -> float:
         """Serving time that a rank loses by receiving one expert; 0 bytes: not known."""
@@ -147,3 +166,10 @@ class CostModel:
         """Imbalance, mean over layers, whose removal saves so many seconds until pay-back."""
         worth = self.pay_back_s * self.expert_part
         return seconds / worth if worth > 0 else inf
+
+
+@cache
+def _constant() -> tuple[Curve, float]:
+    """Times of DeepSeek-V3's experts in FP8 on an H200, of SGLang's kernel in decode."""
+    kernel, model = kernel_for("h200", "fp8", "sglang", is_prefill=False), preset("deepseek-v3")
+    return kernel.curve(model), kernel.fixed_us

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb.core.arrays import freeze, on_host, owned
-from eplb.core.cost import Curve
 from eplb.core.jit import FloatArray
+from eplb.core.kernels import Curve
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError
@@ -82,7 +82,7 @@ class Demand(NamedTuple):
 
     tokens: FloatArray  # [L, E, T]
     rate: FloatArray  # [L, T] time per token, or per microsecond of the curve; 0: an idle window
-    extra: FloatArray  # [L, T] time of the shared experts, which every live rank computes
+    extra: FloatArray  # [L, T] time of each rank beside its replicas: launches, shared experts
     weight: FloatArray  # [T], sums to 1
     tail: float  # how much of the score is the mean over the worst windows
     tail_size: float  # part of the windows, by weight, that counts as the worst
@@ -97,6 +97,7 @@ def demand_of(
     topology: Topology,
     *,
     curve: Curve = (),
+    rank_us: float = 0.0,
     model: ModelShape | None = None,
 ) -> Demand:
     """Windows as the kernels read them.
@@ -107,25 +108,27 @@ def demand_of(
         weight: [T], sums to 1.
         topology: ranks that serve, and their speeds.
         curve: for the time of a replica by its tokens; without one time is proportional to tokens.
+        rank_us: of a rank beside its replicas; only with a curve.
         model: with the shared experts that a rank computes; only with a curve.
     """
     # A copy in any case: the kernels are compiled once, for arrays that may be written.
     tokens = np.array(windows.transpose(1, 2, 0), order="C")  # [L, E, T]
     points = np.array(curve, dtype=np.float64).reshape(-1, 2)
-    shared = np.zeros((len(tokens), len(weight)))  # time of a rank's shared experts
+    beside = np.zeros((len(tokens), len(weight)))  # time of a rank beside its replicas
     total = tokens.sum(axis=1)
     if curve:
         tokens /= steps
         if model is not None:  # a rank computes the shared experts for its own tokens of a step
             own = tokens.sum(axis=1) / model.top_k / topology.alive.sum()
-            shared = model.num_shared_experts * _times(own, points)
-        total = _times(tokens, points).sum(axis=1) + shared * topology.serving.sum()
+            beside = model.num_shared_experts * _times(own, points)
+        beside = beside + rank_us * (total > 0)
+        total = _times(tokens, points).sum(axis=1) + beside * topology.serving.sum()
     together = topology.rank_speed[topology.serving].sum()
     rate = np.divide(together, total, out=np.zeros(total.shape), where=total > 0)
     return Demand(
         tokens,
         rate,
-        shared * rate,
+        beside * rate,
         weight,
         TAIL if len(weight) > 1 else 0.0,
         TAIL_SIZE,

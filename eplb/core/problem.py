@@ -382,8 +382,18 @@ class Problem:
     def _demand_of(
         self, windows: FloatArray, steps: FloatArray, weight: FloatArray, *, by_time: bool
     ) -> Demand:
-        curve = self.cost.curve if by_time else ()
-        return demand_of(windows, steps, weight, self.topology, curve=curve, model=self.model)
+        if not by_time:
+            return demand_of(windows, steps, weight, self.topology)
+        timed, model = self.cost.timed, self.model
+        return demand_of(
+            windows,
+            steps,
+            weight,
+            self.topology,
+            curve=timed.curve,
+            rank_us=timed.rank_us,
+            model=model,
+        )
 
     def _times_cost(self, windows: FloatArray) -> FloatArray:
         return windows if self.model is None else windows * self.model.expert_cost

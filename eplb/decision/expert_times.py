@@ -1,9 +1,9 @@
 """Time of experts by their tokens, g(n), as ranks measure it, and which curve a plan uses.
 
 A curve given by the user has precedence, then what the ranks measured when they started, then the
-constant. The ranks' curve has, at each number of tokens that all of them measured, the median over
-ranks: one that was disturbed while it measured does not count, and ranks that are slower for good
-are told apart by ``Topology.rank_speed``.
+constant of ``eplb.core.cost``. The ranks' curve has, at each number of tokens that all of them
+measured, the median over ranks: one that was disturbed while it measured does not count, and ranks
+that are slower for good are told apart by ``Topology.rank_speed``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from eplb.core.cost import GROUPED_GEMM_H200, Curve
+from eplb.core.kernels import Curve
 from eplb.errors import ConfigError
 
 # In the order in which they are measured: a deadline leaves the curve coarse, and not short.
@@ -49,7 +49,7 @@ class ExpertTimes:
 class ChosenCurve:
     """The curve of a plan, and where it is from."""
 
-    curve: Curve
+    curve: Curve  # (): the constant
     source: str
 
 
@@ -57,19 +57,19 @@ def chosen_curve(given: Curve, measured: Sequence[ExpertTimes]) -> ChosenCurve:
     """Choose the curve of a plan.
 
     Args:
-        given: by the user; the constant is that of a user who gave none.
+        given: by the user; (): by none.
         measured: by the ranks that serve; most CPU ranks measure none.
     """
-    if given != GROUPED_GEMM_H200:
+    if given:
         return ChosenCurve(given, "given by the configuration")
     constant = "the constant, of DeepSeek-V3's experts in FP8 on an H200"
     if not measured:
-        return ChosenCurve(given, f"{constant}: no rank measured its experts")
+        return ChosenCurve((), f"{constant}: no rank measured its experts")
     found = _agreed(measured)
     if len(found) < 2 or found[-1][0] < LEAST_LAST:
         last = f"up to {found[-1][0]:g} rows" if found else "nothing that all ranks measured"
         why = f"ranks measured {last}, expected two points and {LEAST_LAST} rows or more"
-        return ChosenCurve(given, f"{constant}: {why}")
+        return ChosenCurve((), f"{constant}: {why}")
     names = "; ".join(sorted({one.of for one in measured}))
     num_ranks = "one rank" if len(measured) == 1 else f"{len(measured)} ranks"
     return ChosenCurve(found, f"measured at the start by {num_ranks}: {names}")

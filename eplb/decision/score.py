@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.cost import GROUPED_GEMM_H200, Curve, Objective
+from eplb.core.cost import Objective
 from eplb.core.demand import time_of
 from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.jit import FloatArray
+from eplb.core.kernels import Curve
 from eplb.core.load import fluctuation, sampling_noises
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
@@ -32,11 +33,11 @@ def objective_for(problem: Problem) -> tuple[Objective, str]:
     steps = problem.history.steps_per_window[problem.complete]
     if steps.max() == 1:
         return "tokens", "windows of one step, or without steps"
-    if problem.cost.curve == GROUPED_GEMM_H200:  # measured on a device that this one may not be
+    if not problem.cost.curve:  # the constant is of a device that this one may not be
         return "tokens", "no curve of the experts' time was given or measured"
     tokens = problem.routed.mean(axis=1)  # [T]
     rows = float((tokens / steps).mean()) / int(problem.topology.usable_slots.sum())
-    most = ridge(problem.cost.curve)
+    most = ridge(problem.cost.timed.curve)
     objective: Objective = "time" if rows < most else "tokens"
     side = "below" if objective == "time" else "not below"
     return objective, f"{rows:.3g} rows a slot in a step, {side} {most:.3g}"
@@ -77,7 +78,9 @@ def dead_zone(problem: Problem) -> float:
     slots = int(problem.topology.usable_slots.sum())
     mean = demand.tokens.sum(axis=1).mean() / slots  # tokens of a replica in a step
     ratio = np.linspace(1.0, MOST_IMBALANCE, 6301)
-    time = time_of(ratio * mean, demand)
+    # Of a replica, with its part of what its rank takes beside replicas.
+    beside = problem.cost.timed.rank_us * int(problem.topology.serving.sum()) / slots
+    time = beside + time_of(ratio * mean, demand)
     least = problem.priced.gain_worth(problem.cost.seconds_per_rebalance)
     wasted = np.flatnonzero(time / max(time[0], 1e-300) - 1.0 <= least)
     return float(ratio[wasted[-1]])

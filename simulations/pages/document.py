@@ -22,6 +22,8 @@ from simulations.report import write_whole
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# The seventh line has the first one's colour and the second dash, and so on.
+DASHED, SYMBOLS = ("solid", "dash", "dot"), ("circle", "square", "diamond")
 STYLE = """
 :root { color-scheme: light dark; --text: #1a1a1a; --soft: #555; --line: #ddd; --back: #fff; }
 @media (prefers-color-scheme: dark) {
@@ -189,13 +191,25 @@ def counted(figure: Any, *, x: int = 0, y: int = 0) -> Any:
 
 
 def colour_of(number: int) -> str:
-    """The colour of a line."""
+    """The colour of a line or a bar."""
     return COLOURS[number % len(COLOURS)]
 
 
+def line_of(number: int, **more: str) -> dict[str, str]:
+    """A line that is told apart from the others by colour and dash."""
+    dash = DASHED[number // len(COLOURS) % len(DASHED)]
+    return {"color": colour_of(number), "dash": dash, **more}
+
+
+def marker_of(number: int, size: int) -> dict[str, Any]:
+    """A marker that is told apart from the others by colour and symbol."""
+    symbol = SYMBOLS[number // len(COLOURS) % len(SYMBOLS)]
+    return {"color": colour_of(number), "symbol": symbol, "size": size}
+
+
 INCHES, DOTS_PER_INCH = (8.0, 4.8), 150
-DASHES = {"dot": ":", "solid": "-", None: "-"}
-MARKS = {"triangle-up": "^", None: "o"}
+DASHES = {"dot": ":", "dash": "--", "solid": "-", None: "-"}
+MARKS = {"triangle-up": "^", "circle": "o", "square": "s", "diamond": "D", None: "o"}
 TEXT_COLUMNS = 110
 
 

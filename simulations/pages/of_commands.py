@@ -7,7 +7,7 @@ sweep      every configuration, by balance, moves and throughput
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,12 @@ from simulations.pages.document import (
     counted,
     framed,
     graph_objects,
+    line_of,
+    marker_of,
 )
 from simulations.recommend import Answer
 from simulations.replay import Replay, Scenario
+from simulations.report import best_policy
 from simulations.sweep.results import Row
 
 
@@ -85,9 +88,10 @@ def comparison_page(
     if any("tokens_per_s_per_rank" in one for one in judged.values()):
         text = "Tokens a second of a rank, with the time that moves take."
         figures.append(Figure("Throughput", text, _throughput(go, judged)))
-    if ran:
-        shown = [one for one in ran if not one.is_oracle] or ran
-        figures += _heatmaps(go, scenario, shown[-1])
+    best = best_policy(result)
+    figures += [
+        one for replay in ran if replay.policy == best for one in _heatmaps(go, scenario, replay)
+    ]
     return Page(
         result["trace"],
         conclusions,
@@ -130,9 +134,8 @@ def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
     for number, replay in enumerate(replays):
         colour, series = colour_of(number), replay.per_window
         windows = np.arange(1, len(series) + 1)
-        figure.add_scatter(
-            x=windows, y=series, mode="lines", name=replay.policy, line={"color": colour}
-        )
+        line = line_of(number)
+        figure.add_scatter(x=windows, y=series, mode="lines", name=replay.policy, line=line)
         taken = [one for one in replay.rebalances if one.window < len(series)]
         served_from = np.array([rebalance.window + 1 for rebalance in taken], dtype=int)
         figure.add_scatter(
@@ -168,7 +171,7 @@ def _scatter(
             y=y,
             mode="markers",
             name=group,
-            marker={"size": 11, "color": colour_of(number)},
+            marker=marker_of(number, 11),
             text=text,
             hovertemplate=f"{hover}<extra></extra>",
         )
@@ -184,7 +187,7 @@ def _distribution(go: Any, samples: Sequence[tuple[str, NDArray[np.float64]]], x
             y=parts,
             mode="lines",
             name=name,
-            line={"color": colour_of(number), "shape": "hv"},
+            line=line_of(number, shape="hv"),
         )
     return framed(figure, x_title, "part")
 
@@ -240,7 +243,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
     Raises:
         ConfigError: plotly is not installed.
     """
-    go = graph_objects()
+    go, is_prefill = graph_objects(), answer.question.is_prefill
     figures = [
         Figure(
             "Throughput against KV cache",
@@ -259,7 +262,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
         )
     ]
     if answer.batches:
-        x_title = "sequences of a rank"
+        x_title = f"{answer.question.unit} of a rank"
         figures += [
             Figure(
                 "Tokens a second by batch",
@@ -267,8 +270,10 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
                 _by_batch(go, answer, "tokens_per_s", x_title, "tokens/s of a rank"),
             ),
             Figure(
-                "Time of a token by batch",
-                "Milliseconds: the time of a step over the tokens that it gives to a sequence.",
+                "Time to the first token by batch" if is_prefill else "Time of a token by batch",
+                "Milliseconds of a prompt's steps, with no queue."
+                if is_prefill
+                else "Milliseconds: the time of a step over the tokens that it gives a sequence.",
                 _by_batch(go, answer, "ms", x_title, "ms"),
             ),
         ]
@@ -284,25 +289,26 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
 
 
 def _candidate_table(answer: Answer) -> Table:
-    headings = ["group", "slots a rank", "tokens/s a rank", "plan every", "sequences", "KV GB"]
+    headings = ["group", "slots a rank", "tokens/s a rank", "policy", "plan every"]
+    headings += [answer.question.unit, "KV GB", "imbalance", "step ms", "error of a step", "moves"]
     rows = [
         (
             one.group,
             str(one.slots_per_rank),
             f"{one.tokens_per_s:.1f}",
+            one.policy,
             str(one.interval) if one.interval else "never",
             str(one.sequences),
             f"{one.kv_bytes / 1e9:.1f}",
             f"{one.imbalance:.3f}",
             f"{one.step_us / 1000:.2f}",
-            " / ".join(f"{part / 1000:.2f}" for part in one.parts_us),
             "not known" if one.error is None else f"{one.error:.1%}",
             f"{one.lost_part:.2%}",
+            *(f"{part / 1000:.2f}" for part in one.parts_us),
         )
         for one in answer.candidates
     ]
-    parts = "dispatch / experts / combine / rest"
-    return Table([*headings, "imbalance", "step ms", parts, "error of a step", "moves"], rows)
+    return Table([*headings, "dispatch ms", "experts ms", "combine ms", "rest ms"], rows)
 
 
 def _by_batch(go: Any, answer: Answer, figure_of: str, x_title: str, y_title: str) -> Any:
@@ -336,6 +342,8 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
     """
     go = graph_objects()
     judged = [row for row in rows if row.imbalance_mean is not None]
+    cells = [row.cells() for row in rows[:MOST_SHOWN]]
+    shown = [name for name in (cells[0] if cells else ()) if any(one[name] != "-" for one in cells)]
     figures = [
         Figure(
             "Gain against moves",
@@ -348,40 +356,66 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
             ),
         )
     ]
-    if any(row.tokens_per_s_per_rank is not None for row in judged):
-        figures.append(
-            Figure(
-                "Throughput against slots",
-                "Tokens a second of a rank against slots of a layer, before the KV memory that "
-                "they take: eplb recommend prices it.",
-                _scatter(
-                    go,
-                    [
-                        (row.policy, row.slots, row.tokens_per_s_per_rank, words(row))
-                        for row in judged
-                    ],
-                    "slots of a layer",
-                    "tokens/s of a rank",
-                ),
-            )
-        )
+    is_timed = any(row.tokens_per_s_per_rank is not None for row in judged)
+    y_title = "tokens/s of a rank" if is_timed else "mean imbalance"
+    priced = " KV memory that redundant slots take is not in it: eplb recommend prices it."
+    for title, x_title, name, more in (
+        ("By ranks", "ranks of a group", "ranks", ""),
+        ("By redundancy", "redundant slots of a rank", "redundant", priced if is_timed else ""),
+    ):
+        if len({getattr(row, name) for row in judged}) > 1:
+            text = f"The best of each policy, group and redundancy: {y_title}.{more}"
+            best = _best_of(judged, lambda row: (row.policy, row.ranks, row.redundant))
+            figures.append(Figure(title, text, _by(go, best, name, x_title, y_title)))
     return Page(
         f"Sweep of {load}",
         conclusions(rows),
-        [_sweep_table(rows[:MOST_SHOWN])],
+        [Table(shown, [[one[name] for name in shown] for one in cells])],
         figures,
         {"command": command, "load": load, "configurations": len(rows)},
     )
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """The best configuration, and how many policies ended early."""
+    """The best configuration of each group, and how many policies ended early.
+
+    Imbalance is not compared between groups: fewer ranks are easier to balance.
+    """
     judged = [row for row in rows if row.imbalance_mean is not None]
-    found = [f"best: {words(judged[0])}: {_gives(judged[0])}"] if judged else []
-    if len(judged) > 1:
-        found.append(f"last: {words(judged[-1])}: {_gives(judged[-1])}")
+    best = _best_of(judged, lambda row: row.ranks)
+    found = [f"best of EP{row.ranks}: {words(row)}: {_gives(row)}" for row in best]
     failed = sum(bool(row.failed) for row in rows)
     return [*found, f"{failed} of {len(rows)} configurations ended early"] if failed else found
+
+
+def _best_of(rows: Sequence[Row], key: Callable[[Row], object]) -> list[Row]:
+    """The first row of each key: rows come the best first."""
+    found: dict[object, Row] = {}
+    for row in rows:
+        found.setdefault(key(row), row)
+    return list(found.values())
+
+
+def _by(go: Any, rows: Sequence[Row], name: str, x_title: str, y_title: str) -> Any:
+    """A line for each policy and value of the other axis of the grid."""
+    other = "redundant" if name == "ranks" else "ranks"
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.policy, getattr(row, other), getattr(row, name))):
+        label = f"+{row.redundant} slots" if other == "redundant" else f"EP{row.ranks}"
+        lines.setdefault(f"{row.policy}, {label}", []).append(row)
+    figure = go.Figure()
+    for number, (label, of_line) in enumerate(lines.items()):
+        figure.add_scatter(
+            x=[getattr(row, name) for row in of_line],
+            y=[row.tokens_per_s_per_rank or row.imbalance_mean for row in of_line],
+            mode="lines+markers",
+            name=label,
+            line=line_of(number),
+            marker=marker_of(number, 8),
+        )
+    framed(figure, x_title, y_title)
+    figure.update_xaxes(tickvals=sorted({getattr(row, name) for row in rows}))
+    return figure
 
 
 def words(row: Row) -> str:
@@ -397,26 +431,3 @@ def _gives(row: Row) -> str:
     if row.tokens_per_s_per_rank is None:
         return text
     return f"{text}, {row.tokens_per_s_per_rank:.0f} tokens/s a rank"
-
-
-def _sweep_table(rows: Sequence[Row]) -> Table:
-    headings = ["policy", "ranks", "slots", "every", "dispatch", "seed", "imbalance", "p99"]
-    return Table(
-        [*headings, "rebalances", "experts moved", "tokens/s a rank"],
-        [
-            (
-                row.policy,
-                str(row.ranks),
-                str(row.slots),
-                str(row.interval),
-                row.dispatch,
-                str(row.seed),
-                "failed" if row.imbalance_mean is None else f"{row.imbalance_mean:.3f}",
-                "-" if row.imbalance_p99 is None else f"{row.imbalance_p99:.3f}",
-                str(row.rebalances),
-                f"{row.experts_moved:,}",
-                "-" if row.tokens_per_s_per_rank is None else f"{row.tokens_per_s_per_rank:.0f}",
-            )
-            for row in rows
-        ],
-    )

@@ -33,7 +33,7 @@ from eplb.core.jit import jit
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.policies.table import contiguous_policy
-from simulations.peers.tables import Table, kept_in_place, placement_of, table_of
+from simulations.peers.engines import Table, kept_in_place, placement_of, table_of
 
 Z = NormalDist().inv_cdf(0.75)
 DEPTH, WIDTH = 4, 8  # groups of heat, and how far from the greedy count each is tried

@@ -30,7 +30,7 @@ from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.errors import PlacementError
 from eplb.policies.table import contiguous_policy
-from simulations.peers.tables import Table, kept_in_place, placement_of, table_of
+from simulations.peers.engines import Table, kept_in_place, placement_of, table_of
 
 MOST_SWAPS = 100
 GOOD_ENOUGH = 1.01  # imbalance of a layer that is not changed

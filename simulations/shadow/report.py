@@ -205,17 +205,13 @@ def table(found: dict[str, Any]) -> Table:
         "against the engine; KV GB: freed on a rank against the engine's slots"
     )
     headings = ("mean", "p95", "worst", "plans", "experts", "GB", "s", "net s", "KV GB")
-    grid = figures_table(title, caption, "placements", headings)
-    grid.add_row("engine", *_cells(found["engine"]), "-", "-")
+    rows = [["engine", *_cells(found["engine"]), "-", "-"]]
     for one in found["ours"]:
         net, freed = one["net_seconds"], one["kv_bytes_freed_per_rank"]
-        grid.add_row(
-            _name(one, found),
-            *_cells(one),
-            "-" if net is None else f"{net:+.1f}",
-            "-" if freed is None else f"{freed / 1e9:+.2f}",
-        )
-    return grid
+        won = "-" if net is None else f"{net:+.1f}"
+        memory = "-" if freed is None else f"{freed / 1e9:+.2f}"
+        rows.append([_name(one, found), *_cells(one), won, memory])
+    return figures_table(title, "placements", headings, rows, caption)
 
 
 def _cells(one: dict[str, Any]) -> list[str]:

@@ -56,6 +56,33 @@ class Row:
     lost_s: float | None
     tokens_per_s_per_rank: float | None
 
+    @property
+    def order(self) -> tuple[float, float, float]:
+        """The best first: the most tokens, or without times the lowest imbalance of each group."""
+        imbalance = float("inf") if self.imbalance_mean is None else self.imbalance_mean
+        tokens = self.tokens_per_s_per_rank
+        return -(tokens or 0), self.ranks if tokens is None else 0, imbalance
+
+    def cells(self) -> dict[str, str]:
+        """As tables have it, by headings."""
+
+        def shown(figure: float | None, spec: str, missing: str = "-") -> str:
+            return missing if figure is None else format(figure, spec)
+
+        return {
+            "policy": self.policy,
+            "EP": str(self.ranks),
+            "slots": str(self.slots),
+            "every": str(self.interval),
+            "dispatch": self.dispatch,
+            "seed": str(self.seed),
+            "imbalance": shown(self.imbalance_mean, ".3f", "failed"),
+            "p99": shown(self.imbalance_p99, ".3f"),
+            "rebalances": str(self.rebalances),
+            "experts": f"{self.experts_moved:,}",
+            "tok/s": shown(self.tokens_per_s_per_rank, ".0f"),
+        }
+
 
 class Results:
     """The folder of a sweep.

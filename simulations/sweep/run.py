@@ -317,7 +317,7 @@ def _scenario(load: Load, task: Task) -> Scenario:
     if model is not None and settings.precision is not None:
         model = model.with_precision(settings.precision)
     windows = load.windows(task.seed, model)
-    fitted = model_of(model, windows)
+    fitted = model_of(model, windows, settings.load)
     topology = even_topology(
         task.ranks, settings.ranks_per_node, task.redundant, windows.num_experts
     )

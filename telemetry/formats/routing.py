@@ -45,6 +45,7 @@ from telemetry.formats.types import (
 
 Layout = Literal["layers-first", "tokens-first"]
 DEFAULT_WINDOW_TOKENS = 4096
+FEWEST_WINDOWS = 24  # that a trace is cut into, where the user names no size
 CLEARLY_LONGER = 4
 
 MEMBERS = ("expert_ids", "load", "request_len")
@@ -65,7 +66,7 @@ def load_trace(
 
     Args:
         path: the ``.npz`` file.
-        window_tokens: tokens in a window, 4096 if not given; not for traces of ``load``.
+        window_tokens: in a window; None: as ``window_of``; not for traces of ``load``.
         num_experts: E, if the trace may never have used the last ones; else the largest id + 1.
         layout: of ``expert_ids``, where the file does not tell.
 
@@ -76,7 +77,7 @@ def load_trace(
     arrays, names = read_arrays(path, MEMBERS)
     if "expert_ids" in arrays:
         ids = _layers_first(path, arrays, layout)
-        return count_windows(path, ids, window_tokens or DEFAULT_WINDOW_TOKENS, num_experts)
+        return count_windows(path, ids, window_tokens or window_of(ids.shape[1]), num_experts)
     if "load" not in arrays:
         raise HistoryError(f"trace {path} holds {names}, expected expert_ids or load")
     if window_tokens is not None or layout is not None:
@@ -182,6 +183,11 @@ def _sum_of_lengths(path: Path, request_len: NDArray[Any]) -> int:
             f"expected 0..{most}"
         )
     return int(request_len.sum())
+
+
+def window_of(num_tokens: int) -> int:
+    """Tokens of a window: 4096, or fewer so that a short trace has enough windows to judge."""
+    return max(1, min(DEFAULT_WINDOW_TOKENS, num_tokens // FEWEST_WINDOWS))
 
 
 def count_windows(
@@ -388,6 +394,6 @@ def _counted(
     idle: NDArray[np.bool_] | None,
 ) -> LoadFile:
     rows, layers, notes = resolve(found, options, idle=idle)
-    each = options.window_tokens or max(1, min(DEFAULT_WINDOW_TOKENS, len(ids) // 2))
+    each = options.window_tokens or window_of(len(ids))
     history = count_windows(path, ids.transpose(1, 0, 2)[rows], each, options.num_experts)
     return LoadFile(history, layers, notes=notes)

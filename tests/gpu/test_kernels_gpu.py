@@ -320,36 +320,6 @@ def test_expert_gives_the_same_bits_in_any_slot() -> None:
     grouped_gemm_fp8(rows, weights, starts, counts, out)
 
     assert torch.equal(out[:40].view(torch.int16), out[40:].view(torch.int16))
-    for num_first in (2, 4):  # slot 1 of the first weights, slot 4 of the last
-        apart = torch.full_like(out, POISON)
-        first, last = (Quantised(*(one[part] for one in weights)) for part in cut(num_first))
-        last = Quantised(last.values.clone(), last.scales.clone())
-        grouped_gemm_fp8(rows, first, starts, counts, apart, last=last)
-        assert torch.equal(apart.view(torch.int16), out.view(torch.int16))
-
-
-def cut(number: int) -> tuple[slice, slice]:
-    return slice(number), slice(number, None)
-
-
-@SIZES
-@TILINGS
-def test_last_slots_of_bf16_have_weights_of_another_tensor(
-    outputs: int, inputs: int, tiling: Tiling
-) -> None:
-    counts = at_borders()
-    starts, num_rows = grouped(counts)
-    weights, rows = (
-        bf16_slots(len(counts), outputs, inputs),
-        torch.randn((num_rows, inputs), dtype=BF16),
-    )
-    together, apart = (torch.full((num_rows, outputs), POISON, dtype=BF16) for _ in range(2))
-
-    grouped_gemm(rows, weights, starts, counts, together, tiling=tiling)
-    last = weights[9:].clone()
-    grouped_gemm(rows, weights[:9], starts, counts, apart, last=last, tiling=tiling)
-
-    assert torch.equal(apart, together)
 
 
 def scales_of(rows: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.fidelity.cases import Cases
 from benchmarks.fidelity.draws import Spread, drawn, even
 from benchmarks.fidelity.tables import Measured, Serving, package_data
+from eplb.core.kernels import Kernel
 from eplb.errors import ConfigError
-from simulations.kernels import Kernel
 
 DEEPGEMM = Serving("h100", "sglang", "deepgemm", "fp8-tensor")
 

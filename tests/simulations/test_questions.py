@@ -14,20 +14,20 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from eplb import ModelShape, Placement, Topology
+from eplb.core.kernels import kernel_for
 from eplb.errors import ConfigError
 from simulations.failures import failures_of
-from simulations.kernels import kernel_for
 from simulations.pages.document import Page, Table
 from simulations.recommend import MemoryModel, Question, recommend
 from simulations.replay import Scenario
-from simulations.step_time import StepModel, hardware_named, of_kernel
+from simulations.step_time import StepModel, hardware_named
 from simulations.windows import Windows
 from telemetry.formats.table import read_placement
 from telemetry.formats.types import ReadOptions
 
 MODEL = ModelShape((0, 1), 8, 4, 7168, 2048)
 CARD = hardware_named("h200")
-EXPERTS = of_kernel(kernel_for("h200", "bf16", None, is_prefill=False), MODEL)
+KERNEL = kernel_for("h200", "bf16", None, is_prefill=False)
 FOUR = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
 # Experts 0 to 3 have a replica on the other node, 4 to 7 have none.
 ROW = [0, 1, 4, 2, 3, 5, 0, 1, 6, 2, 3, 7]
@@ -66,7 +66,7 @@ def test_one_rank_has_no_failure_to_survive() -> None:
 
 
 def test_slow_network_link_makes_steps_longer_and_leaves_balance() -> None:
-    step = StepModel(MODEL, FOUR, CARD, EXPERTS)
+    step = StepModel(MODEL, FOUR, CARD, KERNEL)
     scenario = Scenario(FOUR, MODEL, load=LOAD, step_model=step, tokens_per_step=4096.0)
 
     found = failures_of(scenario, HELD)
@@ -89,7 +89,8 @@ def question(spare_bytes: float = 4e9, **changes: object) -> Question:
     asked = Question(
         windows,
         memory,
-        {4: EXPERTS},
+        KERNEL,
+        (4,),
         redundant=(1,),
         intervals=(1,),
         context=1000,
@@ -113,7 +114,7 @@ def test_sentence_tells_from_which_batch_on_balancing_pays() -> None:
     answer = recommend(question())
     (text,) = (one for one in answer.sentences() if one.startswith("balancing pays from"))
 
-    first = int(text.split()[3])
+    first = int(text.split()[6])
     gains = {one.sequences: one.gain for one in answer.batches}
     assert all(gain >= 0.01 for size, gain in gains.items() if size >= first)
     assert gains[first // 2] < 0.01
@@ -125,7 +126,7 @@ def test_batch_within_a_time_of_a_token_is_the_largest_that_keeps_it() -> None:
     sentences = recommend(question(most_ms=limit)).sentences()
     nothing = recommend(question(most_ms=1e-6)).sentences()
 
-    assert any("a token: 32 sequences a rank" in one for one in sentences)
+    assert any("ms: 32 sequences a rank" in one for one in sentences)
     assert any(one.startswith("no batch keeps 1e-06 ms") for one in nothing)
 
 

@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from eplb import ModelShape, preset
+from eplb.core.kernels import kernel_for
 from eplb.errors import ConfigError
 from simulations.inputs import model_named
-from simulations.kernels import kernel_for
 from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
 from simulations.report import limit_of
-from simulations.step_time import hardware_named, of_kernel
+from simulations.step_time import hardware_named
 from simulations.windows import RecordedDeployment, Windows
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
 CARD = hardware_named("h200")
-ON_H200 = of_kernel(kernel_for("h200", "bf16", None, is_prefill=False), MODEL)
+ON_H200 = kernel_for("h200", "bf16", None, is_prefill=False)
 
 
 def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
@@ -35,7 +35,8 @@ def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
     weights = 4 * MODEL.num_layers * MODEL.expert_bytes
     memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
     chosen: dict[str, Any] = {
-        "experts": {4: ON_H200},
+        "kernel": ON_H200,
+        "ranks": (4,),
         "redundant": (0, 1),
         "intervals": (1,),
         "context": 1000,
@@ -250,3 +251,52 @@ def test_bad_questions_are_one_sentence_and_exit_code_2(
     assert ran.exit_code == 2
     assert message in ran.stderr
     assert len(ran.stderr.strip().splitlines()) == 1
+
+
+def test_load_without_tokens_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "zeros.npz"
+    np.savez(trace, load=np.zeros((4, 2, 16), dtype=np.int64))
+
+    ran = command("recommend", str(trace), "--model", "mixtral-8x7b", "--ranks", "4")
+
+    assert ran.exit_code == 2
+    assert "all counts of its 4 windows are 0" in ran.stderr
+
+
+def test_load_of_another_model_is_blamed_by_its_name(tmp_path: Path) -> None:
+    trace = tmp_path / "other.npz"
+    np.savez(trace, load=np.ones((4, 2, 16), dtype=np.int64))
+
+    ran = command("recommend", str(trace), "--model", "mixtral-8x7b", "--ranks", "4")
+
+    assert ran.exit_code == 2
+    assert "other.npz has 2 MoE layers x 16 experts, the model 32 x 8" in ran.stderr
+
+
+def test_prefill_answers_with_the_time_to_the_first_token() -> None:
+    decode = recommend(question(hot=9, most_sequences=512))
+    prefill = recommend(
+        question(hot=9, spare_bytes=1e9, is_prefill=True, most_sequences=500, context=2000)
+    )
+
+    # A prompt of 2,000 tokens fills four steps of 500.
+    assert prefill.best.latency_ms == pytest.approx(4 * prefill.best.step_us / 1000)
+    assert any("TTFT of a prompt of 2000 tokens" in one for one in prefill.sentences())
+    assert any(one.startswith("TPOT: ") for one in decode.sentences())
+    assert min(one.sequences for one in prefill.batches) >= 256
+    with pytest.raises(ConfigError, match="drafts in prefill"):
+        question(hot=1, is_prefill=True, speculation=Speculation(1, 0.8))
+
+
+def test_attention_takes_its_stated_share_of_a_step_at_even_load() -> None:
+    (last,) = recommend(question(hot=1, attention_share=0.25, redundant=(0,))).batches[-1:]
+    (bare,) = recommend(question(hot=1, redundant=(0,))).batches[-1:]
+
+    assert bare.perfect_ms / last.perfect_ms == pytest.approx(0.75, rel=1e-3)
+
+
+def test_policies_are_compared_as_asked_for() -> None:
+    answer = recommend(question(hot=9, policies=("auto", "greedy"), redundant=(0,)))
+
+    assert {one.policy for one in answer.candidates} == {"auto", "greedy", "none"}
+    assert all(one.policy in one.name for one in answer.candidates if one.interval)

@@ -31,7 +31,7 @@ from simulations.shadow.sources import (
     StoreSource,
     open_source,
 )
-from simulations.workloads import Workload, generate
+from simulations.workloads import generate
 from telemetry.formats.types import ReadOptions, rows_in_order
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
@@ -92,7 +92,7 @@ def test_window_is_judged_under_what_was_planned_before_it() -> None:
 
 @pytest.mark.slow
 def test_course_decides_as_the_controller_does() -> None:
-    load = generate(Workload("gamma", layers=2, experts=8, windows=24), seed=3).tokens
+    load = generate("generated:gamma:layers=2,experts=8,windows=24", seed=3).tokens
     load = np.concatenate([load, load[:, :, ::-1]])
     topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
     deployment = Deployment(topology, load[0], top_k=2)
@@ -228,7 +228,7 @@ OPTIONS = SourceOptions(ReadOptions(max_windows=1), window_steps=1)
 
 
 def stat_dumps(folder: Path, count: int, *, experts: int = 8) -> None:
-    shape = Workload("gamma", layers=2, experts=experts, top_k=2, windows=count + 1)
+    shape = f"generated:gamma:layers=2,experts={experts},top_k=2,windows={count + 1}"
     for index, tokens in enumerate(generate(shape, seed=1).tokens[:count]):
         name = f"expert_distribution_recorder_{1763828000 + 60 * index}.5.pt"
         dump = {"rank": 0, "logical_count": tokens[None].astype(np.int32)}

@@ -14,9 +14,10 @@ from api.cli.main import app
 from eplb import CostModel, Topology, imbalance
 from eplb.core.load import LoadHistory, fluctuation, sampling_noise
 from eplb.errors import ConfigError, HistoryError
-from simulations import Scenario, Workload, generate, load_trace, replay, replay_all, workload_named
+from simulations import Scenario, generate, load_trace, replay, replay_all
 from simulations.pages.of_commands import comparison_page
 from simulations.report import conclusions, summary, write_json
+from simulations.workloads import windows_named
 from telemetry.formats.npz import read_arrays
 from tests.support.repository import ROOT
 
@@ -106,7 +107,6 @@ def test_trace_with_a_long_name_inside_is_refused_in_one_sentence(
         ({"expert_ids": np.zeros((3, 4))}, r"shape \(3, 4\) and dtype float64"),
         ({"expert_ids": np.full((1, 8, 1), -2)}, r"experts -2..-2, expected 0"),
         ({"load": np.zeros((3, 4))}, r"load has shape \(3, 4\)"),
-        ({"expert_ids": np.zeros((1, 8, 1), int)}, "8 tokens, 0 windows of 4096"),
         ({"expert_ids": IDS, "request_len": np.array([9])}, "request_len sums to 9 tokens"),
     ],
 )
@@ -119,7 +119,7 @@ def test_malformed_trace_is_refused_with_a_reason(
 
 @pytest.mark.parametrize("name", ["gamma", "lognormal", "zipf"])
 def test_seed_repeats_its_workload(name: str) -> None:
-    workload = Workload(name, layers=2, experts=16, windows=3, tokens=256)
+    workload = f"generated:{name}:layers=2,experts=16,windows=3,tokens=256"
 
     first, again, other = (generate(workload, seed).tokens for seed in (1, 1, 2))
 
@@ -130,10 +130,10 @@ def test_seed_repeats_its_workload(name: str) -> None:
 
 
 def test_drift_makes_later_windows_differ_more() -> None:
-    still = Workload("gamma", layers=4, windows=24, drift=0.0, dispersion=1.0)
-    moving = Workload("gamma", layers=4, windows=24, drift=0.5, dispersion=1.0)
+    still = "generated:gamma:layers=4,windows=24,drift=0.0,dispersion=1.0"
+    moving = "generated:gamma:layers=4,windows=24,drift=0.5,dispersion=1.0"
 
-    def change(workload: Workload) -> float:
+    def change(workload: str) -> float:
         load = generate(workload, seed=0).tokens.astype(float)
         return float(np.abs(load[-4:].mean(axis=0) - load[:4].mean(axis=0)).sum())
 
@@ -141,15 +141,15 @@ def test_drift_makes_later_windows_differ_more() -> None:
 
 
 def test_workload_settings_are_read_from_the_name() -> None:
-    workload = workload_named("generated:zipf:layers=3,drift=0.5")
+    windows = windows_named("generated:zipf:layers=3,windows=7", 0)
 
-    assert (workload.profile, workload.layers, workload.drift) == ("zipf", 3, 0.5)
+    assert (windows.num_layers, windows.num_experts, windows.num_windows) == (3, 64, 7)
     with pytest.raises(ConfigError, match="unknown workload 'nope', expected one of: gamma"):
-        workload_named("generated:nope")
+        windows_named("generated:nope", 0)
     with pytest.raises(ConfigError, match="unknown workload setting 'layer'"):
-        workload_named("generated:zipf:layer=3")
+        windows_named("generated:zipf:layer=3", 0)
     with pytest.raises(ConfigError, match="layers is 'x', expected a number"):
-        workload_named("generated:zipf:layers=x")
+        windows_named("generated:zipf:layers=x", 0)
 
 
 def test_each_window_is_judged_under_the_placement_planned_before_it() -> None:
@@ -166,7 +166,7 @@ def test_each_window_is_judged_under_the_placement_planned_before_it() -> None:
 
 
 def test_every_policy_beats_contiguous_on_steady_skew() -> None:
-    history = generate(Workload("gamma", layers=4, windows=8, drift=0.0), seed=3)
+    history = generate("generated:gamma:layers=4,windows=8,drift=0.0", seed=3)
     scenario = Scenario(Topology.uniform(2, 4, 10), load=history)
 
     contiguous, greedy, auto = replay_all(scenario, ["contiguous", "greedy", "auto"])
@@ -176,7 +176,7 @@ def test_every_policy_beats_contiguous_on_steady_skew() -> None:
 
 
 def test_gate_that_nothing_passes_moves_nothing() -> None:
-    history = generate(Workload("zipf", layers=2, windows=5), seed=0)
+    history = generate("generated:zipf:layers=2,windows=5", seed=0)
     scenario = Scenario(Topology.uniform(1, 4, 20), load=history, cost=CostModel(pay_back_s=0.0))
 
     found = replay(scenario, "auto")
@@ -200,7 +200,7 @@ def test_sudden_switch_is_no_noise() -> None:
 
 
 def test_policy_named_twice_is_refused() -> None:
-    history = generate(Workload("zipf", layers=1, windows=2), seed=0)
+    history = generate("generated:zipf:layers=1,windows=2", seed=0)
 
     with pytest.raises(ConfigError, match="expected distinct names"):
         replay_all(Scenario(Topology.uniform(1, 4, 20), load=history), ["auto", "auto"])
@@ -208,7 +208,7 @@ def test_policy_named_twice_is_refused() -> None:
 
 def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    history = generate(Workload("gamma", layers=2, experts=16, windows=4), seed=0)
+    history = generate("generated:gamma:layers=2,experts=16,windows=4", seed=0)
     scenario = Scenario(Topology.uniform(1, 4, 5), load=history)
     replays = replay_all(scenario, ["contiguous", "auto"])
     result = summary("<gamma>", scenario, replays)
@@ -273,7 +273,7 @@ def test_recorded_traces_are_read_completely(name: str, shape: tuple[int, int, i
 
 
 def test_replay_placements_judge_each_window_as_reported() -> None:
-    history = generate(Workload("gamma", layers=2, experts=16, windows=12, drift=0.6), seed=1)
+    history = generate("generated:gamma:layers=2,experts=16,windows=12,drift=0.6", seed=1)
     topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=5)
 
     found = replay(Scenario(topology, load=history, keep_placements=True), "greedy")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from api.cli.options import HiddenLayers
 from api.engine_plan import RULES
@@ -159,27 +157,6 @@ class EngineOptions:
         notes = write_placement(file, self.engine.value, self.placement, options)
         written = f"placement: {self.placement}{file_digest(self.placement)}"
         return [*(f"note: {note}" for note in notes), written]
-
-
-def grid(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", first: str = ""
-) -> Table:
-    """Make a table of figures, each to the right below its heading.
-
-    Args:
-        headings: of the figures.
-        rows: the texts of each row.
-        title: of the table.
-        first: heading of a column of text before the figures.
-    """
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=0)
-    if first:
-        table.add_column(first, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def command_line() -> str:

@@ -21,10 +21,10 @@ from api.cli.simulator.options import (
     Precision,
     Trace,
     command_line,
-    grid,
 )
+from eplb.core.cost import CostModel
 from eplb.core.model import preset
-from simulations.inputs import experts_of, model_named, model_of, windows_of
+from simulations.inputs import kernel_of, model_named, model_of, windows_of
 from simulations.pages.of_commands import recommendation_page
 from simulations.recommend import (
     Answer,
@@ -34,14 +34,13 @@ from simulations.recommend import (
     part_of,
     recommend,
 )
-from simulations.report import write_json
-from simulations.step_time import (
-    hardware_named,
-)
+from simulations.report import figures_table, write_json
+from simulations.step_time import hardware_named
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 
 RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
+STEP_TOKENS = 16_384  # of a rank in a step of prefill
 
 
 @with_options
@@ -74,6 +73,20 @@ def recommend_command(
         str, typer.Option(help="Redundant slots of each rank to compare.")
     ] = "0,1,2,4",
     every: Annotated[str, typer.Option(help="Windows between plans to compare.")] = "1,4,16",
+    policy: Annotated[
+        str, typer.Option(help="Policies to compare, as eplb simulate has them.")
+    ] = "auto",
+    pay_back: Annotated[
+        float,
+        typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
+    ] = CostModel.pay_back_s,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Steps of prefill, and the time to the first token.")
+    ] = False,
+    step_tokens: Annotated[
+        int,
+        typer.Option(min=1, max=10_000_000, help="Tokens of a rank in a step of prefill, at most."),
+    ] = STEP_TOKENS,
     context: Annotated[
         int, typer.Option(max=100_000_000, help="Tokens of a sequence in the KV cache.")
     ] = 4096,
@@ -87,6 +100,13 @@ def recommend_command(
         float, typer.Option(max=1e9, help="KV cache of a token on a rank.")
     ] = 70_272.0,
     other_us: OtherUs = 100.0,
+    attention_share: Annotated[
+        float | None,
+        typer.Option(
+            max=0.99,
+            help="Part of a step at even load outside of MoE layers, in place of --other-us.",
+        ),
+    ] = None,
     expert_times: ExpertTimes = None,
     windows: Annotated[
         int, typer.Option(max=1_000_000, help="Windows to replay, the latest of a recorded load.")
@@ -101,7 +121,8 @@ def recommend_command(
         str, typer.Option(help="Ranks for attention alone beside the group, to compare; 0: none.")
     ] = "0",
     most_ms: Annotated[
-        float | None, typer.Option(max=1e9, help="Milliseconds that a token may take.")
+        float | None,
+        typer.Option(max=1e9, help="Milliseconds that a token may take; in prefill, a prompt."),
     ] = None,
     drafts: Annotated[
         int, typer.Option(max=64, help="Tokens that each sequence drafts in a step (MTP).")
@@ -124,42 +145,42 @@ def recommend_command(
     shape, which = model_named(model, load)
     if precision is not None:
         shape = shape.with_precision(precision)
-    model_of(shape, load)
+    model_of(shape, load, trace)
     at = load.deployment
     groups = numbers("--ranks", ranks or str(at.num_ranks or RANKS))
     if ranks_per_node is None:
         ranks_per_node = (at.num_ranks or 0) // (at.num_nodes or 1) or RANKS_PER_NODE
     seconds = window_seconds or at.window_s or WINDOW_S
-    times = {
-        group: experts_of(
-            shape,
-            hardware,
-            load.num_experts / max(group, 1),
-            engine=chosen_by.engine and chosen_by.engine.value,
-            expert_times=expert_times,
-        )
-        for group in groups
-    }
-    answer = recommend(
-        Question(
-            part_of(load, windows, is_latest=not trace.startswith(PREFIX)),
-            MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
-            times,
-            ranks_per_node,
-            numbers("--redundant", redundant, least=0),
-            numbers("--every", every),
-            context,
-            most_sequences,
-            other_us,
-            seconds,
-            seed,
-            numbers("--attention-ranks", attention_ranks, least=0),
-            rule,
-            most_ms,
-            speculation,
-        )
+    kernel = kernel_of(
+        shape,
+        hardware,
+        engine=chosen_by.engine and chosen_by.engine.value,
+        expert_times=expert_times,
+        is_prefill=prefill,
     )
-    source = times[groups[0]].source
+    question = Question(
+        part_of(load, windows, is_latest=not trace.startswith(PREFIX)),
+        MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
+        kernel,
+        groups,
+        ranks_per_node,
+        numbers("--redundant", redundant, least=0),
+        numbers("--every", every),
+        tuple(name.strip() for name in policy.split(",")),
+        context=context,
+        most_sequences=step_tokens if prefill else most_sequences,
+        is_prefill=prefill,
+        other_us=other_us,
+        attention_share=attention_share,
+        pay_back_s=pay_back,
+        window_s=seconds,
+        seed=seed,
+        attention_ranks=numbers("--attention-ranks", attention_ranks, least=0),
+        dispatch=rule,
+        most_ms=most_ms,
+        speculation=speculation,
+    )
+    answer, source = recommend(question), kernel.source
     if json_file is not None:
         found = {
             "expert_times": source,
@@ -185,8 +206,7 @@ def recommend_command(
         f"{ranks_per_node} ranks a node on {hardware}; expert times: {source}",
         f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
         f"sequence (--context), {kv_token_bytes:g} bytes of KV cache a token (--kv-token-bytes), "
-        f"{dense_gb:g} GB a rank beside experts (--dense-gb), {other_us:g} us a layer outside of "
-        "them (--other-us); no queue and no scheduler is modelled",
+        f"{dense_gb:g} GB a rank beside experts (--dense-gb); no queue or scheduler is modelled",
     ]
     if drafts:
         assumed.append(
@@ -199,43 +219,42 @@ def recommend_command(
 
 def _table(answer: Answer) -> Table:
     """At most 80 columns wide: the ranks of attention are in the names of groups."""
-    headings = ("slots", "every", "seqs", "KV GB", "imbal", "step ms", "links", "moves", "tok/s")
-    return grid(
-        headings,
+    batch = answer.question.unit[:3]
+    headings = ("slots", "policy", "every", batch, "KV GB", "imbal", "step ms", "links", "moves")
+    rows = (
         (
-            (
-                one.group_short,
-                str(one.slots_per_rank),
-                str(one.interval or "never"),
-                str(one.sequences),
-                f"{one.kv_bytes / 1e9:.0f}",
-                f"{one.imbalance:.3f}",
-                f"{one.step_us / 1000:.1f}",
-                f"{one.links_part:.0%}",
-                f"{one.lost_part:.2%}",
-                f"{one.tokens_per_s:.0f}",
-            )
-            for one in answer.candidates
-        ),
-        title="candidates: slots of a rank, parts of a step that links take, tokens/s of a rank",
-        first="group",
+            one.group_short,
+            str(one.slots_per_rank),
+            one.policy,
+            str(one.interval or "-"),
+            str(one.sequences),
+            f"{one.kv_bytes / 1e9:.0f}",
+            f"{one.imbalance:.3f}",
+            f"{one.step_us / 1000:.1f}",
+            f"{one.links_part:.0%}",
+            f"{one.lost_part:.2%}",
+            f"{one.tokens_per_s:.0f}",
+        )
+        for one in answer.candidates
     )
+    title = "candidates: parts of a step that links take, tokens/s of a rank"
+    return figures_table(title, "group", (*headings, "tok/s"), rows)
 
 
 def _batch_table(answer: Answer) -> Table:
-    """Of the best candidate: ms a token and tokens/s of a rank, by balance; 80 columns at most."""
-    return grid(
-        ("seqs", "tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most"),
+    """Of the best candidate: ms and tokens/s of a rank, by balance; 80 columns at most."""
+    of_what = "TTFT" if answer.question.is_prefill else "TPOT"
+    headings = ("tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most")
+    rows = (
         (
-            (
-                str(one.sequences),
-                f"{one.tokens_per_expert:.4g}",
-                *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
-                f"{one.planned_tokens_per_s:.0f}",
-                f"{one.gain:+.1%}",
-                f"{one.most_gain:+.1%}",
-            )
-            for one in answer.batches
-        ),
-        title=f"batches of {answer.best.name}: ms a token, none: without balancing",
+            str(one.sequences),
+            f"{one.tokens_per_expert:.4g}",
+            *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
+            f"{one.planned_tokens_per_s:.0f}",
+            f"{one.gain:+.1%}",
+            f"{one.most_gain:+.1%}",
+        )
+        for one in answer.batches
     )
+    title = f"batches of {answer.best.name}: ms: {of_what}; none: without balancing"
+    return figures_table(title, answer.question.unit[:3], headings, rows)

@@ -65,7 +65,10 @@ def simulate(
     ] = "contiguous,greedy,auto",
     window: Annotated[
         int | None,
-        typer.Option(max=1_000_000_000, help="Tokens in a window of a trace; 4096 if not given."),
+        typer.Option(
+            max=1_000_000_000,
+            help="Tokens in a window of a trace; 4096, or fewer for 24 windows, if not given.",
+        ),
     ] = None,
     past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")] = 16,
     every: Annotated[
@@ -131,7 +134,7 @@ def simulate(
         nodes = at.num_nodes if ranks is None and at.num_nodes else 1
     ranks = ranks or at.num_ranks or 8
     topology = topology_of(ranks, nodes, slots, load.num_experts)
-    fitted = model_of(shape or at.model, load)
+    fitted = model_of(shape or at.model, load, trace)
     step_model = price = None
     if timed.hardware is not None or expert_times is not None:
         step_model = step_model_of(

@@ -22,7 +22,6 @@ from api.cli.simulator.options import (
     StepOptions,
     Trace,
     command_line,
-    grid,
 )
 from api.terminal.printable import print_error
 from eplb.core.dispatch import DispatchRule
@@ -31,6 +30,7 @@ from simulations.inputs import model_of, windows_of
 from simulations.pages.of_commands import sweep_page
 from simulations.peers import register_peers
 from simulations.replay import check_names
+from simulations.report import figures_table
 from simulations.step_time import hardware_named
 from simulations.sweep.grid import Generated, Load, Settings, Task, recorded, software, tasks_of
 from simulations.sweep.results import Results, Row
@@ -49,6 +49,7 @@ from telemetry.formats.types import ReadOptions
 
 INCOMPLETE = 1  # exit code
 MOST_SHOWN = 20  # rows of the terminal's table
+COLUMNS = ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s")
 
 
 class ExecutorName(Enum):
@@ -109,13 +110,14 @@ def sweep_command(
         load = on_this_host(load, out)
     run = partial(sweep, load, tasks, results, execute, task_s=task_minutes * 60)
     done = _with_progress(run, len(tasks), is_shown=not json_output)
-    plots.write(lambda: sweep_page(_best_first(done.rows), Path(trace).name, command_line()))
+    best_first = sorted(done.rows, key=lambda row: row.order)
+    plots.write(lambda: sweep_page(best_first, Path(trace).name, command_line()))
     if json_output:
         typer.echo(dumps(_as_json(done), indent=2))
     else:
         skipped = f"{len(done.rows)} rows, {done.num_skipped} of them from earlier runs"
         console = Console()
-        console.print(_table(done.rows))
+        console.print(_table(best_first))
         console.print(f"{done.table}: {skipped}", highlight=False, markup=False, soft_wrap=True)
     for failure in done.failures:
         print_error(f"{_words(failure.task)}: {failure.reason}")
@@ -133,7 +135,7 @@ def _load(trace: str, steps: int | None, timed: StepOptions, deployment: str) ->
     windows = windows_of(
         trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), 0, shape
     )
-    model_of(shape, windows)
+    model_of(shape, windows, trace)
     if trace.startswith(PREFIX):
         return Generated(trace, steps)
     return recorded(windows if steps is None else replace(windows, steps=steps))
@@ -191,31 +193,8 @@ def _as_json(done: Sweep) -> dict[str, object]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    """The best rows: the most tokens, or where times are not known the lowest imbalance."""
-    return grid(
-        ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s"),
-        (
-            (
-                row.policy,
-                str(row.ranks),
-                str(row.slots),
-                str(row.interval),
-                row.dispatch,
-                str(row.seed),
-                "failed" if row.failed else f"{_imbalance(row):.3f}",
-                f"{row.experts_moved:,}",
-                "-" if (timed := row.tokens_per_s_per_rank) is None else f"{timed:.0f}",
-            )
-            for row in _best_first(rows)[:MOST_SHOWN]
-        ),
-        title=f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else "",
-        first="policy",
-    )
-
-
-def _best_first(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (-(row.tokens_per_s_per_rank or 0), _imbalance(row)))
-
-
-def _imbalance(row: Row) -> float:
-    return float("inf") if row.imbalance_mean is None else row.imbalance_mean
+    """The best rows, in 80 columns."""
+    shown = [row.cells() for row in rows[:MOST_SHOWN]]
+    title = f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else ""
+    of_rows = ([one["policy"], *(one[name] for name in COLUMNS)] for one in shown)
+    return figures_table(title, "policy", COLUMNS, of_rows)

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.constraints import Constraints, Which, room_of
-from eplb.core.cost import GROUPED_GEMM_H200, CostModel, Curve
+from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRuleName
+from eplb.core.kernels import Curve
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape, position_in, spans
 from eplb.core.placement import Placement
@@ -48,14 +49,14 @@ _CORDON = rf"{_NUMBER}:(cordon|drain)"
 
 
 def curve_of(text: str) -> Curve:
-    """Read "tokens:us, tokens:us"; "" is the constant.
+    """Read "tokens:us, tokens:us"; "" is no curve.
 
     Raises:
         ConfigError: something else, or figures that are no curve.
     """
     points = tuple((float(tokens), us) for _, tokens, us in _pairs(text))
     try:
-        return CostModel(curve=points or GROUPED_GEMM_H200).curve
+        return CostModel(curve=points).curve
     except ConfigError as exc:
         raise ConfigError(
             f"curve has {text[:SHOWN]!r}, expected tokens:us for two numbers of tokens or more, "

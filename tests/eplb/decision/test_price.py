@@ -19,13 +19,12 @@ from eplb import (
     Topology,
     plan,
 )
-from eplb.core.cost import GROUPED_GEMM_H200
 from eplb.decision.alternatives import Outlook, decide, expected_part
 from eplb.decision.expert_times import LEAST_LAST, POINTS, ExpertTimes, chosen_curve
 from eplb.decision.score import dead_zone, ridge
 from eplb.errors import ConfigError
 from simulations.replay import Scenario, replay
-from simulations.workloads import generate, workload_named
+from simulations.workloads import generate
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 SINGLE = Placement(np.array([[0, 1, 2, -1]]), 3)
@@ -217,7 +216,7 @@ def test_reason_names_a_time_limit_below_one_step() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gamma", "lognormal", "zipf"])
 def test_default_is_near_greedy_at_a_third_of_its_moves(profile: str) -> None:
-    history = generate(workload_named(f"generated:{profile}"), seed=0)
+    history = generate(f"generated:{profile}", seed=0)
     topology = Topology.uniform(4, 8, 9)
     always = CostModel(pay_back_s=1e9)
 
@@ -253,16 +252,14 @@ def test_curve_of_the_user_wins_over_what_ranks_measured() -> None:
 def test_curve_of_the_ranks_is_their_median_at_each_point() -> None:
     disturbed = times([90.0, 90.0, 90.0])
 
-    found = chosen_curve(
-        GROUPED_GEMM_H200, [times([10.0, 12.0, 80.0]), disturbed, times([11.0, 13.0, 82.0])]
-    )
+    found = chosen_curve((), [times([10.0, 12.0, 80.0]), disturbed, times([11.0, 13.0, 82.0])])
 
     assert found.curve == ((1.0, 11.0), (64.0, 13.0), (1024.0, 82.0))
     assert found.source == "measured at the start by 3 ranks: a GPU, GroupedExperts"
 
 
 def test_times_that_fall_by_chance_become_one_level() -> None:
-    found = chosen_curve(GROUPED_GEMM_H200, [times([12.0, 10.0, 80.0])])
+    found = chosen_curve((), [times([12.0, 10.0, 80.0])])
 
     assert found.curve == ((1.0, 11.0), (64.0, 11.0), (1024.0, 80.0))
 
@@ -270,7 +267,7 @@ def test_times_that_fall_by_chance_become_one_level() -> None:
 def test_points_that_some_rank_left_out_are_not_in_the_curve() -> None:
     short = times([10.0, 80.0], (1, 1024))
 
-    found = chosen_curve(GROUPED_GEMM_H200, [times([10.0, 12.0, 80.0]), short])
+    found = chosen_curve((), [times([10.0, 12.0, 80.0]), short])
 
     assert found.curve == ((1.0, 10.0), (1024.0, 80.0))
 
@@ -287,9 +284,9 @@ def test_points_that_some_rank_left_out_are_not_in_the_curve() -> None:
 def test_ranks_without_a_usable_curve_leave_the_constant(
     measured: list[ExpertTimes], why: str
 ) -> None:
-    found = chosen_curve(GROUPED_GEMM_H200, measured)
+    found = chosen_curve((), measured)
 
-    assert found.curve == GROUPED_GEMM_H200
+    assert found.curve == ()
     assert found.source.startswith("the constant, of DeepSeek-V3's experts in FP8 on an H200: ")
     assert why in found.source
 
@@ -317,5 +314,5 @@ def test_each_run_of_points_up_to_a_deadline_has_the_coarse_ones() -> None:
 
 def test_ridge_is_where_reading_takes_as_long_as_products() -> None:
     assert ridge(((1.0, 10.0), (100.0, 10.0), (200.0, 20.0))) == pytest.approx(100.0)
-    assert 100 < ridge(GROUPED_GEMM_H200) < 130
+    assert 150 < ridge(CostModel().timed.curve) < 200
     assert ridge(((1.0, 10.0), (200.0, 10.0))) == 200.0  # flat up to its end: 200 at least

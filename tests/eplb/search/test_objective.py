@@ -22,8 +22,10 @@ from eplb import (
     Topology,
     imbalance,
     plan,
+    preset,
 )
 from eplb.core.cost import Decision
+from eplb.core.kernels import kernel_for
 from eplb.core.load import LoadHistory, as_history
 from eplb.decision.alternatives import Promise, realised
 from eplb.decision.score import measured
@@ -94,6 +96,44 @@ def test_few_tokens_get_one_replica_each_and_many_are_split() -> None:
     assert by_time.target.replica_count.tolist() == [[1] * 8]
     assert by_time.after == pytest.approx(1.0, abs=1e-3)  # two experts on each rank
     assert split.target.replica_count[0, 0] > 1
+
+
+def test_what_a_rank_takes_beside_its_replicas_dilutes_imbalance_in_time() -> None:
+    load = np.array([[4000, 800, 800, 800, 800, 800, 800, 800]])
+    bare = CostModel(curve=FLAT_THEN_LINEAR)
+
+    before = [
+        plan(load, FOUR, objective="time", cost=replace(bare, rank_us=us)).before
+        for us in (0.0, 100.0)
+    ]
+
+    # Ranks take 480, 160, 160 and 160 us, a mean of 240; with 100 us more 580 over 340.
+    assert before == pytest.approx([480 / 240, 580 / 340])
+
+
+def test_tokens_are_balanced_where_links_take_longer_than_weights() -> None:
+    # 50 tokens of a replica are below the ridge at 100, unless each takes 1 us on the links.
+    load = np.array([[400, *[57] * 7]])
+    slow_reads = CostModel(curve=FLAT_THEN_LINEAR)
+    history = LoadHistory(load[None] * 10, np.array([0]), np.array([9]))
+
+    alone = plan(history, FOUR, cost=slow_reads)
+    with_links = plan(history, FOUR, cost=replace(slow_reads, row_us=1.0))
+
+    assert (alone.problem.objective, with_links.problem.objective) == ("time", "tokens")
+    assert "not below 10" in with_links.reason  # 10 + 1 us for one token, 1.1 us for each of many
+
+
+def test_curve_of_a_kernel_is_its_form_within_two_percent() -> None:
+    model = preset("deepseek-v3")
+    kernel = kernel_for("h100", "fp8", "sglang", is_prefill=False)
+    cost = CostModel().with_kernel(kernel, model)
+    rows = np.geomspace(1, 8192, 200)
+
+    read = np.interp(rows, *np.array(cost.curve).T)
+
+    assert cost.rank_us == kernel.fixed_us
+    assert read == pytest.approx(kernel.slot_us(rows, model.expert_weights, model.hidden), rel=0.02)
 
 
 def history_of(load: np.ndarray, steps: int) -> LoadHistory:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError
-from simulations import Scenario, Workload, generate, replay
+from simulations import Scenario, generate, replay
 from telemetry.load.drift import (
     FALSE_ALARM,
     LOOK_BACK,
@@ -88,9 +88,9 @@ def test_one_layer_that_moves_shows_in_its_own_figure() -> None:
 
 
 def test_windows_of_few_requests_are_known_to_fluctuate_more() -> None:
-    size = {"layers": 2, "experts": 16, "windows": 16, "drift": 0.0, "domains": 1}
-    many = generate(Workload("gamma", **size, dispersion=1.0), seed=0)
-    few = generate(Workload("gamma", **size, dispersion=30.0), seed=0)
+    size = "layers=2,experts=16,windows=16,drift=0.0,domains=1"
+    many = generate(f"generated:gamma:{size},dispersion=1.0", seed=0)
+    few = generate(f"generated:gamma:{size},dispersion=30.0", seed=0)
 
     assert dispersion(many) == pytest.approx(1.0, abs=0.3)
     assert dispersion(few) > 10
@@ -153,7 +153,8 @@ STEADY = [
 @pytest.mark.parametrize(("drawn", "most"), STEADY)
 def test_false_alarms_are_as_rare_as_stated(drawn: dict[str, float], most: float) -> None:
     size = {"layers": 4, "experts": 32, "drift": 0.0, "windows": 16, "tokens": 4096}
-    steady_loads = [generate(Workload("gamma", **size, **drawn), seed) for seed in range(200)]
+    settings = ",".join(f"{name}={value}" for name, value in (size | drawn).items())
+    steady_loads = [generate(f"generated:gamma:{settings}", seed) for seed in range(200)]
 
     assert sum(last_change(load) is not None for load in steady_loads) <= most * 200
 
