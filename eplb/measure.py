@@ -86,14 +86,22 @@ def live_shares(
     alive, held = topology.alive[topology.rank_of_slot], placement.slot_to_expert
     if not (held[:, ~alive] != EMPTY).any():
         return placement.slot_share, np.zeros((len(held), placement.num_experts), dtype=np.bool_)
-    live = np.where(alive, held, EMPTY)
-    count = by_expert(live, placement.num_experts, None)
-    total = by_expert(live, placement.num_experts, placement.slot_share * alive)
+    return whole_shares(np.where(alive, held, EMPTY), placement.slot_share, placement.num_experts)
+
+
+def whole_shares(
+    held: NDArray[np.int32], share: NDArray[np.float64], num_experts: int
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """[L, S] shares in proportion to those given, which sum to 1; [L, E] experts without a slot.
+
+    The replicas of an expert share alike where none of them has a share.
+    """
+    count = by_expert(held, num_experts, None)
+    total = by_expert(held, num_experts, np.where(held == EMPTY, 0.0, share))
     mine = np.maximum(held, 0)
     sums, counts = (np.take_along_axis(table, mine, axis=1) for table in (total, count))
-    share = np.where(sums > 0, placement.slot_share / np.maximum(sums, 1e-300), 1.0)
-    share = np.where(sums > 0, share, 1.0 / np.maximum(counts, 1))
-    return np.where(live != EMPTY, share, 0.0), np.asarray(count == 0)
+    whole = np.where(sums > 0, share / np.maximum(sums, 1e-300), 1.0 / np.maximum(counts, 1))
+    return np.where(held != EMPTY, whole, 0.0), np.asarray(count == 0)
 
 
 def imbalance_of(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:

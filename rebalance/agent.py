@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -91,6 +92,8 @@ class RankAgent:
         self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
         self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.expert_times: ExpertTimes | None = None  # measured before the start; None: it was not
+        self.membership = settings.membership  # grows when it agrees with survivors
+        self._survivors: frozenset[int] | None = None
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
 
         self._last = StepCount()
@@ -132,7 +135,9 @@ class RankAgent:
         )
         self._step_timer = StepTimer(links.monotonic)
         self._link_server: LinkServer | None = None
-        self._is_recovering = False  # after a death: no step may follow
+        # Number of a pass, and what is called once that is over.
+        self._first_pass: tuple[int, Callable[[], None]] | None = None
+        self._is_recovering = False  # after a death: no step of this agent may follow
         self._has_ended = False  # on every rank, by vote
         self._has_failed = False  # the last call, by an error of this rank's own
         watchdog.step.busy("before the first step")
@@ -216,6 +221,9 @@ class RankAgent:
         if not self._may_begin(step):
             return True
         self._last.last = step
+        if self._first_pass is not None and step > self._first_pass[0]:
+            self._first_pass[1]()
+            self._first_pass = None
         load_phase = phase or self._settings.config.load_phase
         self._step_timer.at_step(self.shared.state, load_phase)
         self._watchdog.step.busy(f"before step {step}")
@@ -236,6 +244,7 @@ class RankAgent:
         self.scrub_schedule.at_step()
         if is_vote_due:
             self._watch_over()
+            self._links.serves()
             self.voting.cast(step)
         self._sampler.begin_pass(load_phase)
         self._watchdog.step.busy(f"in step {step}")
@@ -391,7 +400,36 @@ class RankAgent:
             self._link_server.close()
         self._links.votes.close(is_failure=self._has_failed)
 
-    # -- after a death (rebalance.recovery)
+    # -- after a death (rebalance.recovery, rebalance.assembly.survivors)
+
+    def go_on_from(
+        self, before: RankAgent, step: int, on_first_pass: Callable[[], None] = lambda: None
+    ) -> None:
+        """Continue what the agent of a broken group did in this process; before the start.
+
+        Args:
+            before: that agent, which is closed.
+            step: number of the next forward pass, alike on all survivors.
+            on_first_pass: called once, when that pass is over.
+        """
+        state = before.shared.state
+        self.shared.update(
+            lambda mine: replace(
+                mine, weights_version=state.weights_version, refused_up_to=before.settled()[1]
+            )
+        )
+        self._last.last, self._first_pass = step - 1, (step, on_first_pass)
+        self._sampler.begin_at(step)
+        self._steps = before._steps
+        self.on_halt, self.report_every_s = before.on_halt, before.report_every_s
+        self.expert_times, self.notes = before.expert_times, before.notes
+        self.voting.wants_halt = before.voting.wants_halt
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Ranks of the group; after a recovery the survivors."""
+        alive = frozenset(np.flatnonzero(self._settings.topology.alive).tolist())
+        return alive if self._survivors is None else self._survivors
 
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be dead."""
@@ -405,6 +443,7 @@ class RankAgent:
                 in any case, because a rank without a report counts as dead.
         """
         self._is_recovering = True
+        self.watcher.stop_watching()
         self._watchdog.step.busy("recovering after a death")
         self.shared.update(phases.freeze, "a rank died")
         # What was found corrupted is not repaired, and slots that are rolled forward are not looked
@@ -413,7 +452,7 @@ class RankAgent:
         with self.shared.changed:
             state, closed = self.shared.state, self.swapper.closed
             # An aborted plan counts as none, as in the votes.
-            voted = phases.ballot(state, step=0, membership=self._settings.membership, halt=False)
+            voted = phases.ballot(state, step=0, membership=self.membership, halt=False)
             report = SurvivorReport(
                 run=self._settings.run,
                 rank=self._rank,
@@ -441,6 +480,7 @@ class RankAgent:
         """Apply what the record includes beyond this rank's swaps, and end the migration."""
         state = self.shared.state
         self._recorder.note("recovery", state, membership=record.membership, reason=record.reason)
+        self.membership, self._survivors = record.membership, frozenset(record.survivors)
         verdicts = phases.missed_verdicts(state, record)
         if verdicts:
             self.shared.update(lambda found: replace(found, abort_reason=record.reason))

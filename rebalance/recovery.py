@@ -5,37 +5,35 @@
     the store                  in the store                     swapped already
 
 The broken group is never used again: after a death every vote on it fails. A new group is formed
-from the record, through a rendezvous outside of all ranks. Survivors do not serve in it. They
-verify that they hold one placement, and end. A start of all ranks then loads the committed one.
+from the record, through a rendezvous outside of all ranks. Survivors serve on in it where that is
+switched on (``rebalance/assembly/survivors.py``); else they end, and a start of all ranks loads the
+committed placement.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from eplb.clock import Clock, Deadline
-from eplb.core.placement import Placement
 from eplb.errors import RankError, StaleGeneration, StoreError
 from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.agent import REPORT_DEADLINE_S, RankAgent
-from rebalance.protocol import phases
-from rebalance.protocol.ballot import NO_PLAN, Verdict
+from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.protocol.phases import RankPhase
-from rebalance.types import Outcome, VoteGroup
-from runtime.group import gloo_listeners_closed
+from runtime.group import form_group, gloo_listeners_closed
 from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
+MEET_S = 0.002  # from one look for another survivor's address to the next, at first
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +61,6 @@ def recover(
     survivor: RankAgent,
     store: StateStore,
     *,
-    num_ranks: int,
     deadlines: Deadlines | None = None,
     clock: Clock = time.monotonic,
 ) -> Recovery:
@@ -74,7 +71,6 @@ def recover(
     Args:
         survivor: this rank's agent.
         store: in which they agree.
-        num_ranks: of the group that broke.
         deadlines: of its steps.
         clock: of the deadlines.
 
@@ -91,7 +87,7 @@ def recover(
     deadline = Deadline.after(deadlines.reports_s, clock)
     record = retries.until_done(
         "agree with the other survivors",
-        lambda: _agree(survivor, store, report, num_ranks, deadline),
+        lambda: _agree(survivor, store, report, deadline),
     )
     if report.rank not in record.survivors:
         raise RankError(
@@ -117,7 +113,6 @@ def _agree(
     survivor: RankAgent,
     store: StateStore,
     report: SurvivorReport,
-    num_ranks: int,
     deadline: Deadline,
 ) -> Recovery:
     """Return another survivor's record, or write one once all live ranks have reported."""
@@ -127,7 +122,7 @@ def _agree(
         if standing is not None and standing.membership > report.membership:
             return _own_run(standing, report)
         reports = store.survivor_reports(report.run, report.membership)
-        silent = set(range(num_ranks)) - {one.rank for one in reports} - survivor.dead()
+        silent = survivor.members - {one.rank for one in reports} - survivor.dead()
         if not silent or deadline.has_passed:
             record = decide(reports, survivor.dead(), silent, _written_end(survivor, store, report))
             written = store.recover(record, expected_membership=report.membership)
@@ -219,6 +214,15 @@ class _Retries:
 # -- the new group
 
 
+@dataclass(frozen=True)
+class SurvivorGroups:
+    """The survivors, as ``RankGroups`` has them, with their votes."""
+
+    tokens: dist.ProcessGroup
+    control: dist.ProcessGroup  # of ``votes``, and for what survivors agree on before they serve
+    votes: GlooVotes
+
+
 def rejoin(
     record: Recovery,
     rendezvous: Store,
@@ -226,53 +230,78 @@ def rejoin(
     *,
     host: str | None = None,
     deadline_s: float = 20.0,
-) -> GlooVotes:
-    """Form the group of the survivors, separate from the broken one: ranks by their order in it.
+    silence_s: float = 0.0,
+) -> SurvivorGroups:
+    """Form the groups of the survivors, separate from the broken ones: ranks by their order in it.
 
     Args:
         record: names the survivors; each of them calls this function.
-        rendezvous: a store that outlives every rank, owned by the supervisor.
+        rendezvous: a store that outlives every rank; see ``StoreRendezvous``.
         rank: this rank, by its number in the original group.
         host: as for the votes of the original group.
         deadline_s: for all survivors to have joined.
+        silence_s: as for the votes of the original group.
 
     Raises:
         RankError: a survivor died or timed out meanwhile.
     """
     place, size = record.survivors.index(rank), len(record.survivors)
-    timeout = timedelta(seconds=deadline_s)
     try:
-        prefixed = PrefixStore(f"recovery-{record.membership}", rendezvous)
-        # Not new_group: that is a collective of the default group, which is broken.
-        group = dist.ProcessGroup(prefixed, place, size)
         with gloo_listeners_closed():
-            gloo = dist.ProcessGroupGloo(prefixed, place, size, timeout)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            tokens, control = (
+                form_group(
+                    PrefixStore(f"recovery-{record.membership}-{name}", rendezvous),
+                    place,
+                    size,
+                    deadline_s=deadline_s,
+                )
+                for name in ("tokens", "control")
+            )
     except RuntimeError as exc:
         raise RankError(f"rank {rank} cannot join the other survivors: {exc}") from exc
-    return GlooVotes(group, host=host, deadline_s=deadline_s)
+    votes = GlooVotes(
+        control, host=host, deadline_s=deadline_s, silence_s=silence_s, members=record.survivors
+    )
+    return SurvivorGroups(tokens, control, votes)
 
 
-def end_together(
-    votes: VoteGroup, record: Recovery, placement: Placement, rank: int, *, deadline_s: float = 20.0
-) -> None:
-    """Vote once: every survivor holds this very placement, and ends now.
+class StoreRendezvous(Store):
+    """torch's rendezvous in the state store: it outlives every rank, and has its authentication.
 
-    Raises:
-        RankError: a survivor died or was late, or survivors hold different placements.
+    Args:
+        store: of the deployment.
+        membership: of the group that meets; another one has other keys.
+        check: called while a key is waited for; what it raises ends the wait.
+        deadline_s: for each key.
     """
-    state = RankPhase(generation=placement.generation)
-    ballot = phases.ballot(state, step=0, membership=record.membership, halt=True)
-    # The plan's field of the vote carries the placement's hash here: no plan is open any more.
-    cast = replace(ballot, plan_hash=int(placement.hash[:15], 16))
-    outcome, reduced = votes.cast(cast.encode()).poll(deadline_s)
-    if outcome is not Outcome.VALUE:
-        raise RankError(f"rank {rank}: the survivors' vote is {outcome.value}, expected all to end")
-    verdict = Verdict.decode(reduced)
-    found = (verdict.membership, verdict.generation, verdict.plan_hash)
-    if found != (cast.membership, cast.generation, cast.plan_hash):
-        raise RankError(
-            f"rank {rank}: survivors disagree on (membership, generation, placement): found "
-            f"{found}, expected {(cast.membership, cast.generation, cast.plan_hash)} on all"
-        )
+
+    def __init__(
+        self, store: StateStore, membership: int, check: Callable[[], None], deadline_s: float
+    ) -> None:
+        super().__init__()
+        self._store, self._membership, self._check = store, membership, check
+        self._deadline_s = deadline_s
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # so it is called
+        """Set a key, for the others to read."""
+        self._store.put_meeting(self._membership, key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is there."""
+        deadline, pause_s = Deadline.after(self._deadline_s, time.monotonic), MEET_S
+        while (found := self._store.meeting(self._membership, key)) is None:
+            self._check()
+            if deadline.has_passed:
+                raise RankError(f"the survivors did not meet in time: {key} is missing")
+            Event().wait(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S)
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are there."""
+        return all(self._store.meeting(self._membership, key) is not None for key in keys)

@@ -106,6 +106,10 @@ class PassCounter:
         self._begun += 1
         return self._begun - 1
 
+    def go_on(self, number: int) -> None:
+        """Give the next pass this number, on which the survivors of a death have agreed."""
+        self._begun = number
+
     def watch(self, model: torch.nn.Module) -> RemovableHandle:
         """Count every call of ``model``, the outermost module of the engine.
 

@@ -106,6 +106,34 @@ def listeners() -> Iterator[tuple[int, socket.socket]]:
                 yield found.st_ino, end
 
 
+def form_group(rendezvous: Store, place: int, size: int, *, deadline_s: float) -> dist.ProcessGroup:
+    """Form a gloo group beside the default one, which may be broken; collective.
+
+    ``new_group`` would be a collective of the default group.
+
+    Args:
+        rendezvous: a store of this group's own; see ``PrefixStore``.
+        place: of this rank in the group.
+        size: of the group.
+        deadline_s: for the group to be formed, and of its collectives; see ``set_deadline``.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    group = dist.ProcessGroup(rendezvous, place, size)
+    gloo = dist.ProcessGroupGloo(rendezvous, place, size, timedelta(seconds=deadline_s))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def set_deadline(group: dist.ProcessGroup, deadline_s: float) -> None:
+    """Give the collectives of a gloo group another deadline, from the next one on."""
+    backend = group._get_backend(torch.device("cpu"))
+    assert isinstance(backend, dist.ProcessGroupGloo), "the group exchanges tensors of a CPU"
+    backend._set_default_timeout(timedelta(seconds=deadline_s))
+
+
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's message, by rank: a collective of ``group``.
 

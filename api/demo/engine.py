@@ -3,7 +3,7 @@
     eplb launch --module api.demo.engine -- ENGINE.json
     eplb launch -- python -m api.demo.engine ENGINE.json
 
-``main`` is the life of a rank: build, serve, end; or agree with the survivors after a death.
+``main`` is the life of a rank: build, serve, end; after a death agree with the survivors.
 ``_serve`` is the loop with the calls that an engine adds. ``make_model`` puts the model over the
 rank's slots. The rest of the engine is its own: the load (``api/demo/text.py``), the check of
 sampled steps (``api/demo/checking.py``), and a file of figures that is written at the end.
@@ -111,13 +111,15 @@ def main() -> None:
     set_process_fields(generation=lambda: rank.agent.placement.generation)
     checker, figures = CheckerClient(engine.checks), Figures(dispatcher)
     rank.agent.start()
-    try:
-        _serve(engine, rank, passes, model, checker, figures)
-    except BrokenGroup as exc:  # a rank died: agree with the others, and end; all are started again
-        log.info("rank %d: %s", number, exc)
-        rank.end_after_break()
-        _write(engine, rank, passes, figures, checker)
-        sys.exit(1)
+    while True:
+        try:
+            _serve(engine, rank, passes, model, checker, figures)
+            break
+        except BrokenGroup as exc:  # a rank died: agree with the others, and serve on or end
+            log.info("rank %d: %s", number, exc)
+            if not rank.survive():  # all ranks are started again
+                _write(engine, rank, passes, figures, checker)
+                sys.exit(1)
     checker.close()
     try:
         rank.close()

@@ -47,6 +47,7 @@ from api.processes.deployment_lease import DeploymentLease
 from api.processes.supervision import Supervisor, note_in
 from api.terminal.live import LiveView, look_at
 from eplb.errors import RankError, StoreError
+from eplb.migration.serialisation import topology_from_dict
 from telemetry.state.events import OUTAGE, outage_of
 from telemetry.state.store import StateStore
 
@@ -107,6 +108,7 @@ class Demo:
         self.checks: list[CheckedStep] = []
         self._checks_read = 0
         self._runs: list[str] = []  # starts of the ranks that have served
+        self._num_ranks = 0  # that serve in the latest
         self._launchers: list[Command] = []
 
     def start(self) -> None:
@@ -232,15 +234,17 @@ class Demo:
                 note_in(self._store)("reference", f"output differs from the reference: {check}")
 
     def _look_at_run(self) -> None:
-        """Record a start of the ranks once all of them have served a step."""
+        """Record a start of the ranks, or survivors, once all of them have served a step."""
         info = self._store.current_run()
         if info is None or info.run in self._runs or not self._is_new(info.run):
             return
         states = self._store.rank_states(info.run)
         first = [float(state.detail.get("first_token") or 0.0) for state in states]
-        if len(states) < self._deployment.topology.num_ranks or not all(first):
+        num_ranks = int(topology_from_dict(dict(info.topology)).alive.sum())
+        if len(states) < num_ranks or not all(first):
             return
         self._runs.append(info.run)
+        self._num_ranks = num_ranks
 
     def _is_new(self, run: str) -> bool:
         """Whether a run was begun by this demo's ranks; the store may have an earlier one."""
@@ -260,7 +264,7 @@ class Demo:
         """What the ranks of the latest start have written at their end."""
         paths = sorted(self._prepared.engine.figures.glob(f"{self._runs[-1]}-rank-*.json"))
         found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        return found if len(found) == self._deployment.topology.num_ranks else []
+        return found if len(found) == self._num_ranks else []
 
     def _summary(
         self, reports: Sequence[RankReport], failure: BaseException | None

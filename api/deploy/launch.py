@@ -35,6 +35,7 @@ from api.interrupts import StopSignals
 from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached
 from api.processes.supervision import Restarts, SupervisionSettings
 from eplb.errors import ConfigError, RankError, StoreError
+from eplb.migration.recovery import start_of
 from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import holder_of
@@ -257,7 +258,7 @@ def excluded_ranks(launch: Launch, run: str) -> frozenset[int] | None:
     except StoreError as exc:
         log.debug("excluded ranks are not known: %s", exc)
         return None
-    if record is None or record.run != run:
+    if record is None or start_of(record.run) != start_of(run):
         return None
     return frozenset(launch.ranks) - frozenset(record.survivors)
 

@@ -131,8 +131,10 @@ class LocalRanks:
         self._ends = [self._notices, theirs]
         self._halted: set[int] = set()  # ranks that have left their serving loops
         self._late: set[int] = set()  # of these, ranks that were killed because they did not exit
+        self._lost: set[int] = set()  # ranks without which the others serve on
         self._starting = set(environs)  # ranks that have not served yet
         self._run = ""  # that they begin, or serve in
+        self._serves_on = False  # in a run that is not that of their start
         # What a rank that starts waits for, or why its start failed; "": all serve.
         self.waits_for: str | None = None
         named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
@@ -160,19 +162,22 @@ class LocalRanks:
         A rank that has ended on its own gives the others a deadline, and so does a signal, which
         they get too. A rank that has left its serving loop has a longer one to exit, and is no
         failure if it misses that. A rank that the survivors of a death have excluded is killed at
-        once: they have agreed without it, and it may be stopped.
+        once: they have agreed without it, and it may be stopped. Where survivors serve on, the
+        death is over once they have begun their next run.
 
         Args:
             stop: the signals of this process.
             alive: called a few times a second.
             excluded: gives the ranks that are excluded from a run; None: it goes on.
         """
-        first, deadline, is_told, is_exiting = "", float("inf"), False, False
+        first, deadline, is_told, is_exiting, run = "", float("inf"), False, False, ""
         look_at = time.monotonic() + EXCLUDED_LOOK_S
         try:
             while left := {r: p for r, p in self._processes.items() if p.poll() is None}:
                 alive()
                 self._wait_for_one(left)
+                if self._serves_on and self._run != run:
+                    first, deadline, run = "", float("inf"), self._run
                 if not (first or is_exiting) and self._halted >= left.keys():
                     is_exiting, deadline = True, time.monotonic() + self._exit_deadline_s
                 failed = self._first_failure() if not first else ""
@@ -182,11 +187,13 @@ class LocalRanks:
                     look_at = 0.0  # survivors record whom they exclude before they end
                     log.warning("%s; the other ranks have %g s to end", first, given_s)
                 if self._run and time.monotonic() >= look_at:
-                    if (those := excluded(self._run)) is not None:
+                    if (those := excluded(self._run)) is not None and not self._serves_on:
                         deadline = min(deadline, time.monotonic() + END_DEADLINE_S)
                     for rank in left.keys() & set(those or ()):
                         log.warning("rank %d was excluded by the others: killed", rank)
                         left[rank].kill()
+                        if self._serves_on:
+                            self._lost.add(rank)
                     look_at = time.monotonic() + EXCLUDED_LOOK_S
                 if stop.received and not is_told:
                     is_told = True
@@ -217,7 +224,7 @@ class LocalRanks:
 
     def _first_failure(self) -> str:
         for rank, process in self._processes.items():
-            status = None if rank in self._late else process.returncode
+            status = None if rank in self._late | self._lost else process.returncode
             if status and status < 0:
                 return f"rank {rank} was killed by {signal.Signals(-status).name}"
             if status:
@@ -257,10 +264,17 @@ class LocalRanks:
             elif what == "waits":
                 self.waits_for = "".join(words)
             elif what == "begins":
-                self._run = "".join(words)
+                self._begin("".join(words))
             elif what == "serves":
                 self._starting.discard(int(rank))
                 self.waits_for = self.waits_for if self._starting else ""
+
+    def _begin(self, run: str) -> None:
+        """Note in which run ranks serve; after a start another one is that of survivors."""
+        if self._run and not self._starting and run != self._run:
+            self._serves_on = True
+            self._lost |= {rank for rank, one in self._processes.items() if one.poll() is not None}
+        self._run = run
 
     def _close(self) -> None:
         while self._ends:

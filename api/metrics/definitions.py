@@ -160,6 +160,10 @@ def _supervision(seen: Reading) -> Iterator[Metric]:
     yield _gauge("token_age_seconds", token_help, seen.state.token_age_s)
     unserved_help = "Time without tokens in outages that ended, each from the last token on."
     yield _counter("unserved_seconds", unserved_help, seen.counts.unserved_s)
+    serve_on_help = "Deaths after which the survivors served on in their processes."
+    yield _counter("serve_on", serve_on_help, seen.counts.total("serve_on"))
+    stages_help = "Time that survivors took for it, from the known break to their first pass."
+    yield _counter("serve_on_seconds", stages_help, seen.counts.serve_on_s, "stage")
 
 
 def _processes(seen: Reading) -> Iterator[Metric]:

@@ -16,7 +16,15 @@ from api.monitor.state import Counts, DecisionRecord, Durations
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY
 from eplb.decision.triggers import ACTS
-from telemetry.state.events import OUTCOME_OF_EVENT, Event, outage_of, pace_change, plan_end
+from telemetry.state.events import (
+    MEMBERSHIP,
+    OUTCOME_OF_EVENT,
+    SERVE_ON_STAGES,
+    Event,
+    outage_of,
+    pace_change,
+    plan_end,
+)
 from telemetry.state.runs import BATCH_FAULTS, RankState
 
 # In the order in which they are tried. The last two fill the host cache, not a slot.
@@ -70,6 +78,7 @@ class EventTally:
         self.tally.update({("rebalances", act, end): 0 for act in ACTS for end in outcomes})
         self.plan_s = self.rebalance_s = Durations()
         self.unserved_s = 0.0  # total length of the outages that ended
+        self.serve_on_s = dict.fromkeys(SERVE_ON_STAGES, 0.0)  # of all deaths
         self._excluded = dict.fromkeys(EXCLUDED, 0)  # counts of this run, as reported last
         self._excluded_before: Counter[str] = Counter(self._excluded)  # counts of earlier runs
 
@@ -94,6 +103,10 @@ class EventTally:
                 self.rebalance_s = self.rebalance_s.plus(max(0.0, event.time - ended.offered))
         elif (outage := outage_of(event)) is not None:
             self.unserved_s += outage.unserved_s
+        elif event.kind == MEMBERSHIP:
+            for stage, seconds in detail["seconds"].items():
+                self.serve_on_s[stage] = self.serve_on_s.get(stage, 0.0) + float(seconds)
+            self.tally["serve_on",] += 1
         elif (change := pace_change(event)) is not None:
             steps = (change.part > change.part_before) - (change.part < change.part_before)
             self.tally["pace_judgements", {1: "raised", 0: "kept", -1: "halved"}[steps]] += 1
@@ -107,7 +120,8 @@ class EventTally:
             excluded["samples_excluded", name] = self._excluded_before[name] + count
         ranks = {key: of_ranks[key] + earlier[key] for key in of_ranks.keys() | earlier.keys()}
         tally = {**self.tally, **ranks, **excluded}
-        return Counts(tally, self.plan_s, self.rebalance_s, self.unserved_s)
+        serve_on_s = dict(self.serve_on_s)
+        return Counts(tally, self.plan_s, self.rebalance_s, self.unserved_s, serve_on_s)
 
 
 # Before a rank without a token is reported: steps of its samples, tokens for each rank.

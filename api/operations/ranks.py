@@ -123,6 +123,24 @@ class LossAnswer:
     uncovered_experts: Annotated[
         list[UncoveredExpert], Meaning(f"by layer and expert, at most {MOST_UNCOVERED}")
     ]
+    refills: Annotated[
+        int, Meaning("experts that survivors load before they serve on; 0 where it is not feasible")
+    ]
+    refill_bytes: Annotated[int, Meaning("bytes of these", unit="bytes")]
+    refill_s: Annotated[
+        float,
+        Meaning(
+            "time until the rank with most of them has loaded them, at `planner.bytes_per_s`",
+            unit="s",
+        ),
+    ]
+    imbalance: Annotated[
+        float | None,
+        Meaning(
+            "mean over layers once survivors serve on, by the latest load window; null: it is not "
+            "feasible, or there is no window"
+        ),
+    ]
 
 
 @operation(
@@ -141,9 +159,13 @@ def feasibility(
     ],
 ) -> LossAnswer:
     """What the loss of ranks would leave. Whether the ranks that are left could hold every expert,
-    and which have no other replica.
+    which have no other replica, and what it takes to serve on.
     """
+    from eplb.core.cost import CostModel
     from eplb.core.placement import uncovered_experts
+    from eplb.errors import PlacementError
+    from eplb.measure import imbalance
+    from eplb.migration.survivors import survive
 
     model, topology = shape_of_run(call.store)
     lost = sorted({int(rank) for rank in lose.split(",")})
@@ -157,7 +179,24 @@ def feasibility(
         UncoveredExpert(model.layer_ids[layer], expert)
         for layer, expert in uncovered[:MOST_UNCOVERED]
     ]
-    return LossAnswer(lost, spare >= 0, spare, len(uncovered), shown)
+    refills, refill_s, balance = 0, 0.0, None
+    try:
+        found = survive(committed.placement, topology, lost)
+    except PlacementError:
+        assert spare < 0 or not is_left.any(), "ranks with a slot for each expert serve on"
+    else:
+        refills = len(found.refills)
+        most = max(len(found.refills_of(rank)) for rank in range(topology.num_ranks))
+        rate = float(call.store.live().text("bytes_per_s") or CostModel.bytes_per_s)
+        refill_s = round(most * model.expert_bytes / rate, 4)
+        call.service.reader.reading()
+        if windows := call.service.monitor.windows(1):
+            per_layer = imbalance(windows[-1].tokens, found.target, found.topology)
+            balance = round(float(per_layer.mean()), 4)
+    size = refills * model.expert_bytes
+    return LossAnswer(
+        lost, spare >= 0, spare, len(uncovered), shown, refills, size, refill_s, balance
+    )
 
 
 def _check_rank(rank: int, topology: Topology) -> None:

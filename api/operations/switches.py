@@ -93,7 +93,7 @@ class ControlAnswer:
     ]
     was_moving: Annotated[bool, Meaning("whether movement was on before the change")]
     run: Annotated[str | None, Meaning("the current run; null: none has begun")]
-    num_ranks: Annotated[int, Meaning("ranks of the run; 0: not known")]
+    num_ranks: Annotated[int, Meaning("live ranks of the run; 0: not known")]
     num_reported: Annotated[
         int | None,
         Meaning("ranks that reported after the change, within `wait_s`; null: not waited for"),
@@ -153,8 +153,7 @@ def _num_ranks(info: RunInfo | None) -> int:
 
     if info is None or not info.topology:
         return 0
-    num_ranks: int = topology_from_dict(dict(info.topology)).num_ranks
-    return num_ranks
+    return int(topology_from_dict(dict(info.topology)).alive.sum())
 
 
 def _num_reported(store: StateStore, info: RunInfo, known: Any, wait_s: float) -> int:

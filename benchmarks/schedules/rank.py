@@ -10,7 +10,6 @@ from enum import Enum
 from typing import Any
 
 from benchmarks.schedules.simulated import (
-    NUM_RANKS,
     RECORD_BYTES,
     Copy,
     Deployment,
@@ -373,7 +372,7 @@ class Rank:
         """Try to agree with the other survivors."""
         deadlines = Deadlines(reports_s=self.patience_s, store_s=1e9)
         try:
-            recover(self.agent, self.world.store, num_ranks=NUM_RANKS, deadlines=deadlines)
+            recover(self.agent, self.world.store, deadlines=deadlines)
         except NotYet:
             return
         except RankError as exc:

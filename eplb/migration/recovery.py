@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from eplb.errors import RankError
 
 NO_PLAN = 0
+_SURVIVORS = "-member"  # in the name of a run
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ class WrittenEnd:
     plan_id: int
     applied: int  # transactions of it
     generation: int  # the committed placement's
+
+
+def run_of(run: str, membership: int) -> str:
+    """Name of the run of survivors: that of their start, and the number of their group."""
+    return f"{start_of(run)}{_SURVIVORS}{membership}"
+
+
+def start_of(run: str) -> str:
+    """Name of the start that a run belongs to."""
+    return run.partition(_SURVIVORS)[0]
 
 
 def decide(

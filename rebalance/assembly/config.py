@@ -92,6 +92,21 @@ class RankConfig:
         float,
         Setting("how late a rank's vote may be before the others time out", above=0, at_most=3600),
     ] = 30.0
+    silence_s: Annotated[
+        float,
+        Setting(
+            "time without a heartbeat after which a rank that serves counts as dead; 0: only a "
+            "closed connection counts",
+            at_most=3600,
+        ),
+    ] = 0.0
+    serve_on: Annotated[
+        bool,
+        Setting(
+            "whether the survivors of a death serve on in their processes, on CPU ranks; else all "
+            "ranks end and start again"
+        ),
+    ] = False
     plan_deadline_s: Annotated[
         float,
         Setting("time without progress after which a migration is aborted", above=0, at_most=3600),

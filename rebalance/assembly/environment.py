@@ -16,15 +16,12 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d
 
 from eplb.errors import ConfigError, EplbError, RankError
 from eplb.versions import RANKS, Announcement
@@ -32,7 +29,7 @@ from rebalance.agent import RankAgent
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
 from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.group import RankGroups, interface_of, join_ranks, join_votes
-from rebalance.assembly.meeting import Attendance, agree, is_agents, meet
+from rebalance.assembly.meeting import Attendance, agree, meet
 from rebalance.assembly.places import (
     claim_place,
     report_halt,
@@ -47,12 +44,13 @@ from rebalance.assembly.rank import (
     new_run_name,
     record_start,
 )
-from rebalance.recovery import end_together, recover, rejoin
+from rebalance.assembly.survivors import Stages, refusal_to_serve_on, serve_on
+from rebalance.recovery import recover
 from rebalance.types import StepCounter
-from runtime.counters import SlotCounter
+from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank
-from runtime.group import gathered, gloo_listeners_closed
+from runtime.group import gathered, gloo_listeners_closed, set_deadline
 from runtime.routing import RoutingTable
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
 from telemetry.state.store import StateStore
@@ -64,16 +62,19 @@ log = logging.getLogger(__name__)
 FLUSH_DEADLINE_S = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class EmbeddedRank:
     """A rank of a deployment inside a serving process."""
 
     built: BuiltRank
     place: RankPlace
     deployment: DeploymentDescription
-    _rendezvous: Store | None  # None: the engine formed the group
     _claim: socket.socket  # open while this process has the rank's place
     _environ: Mapping[str, str]
+    _passes: StepCounter | None
+    _dispatchers: list[AllToAllDispatcher] = field(default_factory=list)
+    # Broken groups: to delete one would wait for its exchanges up to their deadline.
+    _broken: list[RankGroups] = field(default_factory=list)
 
     @property
     def agent(self) -> RankAgent:
@@ -100,9 +101,9 @@ class EmbeddedRank:
         groups, rank = self.place.groups, self.place.rank
         made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
         if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
-            deadline = timedelta(seconds=self.deployment.config.vote_deadline_s)
-            distributed_c10d._set_pg_timeout(deadline, groups.tokens)
-            made.wait = self.agent.wait_for_exchange
+            set_deadline(groups.tokens, self.deployment.config.vote_deadline_s)
+            made.wait = lambda exchange: self.agent.wait_for_exchange(exchange)
+        self._dispatchers.append(made)
         return made
 
     def close(self) -> None:
@@ -118,26 +119,38 @@ class EmbeddedRank:
             self.built.store.close()
             self._claim.close()
 
-    def end_after_break(self) -> None:
-        """After ``BrokenGroup``: agree with the other survivors as far as they can, and end.
+    def survive(self) -> bool:
+        """After ``BrokenGroup``: agree with the other survivors, and serve on if that is possible.
 
-        A failure of that is only logged. A start of all ranks is right without it: each rank loads
-        its slots from the placement that the store names.
+        Returns:
+            Whether this process serves on, with another ``agent``, which is started. Else the rank
+            has ended, and the process must. A start of all ranks is right then: each loads its
+            slots from the placement of the store.
         """
-        rank, topology = self.place.rank, self.place.topology
+        rank, stages = self.place.rank, Stages()
+        refusal = refusal_to_serve_on(self.place, self.built)
+        if not isinstance(self._passes, PassCounter):
+            refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
         try:
-            record = recover(self.agent, self.built.store, num_ranks=topology.num_ranks)
-            # Rank 0 is where ranks meet, unless torchrun's agent is: one that is stopped accepts
-            # connections, and never answers.
-            if self._rendezvous is not None and (0 in record.survivors or is_agents(self._environ)):
-                host = self.deployment.config.host_of(rank)
-                votes = rejoin(record, self._rendezvous, rank, host=host)
-                end_together(votes, record, self.agent.placement, rank)
-                votes.close()
+            if refusal:
+                log.info("rank %d does not serve on: %s", rank, refusal)
+                recover(self.agent, self.built.store)
+            else:
+                assert isinstance(self._passes, PassCounter), "looked at above"
+                self._broken.append(self.place.groups)
+                steps = self._passes.steps
+                self.built, self.place, step = serve_on(self.built, self.place, steps, stages)
+                self._passes.go_on(step)
+                for dispatcher in self._dispatchers:
+                    dispatcher.use(self.place.topology, self.place.groups.tokens)
+                self.agent.start()
+                report_run(rank, self.place.run, self._environ)
+                return True
         except EplbError as exc:
             log.warning("rank %d: no recovery: %s", rank, exc)
         self.agent.close()  # an orderly leave: the others must not take it for a death
         self.built.close_journal()
+        return False
 
 
 def build_rank_from_env(
@@ -166,7 +179,7 @@ def build_rank_from_env(
     host = int(deployment.topology.host_of_rank[rank])
     claim = claim_place(deployment.config.deployment, rank, deployment.hosts[host])
     try:
-        groups, rendezvous = _joined(deployment, rank, device, environ)
+        groups = _joined(deployment, rank, device, environ)
         store = deployment.opened_store()
         run = _begun_run(deployment, store, rank, groups)
         report_run(rank, run, environ)
@@ -182,7 +195,7 @@ def build_rank_from_env(
         raise
     report_ready(rank, environ)
     built.agent.on_halt = partial(report_halt, rank, environ)
-    return EmbeddedRank(built, place, deployment, rendezvous, claim, environ)
+    return EmbeddedRank(built, place, deployment, claim, environ, passes)
 
 
 def described_by(environ: Mapping[str, str]) -> DeploymentDescription:
@@ -235,7 +248,7 @@ def _joined(
     rank: int,
     device: torch.device,
     environ: Mapping[str, str],
-) -> tuple[RankGroups, Store | None]:
+) -> RankGroups:
     """Join the other ranks; beside the engine's group where it has formed one."""
     own = deployment.hosts[int(deployment.topology.host_of_rank[rank])]
     network = deployment.config.network
@@ -248,14 +261,14 @@ def _joined(
     if dist.is_initialized():
         groups = join_votes(network)
         agree(mine, lambda _, message: gathered(message, groups.votes))
-        return groups, None
+        return groups
     tell = partial(report_wait, rank, environ=environ)
     if device.type == "cuda":  # NCCL connects to the rendezvous again later
         store = meet(mine, environ, network.join_deadline_s, tell)
     else:
         with gloo_listeners_closed():  # all ranks are connected to it: strangers come too late
             store = meet(mine, environ, network.join_deadline_s, tell)
-    return join_ranks(network, store, rank, num_ranks, device), store
+    return join_ranks(network, store, rank, num_ranks, device)
 
 
 def _begun_run(

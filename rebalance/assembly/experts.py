@@ -86,7 +86,10 @@ def take_experts(
     )
     held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
     votes = GlooVotes(
-        place.groups.votes, host=config.host_of(rank), deadline_s=network.join_deadline_s
+        place.groups.votes,
+        host=config.host_of(rank),
+        deadline_s=network.join_deadline_s,
+        silence_s=config.silence_s,
     )
     with torch_failures(place, "its first experts", votes):
         if is_filled:

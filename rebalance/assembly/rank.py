@@ -191,7 +191,16 @@ def build_rank(
         journal = Journal(config.journal_dir, place.run, place.rank)
     agent = wire_agent(
         AgentSettings(config, place.run, place.topology, membership),
-        Links(votes, sources, store, reporter, reporter.clock, journal or NoJournal(), loss=loss),
+        Links(
+            votes,
+            sources,
+            store,
+            reporter,
+            reporter.clock,
+            journal or NoJournal(),
+            loss=loss,
+            serves=votes.begin_beats,
+        ),
         rank=place.rank,
         bank=bank,
         digests=digests,

@@ -24,18 +24,31 @@ class GlooVotes:
         host: address of this machine by which the other ranks reach it. None: the one from which
             the rendezvous of the group is reached; one in a file is taken to be of one machine.
         deadline_s: for all ranks to be connected with each other.
+        silence_s: after which a rank that serves is dead; 0: only its closed connection counts.
+        members: the group's ranks by their number in the deployment, in its order; None: all.
 
     Raises:
         RankError: a rank cannot be reached.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, host: str | None = None, deadline_s: float = 60.0
+        self,
+        group: dist.ProcessGroup,
+        *,
+        host: str | None = None,
+        deadline_s: float = 60.0,
+        silence_s: float = 0.0,
+        members: Sequence[int] | None = None,
     ) -> None:
         self._group = group
         own = host or _host_towards_rendezvous(group)
         self._liveness = LivenessConnections(
-            group.rank(), self._exchange, host=own, deadline_s=deadline_s
+            group.rank(),
+            self._exchange,
+            host=own,
+            deadline_s=deadline_s,
+            silence_s=silence_s,
+            members=members,
         )
 
     def _exchange(self, mine: Address) -> list[Address]:
@@ -52,8 +65,12 @@ class GlooVotes:
         """Start an asynchronous all-reduce with MIN."""
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
 
+    def begin_beats(self) -> None:
+        """Send heartbeats, and watch those of others, from now on: this rank serves. Idempotent."""
+        self._liveness.begin_beats()
+
     def dead(self) -> frozenset[int]:
-        """Ranks whose liveness connection broke."""
+        """Ranks whose liveness connection broke, or that are silent."""
         return self._liveness.dead()
 
     def close(self, *, is_failure: bool = False) -> None:

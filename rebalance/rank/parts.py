@@ -43,6 +43,7 @@ class Links:
     monotonic: Clock = time.monotonic  # of the mover's and the watchdog's deadlines
     threads: Callable[..., Watcher] = Watcher  # a scheduler plays them itself
     loss: StoreLoss | None = None  # None: a store that lost its contents is not restored
+    serves: Callable[[], None] = lambda: None  # called at each vote: this rank serves
 
 
 @dataclass

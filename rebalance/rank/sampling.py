@@ -70,6 +70,10 @@ class Sampler:
         self._phase: Phase | None = None  # of the passes since the last cut
         self.num_cut = 0
 
+    def begin_at(self, step: int) -> None:
+        """Count from this step on: passes before it were those of another group."""
+        self._first_unsampled = step
+
     def begin_pass(self, phase: Phase) -> None:
         """Note what the forward pass is that is about to begin."""
         self._phase = phase if self._phase in (None, phase) else "mixed"

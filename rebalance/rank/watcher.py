@@ -58,6 +58,8 @@ class SampleSink(Protocol):
 class WatchedAgent(Protocol):
     """The agent, as the watcher sees it."""
 
+    membership: int  # of the group in which it serves, or that of survivors once it joined them
+
     def on_store_update(self, control: Control, published: Migration | None) -> bool:
         """Process an update of the store; return False to be called again soon."""
 
@@ -191,7 +193,7 @@ class Watcher:
         self._store, self._agent, self._mover, self._shared = store, agent, mover, shared
         self._sink, self._watchdog, self._loss = sink, watchdog, loss
         self.num_mover_failures = 0
-        self._closing = threading.Event()
+        self._closing, self._is_watching = threading.Event(), True
         self._to_write: queue.SimpleQueue[Writing | None] = queue.SimpleQueue()
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -204,6 +206,10 @@ class Watcher:
         """Start the threads."""
         for thread in self._threads:
             thread.start()
+
+    def stop_watching(self) -> None:
+        """Read the store no more, after a death; what is to be written still is."""
+        self._is_watching = False
 
     def close(self) -> None:
         """Write what is still to be written, and stop."""
@@ -219,7 +225,8 @@ class Watcher:
         """Return the names of threads that have exited before ``close``."""
         started = {thread.name for thread in self._threads if thread.ident is not None}
         alive = {thread.name for thread in self._threads if thread.is_alive()}
-        return [] if self._closing.is_set() else sorted(started - alive)
+        is_stopping = self._closing.is_set() or not self._is_watching
+        return [] if is_stopping else sorted(started - alive)
 
     def has_mover(self) -> bool:
         """Return whether the mover's thread is alive."""
@@ -261,15 +268,22 @@ class Watcher:
             return
         try:
             self._store.commit(
-                serving, expected=base, plan_id=migration.plan_id, reason=reason, outcome=outcome
+                serving,
+                expected=base,
+                plan_id=migration.plan_id,
+                reason=reason,
+                outcome=outcome,
+                membership=self._agent.membership,
             )
         except StaleGeneration:
             # Every rank writes the same; a late one may find that the group is further already.
             committed = self._store.committed()
             if committed is None or committed.placement.generation == base:
-                # In the second case another rank has written it anew since the commit was refused.
+                # In the second case another rank has written it anew since the commit was refused,
+                # or survivors have agreed, and this one is about to roll forward.
                 raise StoreError(
-                    "the store lost its contents, expected its placement to be restored"
+                    "the commit was refused and the placement before it serves, expected it to be "
+                    "restored, or the survivors' number"
                 ) from None
             is_restored = committed.placement.hash == serving.hash  # by a rank that serves it
             if committed.placement.generation <= serving.generation and not is_restored:
@@ -278,7 +292,7 @@ class Watcher:
     def _watch(self) -> None:
         version, patience_s = -1, POLL_S
         while True:
-            is_last = self._closing.is_set()
+            is_last = self._closing.is_set() or not self._is_watching
             polled = self.poll_store(version, 0.0 if is_last else patience_s)
             if polled is None:
                 self._closing.wait(POLL_S)

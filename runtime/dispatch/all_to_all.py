@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -116,18 +117,32 @@ class _Ticket:
 
 
 class AllToAllDispatcher:
-    """Counts first, then rows, each by ``all_to_all_single``."""
+    """Counts first, then rows, each by ``all_to_all_single``.
+
+    Args:
+        topology: all ranks; those that are alive are the group's, in their order.
+        group: of the live ranks.
+        rank: this one, by its number in the topology.
+        counter: of the rows that it receives.
+    """
 
     def __init__(
         self, topology: Topology, group: dist.ProcessGroup, rank: int, counter: SlotCounter
     ) -> None:
-        self._group, self._rank, self._counter = group, rank, counter
-        self._num_ranks = topology.num_ranks
-        self._num_slots = topology.num_slots
-        self._slots_of_rank = topology.slots_of_rank.tolist()
+        self._rank, self._counter = rank, counter
+        self.use(topology, group)
         # Until the group's own deadline. Who knows of deaths may end it earlier: an exchange breaks
         # at the dead rank's neighbours alone, and another rank waits for those, which have left it.
         self.wait: Callable[[dist.Work], object] = dist.Work.wait
+
+    def use(self, topology: Topology, group: dist.ProcessGroup) -> None:
+        """Exchange tokens in another group from now on, after a death: between two steps."""
+        self._group, self._num_slots = group, topology.num_slots
+        self._num_ranks = int(topology.alive.sum())
+        self._slots_of_rank = topology.slots_of_rank[topology.alive].tolist()
+        is_live = topology.alive[topology.rank_of_slot]
+        self._live_slots = None if is_live.all() else torch.from_numpy(np.flatnonzero(is_live))
+        self._here = int(topology.alive[: self._rank].sum())  # this rank in the group
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -139,6 +154,8 @@ class AllToAllDispatcher:
         by_slot = torch.argsort(torch.where(real, flat, self._num_slots), stable=True)
         by_slot = by_slot[: int(real.sum())]
         sent_counts = torch.bincount(flat[by_slot], minlength=self._num_slots)
+        if self._live_slots is not None:
+            sent_counts = sent_counts[self._live_slots]
         received_counts = self._exchange_counts(layer, sent_counts)  # [R, C]
         counts = received_counts.sum(dim=0)
         self._counter.add(layer, counts)
@@ -169,7 +186,7 @@ class AllToAllDispatcher:
         return (per_pair * ticket.weights[..., None]).sum(dim=1).to(results.dtype)
 
     def _exchange_counts(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
-        mine = self._slots_of_rank[self._rank]
+        mine = self._slots_of_rank[self._here]
         received = counts.new_empty(self._num_ranks * mine)
         splits = [mine] * self._num_ranks
         self._all_to_all(layer, received, counts, splits, self._slots_of_rank, "counts")

@@ -58,6 +58,7 @@ class RunShape:
     num_ranks: int
     num_experts: int
     num_layers: int
+    dead: frozenset[int] = frozenset()  # ranks without which the others serve on
 
     def check(self, sample: LoadSample) -> None:
         """Refuse a sample that does not fit, whatever its slots hold.

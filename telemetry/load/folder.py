@@ -240,7 +240,7 @@ class WindowFolder:
         ]
 
     def _window(self, index: int, phase: Phase | None) -> Window:
-        missing_ranks = self._cut.missing_ranks(index, self.shape.num_ranks)
+        missing_ranks = self._cut.missing_ranks(index, self.shape.num_ranks) - self.shape.dead
         built = self._built[index].get(phase)
         if built is None or built.missing_ranks != missing_ranks:
             filling = self._open[index]

@@ -95,7 +95,7 @@ def load_rows(
             reader = readers.get(run)
             if parts and reader is not None and not is_known:
                 load = joined(parts, seconds, start, common_phase({part.phase for part in parts}))
-                num_missing = reader.topology.num_ranks - len(load.ranks)
+                num_missing = int(reader.topology.alive.sum()) - len(load.ranks)
                 yield _row(load, start + seconds, seconds, num_missing, reader.model)
             if seconds == HOUR:
                 covered.add((run, start))

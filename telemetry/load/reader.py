@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
+
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
@@ -110,4 +112,6 @@ def model_and_topology(run: RunInfo) -> tuple[ModelShape, Topology]:
 
 def shape_of(deployment: str, run: str, model: ModelShape, topology: Topology) -> RunShape:
     """Return what the samples of a run have in common."""
-    return RunShape(deployment, run, topology.num_ranks, model.num_experts, model.num_layers)
+    sizes = topology.num_ranks, model.num_experts, model.num_layers
+    dead = frozenset(np.flatnonzero(~topology.alive).tolist())
+    return RunShape(deployment, run, *sizes, dead)

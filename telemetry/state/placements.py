@@ -52,6 +52,7 @@ PLACEMENTS = Table("placements", is_ordered=True)  # by generation
 MIGRATION = Table("migration")  # the open one, by its plan id
 PLANS = Table("plans")  # plan id -> open, committed, aborted, rejected
 SURVIVOR_REPORTS = Table("survivor_reports")  # of a run and membership: rank -> report
+MEETINGS = Table("meetings")  # of a membership: key of torch's rendezvous -> value
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class PlacementPart(Part):
         plan_id: int = 0,
         reason: str,
         outcome: Outcome = "committed",
+        membership: int | None = None,
         run: RunInfo | None = None,
         dropped: Callable[[LiveState], Mapping[str, LiveValue | None]] = lambda _: {},
     ) -> bool:
@@ -122,13 +124,14 @@ class PlacementPart(Part):
 
         Args:
             expected: the generation that this placement follows; None for the first of all.
+            membership: of the group of the rank that writes; None: no rank writes.
             run: a start of other ranks, which begins in the same change: readers take the ranks of
                 the placement from the latest start.
             dropped: gives new live values, where those of now name ranks that ``run`` has not.
 
         Raises:
             StaleGeneration: something else is committed, or generations do not grow; or survivors
-                of a death dropped the migration ``plan_id``, and a dead rank's last write is late.
+                of a death have agreed since: a dead rank's last write is late.
         """
         generation = placement.generation
 
@@ -137,7 +140,7 @@ class PlacementPart(Part):
             if _hash_of(change, generation, serving) == placement.hash:
                 return False
             _check_follows(generation, expected, None if serving is None else serving[0])
-            _check_not_dropped(plan_id, generation, _recovery_in(change))
+            _check_membership(generation, membership, _recovery_in(change))
             _put_committed(change, placement, plan_id, reason)
             open_plan = open_plan_in(change)
             if open_plan is not None:
@@ -314,6 +317,18 @@ class PlacementPart(Part):
         """Return the latest record, or None before the first death."""
         return head(self.backend, Recovery, RECOVERY, "the record of a recovery")
 
+    def put_meeting(self, membership: int, key: str, value: bytes) -> None:
+        """Write what a survivor has the others of its group know: by which address it is reached.
+
+        It is read in a moment, so it wakes nobody.
+        """
+        self.backend.put(MEETINGS.of(membership), key, value)
+
+    def meeting(self, membership: int, key: str) -> bytes | None:
+        """Return what ``put_meeting`` wrote, or None."""
+        found = self.backend.get(MEETINGS.of(membership), key)
+        return found.encode() if isinstance(found, str) else found
+
     def restore(
         self,
         run: RunInfo,
@@ -392,18 +407,12 @@ def _check_follows(generation: int, expected: int | None, serving: int | None) -
         )
 
 
-def _check_not_dropped(plan_id: int, generation: int, recovery: Recovery | None) -> None:
-    """Refuse the commit of a migration that survivors of a death agreed to drop.
-
-    It is the last write of a rank that died: it had swapped, and they had not.
-    """
-    if recovery is None or plan_id == 0 or plan_id != recovery.plan_id:
-        return
-    if generation > recovery.generation:
+def _check_membership(generation: int, membership: int | None, recovery: Recovery | None) -> None:
+    """Refuse the commit of a rank whose group has broken since, and whose survivors have agreed."""
+    if recovery is not None and membership is not None and recovery.membership > membership:
         raise StaleGeneration(
-            f"generation {generation} of plan {plan_id} cannot be committed: survivors of a death "
-            f"dropped that plan and hold generation {recovery.generation} "
-            f"(membership {recovery.membership})"
+            f"generation {generation} of membership {membership} cannot be committed: survivors of "
+            f"a death hold generation {recovery.generation} (membership {recovery.membership})"
         )
 
 

@@ -103,3 +103,25 @@ def test_normal_mode_is_refused_for_more_slots_of_a_rank_than_a_host_serves() ->
     with pytest.raises(ConfigError, match="a rank has 129 slots of a layer, expected at most 128"):
         shape.check_normal(2)
     DeepEPShape(Topology.uniform(1, 2, 128), hidden=128, top_k=2, max_tokens=8).check_normal(2)
+
+
+def test_group_of_survivors_exchanges_tokens_by_the_numbers_of_all_ranks(
+    run_ranks: RunRanks,
+) -> None:
+    """Three of four ranks are left: 0, 2 and 3. Slots 3 and 4 were the dead one's."""
+    alive = np.array([True, False, True, True])
+    left = Topology(np.zeros(4), slots_of_rank=np.array([3, 2, 1, 2]), alive=alive)
+    slots = torch.tensor([[0, 5], [7, 6], [-1, 2], [5, 7]])
+
+    def exchange(place: int) -> tuple[list[int], bool]:
+        rank = (0, 2, 3)[place]
+        counter = SlotCounter(1, int(left.slots_of_rank[rank]))
+        dispatcher = AllToAllDispatcher(left, group(), rank, counter)
+        tokens = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        weights = torch.full(slots.shape, 0.5)
+        received = dispatcher.dispatch(0, tokens, slots, weights)
+        answer = dispatcher.combine(0, received.rows, received)
+        parts = 0.5 * (slots >= 0).sum(dim=1, keepdim=True)
+        return counter.drain()[0].tolist(), torch.allclose(answer, parts * tokens)
+
+    assert run_ranks(3, exchange) == [([3, 0, 3], True), ([6], True), ([3, 6], True)]

@@ -350,3 +350,47 @@ def test_hung_rank_is_excluded_and_all_ranks_restart(tmp_path: Path, start_demo:
     summary = demo.halts_right()
     assert summary["deaths"] == 1
     assert summary["unserved_s"] > 3.0  # from the last token on, not from when it is left behind
+
+
+def serves_on(membership: int) -> Callable[[StateStore], Any]:
+    def found(store: StateStore) -> Any:
+        events = [one.detail for one in events_of(store, "membership")]
+        return next((one for one in events if one["membership"] == membership), None)
+
+    return found
+
+
+@pytest.mark.slow
+def test_survivors_of_two_deaths_serve_on_without_another_start(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, slots_per_rank=5)
+    demo.sees("serving", serves_in_start(1))
+    pids = {title: pid for pid, title in demo.processes().items()}
+
+    demo.kill("rank 0")  # where all ranks met
+    first = demo.sees("three ranks", serves_on(1))
+    demo.sees("rebalances of three", lambda store: commits(store) > first["generation"])
+    demo.kill("rank 3")
+    second = demo.sees("two ranks", serves_on(2))
+    demo.sees("rebalances of two", lambda store: commits(store) > second["generation"])
+
+    assert first["survivors"] == [1, 2, 3]
+    assert second["survivors"] == [1, 2]
+    left = {title: pid for pid, title in demo.processes().items() if title.startswith("rank")}
+    assert left == {title: pids[title] for title in ("rank 1", "rank 2")}
+    assert demo.halts_right()["deaths"] == 2
+
+
+@pytest.mark.slow
+def test_others_serve_on_without_a_rank_that_is_stopped(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, **{"agent.silence_s": 5.0})
+    demo.sees("serving", serves_in_start(1))
+    demo.kill("rank 2", signal.SIGSTOP)
+
+    found = demo.sees("three ranks", serves_on(1))
+
+    assert found["survivors"] == [0, 1, 3]
+    demo.halts_right()

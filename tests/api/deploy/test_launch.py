@@ -47,7 +47,12 @@ PRINT_ENVIRON = (
 REPORTS = (
     "import logging, os, signal\nfrom collections.abc import Mapping\n"
     "HALT_FILE_VARIABLE, WORDS, log = 'EPLB_HALT_FILE', 1000, logging.getLogger()\n"
-    + "".join(map(inspect.getsource, (places.report_halt, places.report_run, places._report)))
+    + "".join(
+        map(
+            inspect.getsource,
+            (places.report_halt, places.report_run, places.report_ready, places._report),
+        )
+    )
 )
 
 
@@ -186,6 +191,27 @@ def test_rank_that_others_have_excluded_is_killed_though_no_rank_has_ended(
     found = ranks.wait(StopSignals(), excluded=excluded)
 
     assert (found, asked[:2]) == ("rank 0 was killed by SIGKILL", ["r1", "r1"])
+
+
+def test_death_is_no_failure_once_the_survivors_have_begun_another_run(tmp_path: Path) -> None:
+    # Rank 1 dies; rank 0 sees that, begins another run as a survivor does, and ends well.
+    code = REPORTS + (
+        "import threading\nfrom pathlib import Path\n"
+        f"rank, file = int(os.environ['RANK']), Path({str(tmp_path / 'pid')!r})\n"
+        "report_run(rank, 'r1', os.environ)\n"
+        "report_ready(rank, os.environ)\n"
+        "if rank:\n"
+        "    file.with_suffix('.new').write_text(str(os.getpid()))\n"
+        "    file.with_suffix('.new').rename(file)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while not file.exists() or Path('/proc', file.read_text()).exists():\n"
+        "    threading.Event().wait(0.01)\n"
+        "report_run(rank, 'r1-member1', os.environ)\n"
+    )
+    words = launch_of(tmp_path, code).command
+    ranks = LocalRanks(words, {rank: dict(os.environ) | {"RANK": str(rank)} for rank in (0, 1)})
+
+    assert ranks.wait(StopSignals()) == ""
 
 
 def test_store_names_the_ranks_of_this_host_that_a_run_excluded(tmp_path: Path) -> None:

@@ -197,6 +197,18 @@ def test_pace_and_slowdown_are_those_of_the_latest_judgement(store: StateStore) 
     assert found["eplb_pace_judgements_total"] == judged
 
 
+def test_time_of_survivors_until_their_first_pass_is_counted_by_stage(store: StateStore) -> None:
+    before = figures_in(text_of(store))
+    for seconds in ({"agree": 0.25, "first pass": 0.5}, {"agree": 0.5}):
+        store.add_event("membership", {"membership": 1, "survivors": [0], "seconds": seconds})
+    found = figures_in(text_of(store))
+
+    assert before["eplb_serve_on_total"] == {(): 0}
+    assert found["eplb_serve_on_total"] == {(): 2}
+    stages = found["eplb_serve_on_seconds_total"]
+    assert (stages["agree",], stages["first pass",], stages["group",]) == (0.75, 0.5, 0.0)
+
+
 def test_series_by_layer_and_rank_need_a_metrics_level(store: StateStore) -> None:
     big = MemoryStore("d", clock=lambda: NOW)
     a_run_of(big, num_layers=5, num_experts=8, num_ranks=4)

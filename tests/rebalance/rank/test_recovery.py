@@ -23,7 +23,6 @@ from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import PlanRef, RankPhase, missed_verdicts
 from rebalance.recovery import (
     Deadlines,
-    end_together,
     membership_of_start,
     recover,
 )
@@ -31,7 +30,6 @@ from runtime.experts import ExpertSchema
 from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, held_in, records_of
 from tests.support.limits import NEVER_S
-from tests.support.local_group import LocalVotes
 from tests.support.stores import MemoryStore
 
 # -- the decision
@@ -237,9 +235,7 @@ class Group(AgentGroup):
         def one(rank: int) -> Recovery | str:
             agent = self.agents[rank]
             try:
-                return recover(
-                    agent, self.store, num_ranks=NUM_RANKS, deadlines=FAR_OFF, clock=clock
-                )
+                return recover(agent, self.store, deadlines=FAR_OFF, clock=clock)
             except RankError as exc:
                 return str(exc)
 
@@ -420,7 +416,7 @@ def test_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
     for rank in (1, 2):
         StateStore.add_survivor_report(failing, group.agents[rank].survivor_report())
 
-    record = recover(group.agents[0], failing, num_ranks=NUM_RANKS, deadlines=FAR_OFF)
+    record = recover(group.agents[0], failing, deadlines=FAR_OFF)
 
     assert record == failing.recovery()
     assert failing.failures < 0
@@ -434,22 +430,3 @@ def test_survivor_of_an_older_group_is_excluded(group: Group) -> None:
     (told,) = group.recover([0])
 
     assert "membership 0; found membership 5 of run 'run-9'" in str(told)
-
-
-def test_survivors_that_hold_different_placements_do_not_end_as_agreed() -> None:
-    record = Recovery(1, "run", (0, 2), 4, 7, 1, "rank 1 died", 0.0)
-    votes = LocalVotes(2)
-    held = [START.with_generation(4), OTHER.with_generation(4)]
-
-    def end(place: int, placement: Placement) -> str:
-        try:
-            end_together(votes.member(place), record, placement, 2 * place, deadline_s=NEVER_S)
-        except RankError as exc:
-            return str(exc)
-        return "ended"
-
-    for placements, expected in ((held[:1] * 2, "ended"), (held, "survivors disagree")):
-        votes = LocalVotes(2)
-        with ThreadPoolExecutor(2) as pool:
-            told = list(pool.map(end, range(2), placements))
-        assert all(expected in one for one in told), told

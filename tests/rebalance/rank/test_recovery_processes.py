@@ -40,15 +40,14 @@ from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.rank import wire_agent
+from rebalance.assembly.survivors import Stages, join_survivors
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.recovery import (
     Deadlines,
-    end_together,
     membership_of_start,
     recover,
-    rejoin,
 )
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
@@ -128,6 +127,7 @@ class Ranks:
     run: str
     banks: list[ExpertBank]
     dies_at: dict[int, int]  # notes until its death, by rank
+    dies_agreed: int | None = None  # a rank that dies once it has agreed with the other survivors
 
     def __enter__(self) -> Ranks:
         self.processes, self.pipes, self.rendezvous = [], [], Rendezvous()
@@ -181,10 +181,11 @@ class Ranks:
             while agent.step():
                 tokens.exchange(agent)
         except RankError:
-            record = recover(agent, store, num_ranks=NUM_RANKS, deadlines=FAR_OFF)
-            regained = rejoin(record, rendezvous, rank, deadline_s=NEVER_S)
-            end_together(regained, record, agent.placement, rank, deadline_s=NEVER_S)
-            regained.close()
+            if rank == self.dies_agreed:
+                recover(agent, store, deadlines=FAR_OFF)
+                os.kill(os.getpid(), signal.SIGKILL)
+            record, groups = join_survivors(agent, store, rank, Stages(), deadline_s=600.0)
+            groups.votes.close()
         agent.close()
         placement = agent.placement
         return Survived(
@@ -325,6 +326,24 @@ def test_survivors_of_a_kill_agree_and_a_start_serves_what_they_held(
     record = live_and_die(tmp_path, seed)
 
     assert record.membership == 1
+
+
+@pytest.mark.system
+def test_survivor_that_dies_before_the_group_is_formed_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
+    with closing(sqlite_store(path, "test")) as store:
+        store.commit(ONE, expected=None, reason="start")
+
+    found = serve(Ranks(path, "first", banks, {1: 20}, dies_agreed=2))
+
+    assert (found[1], found[2]) == (None, None)
+    for rank in (0, 3):
+        assert isinstance(found[rank], Survived), found[rank]
+        record = found[rank].record
+        assert record is not None
+        assert (record.membership, record.survivors) == (2, (0, 3))
+    assert found[0].placement == found[3].placement
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ rank.agent.start()
 try:
     serve(rank)
 except BrokenGroup as exc:  # a rank died: agree with the others, and end; eplb launch starts all
-    rank.end_after_break()
+    rank.survive()
     sys.exit(f"engine: {exc}")
 try:
     rank.close()

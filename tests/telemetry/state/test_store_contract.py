@@ -339,8 +339,17 @@ def test_survivor_reports_are_read_by_run_and_membership_and_a_dropped_plan_is_o
     assert other.survivor_reports("run-1", 3) == [replace(REPORT, membership=3)]
     assert store.recover(record, expected_membership=0) == record
     assert (other.recovery(), other.published()) == (record, None)
+    late = "a dead rank's last write"
     with pytest.raises(StaleGeneration):
-        other.commit(TARGET, expected=1, plan_id=plan.plan_id, reason="a dead rank's last write")
+        other.commit(TARGET, expected=1, plan_id=plan.plan_id, reason=late, membership=0)
+
+
+def test_addresses_of_survivors_are_read_by_membership(open_stores: OpenStore) -> None:
+    store, other = open_stores("demo"), open_stores("demo")
+    store.put_meeting(3, "tokens/0", b"\x00\xff")
+
+    assert other.meeting(3, "tokens/0") == b"\x00\xff"
+    assert (other.meeting(3, "tokens/1"), other.meeting(4, "tokens/0")) == (None, None)
 
 
 def test_store_that_lost_its_contents_is_restored_with_all_that_is_needed(

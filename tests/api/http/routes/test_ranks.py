@@ -13,7 +13,12 @@ from api.access.audit import Audit
 from api.cli.main import app
 from api.http.app import create_app
 from api.http.problems import ProblemType
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.state.live import Control
+from telemetry.state.runs import RunInfo
 from tests.support.controlled_deployment import Deployment
 from tests.support.http import client_of, problem_of
 from tests.support.stores import MemoryStore
@@ -50,8 +55,24 @@ def test_loss_of_ranks_names_experts_without_another_replica_or_a_slot(
     assert not both["is_feasible"]
     assert both["spare_slots"] < 0
     assert both["uncovered"] == -both["spare_slots"]  # one layer
+    assert (both["refills"], both["imbalance"]) == (0, None)
     found = problem_of(lost("0,7"))
     assert found == (ProblemType.NO_SUCH_RANK, "there is no rank 7, expected 0..1")
+
+
+def test_loss_that_leaves_enough_slots_says_what_survivors_load_first() -> None:
+    store, topology = MemoryStore("d"), Topology.uniform(3, 1, 3)
+    shape = ModelShape((7,), 4, 2, hidden=8, intermediate=4, expert_bytes=6_000_000)
+    store.begin_run(RunInfo("r", 1.0, model_to_dict(shape), topology_to_dict(topology), 4))
+    store.commit(Placement([[0, 1, 2, 0, 1, 2, 0, 1, 3]], 4), expected=None, reason="first")
+    with client_of(create_app(store)) as client:
+        path = "/api/v1/membership/feasibility"
+        first, last = (client.get(path, params={"lose": rank}).json() for rank in "02")
+
+    assert (first["is_feasible"], first["uncovered"], first["refills"]) == (True, 0, 0)
+    assert (last["refills"], last["refill_bytes"], last["refill_s"]) == (1, 6_000_000, 0.001)
+    assert last["uncovered_experts"] == [{"layer": 7, "expert": 3}]
+    assert last["imbalance"] is None  # no window yet
 
 
 def test_cordon_is_audited_and_plans_of_requests_keep_to_it(

@@ -1,0 +1,334 @@
+"""How survivors of a death serve on in their processes, over the same memory.
+
+    agree    recover: all survivors hold one placement, which the store has (rebalance/recovery.py)
+    group    form groups without the dead ranks, through the state store
+    map      find what survivors serve, alike on all (eplb/migration/survivors.py)
+    refill   load the experts that no survivor holds from the host cache, and prove their bytes
+    commit   placement and run in one change of the store: a membership is a run of its own
+    serve    routing table, dispatcher and a new agent; the next step has one number on all
+
+Tokens for an expert without a live replica wait: no survivor serves before the refill, so none is
+dropped, and none is computed with wrong weights.
+
+A survivor that dies before the group is formed is left out: the others agree again. What fails
+later ends all survivors; all ranks then start again from the store, which has either placement. So
+a death between the group and the first pass costs a start of all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from eplb.clock import Clock
+from eplb.errors import MigrationError, PlacementError, RankError
+from eplb.migration.recovery import Recovery, run_of
+from eplb.migration.serialisation import topology_to_dict
+from eplb.migration.survivors import Refill, Survival, survive
+from rebalance.agent import RankAgent
+from rebalance.assembly.experts import RankPlace
+from rebalance.assembly.group import RankGroups
+from rebalance.assembly.rank import BuiltRank
+from rebalance.rank.parts import AgentSettings
+from rebalance.rank.watcher import StoreLoss
+from rebalance.recovery import StoreRendezvous, SurvivorGroups, recover, rejoin
+from rebalance.stage.share import RankSlots
+from rebalance.weights.rank_link import GroupName, OtherRanks
+from rebalance.weights.sources import HOST, HostMemory, WeightSources
+from runtime.group import gathered, set_deadline
+from telemetry.state.events import MEMBERSHIP
+from telemetry.state.store import StateStore
+
+GROUP_DEADLINE_S = 10.0  # for survivors to form their groups
+MAX_REFUSAL = 600  # characters
+
+log = logging.getLogger(__name__)
+
+
+class Stages:
+    """Seconds of each stage, from the moment on at which a rank knows that its group is broken."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock, self._last = clock, clock()
+        self.began = time.time()  # to be compared with other events
+        self.seconds: dict[str, float] = {}
+
+    def end(self, stage: str) -> None:
+        """Note that a stage of ``SERVE_ON_STAGES`` has ended now; it may do so again."""
+        now = self._clock()
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self._last, 4)
+        self._last = now
+
+
+def refusal_to_serve_on(place: RankPlace, built: BuiltRank) -> str:
+    """Why the ranks of this deployment cannot serve on after a death; "": they can."""
+    if not built.config.serve_on:
+        return "agent.serve_on is off"
+    if place.device.type != "cpu":
+        return f"ranks on {place.device.type} start again: only gloo groups are formed anew"
+    if built.config.batch.split:
+        return "batch.split is on: it exchanges counts in the broken group"
+    return ""
+
+
+def serve_on(
+    built: BuiltRank, place: RankPlace, steps: int, stages: Stages
+) -> tuple[BuiltRank, RankPlace, int]:
+    """Form a group with the other survivors, and serve in it; each of them calls it.
+
+    Args:
+        built: this rank, whose group broke.
+        place: where it runs.
+        steps: forward passes that it has begun.
+        stages: gets the seconds of each stage.
+
+    Returns:
+        The rank with an agent that is not started yet, its place in the new group, and the number
+        of its next forward pass.
+
+    Raises:
+        RankError: a survivor is lost or excluded, or cannot serve on.
+        PlacementError: the survivors have too few slots.
+        MigrationError: an expert cannot be loaded.
+        StoreError: the store cannot be used.
+    """
+    rank, config = place.rank, built.config
+    record, groups = join_survivors(
+        built.agent,
+        built.store,
+        rank,
+        stages,
+        host=config.host_of(rank),
+        silence_s=config.silence_s,
+    )
+    try:
+        made = _in_group(built, place, record, groups, steps, stages)
+    except BaseException:
+        groups.votes.close(is_failure=True)  # the others must not wait for this rank
+        raise
+    log.warning("rank %d serves on in membership %d: %s", rank, record.membership, stages.seconds)
+    return made
+
+
+def join_survivors(
+    agent: RankAgent,
+    store: StateStore,
+    rank: int,
+    stages: Stages,
+    *,
+    host: str | None = None,
+    silence_s: float = 0.0,
+    deadline_s: float = GROUP_DEADLINE_S,
+) -> tuple[Recovery, SurvivorGroups]:
+    """Agree with the other survivors and form their groups; without those that die meanwhile.
+
+    Args:
+        agent: of the broken group; it is not closed yet.
+        store: in which they agree and meet.
+        rank: this one.
+        stages: gets the seconds.
+        host: as for ``rejoin``.
+        silence_s: as for ``rejoin``.
+        deadline_s: for each group to be formed.
+
+    Raises:
+        RankError: there was no agreement, or no group although no survivor is known to be dead.
+    """
+    while True:  # ends: each turn leaves a rank out
+        record = recover(agent, store)
+        stages.end("agree")
+
+        def lost(record: Recovery = record) -> frozenset[int]:
+            return agent.dead() & frozenset(record.survivors)
+
+        def check() -> None:
+            if dead := lost():
+                raise RankError(f"rank {rank}: survivor {min(dead)} died")
+
+        rendezvous = StoreRendezvous(store, record.membership, check, deadline_s)
+        groups = None
+        try:
+            groups = rejoin(
+                record,
+                rendezvous,
+                rank,
+                host=host,
+                deadline_s=deadline_s,
+                silence_s=silence_s,
+            )
+            _together(rank, groups, "formed")  # from here on nobody comes back to agree again
+        except RankError as exc:
+            if groups is not None:
+                groups.votes.close(is_failure=True)
+            if not lost():
+                raise
+            log.warning("membership=%d rank=%d without a group: %s", record.membership, rank, exc)
+        else:
+            stages.end("group")
+            return record, groups
+
+
+def _in_group(
+    built: BuiltRank,
+    place: RankPlace,
+    record: Recovery,
+    groups: SurvivorGroups,
+    steps: int,
+    stages: Stages,
+) -> tuple[BuiltRank, RankPlace, int]:
+    old, slots = built.agent, built.agent.parts.slots
+    # The mover's thread has ended afterwards: staging and host cache are the new agent's.
+    old.close()
+    network = built.config.network
+    set_deadline(groups.tokens, built.config.vote_deadline_s)
+    set_deadline(groups.control, max(network.join_deadline_s, network.fill_deadline_s))
+    topology, links = place.topology, old.parts.links
+    dead = sorted(set(np.flatnonzero(topology.alive).tolist()) - set(record.survivors))
+    refusal, survival = "", Survival(topology, old.placement, ())
+    try:
+        survival = survive(old.placement, topology, dead)
+        stages.end("map")
+        links.sources.host.release()  # what a migration that was broken off had leased
+        refills = survival.refills_of(place.rank)
+        refill(slots, links.sources.host, refills, network.fill_deadline_s)
+        stages.end("refill")
+    except (MigrationError, PlacementError) as exc:
+        refusal = str(exc)
+    step = _agreed(place.rank, groups, survival, refusal, steps)
+    run = run_of(place.run, record.membership)
+    if place.rank == record.survivors[0]:
+        _commit(built.store, place.run, run, survival, record)
+    _together(place.rank, groups, "")
+    stages.end("commit")
+    built.table.load(survival.target, range(survival.target.num_layers))
+    built.counter.drain()  # of passes that were broken off
+    settings = AgentSettings(built.config, run, survival.topology, record.membership)
+    votes = groups.votes
+    agent = RankAgent(
+        settings,
+        replace(slots, topology=survival.topology),
+        built.counter,
+        replace(
+            links,
+            votes=votes,
+            sources=_sources(links.sources, settings, place.rank, slots.bank.schema.record_bytes),
+            loss=StoreLoss(built.store, run),
+            serves=votes.begin_beats,
+        ),
+        survival.target,
+    )
+
+    def report() -> None:
+        stages.end("first pass")
+        if place.rank == record.survivors[0]:
+            num_refills = len(survival.refills)
+            detail = {
+                "membership": record.membership,
+                "run": run,
+                "generation": survival.target.generation,
+                "reason": record.reason,
+                "survivors": list(record.survivors),
+                "refills": num_refills,
+                "refill_bytes": num_refills * slots.bank.schema.record_bytes,
+                "broke_at": stages.began,
+                "seconds": stages.seconds,
+            }
+            agent.watcher.report_event(MEMBERSHIP, detail)
+
+    agent.go_on_from(old, step, report)
+    stages.end("serve")
+    tokens = RankGroups(groups.tokens, groups.control)
+    now = replace(place, run=run, topology=survival.topology, groups=tokens)
+    return replace(built, agent=agent, place=now), now, step
+
+
+def refill(
+    slots: RankSlots, host: HostMemory, refills: Sequence[Refill], deadline_s: float
+) -> None:
+    """Load experts that no survivor holds into this rank's live slots, which nothing reads now.
+
+    Raises:
+        MigrationError: the host has no record of one, or its bytes are wrong.
+    """
+    bank, size = slots.bank, max(1, host.room)
+    for first in range(0, len(refills), size):
+        batch = refills[first : first + size]
+        records = [(one.layer, one.expert) for one in batch]
+        host.lease(records, deadline_s=deadline_s)
+        for one, record in zip(batch, records, strict=True):
+            slot, expected = one.slot - slots.first_slot, slots.digests[record].tolist()
+            live = bank.live(one.layer, slot)
+            host.pull(record, HOST, 0, live).wait()
+            if list(bank.digest(one.layer, slot)) != expected:
+                host.reload(record, deadline_s=deadline_s)
+                host.pull(record, HOST, 0, live).wait()
+            if list(bank.digest(one.layer, slot)) != expected:
+                raise MigrationError(
+                    f"layer {one.layer} slot {slot}: digest mismatch after loading expert "
+                    f"{one.expert}"
+                )
+        host.release(records)
+
+
+def _sources(
+    before: WeightSources, settings: AgentSettings, rank: int, record_bytes: int
+) -> WeightSources:
+    """The sources without dead ranks; connections to other ranks are of a group, so made anew."""
+    others, addresses = None, settings.config.rank_links
+    if addresses is not None:
+        group = GroupName(settings.run, settings.membership)
+        others = OtherRanks(addresses, rank, group, record_bytes)
+    return WeightSources(before.slots, before.host, others)
+
+
+def _agreed(rank: int, groups: SurvivorGroups, survival: Survival, refusal: str, steps: int) -> int:
+    """Compare what all survivors will serve; gives the number of the next forward pass.
+
+    Raises:
+        RankError: survivors would serve different placements, or one cannot serve.
+    """
+    mine = {"hash": survival.target.hash, "steps": steps, "refusal": refusal[:MAX_REFUSAL]}
+    told = _together(rank, groups, mine)
+    if refusals := [f"rank {at}: {one['refusal']}" for at, one in told if one["refusal"]]:
+        raise RankError(f"rank {rank}: the survivors cannot serve on: {refusals[0]}")
+    if len(hashes := {str(one["hash"]) for _, one in told}) > 1:
+        raise RankError(
+            f"rank {rank}: survivors would serve placements {sorted(hashes)}, expected one"
+        )
+    # A pass that was broken off is run again under the next number: who had not begun it follows.
+    return max(int(one["steps"]) for _, one in told)
+
+
+def _together(rank: int, groups: SurvivorGroups, mine: Any) -> list[tuple[int, Any]]:
+    """Every survivor's message, with its place in the group."""
+    try:
+        return list(enumerate(gathered(mine, groups.control)))
+    except RuntimeError as exc:
+        raise RankError(f"rank {rank}: a survivor died before all served on: {exc}") from exc
+
+
+def _commit(
+    store: StateStore, run: str, next_run: str, survival: Survival, record: Recovery
+) -> None:
+    """Have the store name what survivors serve, and their run, in one change."""
+    info = next((one for one in store.runs() if one.run == run), None)
+    if info is None:
+        raise RankError(f"the store holds no record of run {run!r}, expected that of the survivors")
+    store.commit(
+        survival.target,
+        expected=record.generation,
+        membership=record.membership,
+        reason=f"{record.reason}; {len(record.survivors)} ranks serve on, membership "
+        f"{record.membership}, {len(survival.refills)} experts loaded",
+        run=replace(
+            info,
+            run=next_run,
+            time=store.backend.now(),
+            topology=topology_to_dict(survival.topology),
+        ),
+    )
