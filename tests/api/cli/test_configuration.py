@@ -115,8 +115,9 @@ def test_full_name_works_in_file_environment_and_flag(tmp_path: Path) -> None:
 def test_name_of_several_settings_is_refused_with_their_full_names() -> None:
     by_flag, by_variable = refusal({"silence_s": "1"}), refusal(EPLB_SILENCE_S="1")
 
-    assert by_flag.endswith(": transport.silence_s, host_link.silence_s")
-    assert by_variable.endswith(": EPLB_TRANSPORT__SILENCE_S, EPLB_HOST_LINK__SILENCE_S")
+    assert by_flag.endswith(": agent.silence_s, transport.silence_s, host_link.silence_s")
+    named = "EPLB_AGENT__SILENCE_S, EPLB_TRANSPORT__SILENCE_S, EPLB_HOST_LINK__SILENCE_S"
+    assert by_variable.endswith(f": {named}")
 
 
 def test_setting_without_short_name_is_reported_by_its_full_name() -> None:

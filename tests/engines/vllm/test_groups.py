@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rebalance.engines.common.fsck.report import report_of
@@ -44,9 +45,9 @@ def staged(rank: int, config: Path) -> dict[str, Any]:
 
 def on_every(word: bool) -> bool:
     """Whether it holds on all ranks of all stages."""
-    words = [False] * NUM_RANKS
-    dist.all_gather_object(words, word)
-    return all(words)
+    every = torch.tensor([int(word)])
+    dist.all_reduce(every, dist.ReduceOp.MIN)
+    return bool(every.item())
 
 
 def test_stages_keep_runs_maps_and_faults_apart(tmp_path: Path) -> None:
