@@ -9,7 +9,7 @@ ENGINES := vllm sglang
 # Tests start hundreds of processes: each would compile the project's modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-slow test-gpu test-engines check bench scorecard clean
+.PHONY: demo test test-all test-slow test-gpu test-engines test-engines-smoke check bench scorecard clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
@@ -40,6 +40,11 @@ test-engines: $(ENGINES:%=.venv-%/packages.txt)
 	for engine in $(ENGINES); do \
 		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
 	done
+
+# A part of them for CI, within four minutes: what another release of an engine would break first.
+test-engines-smoke: .venv-vllm/packages.txt
+	.venv-vllm/bin/python -m pytest -W default -m "not gpu" tests/engines/test_guards.py \
+		tests/engines/vllm/test_conform.py tests/engines/vllm/test_guards.py tests/engines/vllm/test_groups.py $(ARGS)
 
 .venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh
 	PYTHON=$(PYTHON) tests/engines/environment.sh $*

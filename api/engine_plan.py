@@ -9,8 +9,9 @@ from math import inf
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from api.sglang_start import start_shares
+from api.sglang_start import start_map, start_shares
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.model import ModelShape
@@ -86,6 +87,7 @@ def plan_for_engine(
     seed: int,
     num_hidden: int | None,
     source: str,
+    at_start: bool,
 ) -> str:
     """Plan, write the engine's file, read it back, and judge it; returns a report.
 
@@ -102,6 +104,8 @@ def plan_for_engine(
         seed: of the planner.
         num_hidden: layers of the model, dense ones included; None: not known.
         source: name of the load for the file.
+        at_start: whether the file is for a start of SGLang with an all-to-all, whose rule of
+            choosing replicas is another one than that of its live rebalances.
 
     Raises:
         ConfigError: ranks, nodes, slots and model that do not fit the load.
@@ -129,6 +133,14 @@ def plan_for_engine(
     file = PlacementFile(made.target, load.layers, group.ranks, load.model, provenance=provenance)
     before = None if current is None else replace(file, placement=current)
     options = WriteOptions(group.ranks, num_hidden, before)
+    for_live = file
+    if at_start:
+        if target != "sglang" or dispatch not in (DispatchRule.SGLANG_STATIC, DispatchRule.EVEN):
+            raise ConfigError(
+                f"--start is given for {target} under {dispatch.value}, expected sglang under "
+                "sglang_static or even"
+            )
+        file = _for_start(made, file, options)
     notes += [*said, *write_placement(file, target, output, options)]
     # As the engine will read it: the format may have repaired or lost something.
     ids = load.layers.ids if load.layers.axis == "model" else None
@@ -137,32 +149,31 @@ def plan_for_engine(
     assert written.num_layers == made.target.num_layers, "the layers that were written"
 
     layers = load.layers
-    before_after = [
-        _imbalances(made, replace(file, placement=one), target, options)
-        for one in (made.base, written)
-    ]
-    names = list(before_after[1])
+    judged = {"before": made.base, "after": written}
+    if at_start:
+        judged = {"before": made.base, "plan for live": for_live.placement, "for a start": written}
+    found = {
+        row: _imbalances(made, replace(file, placement=one), target, options)
+        for row, one in judged.items()
+    }
+    names = list(found["before"])
     real = names[1]
-    if before_after[1][real] > made.effective + ROUNDING:
+    if not at_start and found["after"][real] > made.effective + ROUNDING:
         notes.append(
-            f"{real} the file as written has imbalance {before_after[1][real]:.4f}, "
+            f"{real} the file as written has imbalance {found['after'][real]:.4f}, "
             f"the plan as decided {made.effective:.4f}: the engine serves the file"
         )
     rows = [
-        "".join(f"{name:>{max(len(name), 9) + 3}}" for name in names),
-        *(
-            "".join(f"{one[name]:{max(len(name), 9) + 3}.4f}" for name in names)
-            for one in before_after
-        ),
+        f"  {row:14}" + "".join(f"{one[name]:{max(len(name), 9) + 3}.4f}" for name in names)
+        for row, one in found.items()
     ]
     lines = [
         f"load: {history.num_windows} windows, {history.num_layers} layers "
         f"({layers.ids[0]}..{layers.ids[-1]}, {layers.axis}) x {history.num_experts} experts",
         f"group: {group.ranks} ranks on {group.nodes} nodes, {group.redundant} redundant experts, "
         f"{topology.num_slots} slots a layer",
-        f"imbalance       {rows[0]}",
-        f"  before        {rows[1]}",
-        f"  after         {rows[2]}",
+        "imbalance       " + "".join(f"{name:>{max(len(name), 9) + 3}}" for name in names),
+        *rows,
         f"  lower bound     {float(made.lower_bound.mean()):10.4f}",
         f"decision: {made.decision.value}: {made.reason}",
         _cost(
@@ -187,10 +198,8 @@ def _imbalances(
     is_static = rule is DispatchRule.SGLANG_STATIC
     if target != "sglang" or not (is_static or rule is DispatchRule.EVEN):
         return {"booked": booked, f"under {rule.value}": effective}
-    data, _ = placement_bytes(file, target, options)
-    whole = Placement(np.array(json.loads(data)[MAP], dtype=np.int32), file.placement.num_experts)
-    held, layers = whole.slot_to_expert, file.layers
-    rows = list(layers.ids) if layers.axis == "model" else range(len(held))
+    held, rows = _engine_rows(file, options)
+    whole = Placement(held, file.placement.num_experts)
     found = {"booked": booked}
     for name, share in (
         ("live", effective_shares(whole, topology, rule)),
@@ -201,6 +210,27 @@ def _imbalances(
             imbalance(made.problem.work, served, topology).mean()
         )
     return found
+
+
+def _engine_rows(file: PlacementFile, options: WriteOptions) -> tuple[NDArray[np.int32], list[int]]:
+    """[L, S] the map with all rows of SGLang, and which of them are those of the file."""
+    data, _ = placement_bytes(file, "sglang", options)
+    held, layers = np.array(json.loads(data)[MAP], dtype=np.int32), file.layers
+    return held, list(layers.ids) if layers.axis == "model" else list(range(len(held)))
+
+
+def _for_start(made: Plan, file: PlacementFile, options: WriteOptions) -> PlacementFile:
+    """The file of a map that is made for a start, from the plan's."""
+    (held, rows), old = _engine_rows(file, options), file.placement
+    best = start_map(
+        held.astype(np.int64),
+        made.problem.history.tokens,
+        rows,
+        made.topology,
+        is_static=made.problem.dispatch is DispatchRule.SGLANG_STATIC,
+    )
+    placement = Placement(best[rows].astype(np.int32), old.num_experts, old.generation)
+    return replace(file, placement=placement)
 
 
 def _serving(

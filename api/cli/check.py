@@ -22,6 +22,7 @@ from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
     configured_store,
+    deployments_with_runs,
     open_existing,
 )
 from api.config.tree import profile_names
@@ -105,16 +106,20 @@ def _other_profiles(configured: Configured) -> dict[str, Callable[[Secret], Depl
 def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None) -> None:
     """Print what the ranks of an engine have found in their live slots: the placement check.
 
-    Exit status 0: no fault; 1: faults; 2: no rank checks, or the store cannot be read.
+    Each EP group of the deployment has a part of its own. Exit status 0: no fault; 1: faults; 2: no
+    rank of a group checks, or the store cannot be read.
     """
-    url, name = configured_store(store, deployment)
-    with closing(open_existing(url, name)) as opened:
-        report = report_of(opened)
-    for line in report.lines:
-        say(printable(line))
-    if report.faults:
+    url, whole = configured_store(store, deployment)
+    reports = {}
+    for name in deployments_with_runs(url, whole):
+        with closing(open_existing(url, name)) as opened:
+            reports[name] = report_of(opened)
+    for name, report in reports.items():
+        for line in report.lines:
+            say(printable(line if name == whole else f"{name}: {line}"))
+    if any(report.faults for report in reports.values()):
         raise typer.Exit(FAULTY)
-    if "" not in report.ranks.values():
+    if any("" not in report.ranks.values() for report in reports.values()):
         raise typer.Exit(BAD_INPUT)
 
 
@@ -137,11 +142,13 @@ def conform(
     from rebalance.engines.common.bench import verdicts_of
     from rebalance.engines.common.conform import report, to_json
 
-    about, verdicts = verdicts_of(engine.value, quantisation or (), num_moves=moves, seed=seed)
-    for line in report(about, verdicts).splitlines():
+    about, verdicts, not_run = verdicts_of(
+        engine.value, quantisation or (), num_moves=moves, seed=seed
+    )
+    for line in report(about, verdicts, not_run).splitlines():
         say(printable(line))
     if json_file is not None:
-        write_atomically(json_file, to_json(verdicts, about=about).encode())
+        write_atomically(json_file, to_json(verdicts, about=about, not_run=not_run).encode())
     if not all(one.may_move for one in verdicts):
         raise typer.Exit(FAULTY)
 

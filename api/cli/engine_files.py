@@ -64,6 +64,12 @@ def plan(
     ] = None,
     windows: Windows = 64,
     seed: Seed = 0,
+    start: Annotated[
+        bool,
+        typer.Option(
+            "--start", help="Plan for a start of SGLang with an all-to-all and this file."
+        ),
+    ] = False,
 ) -> None:
     """Plan a placement for a dump of load, judge it under the engine's rule, and write its file."""
     options = layers.reading(max_windows=windows, **vars(routing))
@@ -81,6 +87,7 @@ def plan(
         seed=seed,
         num_hidden=hidden_layers,
         source=Path(dump).name,
+        at_start=start,
     )
     typer.echo(report)
 

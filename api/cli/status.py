@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +48,7 @@ def status(
 ) -> None:
     """Show how a deployment stands: the verdict, the latest plan, and what else is wrong.
 
+    Of a deployment with several EP groups each is shown, by its name.
     Exit status 0: nothing is wrong; 1: something is; 2: the deployment cannot be read.
     """
     from pydantic import TypeAdapter
@@ -54,11 +56,23 @@ def status(
     from api.monitor.state import State
     from api.operations import watching
 
-    with _asked(place, configured, latest=LATEST) as (ask, where):
-        state: State = ask(watching.state)
-    as_json = TypeAdapter(State).dump_json(state, indent=1).decode() if json_output else ""
-    typer.echo(as_json or "\n".join(map(printable, _lines(state, where, verbose))))
-    if state.problems:
+    def of(place: ApiOptions) -> tuple[State, str]:
+        with _asked(place, configured, latest=LATEST) as (ask, where):
+            return ask(watching.state), where
+
+    found = [of(place)]
+    if groups := found[0][0].groups:
+        found = [of(replace(place, deployment=name)) for name in groups]
+    states = [state for state, _ in found]
+    if json_output:
+        shown: Any = TypeAdapter(list[State]) if groups else TypeAdapter(State)
+        typer.echo(shown.dump_json(states if groups else states[0], indent=1).decode())
+    else:
+        for state, where in found:
+            of_group = f"{state.deployment}: " if groups else ""
+            for line in _lines(state, where, verbose):
+                typer.echo(printable(of_group + line))
+    if any(state.problems for state in states):
         raise typer.Exit(NOT_OK)
 
 

@@ -6,6 +6,7 @@ A misspelt path must not create a new store, and a password is never printed.
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -86,6 +87,16 @@ def audit_folder(url: str) -> Path:
     return load({}, config=None, environ=os.environ).deployment.state_dir
 
 
+def deployments_with_runs(url: str, deployment: str) -> list[str]:
+    """Return the deployments of the EP groups of a deployment, or itself where it is one group.
+
+    Raises:
+        ConfigError, StoreError: as ``open_existing``.
+    """
+    with closing(open_existing(url, deployment)) as store:
+        return store.groups() or [deployment]
+
+
 def open_existing(url: str, deployment: str) -> StateStore:
     """Open a store that a deployment has run in.
 
@@ -97,7 +108,7 @@ def open_existing(url: str, deployment: str) -> StateStore:
     if path is not None and not path.is_file():
         raise StoreError(f"there is no store at {path}, expected the file of a deployment")
     store = open_store(url, deployment)
-    if store.current_run() is not None or store.committed() is not None:
+    if store.current_run() is not None or store.committed() is not None or store.groups():
         return store
     store.close()
     shown = path or without_password(url)

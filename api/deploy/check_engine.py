@@ -10,7 +10,7 @@ from pathlib import Path
 
 from api.deploy.check import Finding
 from eplb.errors import EplbError
-from eplb.settings.loader import CONFIG_VARIABLE
+from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE
 from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.engines.common.store_link import why_kept
 from rebalance.engines.vllm.tools.options import model_config_of, options_of, remarks
@@ -32,9 +32,13 @@ def check_engine(
     for remark in remarks(options, model_config_of(options, model_config)):
         yield Finding(*remark)
     yield from _plugin(environ)
-    if options.uses_ray and CONFIG_VARIABLE not in environ.get(RAY_COPIES, "").split(","):
+    copied = environ.get(RAY_COPIES, "").split(",")
+    if options.uses_ray and CONFIG_VARIABLE not in copied:
         found = f"{RAY_COPIES} is {environ.get(RAY_COPIES, '')!r}: Ray's processes load no plug-in"
         yield Finding("ray", found, f"{CONFIG_VARIABLE} among them")
+    elif options.uses_ray and GROUP_VARIABLE in environ and GROUP_VARIABLE not in copied:
+        found = f"{RAY_COPIES} lacks {GROUP_VARIABLE}: Ray's processes run as another engine"
+        yield Finding("ray", found, f"{GROUP_VARIABLE} among them")
     yield _release()
 
 

@@ -318,16 +318,12 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         if ranks.has_waited:
             waits.note(ranks.waits_for or how)
             died, delay_s = "", retries.next_delay_s(ran_s)
-            if stop.wait(delay_s, notifier.alive):
-                heart.retire()
-                return 128 + stop.received
-            heart.stop()
-            continue
-        delay_s = restarts.next_delay_s(ran_s)
-        died, why = how, f": {restarts} used up" if restarts.is_over_budget else ""
-        told = f"{how}; starting the ranks of this host again in {delay_s:.1f} s{why}"
-        notifier.status(told)
-        say(told)
+        else:
+            died, delay_s = how, restarts.next_delay_s(ran_s)
+            why = f": {restarts} used up" if restarts.is_over_budget else ""
+            told = f"{how}; starting the ranks of this host again in {delay_s:.1f} s{why}"
+            notifier.status(told)
+            say(told)
         if stop.wait(delay_s, notifier.alive):
             heart.retire()
             return 128 + stop.received

@@ -82,7 +82,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
             token=token,
             state_dir=state_dir,
             is_watching=True,
-            others=_others(deployment),
+            others=_others(deployment, store),
         )
         service = HttpService(
             app,
@@ -144,14 +144,13 @@ def _bound_metrics(http: HttpSettings) -> socket | None:
     return bound_socket(address, http.metrics_port, "http.metrics_port, http.metrics_host")
 
 
-def _others(deployment: Deployment) -> Others | None:
-    """The deployments of its store that are shown beside it."""
+def _others(deployment: Deployment, store: StateStore) -> Others:
+    """The deployments of its store that are shown beside it, its EP groups among them."""
     names = deployment.settings.http.deployment_names
-    if not names:
-        return None
 
     def found() -> Sequence[str]:
-        return deployments_of(deployment.store_url) if names == (EVERY,) else names
+        chosen = deployments_of(deployment.store_url) if names == (EVERY,) else names
+        return list(dict.fromkeys((*chosen, *store.groups())))
 
     return Others(found, partial(open_store, deployment.store_url))
 

@@ -143,6 +143,9 @@ class AdminService:
         Raises:
             Refused: the controller refuses.
         """
+        if groups := self.store.groups():
+            why = f"{self.name} has the EP groups {', '.join(groups)}, expected one of them"
+            raise Refused(ProblemType.CONTROLLER_REFUSED, why)
         if expected is not None:
             asked = asked | {"if_generation": expected}
         task = self._wait_for(self.store.submit(kind, asked))

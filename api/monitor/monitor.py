@@ -84,7 +84,7 @@ KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
 HANGS_S = 1.0  # a look at the store that takes longer is left out of an answer
 OF_PROPOSALS = ("proposal", "commit", "restore")  # events after which others are open
-VERSIONS_S = 5.0  # after which the versions are read again
+VERSIONS_S = 5.0  # after which the versions are read again: 5 ms with 320 ranks
 
 
 class Monitor:
@@ -129,12 +129,13 @@ class Monitor:
         self._versions: Mapping[str, str] = {}
         self._versions_at = -VERSIONS_S
         self._beats: list[Announcement] = []
-        self._live = LiveState()
+        self._live, self._groups = LiveState(), tuple[str, ...]()
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "")
         self._compile: Event | None = None  # the latest of its kind
         self._is_read = self._has_proposals = False  # the second: since they were read last
+        self._has_failed, self._answers_since = False, -inf  # when the store answered again
         self._proposals: list[Proposal] = []
         self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
         self._follow(None)
@@ -168,9 +169,10 @@ class Monitor:
             StoreError: the store cannot be read.
         """
         with self._lock:
+            had_failed, self._has_failed = self._has_failed, True  # until all is read
             if isinstance(self.clock, StoreClock):
                 self.clock.follow()
-            info = self.store.current_run()
+            info, self._groups = self.store.current_run(), tuple(self.store.groups())
             self._read_events()
             if info is not None and (self._info is None or info.run != self._info.run):
                 if self._history is not None:
@@ -189,7 +191,9 @@ class Monitor:
                 self._read_events()
             elif self._outages.token_time is None and not self._is_read:
                 self._read_tokens_before()
-            self._is_read = True
+            if had_failed:
+                self._answers_since = self.clock()
+            self._is_read, self._has_failed = True, False
 
     def _read_small(self) -> None:
         """Read what is small, whole."""
@@ -202,13 +206,13 @@ class Monitor:
             self._has_proposals, self._proposals = False, self.store.proposals()
         self._audit_waiting = len(self.store.audit_lines())
         self._free_bytes = _free_bytes(self._folder)
+        beats = heartbeats(self.store, now)
+        self._beats = sorted(beats, key=lambda one: (one.component, one.name))
         if not 0 <= now - self._versions_at < VERSIONS_S:  # below 0: the clock was set back
             self._versions_at = now
             found = {one.component: one.version for one in serving(self.store, now)}
-            beats = sorted(heartbeats(self.store, now), key=lambda one: (one.component, one.name))
-            caches = [one for one in beats if one.component == HOST_CACHE]
+            caches = [one for one in self._beats if one.component == HOST_CACHE]
             self._versions = found | {f"{HOST_CACHE} {one.name}": one.version for one in caches}
-            self._beats = beats
 
     def _read_runs_before(self, latest: RunInfo) -> None:
         """Read what the store has of the runs from the one that was followed to the latest."""
@@ -388,6 +392,7 @@ class Monitor:
                 counts=self._event_tally.counts(of_ranks, self._earlier),
                 open_migration=self._published,
                 is_read=self._is_read,
+                answered_s=self._answered_s(self.clock()),
             )
 
     def _state(
@@ -398,19 +403,20 @@ class Monitor:
     ) -> State:
         info, now = self._info, self.clock()
         model, topology = (self._model, self._topology) if info else (None, None)
-        ranks = tuple(self._rank_views(now)) if info else ()
+        answered_s = self._answered_s(now)
+        ranks = tuple(self._rank_views(now, answered_s)) if info else ()
         supervision = self.supervision()
         if topology is not None:
             hosts = {str(host) for host in topology.host_of_rank.tolist()}
             found = (
-                _beat_view(one, now)
+                _beat_view(one, now, answered_s)
                 for one in self._beats
                 if one.name in hosts or one.component in (CONTROLLER, SERVICE)
             )
             processes = (*supervision.processes, *found)
             supervision = replace(supervision, processes=processes)
         token_time, stepped = self._outages.token_time, self._step_at[1]
-        progress_age_s, progress_of = _oldest_progress(self._states, now)
+        progress_age_s, progress_of = _oldest_progress(self._states, now, answered_s)
         control, effective = self._live.control, self._live.effective
         return State(
             verdict=Grade.BLIND,  # until it is judged
@@ -418,6 +424,7 @@ class Monitor:
             problems=(),
             unread="",
             deployment=self.store.deployment,
+            groups=self._groups,
             time=now,
             run=info.run if info else None,
             started=info.time if info else None,
@@ -473,6 +480,10 @@ class Monitor:
             audit_waiting=self._audit_waiting,
         )
 
+    def _answered_s(self, now: float) -> float:
+        """For how long the store has answered again; also after its clock was set back."""
+        return abs(now - self._answers_since)
+
     def _compiling(self, now: float) -> str:
         event = self._compile
         if event is None or event.detail["state"] != "begun":
@@ -508,7 +519,7 @@ class Monitor:
         window_s = self._info.window_seconds or self._info.window_steps * step_ms / 1e3
         return window_s + max((state.report_every_s for state in self._states), default=0.0)
 
-    def _rank_views(self, now: float) -> Iterator[RankView]:
+    def _rank_views(self, now: float, answered_s: float) -> Iterator[RankView]:
         state_of = {state.rank: state for state in self._states}
         cordons = read_cordons(self._live.text("cordons"))
         for rank in range(self._topology.num_ranks):
@@ -522,7 +533,7 @@ class Monitor:
                 step=state.step,
                 generation=state.generation,
                 phase=state.phase,
-                is_alive=age_s <= state.silent_after_s,
+                is_alive=min(age_s, answered_s) <= state.silent_after_s,
                 age_s=age_s,
                 step_ms=state.detail.get(STEP_MS),
                 wait_ms=state.detail.get(WAIT_MS),
@@ -589,10 +600,10 @@ def _progress_of(
     )
 
 
-def _beat_view(announced: Announcement, now: float) -> ProcessView:
+def _beat_view(announced: Announcement, now: float, answered_s: float) -> ProcessView:
     """Give a process by its heartbeat; whoever supervises it is not known here."""
     age_s = max(0.0, now - announced.time)
-    is_silent = age_s > MISSED_BEATS * announced.every_s
+    is_silent = min(age_s, answered_s) > MISSED_BEATS * announced.every_s
     name, of = NAMES[announced.component], announced.name
     where = f"{name} of host {of}" if of.isdigit() else f"{name}, {shown(of)}"
     return ProcessView(
@@ -606,11 +617,14 @@ def _beat_view(announced: Announcement, now: float) -> ProcessView:
     )
 
 
-def _oldest_progress(states: Iterable[RankState], now: float) -> tuple[float | None, str]:
+def _oldest_progress(
+    states: Iterable[RankState], now: float, answered_s: float
+) -> tuple[float | None, str]:
     """Give the longest time without progress of a step or busy thread, and where it is."""
     ages = [
         (
-            max(0.0, now - state.time - state.report_every_s) + state.progress_age_s,
+            max(0.0, min(now - state.time, answered_s) - state.report_every_s)
+            + state.progress_age_s,
             f"rank {state.rank}, {state.progress_of or 'the step'}",
         )
         for state in states

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Annotated, Literal
 
 from api.processes.supervision import SupervisionView
@@ -239,6 +240,9 @@ class State:
     ]
     unread: Annotated[str, Meaning("why the answer is old; empty: the store answers")]
     deployment: str
+    groups: Annotated[
+        tuple[str, ...], Meaning("deployments of its EP groups; empty: it is one group")
+    ]
     time: Annotated[float, Meaning("when the store was read", unit=EPOCH)]
     run: Annotated[str | None, Meaning("start of the ranks; null: they never started")]
     started: Annotated[float | None, Meaning("when the run began", unit=EPOCH)]
@@ -382,4 +386,5 @@ class Reading:
     counts: Counts  # only metrics show them
     open_migration: Migration | None = None
     is_read: bool = True  # false: the store was never read, and nothing that it has is known
+    answered_s: float = inf  # since the store answered again: nobody can report to one that fails
     findings: tuple[Finding, ...] = ()  # all that is wrong, the worst first

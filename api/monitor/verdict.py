@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
+from math import inf
 
 from api.monitor.state import Finding, Grade, Leadership, RankView, Reading, State
 from api.processes.supervision import ProcessState
@@ -128,11 +129,17 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     if not seen.is_read:
         yield from _processes(state)
         return
+    if state.groups:
+        groups = ", ".join(state.groups)
+        yield Finding(
+            "no-run", Grade.BLIND, f"its EP groups are deployments of their own: {groups}"
+        )
+        return
     if state.run is None:
         yield Finding("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
         yield from _ranks(state)
-        yield from _tokens(state, stalled_after_s)
+        yield from _tokens(seen, stalled_after_s)
         yield from _progress(state, stalled_after_s)
     if state.controller.why_none:
         yield _leaderless(state.controller, stalled_after_s)
@@ -233,13 +240,16 @@ def _stretches(ranks: list[int]) -> Iterator[str]:
         before = rank if rank is not None else before
 
 
-def _tokens(state: State, stalled_after_s: float) -> Iterator[Finding]:
+def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     """Tokens, by the samples of the ranks; every age counts from the last one of any run."""
-    limit_s = tokens_due_s(stalled_after_s, state.sample_every_s)
+    state, every_s = seen.state, seen.state.sample_every_s
+    limit_s = tokens_due_s(stalled_after_s, every_s)
     last, begun = state.token_time or 0.0, state.started or 0.0
     death = state.death if state.death is not None and state.death.time > last else None
     is_new = begun > max(last, death.time if death else 0.0)  # started again, and no token since
-    has_steps = state.step_age_s is not None and state.step_age_s <= stalled_after_s
+    # Steps just after the last token are those that its sample did not count yet.
+    step_age_s = inf if state.step_age_s is None else state.step_age_s
+    has_steps = step_age_s <= min(stalled_after_s, state.time - last - INTERVALS * every_s)
     if death is not None or (is_new and last):
         why = death.text if death else f"the ranks were started {state.time - begun:.0f} s ago"
         since = last or (death.time if death else begun)
@@ -266,7 +276,7 @@ def _tokens(state: State, stalled_after_s: float) -> Iterator[Finding]:
         yield Finding("no-tokens", grade, text, is_ready=True, since=state.started)
         return
     age_s = state.time - state.token_time
-    if age_s <= limit_s:
+    if min(age_s, seen.answered_s) <= limit_s:
         return
     late = f"no token for {age_s:.0f} s, expected within {limit_s:g} s"
     if has_steps:

@@ -11,7 +11,8 @@ from typing import Any
 WHY = "from the command line"  # reason of a change by a command that is given none
 TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-TIMES = ("time", "since", "until", "expires")  # fields that are seconds since the epoch
+# Fields that are seconds since the epoch.
+TIMES = frozenset({"time", "since", "until", "expires", "start", "end"})
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], last: str | None = None) -> None:
@@ -32,7 +33,7 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> No
         none: what is printed where there is no item; "": the headings.
     """
     fields = [column.partition(":") for column in columns.split()]
-    rows = [[_cell(name, one.get(name)) for name, _, _ in fields] for one in items]
+    rows = [[cell(name, one.get(name)) for name, _, _ in fields] for one in items]
     if none and not rows:
         line(none)
     else:
@@ -40,7 +41,8 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> No
         table(headings, rows, last)
 
 
-def _cell(name: str, value: Any) -> Any:
+def cell(name: str, value: Any) -> Any:
+    """Give a field as it is printed."""
     if name in TIMES and isinstance(value, int | float):
         return at(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else value

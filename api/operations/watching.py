@@ -28,7 +28,7 @@ from api.operations.declaration import (
     header,
     operation,
 )
-from api.operations.printing import TIME_OR_AGE, listing, more, time_of
+from api.operations.printing import TIME_OR_AGE, cell, listing, more, time_of
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def show_events(found: dict[str, Any]) -> None:
 
     def words(detail: dict[str, Any]) -> str:
         plain = {name: one for name, one in detail.items() if not isinstance(one, dict | list)}
-        return " ".join(f"{name}={value}" for name, value in plain.items())
+        return " ".join(f"{name}={cell(name, value)}" for name, value in plain.items())
 
     shown = (one | {"detail": words(one["detail"])} for one in found["events"])
     listing(shown, "id time kind detail")

@@ -33,9 +33,9 @@ import numpy as np
 from benchmarks.migration.preload import drop_cache, read_with_dd
 from benchmarks.result_table import Row, show
 from rebalance.weights.disk.record_file import record_file_beside
-from rebalance.weights.disk.record_loader import make_all
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
+from tests.support.record_files import make_all
 from tests.support.redis_servers import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -61,7 +61,7 @@ class Planter:
         check.PART = 1e6  # a look in every visit
         self.rank, self.process = rank, PluginProcess(settings)
         install(self.process)
-        self.state, self.group, self.reload = bench.made(rank, case, seed=0)
+        _, self.state, self.group, self.reload = bench.made(rank, case, seed=0)
         served = self.process._target
         assert served is not None
         self.held = served.held

@@ -26,7 +26,10 @@ from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 POLL_S = 0.2
 UNREACHABLE = "unreachable"  # no answer of the service: Prometheus has EplbTargetLost for that
 OUTAGE_S = 1.0  # without a token; a step comes every 0.05 s, and later where cores are busy
+STALL_S = 0.3  # of these some are restarts, which the product counts as outages however short
 GRACE_S = 2.0
+HISTORY_S = 900  # longer than a case, for questions to Prometheus
+BEFORE_S = 3.0  # an alert that was evaluated so shortly before a fault is not of it
 # Of balance: this load, which moves experts all the time, raises them without any fault.
 OF_BALANCE = frozenset(
     {"EplbFlapping", "EplbRebalanceStuck", "EplbPlacementMismatch", "EplbUnbalanced", "EplbDrift"}
@@ -44,7 +47,6 @@ class Sample:
     reason: str
     token_age_s: float | None
     unserved_s: float | None
-    alerts: frozenset[str]
 
 
 def gaps(tokens: Sequence[float], since: float, until: float, least_s: float) -> list[Span]:
@@ -89,9 +91,9 @@ class Observer:
 
     def _run(self) -> None:
         while not self._closing.wait(POLL_S):
-            state, unserved_s, alerts = self._state(), self._unserved_s(), self._alerts()
+            state, unserved_s = self._state(), self._unserved_s()
             seen = state.get("verdict", UNREACHABLE), state["reason"], state.get("token_age_s")
-            self.samples.append(Sample(time.monotonic(), *seen, unserved_s, alerts))
+            self.samples.append(Sample(time.monotonic(), *seen, unserved_s))
 
     def _state(self) -> dict[str, Any]:
         try:
@@ -110,12 +112,28 @@ class Observer:
             return None
         return float(found[1]) if found else None
 
-    def _alerts(self) -> frozenset[str]:
-        try:
-            found = self._prometheus.alerts() if self._prometheus else ()
-            return frozenset(found) - OF_BALANCE
-        except OSError:  # it starts
-            return frozenset()
+    def _alerts(self, begun: float, told_at: float | None) -> dict[str, Any]:
+        """What Prometheus scraped and evaluated: alerts that a fault brought, and how soon."""
+        if self._prometheus is None:
+            return {"has_prometheus": False, "alert_s": None, "alert_scrapes": None, "alerts": []}
+        ahead_s, since = time.time() - time.monotonic(), f"[{HISTORY_S}s]"
+        targets = self._prometheus.query(f"up{since}")
+        scrapes = [at - ahead_s for one in targets for at, _ in one["values"]]
+        first, before = dict[str, float](), set[str]()
+        for one in self._prometheus.query(f"ALERTS{since}"):
+            name = " ".join(filter(None, map(one["metric"].get, ("alertname", "type"))))
+            times = [at - ahead_s for at, _ in one["values"]]
+            if name in OF_BALANCE or any(begun - BEFORE_S < at < begun for at in times):
+                before.add(name)
+            elif later := [at for at in times if at >= begun]:
+                first[name] = min(later[0], first.get(name, later[0]))
+        brought = {name: at for name, at in first.items() if name not in before}
+        at, from_s = min(brought.values(), default=None), told_at or begun
+        found: dict[str, Any] = {"has_prometheus": True, "alerts": sorted(brought)}
+        if at is None:
+            return found | {"alert_s": None, "alert_scrapes": None}
+        num_scrapes = sum(from_s < one <= at for one in scrapes)
+        return found | {"alert_s": round(at - from_s, 2), "alert_scrapes": num_scrapes}
 
     # -- what came of it
 
@@ -123,11 +141,11 @@ class Observer:
         """Compare what was told with the tokens, from the first fault to the end of the case."""
         usual_s = max((b - a for a, b in gaps(tokens, begun - 5.0, begun, 0.0)), default=0.0)
         every = gaps(tokens, begun, ended, 0.0)
-        gone = [(a, b) for a, b in every if b - a > max(OUTAGE_S, 2 * usual_s)]
+        stalls = [(a, b) for a, b in every if b - a > max(STALL_S, 2 * usual_s)]
+        gone = [(a, b) for a, b in stalls if b - a > OUTAGE_S]
         during = [one for one in self.samples if begun <= one.time <= ended]
+        earlier = [one for one in self.samples if one.time < begun]
         told_at = next((s.time for s in during if s.verdict != "serving"), None)
-        before = next((s.alerts for s in reversed(self.samples) if s.time < begun), frozenset())
-        alerts = [(s.time, s.alerts - before) for s in during if s.alerts - before]
         ages = [
             abs(s.token_age_s - (s.time - start))
             for s in during
@@ -138,14 +156,13 @@ class Observer:
             "outages": [[round(a - begun, 2), round(b - a, 2)] for a, b in gone],
             "longest_s": round(max((b - a for a, b in every), default=0.0), 2),
             "missing_s": round(sum(b - a for a, b in gone), 2),
-            "unserved_told_s": _grown(during),
+            "short_s": round(sum(b - a for a, b in stalls if b - a <= OUTAGE_S), 2),
+            "unserved_told_s": _grown([*earlier[-1:], *during]),
             "age_off_s": round(median(ages), 2) if ages else None,
             "told_s": None if told_at is None else round(told_at - begun, 2),
             "stop_told_s": [_stop_told(during, one) for one in gone],
-            "false_stop_s": round(_false_stop_s(during, gone), 2),
-            "alert_s": round(alerts[0][0] - (told_at or begun), 2) if alerts else None,
-            "alerts": sorted({name for _, names in alerts for name in names}),
-            "has_prometheus": self._prometheus is not None,
+            "false_stop_s": round(_false_stop_s(during, stalls), 2),
+            **self._alerts(begun, told_at),
             "verdicts": _changes(during, begun),
         }
 
@@ -165,12 +182,13 @@ def _stop_told(samples: list[Sample], outage: Span) -> float | None:
 
 
 def _false_stop_s(samples: list[Sample], gone: list[Span]) -> float:
-    """For how long the verdict was stopped while tokens were served."""
-    return sum(
-        b.time - a.time
-        for a, b in pairwise(samples)
-        if a.verdict == "stopped" and not any(x <= a.time <= y + GRACE_S for x, y in gone)
-    )
+    """For how long at most the verdict was stopped after tokens were served again."""
+    longest_s = since_s = 0.0
+    for a, b in pairwise(samples):
+        is_false = a.verdict == "stopped" and not any(x <= a.time <= y for x, y in gone)
+        since_s = since_s + b.time - a.time if is_false else 0.0
+        longest_s = max(longest_s, since_s)
+    return longest_s
 
 
 def _changes(samples: list[Sample], begun: float) -> list[list[Any]]:

@@ -40,7 +40,7 @@ from benchmarks.faults.paced_engine import TOKENS_VARIABLE, tokens_of
 from tests.support.deployments import clean_environ
 from tests.support.redis_servers import RedisProcess
 from tests.support.repository import ROOT
-from tests.support.sessions import pids_of, processes_of
+from tests.support.sessions import processes_of
 from tests.support.two_hosts import ADDRESSES, INTERFACES, TwoHosts
 
 RESTART_S = 20.0  # longer than a host cache may be silent
@@ -242,10 +242,11 @@ class TwoHostDeployment:
         for one in self.processes.values():
             one.look(now)
 
-    def pids(self, title: str) -> list[int]:
-        """Processes with a title: ``rank 1``, ``controller``."""
+    def pids(self, title: str | None = None) -> list[int]:
+        """Processes with a title: ``rank 1``, ``controller``; None: all."""
         lives = [one.process.pid for one in self.processes.values() if one.process is not None]
-        return [pid for life in lives for pid in pids_of(life, title)]
+        found = (item for life in lives for item in processes_of(life).items())
+        return [pid for pid, its_title in found if title in (None, its_title)]
 
     def tokens(self) -> list[float]:
         """Monotonic times of all steps so far."""

@@ -41,13 +41,13 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import NUM_READERS, HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.disk.record_loader import make_all
 from rebalance.weights.link.link_settings import SERVING_BYTES_PER_SECOND
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.checkpoints.model_config import CONFIG_FILE
 from runtime.checkpoints.own_model import expert_name, own_config
 from runtime.experts import ExpertSchema
 from runtime.memory import SharedArena, digest
+from tests.support.record_files import make_all
 
 HIDDEN, INTERMEDIATE = 7168, 2048
 DEADLINE_S = 600.0

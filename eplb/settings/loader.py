@@ -30,10 +30,12 @@ Tree = TypeVar("Tree", bound=SettingsTree)
 ENV_PREFIX = "EPLB_"
 CONFIG_VARIABLE = "EPLB_CONFIG"  # names the file where a command is given none
 PROFILE_VARIABLE = "EPLB_PROFILE"  # names the profile where a command is given none
+GROUP_VARIABLE = "EPLB_GROUP"  # names one of several engines that have one file
 NOT_SETTINGS = frozenset(
     {
         CONFIG_VARIABLE,
         PROFILE_VARIABLE,
+        GROUP_VARIABLE,  # read by rebalance/engines/common/start.py
         "EPLB_SECRET",  # read by rebalance/weights/link/secret.py, never shown beside settings
         "EPLB_KEY",  # read by api/cli/admin/client.py
         "EPLB_HALT_FILE",  # set by `eplb launch`, read by rebalance/assembly/places.py

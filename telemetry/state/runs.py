@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ KEPT_ANNOUNCEMENTS = 256  # of a component: hosts, and controllers that were sta
 RUNS = Table("runs", is_ordered=True)  # in the order of their starts
 RANK_STATES = Table("ranks")  # of a run: rank -> its last report
 ANNOUNCED = Table("announced")  # component and name -> version
+GROUPS = Table("groups")  # deployment of an EP group -> the engine that has it, "" for the only one
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,30 @@ class RunsPart(Part):
         """Return every start on record, oldest first."""
         return [_run_of(text) for _, text in self.backend.scan(RUNS)]
 
+    def set_groups(self, engine: str, groups: Sequence[str]) -> None:
+        """Record the EP groups of an engine, each a deployment with a run of its own.
+
+        Args:
+            engine: its name among those that share the deployment.
+            groups: names of deployments, in place of those of an earlier start; none: the engine
+                is one group, and the deployment has its run.
+        """
+
+        def decision(change: Change) -> None:
+            known = {name: text_of(one) for name, one in change.scan(GROUPS)}
+            for name, its in known.items():
+                if its == engine and name not in groups:
+                    change.delete(GROUPS, name)
+            for name in groups:
+                if known.get(name) != engine:
+                    change.put(GROUPS, name, engine)
+
+        self.backend.decide(f"groups of engine {engine!r}", decision)
+
+    def groups(self) -> list[str]:
+        """Return the deployments of the EP groups of this one; none: it is one group itself."""
+        return [name for name, _ in self.backend.scan(GROUPS)]
+
     def report(self, state: RankState) -> None:
         """Replace the latest report of a rank."""
         self.backend.put(RANK_STATES.of(state.run), state.rank, encode(state))
@@ -181,6 +206,11 @@ class RunsPart(Part):
             StoreError: an announcement lacks what every version writes.
         """
         return _announcements([text for _, text in self.backend.scan(ANNOUNCED)])
+
+
+def group_name(deployment: str, group: str) -> str:
+    """Return the deployment of an EP group; "": the deployment has one group."""
+    return f"{deployment}/{group}" if group else deployment
 
 
 def current_run_in(change: Change) -> str | None:

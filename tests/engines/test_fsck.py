@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from rebalance.engines.common.conform import all_faults
 from rebalance.engines.common.fsck import rank_check
+from rebalance.engines.common.fsck.check import agreed, digests_of
+from rebalance.engines.common.fsck.maps import DeviceMaps
 from rebalance.engines.common.fsck.report import Report, report_of
-from rebalance.engines.common.fsck.tensors import is_of_router
+from rebalance.engines.common.fsck.tensors import EngineView, is_of_router
 from telemetry import open_store
 from tests.support.engines.installed import engine
 from tests.support.engines.ranks import (
@@ -56,16 +59,74 @@ def is_made_by_size(node: ast.AST) -> bool:
     return len(sizes) == 1 and "expert" in ast.unparse(sizes[0])
 
 
-def test_parameters_of_all_model_files_with_one_number_for_each_expert_are_of_the_router() -> None:
+@pytest.fixture(scope="module")
+def by_file() -> dict[str, set[str]]:
+    """Names of parameters with one number for each expert, by the engine's model file."""
     spec = find_spec(MODELS[engine.NAME])
     assert spec is not None
     (folder,) = spec.submodule_search_locations or ()
-    by_file = {
+    found = {
         file.name: names_by_expert(file.read_text(encoding="utf-8"))
         for file in sorted(Path(folder).glob("*.py"))
     }
+    assert sum(map(bool, found.values())) >= 20, "model files with such a parameter"
+    return {file: names for file, names in found.items() if names}
 
-    assert sum(map(bool, by_file.values())) >= 20, "model files with such a parameter"
+
+class Layer:
+    """A layer without redundant experts on all ranks, with a router's parameters of some names."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.held = np.arange(NUM_EXPERTS)
+        self.ranks = [torch.nn.Module() for _ in range(NUM_RANKS)]
+        for one in self.ranks:
+            one.weight = torch.zeros(NUM_EXPERTS // NUM_RANKS, 32)
+            for name in names:
+                setattr(one, name, torch.nn.Parameter(torch.rand(NUM_EXPERTS).round(decimals=1)))
+        for name in names:  # alike on all ranks, and in place when experts move
+            for one in self.ranks[1:]:
+                setattr(one, name, getattr(self.ranks[0], name))
+        self.move(self.held)
+
+    def move(self, held: np.ndarray) -> None:
+        self.held = held
+        self.map, self.lists = torch.from_numpy(held.copy()), torch.full((NUM_EXPERTS, 4), -1)
+        self.lists[:, 0] = torch.from_numpy(np.argsort(held))
+        for rank, experts in enumerate(held.reshape(NUM_RANKS, -1).tolist()):
+            for place, expert in enumerate(experts):
+                self.ranks[rank].weight[place] = weights_of(0, expert)[0]
+
+    def view(self, rank: int) -> EngineView:
+        ones = torch.ones(NUM_EXPERTS, dtype=torch.int64)
+        return EngineView(
+            [0],
+            lambda row: (self.ranks[rank], [self.ranks[rank].weight]),
+            lambda row: self.held,
+            rank,
+            NUM_RANKS,
+            maps=lambda row: DeviceMaps(self.map, self.lists, ones, np.ones_like(self.held)),
+        )
+
+
+def test_no_false_fault_of_slots_and_device_maps_in_any_model_file(
+    by_file: dict[str, set[str]],
+) -> None:
+    print(f"{len(by_file)} model files")
+    for file, names in by_file.items():
+        layer, random = Layer(names), np.random.default_rng(0)
+        views = [layer.view(rank) for rank in range(NUM_RANKS)]
+        references, faults = agreed(views[0], [digests_of(view) for view in views])
+        for _ in range(3):
+            faults += [fault for view in views for fault in all_faults(view, references)]
+            layer.move(random.permutation(NUM_EXPERTS))
+        assert not faults, (file, names, faults[0])
+        layer.map[3] = int(layer.map[4])
+        assert {fault.kind for fault in all_faults(views[0], references)} == {"map"}, file
+
+
+def test_parameters_of_all_model_files_with_one_number_for_each_expert_are_of_the_router(
+    by_file: dict[str, set[str]],
+) -> None:
     slots = torch.zeros(NUM_SLOTS)
     odd = {f"{file}: {name}" for file, names in by_file.items() for name in names}
     assert {one for one in odd if not is_of_router(one.partition(": ")[2], slots)} == set()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -247,11 +247,13 @@ def preflight(
     return refused
 
 
-def report(engine: str, verdicts: Sequence[Verdict]) -> str:
-    """The report for a person."""
-    lines = [engine, f"{'layer':>5}  {'quantisation':30} {'result':16} tensors"]
+def report(engine: str, verdicts: Sequence[Verdict], not_run: Mapping[str, str]) -> str:
+    """The report for a person; ``not_run``: what this hardware does not hold, and why."""
+    width = max([30, *(len(one.method) for one in verdicts)])
+    lines = [engine, f"{'layer':>5}  {'quantisation':{width}} {'result':16} tensors"]
     for one in verdicts:
-        lines.append(f"{one.layer:5}  {one.method:30} {one.result:16} {', '.join(one.tensors)}")
+        tensors = ", ".join(one.tensors)
+        lines.append(f"{one.layer:5}  {one.method:{width}} {one.result:16} {tensors}")
         where = f"       at {one.step}: " if one.step else "       "
         lines += [where + text for text in (*one.faults, one.note) if text]
         if one.num_faults > len(one.faults):
@@ -259,6 +261,7 @@ def report(engine: str, verdicts: Sequence[Verdict]) -> str:
         lines += [f"       after a reload: {fault}" for fault in (one.reload,) if fault]
     counts = Counter(one.result for one in verdicts)
     lines.append(", ".join(f"{counts[result]} {result}" for result in sorted(counts)))
+    lines += [f"not run on this hardware: {what}: {why}" for what, why in not_run.items()]
     return "\n".join(lines)
 
 

@@ -22,13 +22,16 @@ from telemetry.state.runs import RunInfo
 class Identity:
     """Whose samples these are."""
 
-    deployment: str
+    deployment: str  # of the group: its records have that name in the store
     store: str  # URL
     rank: int
     info: RunInfo
     spool: str = ""  # folder where samples wait on disk; "": they wait in memory
     planner: str = ""  # "module:class" of what plans in the process; "": the rank plans
     terms: dict[str, Any] = field(default_factory=dict)  # what the planner is asked to keep to
+    whole: str = ""  # deployment of all groups; "": it has this one alone
+    engine: str = ""  # name of the engine among several
+    groups: tuple[str, ...] = ()  # deployments of the groups of this engine
 
     @property
     def is_first(self) -> bool:

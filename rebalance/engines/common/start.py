@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import eplb
 from eplb.errors import ConfigError, EplbError, RankError
 from eplb.packages import PACKAGES, check_packages
-from eplb.settings.loader import CONFIG_VARIABLE
+from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE, PROFILE_NAME
 from rebalance.engines.common.gauge import set_part
 
 if TYPE_CHECKING:
@@ -90,9 +91,42 @@ def facts_of(engine: str, settings: PluginSettings) -> str:
 
 
 @dataclass(frozen=True)
+class Group:
+    """An EP group among those of a deployment: a pipeline stage, or a replica of the model."""
+
+    name: str = ""  # "": the deployment has no other
+    engine: str = ""  # the value of EPLB_GROUP
+    all: tuple[str, ...] = ()  # names of the groups of this engine, this one among them
+
+
+def group_of(environ: Mapping[str, str], **places: tuple[int, int]) -> Group:
+    """The group of a process.
+
+    Args:
+        environ: of the process.
+        places: by kind of group, the number of this one and how many the engine has.
+
+    Raises:
+        ConfigError: ``EPLB_GROUP`` is no name.
+    """
+    engine = environ.get(GROUP_VARIABLE, "")
+    if engine and not PROFILE_NAME.fullmatch(engine):
+        raise ConfigError(f"{GROUP_VARIABLE} is {engine!r}, expected a name such as replica-0")
+    several = {kind: place for kind, place in places.items() if place[1] > 1}
+    words = [[engine]] if engine else []
+    words += [
+        [f"{kind}{number}" for number in range(count)] for kind, (_, count) in several.items()
+    ]
+    own = [engine] if engine else []
+    own += [f"{kind}{number}" for kind, (number, _) in several.items()]
+    return Group("-".join(own), engine, tuple(map("-".join, product(*words))) if words else ())
+
+
+@dataclass(frozen=True)
 class Joined:
     """What all ranks share from now on."""
 
+    group: Group
     run: str
     base_generation: int  # of placements: each start of the engine begins above all earlier ones
 
@@ -100,10 +134,11 @@ class Joined:
 def join(
     engine: str,
     store: Any,
-    group: str,
+    ranks: str,
     rank: int,
     size: int,
     *,
+    group: Group,
     facts: str,
     deadline_s: float,
     refusal: str = "",
@@ -113,9 +148,10 @@ def join(
     Args:
         engine: its name, the first part of the run's.
         store: ``torch.distributed.Store`` that all ranks reach.
-        group: name of the group, alike on its ranks.
+        ranks: that are the group, in words that no other group of this store has.
         rank: in the group.
         size: of the group.
+        group: by its name.
         facts: as ``facts_of``.
         deadline_s: for all ranks to have loaded the plug-in.
         refusal: why this rank cannot take part; "" if it can.
@@ -123,8 +159,9 @@ def join(
     Raises:
         RankError: a rank is missing, refuses or has other facts; then it is raised on every rank.
     """
-    key = f"{PREFIX}/{group}"
+    key = f"{PREFIX}/{ranks}"
     lines = [f"{key}/{other}" for other in range(size)]
+    facts = f"group {group.name!r}, {facts}" if group.name else facts
     store.set(lines[rank], f"{REFUSED}{refusal}" if refusal else facts)
     try:
         store.wait(lines, timedelta(seconds=deadline_s))
@@ -136,10 +173,10 @@ def join(
         )
     else:
         refused = _difference([str(store.get(line), "utf-8") for line in lines])
-    now = time.time()
+    now, words = time.time(), (engine, *filter(None, [group.name]), time.strftime("%Y%m%dT%H%M%S"))
     proposal = {
         "refused": refused,
-        "run": f"{engine}-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}",
+        "run": "-".join((*words, secrets.token_hex(3))),
         "base": int(now),
     }
     # The first writer wins: a rank that gave up and one that did not cannot decide differently.
@@ -147,7 +184,8 @@ def join(
     decision = json.loads(str(decided, "utf-8"))
     if decision["refused"]:
         raise RankError(f"rank {rank}: {decision['refused']}")
-    return Joined(decision["run"], decision["base"])
+    log.info("rank %d of %d, run %s", rank, size, decision["run"])
+    return Joined(group, decision["run"], decision["base"])
 
 
 def _difference(lines: list[str]) -> str:

@@ -5,7 +5,8 @@ of the engine is therefore never held up by what a sample costs on its way to th
 rank has handed over survives the rank's death. A store that is gone is tried again; samples wait in
 memory or in the spool meanwhile.
 
-On rank 0 it also holds the controller's lease, works off tasks of kind ``rebalance``, reads the
+On rank 0 it also holds the lease of the deployment, so that two engines never share a run, and the
+controller's, works off tasks of kind ``rebalance``, reads the
 deployment's switches, and writes the maps that serve. While another controller holds the lease,
 tasks are left to it. Where the identity names a planner, the process also plans for tasks and at
 the rank's intervals: a plan takes up to seconds, and beside passes it would slow every one.
@@ -33,7 +34,8 @@ import numpy as np
 
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
-from eplb.errors import EplbError, StaleGeneration
+from eplb.errors import EplbError, StaleGeneration, StoreError
+from eplb.settings.loader import GROUP_VARIABLE
 from eplb.versions import CONTROLLER, Announcement
 from rebalance.engines.common.messages import (
     UNREAD,
@@ -55,7 +57,8 @@ from rebalance.engines.common.start import show_log
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
 from telemetry.load.spool import Spool
-from telemetry.state.lease import Lease
+from telemetry.state.holder import new_holder, shown
+from telemetry.state.lease import Lease, LeaseOf
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import TaskResult
 
@@ -92,8 +95,10 @@ class StoreLink:
         }
         self._open_task = 0  # the task that the rank works on; 0: none
         self._store: StateStore | None = None
+        self._whole: StateStore | None = None  # of a deployment with several groups, on rank 0
         self._reporter: Reporter | None = None
-        self._lease: Lease | None = None
+        self._leases: dict[LeaseOf, Lease] = {}
+        self._holder, self._has_run, self._next_look = new_holder(), False, 0.0
         self._next_control = 0.0
         self._num_failures = self._num_errors = 0
         self._report = Report(False, self._unread, -1)  # as the rank was told it: not yet
@@ -121,7 +126,7 @@ class StoreLink:
         while not is_last:
             is_last = self._end.wait(wait_s)
             try:
-                self._turn()
+                self._turn(is_last=is_last)
                 pause_s, wait_s = FIRST_PAUSE_S, TICK_S
                 self._tell(is_on=self._reaches_the_store())
             except Exception as exc:
@@ -136,12 +141,16 @@ class StoreLink:
                 self._reporter.close(5.0)
         if self._store is not None:
             with suppress(EplbError):
-                if self._lease is not None:
-                    self._store.release_lease(self._lease)
+                for lease in self._leases.values():
+                    self._store.release_lease(lease)
             self._store.close()
+        if self._whole is not None:
+            self._whole.close()
 
     def _reaches_the_store(self) -> bool:
         """Whether samples are written; while one that failed still waits, they are not."""
+        if not self._has_run:
+            return False
         assert self._reporter is not None, "the store is open"
         stats, before = self._reporter.stats(), self._num_errors
         self._num_errors = stats.errors
@@ -176,8 +185,10 @@ class StoreLink:
             self._outcomes.append(outcome)
         self._reply(Answer(outcome.question, np.frombuffer(record, dtype=np.uint8)))
 
-    def _turn(self) -> None:
+    def _turn(self, *, is_last: bool) -> None:
         store = self._opened() if self._store is None else self._store
+        if not self._begins(store) and (self._identity.is_first or not is_last):
+            return
         self._offer()
         while self._events:
             store.add_event(self._events[0].kind, self._events[0].detail)
@@ -190,14 +201,11 @@ class StoreLink:
             self._next_control = time.monotonic() + CONTROL_S
 
     def _opened(self) -> StateStore:
-        """Open the store, and begin the run on rank 0."""
         identity = self._identity
         store = open_store(identity.store, identity.deployment)
         try:
-            if identity.is_first:
-                run = store.current_run()
-                if run is None or run.run != identity.info.run:
-                    store.begin_run(replace(identity.info, time=store.backend.now()))
+            if identity.is_first and identity.whole:
+                self._whole = open_store(identity.store, identity.whole)
             spool = Spool(Path(identity.spool)) if identity.spool else None
             self._reporter = Reporter(store, spool=spool, seed=identity.rank)
             self._reporter.clock.follow()
@@ -206,6 +214,38 @@ class StoreLink:
             raise
         self._store = store
         return store
+
+    def _begins(self, store: StateStore) -> bool:
+        """Whether the deployment serves this run, which rank 0 begins; others write nothing before.
+
+        Raises:
+            StoreError: another engine runs in the deployment.
+        """
+        identity, now = self._identity, time.monotonic()
+        if now < self._next_look or (self._has_run and not identity.is_first):
+            return self._has_run
+        self._next_look, self._has_run = now + CONTROL_S, False
+        if identity.is_first:
+            lease = store.acquire_lease(self._holder, LEASE_S, of="deployment")
+            if lease is None:
+                raise StoreError(self._refusal(store))
+            self._leases["deployment"] = lease
+        run = store.current_run()  # a store that came back empty has none
+        if identity.is_first and (run is None or run.run != identity.info.run):
+            (self._whole or store).set_groups(identity.engine, identity.groups)
+            run = replace(identity.info, time=store.backend.now())
+            store.begin_run(run)
+        self._has_run = run is not None and run.run == identity.info.run
+        return self._has_run
+
+    def _refusal(self, store: StateStore) -> str:
+        run, lease = store.current_run(), store.latest_lease("deployment")
+        holder = "another process" if lease is None else shown(lease.holder)
+        return (
+            f"deployment {store.deployment!r} has run {'none' if run is None else run.run} of "
+            f"{holder}, expected no other engine: {GROUP_VARIABLE} names each of several engines "
+            "that have one file"
+        )
 
     def _offer(self) -> None:
         assert self._reporter is not None, "the store is open"
@@ -241,13 +281,16 @@ class StoreLink:
     def _control(self, store: StateStore) -> None:
         """Lease, switches and tasks of rank 0."""
         holder = f"{self._identity.info.run}-rank-{self._identity.rank}"
-        lease, before = store.acquire_lease(holder, LEASE_S), self._lease
+        lease, before = store.acquire_lease(holder, LEASE_S), self._leases.get("controller")
         if lease is not None and (before is None or before.token != lease.token):
             store.announce(Announcement(CONTROLLER, holder))
-        self._lease = lease
-        self._tell(why_kept=why_kept(store), is_on=self._reaches_the_store())
+        # A switch of the whole deployment is one of each group.
+        kept = why_kept(store) or ("" if self._whole is None else why_kept(self._whole))
+        self._tell(why_kept=kept, is_on=self._reaches_the_store())
         if lease is None:
+            self._leases.pop("controller", None)
             return
+        self._leases["controller"] = lease
         self._finish(store, lease.token)
         if self._open_task or (task := store.claim(fence=lease.token)) is None:
             return

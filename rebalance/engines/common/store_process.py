@@ -41,8 +41,9 @@ from rebalance.engines.common.messages import (
     to_bytes,
 )
 from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.start import Joined
 from rebalance.engines.common.tap import Counted, IntArray
-from telemetry.state.runs import RunInfo
+from telemetry.state.runs import RunInfo, group_name
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ class StoreProcess:
 
 def identity_of(
     settings: PluginSettings,
-    run: str,
+    joined: Joined,
     rank: int,
     model: ModelShape,
     topology: Topology,
@@ -282,18 +283,21 @@ def identity_of(
 
     Args:
         settings: of the plug-in.
-        run: that the rank belongs to.
+        joined: run and group of the rank.
         rank: which.
         model: layers and experts of the samples.
         topology: slots of all ranks.
         planning: further fields of ``Identity``, where the process plans.
     """
     described = model_to_dict(model), topology_to_dict(topology)
-    info = RunInfo(run, time.time(), *described, settings.telemetry.window_steps)
-    folder = settings[ReportingConfig].spool_dir
-    spool = "" if folder is None else str(folder / f"rank-{rank:04d}")
-    deployment = settings.deployment
-    return Identity(deployment.name, deployment.store_url, rank, info, spool, **planning)
+    info = RunInfo(joined.run, time.time(), *described, settings.telemetry.window_steps)
+    folder, group = settings[ReportingConfig].spool_dir, joined.group
+    spool = "" if folder is None else str(folder / group.name / f"rank-{rank:04d}")
+    whole, url = settings.deployment.name, settings.deployment.store_url
+    if group.name:
+        planning |= {"whole": whole, "engine": group.engine}
+        planning["groups"] = tuple(group_name(whole, one) for one in group.all)
+    return Identity(group_name(whole, group.name), url, rank, info, spool, **planning)
 
 
 def framed(told: Told | Identity) -> bytes:

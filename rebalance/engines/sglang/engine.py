@@ -6,6 +6,7 @@ process of the engine, and most have no use for these modules.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from eplb.errors import ConfigError
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.planning import System
+from rebalance.engines.common.start import Group, group_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planning import RULES, Shape
 
@@ -49,6 +51,11 @@ def refusal() -> str:
     mode = moe.expert_distribution_recorder_mode
     if mode not in ("stat", "stat_approx"):
         return f"--expert-distribution-recorder-mode {mode}, expected stat"
+    if parallel.pp_size > 1:
+        return (
+            f"--pp-size {parallel.pp_size}, expected 1: the engine's updater counts the ranks of a "
+            "stage from 0, and would move experts between stages"
+        )
     if dist.get_world_size() != parallel.ep_size:
         return (
             f"{dist.get_world_size()} ranks and an expert-parallel size of {parallel.ep_size}, "
@@ -57,6 +64,15 @@ def refusal() -> str:
     if parallel.ep_size % parallel.nnodes:
         return f"{parallel.ep_size} ranks on {parallel.nnodes} nodes, expected as many on each"
     return ""
+
+
+def group() -> Group:
+    """The EP group of this process: replicas of the model are groups."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    replica = parallel.dp_rank if parallel.dp_size > 1 else 0
+    return group_of(os.environ, dp=(replica, parallel.dp_size))
 
 
 def counts_every_token_on_each_rank() -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import facts_of, join, reason_of
+from rebalance.engines.common.start import Group, facts_of, join, reason_of
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.rounds import Rounds
 from rebalance.engines.sglang.tap import LoadTap
@@ -51,8 +51,10 @@ class Hooks:
 
     def manager_made(self, _result: None, manager: Any, *_: Any, **__: Any) -> None:
         """Decide with the other ranks whether the plug-in works in this start."""
+        group = Group()
         try:
             refusal = self._refusal()
+            group = engine.group()
         except Exception as exc:
             refusal = reason_of(exc)
         try:
@@ -62,6 +64,7 @@ class Hooks:
                 "world",
                 dist.get_rank(),
                 dist.get_world_size(),
+                group=group,
                 facts=facts_of("sglang", self._settings),
                 deadline_s=self._settings.engine.load_deadline_s,
                 refusal=refusal,

@@ -259,7 +259,7 @@ class Rounds:
         planning = {"planner": PLANNER, "terms": terms_of(shape, self._settings)}
         identity = identity_of(
             self._settings,
-            self._joined.run,
+            self._joined,
             self._rank,
             shape.system.model(shape.rows, shape.num_experts),
             shape.system.topology(shape.num_slots),

@@ -7,7 +7,6 @@ the groups of the parallel state. No kernel of vLLM runs.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,6 +29,9 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 from vllm.model_executor.layers.fused_moe.experts import ocp_mx_emulation_moe
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4 import (  # noqa: E501
+    CompressedTensorsW4A8Mxfp4MoEMethod,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
@@ -40,7 +42,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS
+from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS, drawn
 from rebalance.engines.common.conform import Subject
 from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.conform import subject_of
@@ -50,16 +52,19 @@ SLOTS = RANKS * EACH
 SHARDS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
-class _Int8:
-    """Weights in BF16 that are quantised by rows while they are loaded."""
+class _Of:
+    """The configuration of a method that vLLM chooses by further files of a checkpoint."""
 
     online_quantization_config = None
 
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
     def get_name(self) -> str:
-        return "int8"
+        return str(self._method.__name__)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        return Int8OnlineMoEMethod(moe=layer.moe_config)
+        return self._method(moe=layer.moe_config)
 
 
 # The configuration of a quantisation, and vLLM's name of the back end whose layout is made.
@@ -70,35 +75,54 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "nvfp4 swizzled": (lambda: ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True), "cutlass"),
     "nvfp4 linear": (lambda: ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True), "emulation"),
     "mxfp4": (Mxfp4Config, "emulation"),
-    "int8": (_Int8, "triton"),
+    "int8": (lambda: _Of(Int8OnlineMoEMethod), "triton"),  # quantised by rows while it is loaded
+    "w4a8 mxfp4": (lambda: _Of(CompressedTensorsW4A8Mxfp4MoEMethod), "emulation"),
+}
+NOT_RUN = {
+    "w4a8 fp8, w4a8 int8": "vLLM refuses EPLB with their methods",
+    "Marlin, FlashInfer, Humming": "they repack weights with operations of a GPU",
+    "sleep and wake-up": "vLLM's allocator needs a GPU",
 }
 
 
-def subject(rank: int, name: str, seed: int) -> Subject:
-    """The layers of a case on one rank, in vLLM's balancer; collective."""
-    model_state, group, reload = made(rank, name, seed)
-    held = model_state.physical_to_logical_map.numpy().astype(np.int64)
-    found = subject_of(model_state, held, group, list(range(LAYERS)), may_fail=True)
-    return replace(found, reload=reload)
+def subjects(rank: int, name: str, seed: int) -> Iterator[Subject]:
+    """The layers of a case on one rank, in vLLM's balancer, and those of a drafter; collective."""
+    draft, target, group, reload = made(rank, name, seed)
+    for model_state in (draft, target):
+        held = model_state.physical_to_logical_map.numpy().astype(np.int64)
+        rows = list(range(len(held)))
+        found = subject_of(model_state, held, group, rows, may_fail=True)
+        if model_state is draft:
+            methods = {row: f"{method} of a drafter" for row, method in found.methods.items()}
+            yield replace(found, methods=methods)
+        else:
+            yield replace(found, reload=reload)
 
 
-def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Callable[[], None]]:
-    """What vLLM's balancer has of a case's model, the group of ranks, and a reload; collective."""
+def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Any, Callable[[], None]]:
+    """What vLLM's balancer has of a case's drafter, then of its target; the ranks, and a reload.
+
+    Collective.
+    """
     group, balancing = (on_cpu.coordinator(rank, RANKS) for _ in range(2))
     on_cpu.install(group, balancing)
     _replace_devices(group)
     quantisation, back_end = CASES[name]
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        layers = [_layer(number, quantisation(), back_end, rank) for number in range(LAYERS)]
-        for layer in layers:
+        *layers, drafter = (
+            _layer(number, quantisation(), back_end, rank) for number in range(LAYERS + 1)
+        )
+        for layer in (*layers, drafter):
             record_metadata_for_reloading(layer)
             list(layer.load_weights(_checkpoint(layer, seed)))
             layer.quant_method.process_weights_after_loading(layer)
-    model = on_cpu.model_of(layers, EXPERTS, SLOTS, RANKS)
     state = on_cpu.state_of()
-    state.add_model(model, on_cpu.configuration("generate"))
-    (model_state,) = state.model_states.values()
-    model_state.communicator.set_stream(on_cpu.Stream())
+    for runner, own in (("draft", [drafter]), ("generate", layers)):  # vLLM adds a drafter first
+        model = on_cpu.model_of(own, EXPERTS, SLOTS, RANKS)
+        state.add_model(model, on_cpu.configuration(runner), model_name=runner)
+    draft, target = state.model_states.values()
+    for model_state in (draft, target):
+        model_state.communicator.set_stream(on_cpu.Stream())
 
     def reload() -> None:
         with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
@@ -107,7 +131,7 @@ def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Callable[[], None]]
                 list(layer.load_weights(_checkpoint(layer, seed)))
                 finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
 
-    return model_state, group, reload
+    return draft, target, group, reload
 
 
 class Layer(RoutedExperts):  # type: ignore[misc]
@@ -148,9 +172,8 @@ def _checkpoint(layer: Layer, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
             for shard, projection in enumerate(SHARDS[stem]):
                 # Gate and up of NVFP4 have one global scale.
                 part = None if rest.endswith("scale_2") else shard
-                salt = zlib.crc32(repr((seed, number, rest, expert, part)).encode())
-                generator = torch.Generator().manual_seed(salt)
-                yield f"{expert}.{projection}.{rest}", _drawn(rest, shape, dtype, generator)
+                tensor = drawn(rest, shape, dtype, seed, number, expert, part)
+                yield f"{expert}.{projection}.{rest}", tensor
 
 
 def _shapes_of(layer: Layer) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -162,18 +185,6 @@ def _shapes_of(layer: Layer) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
             shape = () if shape == (2,) else (shape[0] // 2, *shape[1:])
         found.append((name, shape, parameter.dtype))
     return found
-
-
-def _drawn(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    if dtype == torch.uint8:
-        # Exponents of MXFP4 about 1, and any two numbers of 4 bits.
-        ends = (118, 124) if "scale" in name else (0, 256)
-        return torch.randint(*ends, shape, generator=generator, dtype=torch.uint8)
-    if "scale" in name:
-        return (0.01 + 0.02 * torch.rand(shape, generator=generator)).to(dtype)
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def _replace_devices(group: Any) -> None:

@@ -9,6 +9,7 @@ Shapes:  L MoE layers, E experts, P physical experts.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -36,7 +37,7 @@ from rebalance.engines.common.records import (
     rows_of,
     together,
 )
-from rebalance.engines.common.start import Joined, facts_of, join
+from rebalance.engines.common.start import Group, Joined, facts_of, group_of, join
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.conform import experts_of, method_of, read_of, subject_of
@@ -121,17 +122,13 @@ class PluginProcess:
                     "enable_elastic_ep is set, expected a fixed number of ranks: the plug-in was "
                     "not tested with elastic expert parallelism"
                 )
-            if (stages := getattr(state.parallel_config, "pipeline_parallel_size", 1)) > 1:
-                raise RankError(
-                    f"pipeline_parallel_size is {stages}, expected 1: samples and maps of the "
-                    "stages would be of one run"
-                )
             self._joined = join(
                 "vllm",
                 dist.distributed_c10d._get_default_store(),
                 "-".join(map(str, (group.ranks[0], group.ranks[-1], group.world_size))),
                 group.rank_in_group,
                 group.world_size,
+                group=group_among(state.parallel_config, group.ranks[0], group.world_size),
                 facts=facts_of("vllm", self.settings),
                 deadline_s=engine.load_deadline_s,
             )
@@ -227,7 +224,7 @@ class PluginProcess:
         settings, rank = self.settings, self.group.rank_in_group
         shape = self.system.model(layer_numbers(layers, num_layers), served.num_experts, top_k)
         topology = self.system.topology(num_slots)
-        identity = identity_of(settings, self._joined.run, rank, shape, topology)
+        identity = identity_of(settings, self._joined, rank, shape, topology)
         self.recorder = StoreProcess("vllm", identity)
         self._tap = LoadTap(
             num_layers,
@@ -435,6 +432,23 @@ class PluginProcess:
     def will_move(self, question: Question) -> None:
         """Note a plan of rank 0 that moves experts: its task ends once the map serves."""
         self._moving = question if question.task_id else None
+
+
+def group_among(parallel: Any, first: int, size: int) -> Group:
+    """The EP group among those of vLLM, whose ranks are ExternalDP x DP x PP x PCP x TP.
+
+    Args:
+        parallel: vLLM's configuration.
+        first: the first rank of the group, among all of vLLM's.
+        size: of the group, which has the ranks of DP, PCP and TP.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    stages = int(getattr(parallel, "pipeline_parallel_size", 1))
+    stage = int(get_pp_group().rank_in_group) if stages > 1 else 0
+    each = size * stages
+    replica = first // each, dist.get_world_size() // each
+    return group_of(os.environ, dp=replica, pp=(stage, stages))
 
 
 def layer_numbers(layers: Any, num_layers: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,7 +24,7 @@ from rebalance.weights.disk.record_file import RecordFile
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
-from runtime.memory import PAGE_BYTES, SharedArena, digest
+from runtime.memory import digest
 
 CLOSE_DEADLINE_S = 30.0  # to write one record to a busy disk, and the marks
 
@@ -188,47 +187,3 @@ class WriteBehind:
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
             log.error("record file %s: the disk does not respond", self._file.path)
-
-
-def make_all(
-    checkpoint: Checkpoint,
-    model: ModelShape,
-    schema: ExpertSchema,
-    path: Path,
-    *,
-    num_threads: int = 2,
-) -> int:
-    """Repack every record that the file lacks; return how many.
-
-    Raises:
-        CheckpointError: a record cannot be repacked or written, or another process writes the file.
-            What was complete stays.
-    """
-    loader = RecordLoader(checkpoint, model, schema)
-    file = RecordFile.open_or_make(path, loader.origin)
-    try:
-        if not file.may_write:
-            raise CheckpointError(f"record file {path} is being written by another process")
-        everything = [
-            (layer, expert)
-            for layer in range(model.num_layers)
-            for expert in range(model.num_experts)
-        ]
-        missing = [record for record in everything if file.digest_of(record) is None]
-        shares = [missing[first::num_threads] for first in range(num_threads)]
-        with ThreadPoolExecutor(num_threads) as pool:
-            for made in [pool.submit(_make_some, loader, file, share) for share in shares]:
-                made.result()
-        file.flush()
-    except OSError as exc:
-        raise CheckpointError(f"record file {path}: {exc}") from exc
-    finally:
-        loader.close()
-        file.close()
-    return len(missing)
-
-
-def _make_some(loader: RecordLoader, file: RecordFile, records: list[Record]) -> None:
-    scratch = SharedArena("eplb-repack", max(PAGE_BYTES, loader.origin.record_bytes)).bytes
-    for record in records:
-        file.write(record, scratch, loader.load(record, scratch).digest)

@@ -19,6 +19,7 @@ from api.cli.main import app
 from api.http.app import create_app
 from api.operations.table import COMMANDS, GROUPS
 from telemetry import open_store
+from telemetry.state.events import Outage
 from telemetry.state.live import Control
 from tests.support.controlled_deployment import START, Deployment, planned_by_request
 from tests.support.documents import commands
@@ -102,6 +103,14 @@ def test_operator_reads_and_rejects_at_a_service(deployment: Deployment) -> None
         assert (dry["decision"], dry["published"]) == ("MOVE", False)
     status, text = shell.run("ranks")
     assert (status, "no answer of a service at" in text) == (2, True)
+
+
+def test_event_of_an_outage_has_its_dates(deployment: Deployment, on_store: Shell) -> None:
+    deployment.store.add_outage(Outage(1_795_808_263.9, 1_795_808_272.1, 8.2, "rank 1 died"))
+
+    text = on_store.run("events", "--kind", "outage")[1]
+
+    assert "start=2026-11-27 19:37:43Z end=2026-11-27 19:37:52Z unserved_s=8.2" in text
 
 
 def test_service_and_store_give_each_command_the_same_answer(

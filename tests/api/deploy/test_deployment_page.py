@@ -75,7 +75,7 @@ class Hosts:
 
     def __init__(self, stack: ExitStack, root: Path, config: str) -> None:
         self._stack, self.folders, self.ran = stack, folders(root), set[str]()
-        self._config = config
+        self._config, self._has_names = config, False
         try:
             self._spaces = stack.enter_context(TwoHosts())
         except OSError as exc:
@@ -88,6 +88,13 @@ class Hosts:
         activate.parent.mkdir(parents=True)
         activate.write_text(f'PATH="{EPLB.parent}:{find_redis_server().parent}:$PATH"\n')
 
+    def name(self, *names: str) -> None:
+        """Have each host know the hosts by names, in an /etc/hosts of its own."""
+        known = [f"{address} {name}" for address, name in zip(ADDRESSES, names, strict=True)]
+        for folder in self.folders:
+            (folder / "names").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        self._has_names = True
+
     def start(self, host: int, line: str, *, is_of_page: bool = True) -> CommandProcess:
         """Start a command in a shell that the page has prepared."""
         if is_of_page:
@@ -95,7 +102,11 @@ class Hosts:
         prepared = ACTIVATE.replace("eplb.toml", self._config)
         has_more = ">" in line or "|" in line
         script = prepared + (line if has_more else f"exec {line}")
-        entered = self._spaces.on(host, ["bash", "-euc", script])
+        shell = ["bash", "-euc", script]
+        if self._has_names:
+            shell[-1] = f"mount --bind names /etc/hosts\n{script}"
+            shell = ["unshare", "--mount", *shell]
+        entered = self._spaces.on(host, shell)
         process = CommandProcess(entered, self.folders[host], self._environ)
         self._stack.callback(process.kill)
         return process
@@ -246,6 +257,32 @@ def test_ranks_of_both_hosts_serve_again_after_one_was_killed(hosts: Hosts) -> N
     assert first.ends(signal.SIGTERM) == 0, first.lines
     assert second.ends() == 0, second.lines
     assert wrong_of([first, second], 4) <= 1, first.lines
+
+
+@pytest.mark.slow
+def test_hosts_that_the_configuration_names_serve_and_move(hosts: Hosts) -> None:
+    hosts.name("node-a", "node-b")
+    for folder in hosts.folders:
+        text = (folder / "hosts.toml").read_text()
+        named = text.replace('"10.0.0.1", "10.0.0.2"', '"node-a", "node-b"')
+        (folder / "hosts.toml").write_text(named.replace("redis://10.0.0.1", "redis://node-a"))
+        assert named != text
+    for host in range(2):
+        first = hosts.succeed(host, "eplb check")[0]
+        assert first.endswith(f"4 ranks on 2 hosts, this is host {host}, {ADDRESSES[host]}")
+
+    serve = hosts.start(0, "eplb serve")
+    caches = [hosts.start(host, "eplb host-cache") for host in range(2)]
+    for cache in caches:
+        cache.wait_for("ready: 32 records")
+    launches = [hosts.start(host, "eplb launch -- python engine.py") for host in range(2)]
+    launches[0].wait_for("engine: generation 1 serves")
+
+    assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
+    assert launches[0].ends() == 0, launches[0].lines
+    assert wrong_of(launches, 4) <= 1, launches[0].lines
+    for process in (serve, *caches):
+        assert process.ends(signal.SIGTERM) == 0, process.lines
 
 
 def assert_no_secret_is_shown(hosts: Hosts, processes: list[CommandProcess]) -> None:

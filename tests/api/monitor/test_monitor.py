@@ -25,7 +25,8 @@ from eplb.errors import StoreError
 from eplb.versions import CONTROLLER, HOST_CACHE, LAUNCHER, SERVICE, Announcement
 from telemetry.state.joining import HEARTBEAT_S, MISSED_BEATS
 from telemetry.state.live import Control
-from telemetry.state.runs import RankState
+from telemetry.state.memory import MemoryBackend
+from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.limits import NEVER_S
@@ -327,6 +328,62 @@ def test_process_without_a_heartbeat_degrades_the_deployment_that_serves_on(
     assert up["eplb_process_up"] == {(component.replace(" ", "_"),): 0.0}
     store.retire(mine)
     assert down(late) == []
+
+
+def test_heartbeat_of_a_process_that_is_back_counts_with_the_next_reading() -> None:
+    at = NOW
+    backend = MemoryBackend("d", clock=lambda: at)
+    monitor = Monitor(StateStore(backend), clock=lambda: at)
+    begin_run(monitor.store, "a", NOW, window_steps=2)
+    mine = Announcement(HOST_CACHE, "0", every_s=HEARTBEAT_S)
+    monitor.store.announce(mine)
+
+    def is_down(now: float) -> bool:
+        nonlocal at
+        at = now
+        monitor.refresh()
+        return any(one.kind == "process-down" for one in monitor.reading().findings)
+
+    assert not is_down(NOW + MISSED_BEATS * HEARTBEAT_S)
+    assert is_down(at + 0.1)
+    monitor.store.announce(mine)
+    assert not is_down(at + 0.1)
+
+
+class Failing(StateStore):
+    """A store that can be told to answer nothing."""
+
+    fails = False
+
+    def current_run(self) -> RunInfo | None:
+        if self.fails:
+            raise StoreError("told to fail")
+        return super().current_run()
+
+
+def test_nobody_is_silent_because_the_store_took_no_reports(store: StateStore) -> None:
+    failing, now = Failing(store.backend), NOW
+    for rank in (0, 1):
+        store.report(state(rank))
+    store.announce(Announcement(HOST_CACHE, "0", every_s=HEARTBEAT_S))
+    monitor = Monitor(failing, clock=lambda: now)
+
+    def kinds(at: float) -> set[str]:
+        nonlocal now
+        now = at
+        monitor.refresh()
+        return {one.kind for one in monitor.reading().findings} - {"no-leader"}
+
+    assert kinds(NOW + 1) == set()
+    failing.fails, now = True, NOW + 30
+    with pytest.raises(StoreError):
+        monitor.refresh()
+    failing.fails = False
+    assert kinds(NOW + 60) == set()
+    store.report(state(1, time=NOW + 65))
+    assert kinds(NOW + 70) == set()
+    assert kinds(NOW + 71) == {"rank-silent"}
+    assert kinds(NOW + 76) == {"rank-silent", "process-down"}
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:

@@ -84,6 +84,13 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
             Grade.BLIND,
             "no token for 56 s.* 30 s, while steps advance",
         ),
+        (
+            seen(token_time=NOW - 31, step_age_s=30.0, sample_every_s=2.0),
+            Grade.STOPPED,
+            "no token for 31 s.* 30 s; no step",  # a rank stopped after a step without a sample
+        ),
+        (seen(token_time=NOW - 56, answered_s=29.0), Grade.SERVING, "2 ranks serve"),
+        (seen(token_time=NOW - 56, answered_s=31.0), Grade.STOPPED, "no token for 56 s"),
         (seen(token_time=None), Grade.BLIND, "no token.* 600 s ago"),
         (
             seen(token_time=None, sample_age_s=None, started=NOW - 5),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rebalance.engines.common.bench import verdicts_of
+from rebalance.engines.common.conform import Verdict, report
 from rebalance.engines.common.gauge import value_of
 from tests.support.engines.ranks import INTERVAL, NUM_RANKS, config_in, on_ranks
 from tests.support.engines.sglang_ranks import MOE, make_rank
@@ -15,13 +16,38 @@ from tests.support.engines.sglang_ranks import MOE, make_rank
 pytestmark = pytest.mark.slow
 
 
+def verdicts(case: str) -> list[Verdict]:
+    _, found, _ = verdicts_of("sglang", [case], num_moves=2, seed=1)
+    return found
+
+
 @pytest.mark.parametrize("case", ["bf16", "fp8 block", "int8"])
 def test_tensors_of_a_quantisation_are_proved_with_their_outputs(case: str) -> None:
-    _, found = verdicts_of("sglang", [case], num_moves=2, seed=1)
-
-    for one in found:
+    for one in verdicts(case):
         assert one.result == "proved", one
         assert {"w13_weight", "w2_weight", "output"} <= set(one.tensors)
+
+
+@pytest.mark.parametrize("case", ["bf16", "fp8 block"])
+def test_reload_after_moves_loads_by_the_map_that_serves(case: str) -> None:
+    assert [one.reload for one in verdicts(case)] == ["", ""]
+
+
+def test_reload_of_tensors_that_the_method_has_replaced_is_named() -> None:
+    for one in verdicts("int8"):
+        assert "ValueError: quant method must be one of" in one.reload
+
+
+def test_input_scales_of_w4a8_that_differ_by_rank_are_named() -> None:
+    for one in verdicts("w4a8"):
+        assert (one.result, one.step) == ("failed", "load")
+        assert "w13_input_scale has another value on ranks" in one.faults[0]
+
+
+def test_what_a_cpu_does_not_hold_is_named() -> None:
+    about, found, not_run = verdicts_of("sglang", ["bf16"], num_moves=1, seed=1)
+
+    assert "not run on this hardware: sleep and wake-up: " in report(about, found, not_run)
 
 
 def started(rank: int, config: Path, forgets: bool) -> dict[str, Any]:

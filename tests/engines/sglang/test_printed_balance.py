@@ -27,20 +27,23 @@ WITHIN = 0.003
 GROUPS = [(4, 1, 8), (8, 2, 8), (8, 2, 16), (16, 4, 16), (16, 2, 32), (8, 8, 24)]
 
 
-def printed(folder: Path, counts: np.ndarray, group: tuple[int, int, int], rule: str) -> Any:
-    """The figures after the plan, live and at a start, and the map that was written."""
+def printed(
+    folder: Path, counts: np.ndarray, group: tuple[int, int, int], rule: str, at_start: bool
+) -> tuple[dict[str, tuple[float, float]], Any]:
+    """Figures of each row, live and at a start, and the map that was written."""
     load, out = folder / "counts.json", folder / "location.json"
     load.write_text(json.dumps({"logical_count": counts.tolist()}))
     ranks, nodes, redundant = map(str, group)
     done = CliRunner().invoke(
         app,
         ["plan", str(load), "--ranks", ranks, "--nodes", nodes, "--redundant", redundant,
-         "--target", "sglang", "--dispatch", rule, "-o", str(out)],
+         "--target", "sglang", "--dispatch", rule, "-o", str(out),
+         *(["--start"] if at_start else [])],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    (row,) = re.findall(r"^  after +(.*)$", done.output, re.MULTILINE)
-    _, live, start = map(float, row.split())
-    return live, start, json.loads(out.read_text())["physical_to_logical_map"]
+    found = re.findall(r"^  ([a-z ]+?) +[\d.]+ +([\d.]+) +([\d.]+)$", done.output, re.MULTILINE)
+    rows = {name: (float(live), float(start)) for name, live, start in found}
+    return rows, json.loads(out.read_text())["physical_to_logical_map"]
 
 
 def real(
@@ -77,16 +80,24 @@ def imbalance(held: np.ndarray, part: np.ndarray, counts: np.ndarray, ranks: int
     return float((load.max(axis=2) / load.mean(axis=2)).mean())
 
 
+@pytest.mark.parametrize("at_start", [False, True], ids=["plan for live", "plan for a start"])
 @pytest.mark.parametrize("rule", ["sglang_static", "even"])
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_printed_balance_is_that_of_the_engines_own_maps(
-    group: tuple[int, int, int], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: tuple[int, int, int],
+    rule: str,
+    at_start: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks, nodes, redundant = group
     random = np.random.default_rng(ranks + redundant)
     counts = (1000 * random.lognormal(0.0, 1.0, (3, DENSE + LAYERS, EXPERTS))).astype(np.int64)
     counts[:, :DENSE] = 0
-    live, start, held = printed(tmp_path, counts, group, rule)
+    rows, held = printed(tmp_path, counts, group, rule, at_start)
+    live, start = rows["for a start" if at_start else "after"]
+    if at_start:
+        assert start <= rows["plan for live"][1]
     is_static = rule == "sglang_static"
     get_context().override_server_args(
         device="cpu", ep_size=ranks, tp_size=ranks, nnodes=nodes, moe_a2a_backend="deepep",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eplb import DispatchRule, Placement, Topology, effective_shares
+from rebalance.engines.common.start import Group
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.entry import register
 from rebalance.engines.sglang.replica_weights import (
@@ -147,6 +148,29 @@ def test_start_that_the_plugin_cannot_serve_is_refused(flags: dict[str, Any], re
             return engine.refusal()
 
     assert all(reason in found for found in on_ranks(work))
+
+
+def test_pipeline_stages_are_refused_because_of_the_ranks_of_the_updater() -> None:
+    def work(rank: int) -> str:
+        from sglang.srt.runtime_context import get_parallel
+
+        make_rank(rank, None)
+        with get_parallel().override(pp_size=2):
+            return engine.refusal()
+
+    assert all("--pp-size 2, expected 1" in found for found in on_ranks(work))
+
+
+def test_replica_of_the_model_is_a_group_by_the_engines_number() -> None:
+    def work(rank: int) -> list[Any]:
+        from sglang.srt.runtime_context import get_parallel
+
+        make_rank(rank, None)
+        alone = engine.group()
+        with get_parallel().override(dp_size=2, dp_rank=1):
+            return [alone, engine.group()]
+
+    assert on_ranks(work)[0] == [Group(), Group("dp1", "", ("dp0", "dp1"))]
 
 
 def test_without_a_deployment_the_plugin_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from eplb import ModelShape, Topology
-from eplb.errors import PlacementError
+from eplb.errors import PlacementError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.report import PARTS, report_of
 from rebalance.engines.common.gauge import set_part
@@ -31,6 +31,7 @@ from rebalance.engines.common.messages import (
     Question,
     Window,
 )
+from rebalance.engines.common.store_link import StoreLink
 from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
 from rebalance.engines.common.tap import Counted
 from telemetry import open_store
@@ -181,6 +182,82 @@ def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
         assert committed is not None
         assert committed.placement.generation == 8
         assert steps_of(store) == [5]
+
+
+def test_second_engine_with_one_file_leaves_the_run_until_the_first_ends(
+    url: str, process: StoreProcess
+) -> None:
+    second = replace(INFO, run="vllm-2")
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        others = [StoreProcess("vllm", Identity(DEPLOYMENT, url, rank, second)) for rank in (0, 1)]
+        others[1].add(counted(3))
+        until(lambda: others[0].num_failures)
+        while_it_runs = store.current_run(), list(store.samples(second.run))
+        process.add(counted(0))
+        assert process.close(NEVER_S)
+        until(lambda: (run := store.current_run()) is not None and run.run == second.run)
+        until(lambda: list(store.samples(second.run)))
+        assert all(one.close(NEVER_S) for one in others)
+
+    assert while_it_runs[0] is not None
+    assert (while_it_runs[0].run, while_it_runs[1]) == (INFO.run, [])
+
+
+def test_engine_that_shares_a_name_is_refused_with_the_way_out(url: str) -> None:
+    identity = Identity(DEPLOYMENT, url, 0, replace(INFO, run="vllm-2"))
+    link = StoreLink(identity, lambda reply: None)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        refused = StoreLink(replace(identity, info=INFO), lambda reply: None)
+        with pytest.raises(StoreError, match=r"run vllm-2 of process .* EPLB_GROUP names each"):
+            refused._begins(store)
+    for one in (refused, link):
+        one.close()
+
+
+@pytest.fixture
+def stages(url: str) -> Iterator[list[StoreProcess]]:
+    """Rank 0 of each of two pipeline stages."""
+    names = ("prod/pp0", "prod/pp1")
+    made = [
+        StoreProcess(
+            "vllm",
+            Identity(
+                name, url, 0, replace(INFO, run=f"vllm-{name}"), whole=DEPLOYMENT, groups=names
+            ),
+        )
+        for name in names
+    ]
+    yield made
+    for process in made:
+        process.close(NEVER_S)
+
+
+def test_groups_of_a_deployment_have_runs_of_their_own(
+    url: str, stages: list[StoreProcess]
+) -> None:
+    for step, process in enumerate(stages):
+        process.add(counted(step))
+        assert process.close(NEVER_S)
+
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        assert (store.groups(), store.current_run()) == (["prod/pp0", "prod/pp1"], None)
+    for step, name in enumerate(("prod/pp0", "prod/pp1")):
+        with closing(open_store(url, name)) as store:
+            found = [sample.first_step for _, sample in store.samples(f"vllm-{name}")]
+            assert found == [step]
+
+
+def test_pause_of_a_deployment_holds_for_all_its_groups(
+    url: str, stages: list[StoreProcess]
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: not any(process.why_kept for process in stages))
+        store.set_control(replace(store.control(), movement=False), reason="test")
+        until(lambda: all("movement is switched off" in one.why_kept for one in stages))
+        store.set_control(replace(store.control(), movement=True), reason="test")
+        until(lambda: not any(process.why_kept for process in stages))
 
 
 DIES = """

@@ -37,7 +37,6 @@ def test_command_that_fits_has_no_refusal() -> None:
         ("-dp 32", "-dp=5", "slots", "num_redundant_experts 34"),
         ("-dp 32", "-dp 32 --all2all-backend moonep", "all2all-backend", "moonep"),
         ("-dp 32", "-dp 32 --load-format=ipc_cache", "load-format", "ipc_cache"),
-        ("-dp 32", "-dp 32 -pp 2", "pipeline-parallel-size", "2: the plug-in stays off"),
         ("-dp 32", "-dp 32 --enable_elastic_ep", "enable-elastic-ep", "the plug-in stays off"),
         ("-dp 32", "-dp 32 -q awq", "quantisation", "vLLM refuses EPLB with its expert layers"),
         ("torch_gloo", "pynccl", "eplb-config.communicator", "pynccl with use_async"),

@@ -29,13 +29,13 @@ from rebalance.weights.cache.address import PROTOCOL, HostCacheAddress, listen
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.disk.record_loader import make_all
 from rebalance.weights.link.listener import ConnectionListener
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess
+from tests.support.record_files import make_all
 
 EVERYTHING = [(layer, expert) for layer in (0, 1) for expert in range(8)]
 names = itertools.count()

@@ -28,13 +28,13 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_file import RecordFile
-from rebalance.weights.disk.record_loader import make_all
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import SharedArena, digest
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess
+from tests.support.record_files import make_all
 from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.system

@@ -22,11 +22,12 @@ from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
 from rebalance.weights.disk.direct_io import DirectFile
 from rebalance.weights.disk.record_file import RecordFile, record_file_beside
-from rebalance.weights.disk.record_loader import RecordLoader, make_all
+from rebalance.weights.disk.record_loader import RecordLoader
 from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import PAGE_BYTES, SharedArena, digest
+from tests.support.record_files import make_all
 
 FORK = multiprocessing.get_context("fork")
 EVERYTHING = [(layer, expert) for layer in (0, 1) for expert in range(8)]

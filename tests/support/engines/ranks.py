@@ -120,6 +120,7 @@ class EngineRank:
 
     engine = ""
     rank: int
+    each = EACH  # slots of this rank
     plugin: Any  # what has the plug-in's parts; None where it is off
     passes = 0
     stopped = ""  # why the plug-in does nothing any more
@@ -201,7 +202,8 @@ class EngineRank:
             added: to every number since the load.
         """
         for layer, tensors in self.layers.items():
-            check_slots(layer, tensors, self.held[layer][self.rank * EACH :][:EACH], added)
+            own = self.held[layer][self.rank * self.each :][: self.each]
+            check_slots(layer, tensors, own, added)
 
     def is_right(self) -> bool:
         """Whether the weights match the map."""
@@ -218,7 +220,7 @@ class EngineRank:
 
     def visit_all(self) -> None:
         """Have the placement check look at each slot, and judge it."""
-        for _ in range(2 * len(self.layers) * EACH):  # one looks, the next one judges
+        for _ in range(2 * len(self.layers) * self.each):  # one looks, the next one judges
             self.checks.visit(is_idle=True)
 
     def result(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import torch
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
 from rebalance.engines.vllm import mover as mover
@@ -29,7 +31,6 @@ from rebalance.engines.vllm.guards import refusals as refusals
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines.ranks import (
-    EACH,
     INTERVAL,
     NUM_EXPERTS,
     NUM_LAYERS,
@@ -58,9 +59,10 @@ class Rank(EngineRank):
 
     engine = NAME
 
-    def __init__(self, rank: int, state: Any, model: Any, process: PluginProcess | None) -> None:
-        self.rank, self.state, self.model = rank, state, model
+    def __init__(self, group: Any, state: Any, model: Any, process: PluginProcess | None) -> None:
+        self.rank, self.state, self.model = group.rank_in_group, state, model
         self.plugin: Any = process
+        self.each = NUM_SLOTS // group.world_size
 
     @property
     def model_state(self) -> Any:
@@ -129,7 +131,7 @@ class Rank(EngineRank):
     def check_weights(self, added: int = 0) -> None:
         """As ``EngineRank``, of the draft model too."""
         for found in self.state.model_states.values():
-            own = found.physical_to_logical_map[:, self.rank * EACH :][:, :EACH]
+            own = found.physical_to_logical_map[:, self.rank * self.each :][:, : self.each]
             for layer, weights in enumerate(found.model.expert_weights):
                 number = found.model.moe_layers[layer].number
                 check_slots(number, weights, own[layer].tolist(), added)
@@ -177,6 +179,7 @@ def make_rank(
     interval: int = INTERVAL,
     prepare: Callable[[list[Layer]], None] | None = None,
     has_draft: bool = False,
+    stages: int = 1,
 ) -> Rank:
     """Install the plug-in, if a file is given, and add a model to a real ``EplbState``.
 
@@ -188,24 +191,31 @@ def make_rank(
         interval: steps from one rebalance to the next.
         prepare: changes the layers of this rank after they were loaded.
         has_draft: whether a draft model with experts is added before, as vLLM does.
+        stages: of a pipeline, each with layers of its own.
     """
     torch.set_num_threads(1)
-    group, balancing = (on_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
+    if stages > 1:
+        group, balancing = groups_of_stages(rank, stages)
+    else:
+        group, balancing = (on_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
     on_cpu.install(group, balancing)
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
-    own = list(held[rank * EACH :][:EACH])
-    layers = [Layer(number, own, forgets) for number in range(NUM_LAYERS)]
+    each, first = NUM_SLOTS // group.world_size, NUM_LAYERS * (rank // group.world_size)
+    own = list(held[group.rank_in_group * each :][:each])
+    layers = [Layer(first + number, own, forgets) for number in range(NUM_LAYERS)]
     if prepare is not None:
         prepare(layers)
     process = None
     if config is not None:
         process = PluginProcess(settings_in(config))
         install(process)
-    state, model = on_cpu.state_of(interval=interval, is_async=is_async), model_of(layers)
+    state = on_cpu.state_of(interval=interval, is_async=is_async)
+    state.parallel_config.pipeline_parallel_size = stages
+    model = model_of(layers, group.world_size)
     if has_draft:
-        draft = model_of([Layer(NUM_LAYERS, own, forgets)])
+        draft = model_of([Layer(NUM_LAYERS, own, forgets)], group.world_size)
         state.add_model(draft, on_cpu.configuration("draft"), model_name="contract (draft)")
     state.add_model(model, on_cpu.configuration("generate"))
     for found in state.model_states.values():
@@ -216,12 +226,24 @@ def make_rank(
             target=run, args=(state, on_cpu.Stream()), daemon=True
         )
         state.async_worker.start()
-    return Rank(rank, state, model, process)
+    return Rank(group, state, model, process)
 
 
-def model_of(layers: list[Layer]) -> Any:
+def groups_of_stages(rank: int, stages: int) -> tuple[Any, Any]:
+    """vLLM's own groups of this rank for experts and for balancing; a stage has each."""
+    config, size = VllmConfig(device_config=DeviceConfig(device="cpu")), NUM_RANKS // stages
+    parallel = config.parallel_config
+    parallel.pipeline_parallel_size, parallel.tensor_parallel_size = stages, size
+    parallel.enable_eplb = True
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(NUM_RANKS, rank, "env://", rank, "gloo")
+        parallel_state.initialize_model_parallel(size, stages, backend="gloo")
+    return parallel_state.get_ep_group(), parallel_state.get_eplb_group()
+
+
+def model_of(layers: list[Layer], num_ranks: int) -> Any:
     """What the balancer uses of a model."""
-    return on_cpu.model_of(layers, NUM_EXPERTS, NUM_SLOTS, NUM_RANKS)
+    return on_cpu.model_of(layers, NUM_EXPERTS, NUM_SLOTS, num_ranks)
 
 
 class Layer(Experts):

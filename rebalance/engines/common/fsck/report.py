@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from eplb.errors import StoreError
 from telemetry.state.store import StateStore
 
 Kind = Literal["slot", "replicas", "factor", "tensors", "choice", "map", "list"]
@@ -63,15 +64,19 @@ class Report:
 def report_of(store: StateStore) -> Report:
     """Read the events of the current run."""
     info = store.current_run()
-    assert info is not None, "a deployment that never ran is refused before"
+    if info is None:
+        raise StoreError(f"deployment {store.deployment!r} has no run, expected one of an engine")
     ranks: dict[int, str] = {}
     rounds: dict[int, int] = {}
     parts: dict[int, str] = {}
     faults, repaired = [], []
     kept: dict[str, None] = {}  # alike on all ranks
-    for event in store.events_backwards((BEGUN, ROUND, FAULT, REPAIRED, PARTS, CONFORMANCE)):
+    kinds = ("run", BEGUN, ROUND, FAULT, REPAIRED, PARTS, CONFORMANCE)
+    for event in store.events_backwards(kinds):
         detail = event.detail
         if detail.get("run") != info.run:
+            continue  # a process of an earlier start that ended later
+        if event.kind == "run":
             break
         rank = int(str(detail["rank"]))
         if event.kind == BEGUN:

@@ -200,8 +200,7 @@ def _of_deployment(options: Options, ranks: int) -> Iterator[Remark]:
     if options.values.get("load-format") == "ipc_cache":
         yield Remark("load-format", f"ipc_cache, {refused}", "another format")
     if (stages := options.size("pipeline-parallel-size")) > 1:
-        found = f"{stages}: the plug-in stays off, its deployment has one group of ranks"
-        yield Remark("pipeline-parallel-size", found, "1")
+        yield Remark("pipeline-parallel-size", f"{stages}: each stage is a group, with its own run")
     if options.has("enable-elastic-ep"):
         found = "given: the plug-in stays off, it was not tested with a changing number of ranks"
         yield Remark("enable-elastic-ep", found, "a fixed number of ranks")
