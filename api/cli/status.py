@@ -238,7 +238,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
     if state.ranks:
         yield "rank  host  state    generation  step      step ms  wait ms  last report"
     for view in state.ranks:
-        phase = view.phase if view.is_alive else "silent"
+        phase = view.phase if view.is_alive or view.age_s is None else "silent"
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
         host = state.node_of_rank[view.rank]
         times = (f"{'-' if ms is None else ms:<9}" for ms in (view.step_ms, view.wait_ms))

@@ -34,6 +34,7 @@ from api.monitor.scores import (
     scored,
 )
 from api.monitor.state import (
+    GONE,
     DecisionRecord,
     Grade,
     Leadership,
@@ -438,7 +439,9 @@ class Monitor:
             num_slots=topology.num_slots if topology else 0,
             ranks=ranks,
             node_of_rank=tuple(topology.node_of_rank.tolist()) if topology else (),
-            silent_ranks=tuple(view.rank for view in ranks if not view.is_alive),
+            silent_ranks=tuple(
+                view.rank for view in ranks if not view.is_alive and view.phase != GONE
+            ),
             uncounted_ranks=self._samples.uncounted(),
             death=self._outages.death,
             supervision=supervision,
@@ -525,7 +528,8 @@ class Monitor:
         for rank in range(self._topology.num_ranks):
             state, cordon = state_of.get(rank), cordons.get(rank)
             if state is None:
-                yield RankView(rank, 0, 0, "silent", False, None, None, "", cordon=cordon)
+                phase = "silent" if self._topology.alive[rank] else GONE
+                yield RankView(rank, 0, 0, phase, False, None, None, "", cordon=cordon)
                 continue
             age_s = max(0.0, now - state.time)
             yield RankView(

@@ -45,6 +45,7 @@ FindingKind = Literal[
     "no-run",
     "clocks-differ",
     "rank-silent",
+    "rank-gone",
     "no-tokens",
     "no-progress",
     "no-leader",
@@ -181,6 +182,9 @@ class Death:
 
     time: Annotated[float, Meaning("time of the event", unit=EPOCH)]
     text: str
+
+
+GONE = "gone"  # phase of a rank that died and that the others serve on without
 
 
 @dataclass(frozen=True)

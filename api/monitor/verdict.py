@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import takewhile
 from math import inf
 
-from api.monitor.state import Finding, Grade, Leadership, RankView, Reading, State
+from api.monitor.state import GONE, Finding, Grade, Leadership, RankView, Reading, State
 from api.processes.supervision import ProcessState
 from eplb.fitting import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
@@ -201,9 +201,20 @@ def _clocks(state: State) -> Iterator[Finding]:
 
 def _ranks(state: State) -> Iterator[Finding]:
     yield from _clocks(state)
+    if gone := [view for view in state.ranks if view.phase == GONE]:
+        num_ranks = len(state.ranks)
+        yield Finding(
+            "rank-gone",
+            Grade.DEGRADED,
+            f"{num_ranks - len(gone)} of {num_ranks} ranks serve on, without {_named(gone)}, until "
+            "all ranks are started again",
+            ranks=_numbers(gone),
+            is_ready=True,
+            since=state.started,
+        )
     if not state.silent_ranks:
         return
-    silent = [view for view in state.ranks if not view.is_alive]
+    silent = [view for view in state.ranks if view.rank in state.silent_ranks]
     limit_s = max(view.silent_after_s for view in silent)
     yield Finding(
         "rank-silent",

@@ -115,7 +115,7 @@ def _header(state: State) -> Text:
 
 
 def _switches(state: State) -> Text:
-    num_alive = len(state.ranks) - len(state.silent_ranks)
+    num_alive = sum(view.is_alive for view in state.ranks)
     line = Text.assemble(
         " movement ",
         ("on", GOOD) if state.movement else ("OFF", BAD),

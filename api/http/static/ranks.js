@@ -37,7 +37,7 @@ export function showRanks(state, heat) {
     const rank = state.ranks[one.rank], cells = node.children, { name } = one;
     node.line = one;
     text(cells[1], one.node);
-    set(cells[2].firstChild, { class: name === "open" ? "tag" : `tag ${name}`, title: rank.frozen });
+    set(cells[2].firstChild, { class: name === "open" ? "tag" : `tag ${name === "gone" ? "silent" : name}`, title: rank.frozen });
     text(cells[2].firstChild, rank.is_alive || one.state === "open" ? name : `silent, ${one.state}`);
     text(cells[3], rank.age_s === null ? "never" : ago(rank.age_s));
     text(cells[4], load === null ? "–" : load[one.rank].toFixed(2));
@@ -56,7 +56,7 @@ export function showRanks(state, heat) {
   });
 }
 
-const nameOf = (rank, { state }) => (!rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
+const nameOf = (rank, { state }) => (rank.phase === "gone" ? "gone" : !rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
 
 // Whether the row at a place is in sight, all being of one height.
 function seen(body) {

@@ -386,6 +386,20 @@ def test_nobody_is_silent_because_the_store_took_no_reports(store: StateStore) -
     assert kinds(NOW + 76) == {"rank-silent", "process-down"}
 
 
+def test_rank_that_the_others_serve_on_without_is_gone_and_not_silent() -> None:
+    store = MemoryStore("d", clock=lambda: NOW)
+    survivors = replace(TOPOLOGY, alive=np.array([True, False]))
+    begin_run(store, "a", NOW, topology=survivors, window_steps=2)
+    store.report(state(0))
+
+    seen = seen_by(store)
+
+    (gone,) = [one for one in seen.findings if "rank" in one.kind]
+    assert (gone.kind, gone.ranks, gone.is_ready) == ("rank-gone", (1,), True)
+    assert gone.text.startswith("1 of 2 ranks serve on, without 1")
+    assert (seen.state.silent_ranks, seen.state.ranks[1].phase) == ((), "gone")
+
+
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
     seen = seen_by(MemoryStore("d"))
 
