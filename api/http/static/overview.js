@@ -12,7 +12,7 @@ export function showOverview(state) {
 
 function showSummary(state) {
   const latest = state.last_score, score = latest?.measured == null ? null : latest;
-  const { leader } = state.controller, none = latest ? "no tokens" : "–", alive = state.ranks.length - state.silent_ranks.length;
+  const { leader } = state.controller, none = latest ? "no tokens" : "–", alive = state.ranks.filter((one) => one.is_alive).length;
   const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
   const stepMs = state.ranks.map((rank) => rank.step_ms).filter((ms) => ms != null).toSorted((a, b) => a - b);
   figures($("summary"), [
