@@ -74,10 +74,10 @@ def report_of(store: StateStore) -> Report:
     kinds = ("run", BEGUN, ROUND, FAULT, REPAIRED, PARTS, CONFORMANCE)
     for event in store.events_backwards(kinds):
         detail = event.detail
-        if detail.get("run") != info.run:
-            continue  # a process of an earlier start that ended later
-        if event.kind == "run":
-            break
+        if event.kind == "run" and detail["run"] != info.run:
+            break  # not at this run's own: a rank that ended early wrote before it began
+        if event.kind == "run" or detail.get("run") != info.run:
+            continue  # also a process of an earlier start that ended later
         rank = int(str(detail["rank"]))
         if event.kind == BEGUN:
             ranks.setdefault(rank, str(detail["reason"]))
