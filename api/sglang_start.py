@@ -31,7 +31,7 @@ from eplb.core.topology import Topology
 IntArray = NDArray[np.int64]
 LEAST = 1e-4  # part of the busiest ranks' load that an exchange has to win
 MOST = 4  # ranks that are the busiest of most windows give experts, the less loaded half gets them
-TURNS = 8  # of the ranks of a node that are tried, so many draws the best is taken of
+TURNS = 8  # draws of the ranks of a node; the best one is taken
 
 
 def start_shares(held: IntArray, topology: Topology, *, is_static: bool) -> NDArray[np.float64]:

@@ -78,7 +78,7 @@ class EventTally:
         self.tally.update({("rebalances", act, end): 0 for act in ACTS for end in outcomes})
         self.plan_s = self.rebalance_s = Durations()
         self.unserved_s = 0.0  # total length of the outages that ended
-        self.serve_on_s = dict.fromkeys(SERVE_ON_STAGES, 0.0)  # of all deaths
+        self.serve_on_s = dict.fromkeys(SERVE_ON_STAGES, 0.0)  # sums over all deaths
         self._excluded = dict.fromkeys(EXCLUDED, 0)  # counts of this run, as reported last
         self._excluded_before: Counter[str] = Counter(self._excluded)  # counts of earlier runs
 

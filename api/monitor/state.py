@@ -365,7 +365,7 @@ class Counts:
     plan_s: Durations = Durations()
     rebalance_s: Durations = Durations()  # from offered to committed
     unserved_s: float = 0.0  # without tokens, in outages that ended
-    serve_on_s: Mapping[str, float] = field(default_factory=dict)  # of survivors, by stage
+    serve_on_s: Mapping[str, float] = field(default_factory=dict)  # seconds of survivors, by stage
 
     def total(self, *name: str) -> int:
         """Give the count of a name and the values of its labels; 0: none was counted."""

@@ -88,7 +88,7 @@ def stop_store(draw: Draw) -> Mend:
     if server is None:
         raise NotThere("redis-server")
     server.send_signal(signal.SIGSTOP)
-    return lambda: server.send_signal(signal.SIGCONT)  # of one that was killed meanwhile: nothing
+    return lambda: server.send_signal(signal.SIGCONT)  # a killed server ignores it
 
 
 def empty_store(draw: Draw) -> Mend:
@@ -196,7 +196,7 @@ FAULTS: dict[str, Fault] = {
     "clock-behind": Fault(skew(-SKEW_S), STOPPED_S, None),
     "link-cut": Fault(lambda draw: draw.deployment.hosts.spaces.cut_link(), CUT_S, 10.0 + GRACE_S),
 }
-OF_MOVES: dict[str, Fault] = {  # of the ways that experts move
+OF_MOVES: dict[str, Fault] = {  # faults of the ways that experts move
     "rank-stopped-shortly": Fault(stop_rank, SHORT_S, None),
     "records-damaged": Fault(damage_records, 0.0, None),
     "plan-withdrawn": Fault(withdraw_plan, 0.0, None),

@@ -26,7 +26,7 @@ from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 POLL_S = 0.2
 UNREACHABLE = "unreachable"  # no answer of the service: Prometheus has EplbTargetLost for that
 OUTAGE_S = 1.0  # without a token; a step comes every 0.05 s, and later where cores are busy
-STALL_S = 0.3  # of these some are restarts, which the product counts as outages however short
+STALL_S = 0.3  # gaps from here to OUTAGE_S may be restarts, which the product counts
 GRACE_S = 2.0
 HISTORY_S = 900  # longer than a case, for questions to Prometheus
 BEFORE_S = 3.0  # an alert that was evaluated so shortly before a fault is not of it

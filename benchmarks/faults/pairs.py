@@ -280,7 +280,7 @@ def losses(line: dict[str, Any]) -> list[str]:
     if line["missing_s"] and set(line["faults"]) <= NO_OUTAGE:
         found.append("an outage by a fault that should cost none")
     told_s = line["unserved_told_s"]
-    # A restart is an outage however short: what is told may have gaps that are no outage here.
+    # The product counts a restart of any length as an outage; this benchmark counts long gaps.
     least_s, most_s = line["missing_s"] - 1.0, line["missing_s"] + line["short_s"] + 1.0
     if told_s is None or not least_s <= told_s <= most_s:
         found.append(f"unserved told {told_s} s of {line['missing_s']}")

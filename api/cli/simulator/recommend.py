@@ -40,7 +40,7 @@ from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 
 RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
-STEP_TOKENS = 16_384  # of a rank in a step of prefill
+STEP_TOKENS = 16_384  # tokens of a rank in a step of prefill
 
 
 @with_options
