@@ -76,7 +76,7 @@ def _range(about: Setting) -> str:
     least = f"above {about.above}" if about.at_least is None else str(about.at_least)
     if about.at_most is None or about.at_most >= MOST:
         return "" if least == "0" else f"{least} or more" if least[0] != "a" else least
-    return f"{least} to {about.at_most}"
+    return f"{least}..{about.at_most}"
 
 
 def toml_value(value: Any) -> str:

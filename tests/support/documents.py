@@ -7,7 +7,6 @@ A generated section lies between ``<!-- generated: NAME -->`` and ``<!-- end -->
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import runpy
@@ -67,10 +66,8 @@ METHODS = {
     "StageSettings": "while_serving",
     "Topology": "uniform slots_on",
 }
-GIVEN = (  # what users are given and do not make: shown without arguments
-    "AgentSettings BuiltRank EmbeddedRank Explanation LayerExplanation Links Migration MoEStack "
-    "Move Plan Promise RankAgent RedundancyLevel ReferenceModel RoutingTable Transaction"
-)
+GIVEN = "Explanation LayerExplanation Links Migration Move Promise RedundancyLevel Transaction"
+MOST_SHOWN = 8  # arguments; help() has those of longer lists
 SECTION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -229,7 +226,8 @@ def rest_section() -> str:
             given.append("any live setting" if name == "SettingsRequest" else words)
         role = one.least_role.label if one.path.startswith(V1) else "-"
         summary = one.summary if one.summary.endswith("?") else f"{one.summary}."
-        meaning = _cell(f"{summary} {one.description}")
+        is_change = one.method != "GET"  # the OpenAPI document describes the others too
+        meaning = _cell(f"{summary} {one.description if is_change else ''}")
         rows.append(f"| `{one.route}` | {', '.join(given) or '-'} | {role} | {meaning} |")
     head = ["| route | arguments | role | meaning |", "|---|---|---|---|"]
     key_head = ["| key of a body | values | meaning |", "|---|---|---|"]
@@ -275,17 +273,6 @@ def _least(value: Mapping[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("``", "`")
-
-
-def folders_section() -> str:
-    """Every sub-package and what its docstring states."""
-    rows = []
-    for package in PACKAGES:
-        for init in sorted((ROOT / package).glob("*/**/__init__.py")):
-            about = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "-"
-            first = about.partition("\n\n")[0]
-            rows.append(f"- `{init.parent.relative_to(ROOT).as_posix()}`: {_cell(first)}")
-    return "\n".join([*rows, ""])
 
 
 def imports_section() -> str:
@@ -350,9 +337,11 @@ def api_section() -> str:
     parts = []
     for module, names in BUILDERS.items():
         found = import_module(module)
-        rows = [
-            row for name in names or found.__all__ for row in _rows_of(getattr(found, name), name)
-        ]
+        exported = names or found.__all__
+        shown = [name for name in exported if name not in GIVEN.split()]
+        rows = [row for name in shown for row in _rows_of(getattr(found, name), name)]
+        given = [f"`{name}`" for name in exported if name in GIVEN.split()]
+        rows += [f"- given, and not made by users: {', '.join(given)}"] if given else []
         parts.append("\n".join([f"### `{module}`", *rows]))
     return "\n\n".join(parts) + "\n"
 
@@ -361,8 +350,7 @@ def _rows_of(found: Any, name: str) -> Iterator[str]:
     """A line for what is exported, and one for each method that users call."""
     if not callable(found) or (isinstance(found, type) and issubclass(found, Exception)):
         return  # constants; and errors, whose tree is drawn in eplb/errors.py
-    given = "" if name in GIVEN.split() else _arguments(found)
-    yield f"- `{name}{given}`: {_about(found)}"
+    yield f"- `{name}{_arguments(found)}`: {_about(found)}"
     for method in METHODS.get(name, "").split():
         one = inspect.getattr_static(found, method)
         raw = getattr(one, "__func__", one)  # of a static method
@@ -386,14 +374,13 @@ def _arguments(found: Any) -> str:
             names.append("*")
             is_named = True
         names.append(one.name if one.default is one.empty else f"{one.name}=")
-    return f"({', '.join(names)})"
+    return f"({', '.join(names) if len(names) <= MOST_SHOWN else '...'})"
 
 
 GENERATED: Mapping[str, Callable[[], str]] = {
     "api": api_section,
     "cli": cli_section,
     "families": families_section,
-    "folders": folders_section,
     "imports": imports_section,
     "problems": problems_section,
     "rest": rest_section,
