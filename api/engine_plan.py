@@ -45,8 +45,8 @@ RULES = {
 
 
 FITTED = (
-    "imbalance is that of the windows that the plan was made for; eplb recommend and simulate judge "
-    "on windows that follow"
+    "imbalance is that of the windows that the plan was made for; eplb recommend and simulate "
+    "judge on windows that follow"
 )
 
 
