@@ -22,11 +22,13 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError, RankError
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.group import RankGroups
+from rebalance.engines.common.records import Tensors, offer, origin_of, together
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.engine_records import EngineRecordsClient
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
 from rebalance.weights.start_check import KnownRecords, checked_sources
@@ -75,15 +77,22 @@ def take_experts(
     with torch_failures(place, "its memory for experts"):
         bank, unmapped = _memory(config, place, model, experts)
     size, is_filled = bank.schema.record_bytes, isinstance(experts, ExpertBank)
-    cache = HostCacheClient(
-        place.host_cache,
-        model.num_experts,
-        size,
-        deadline_s=network.join_deadline_s,
-        start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
-        device=place.device,
-        ranks_on_host=1 + len(ranks_beside(rank, place.topology)),
-    )
+    if place.host_cache.takes_offers and not is_filled:
+        raise ConfigError(
+            f"rank {rank}: the host cache keeps what ranks offer, and this rank makes no experts "
+            "itself, expected a checkpoint (model.checkpoint) or own experts"
+        )
+    cache = None
+    if not place.host_cache.takes_offers:
+        cache = HostCacheClient(
+            place.host_cache,
+            model.num_experts,
+            size,
+            deadline_s=network.join_deadline_s,
+            start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
+            device=place.device,
+            ranks_on_host=1 + len(ranks_beside(rank, place.topology)),
+        )
     held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
     votes = GlooVotes(
         place.groups.votes,
@@ -95,9 +104,12 @@ def take_experts(
         if is_filled:
             found = _digests_of(bank, held)
         else:
+            assert cache is not None, "a rank without own experts was refused above"
             found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
         shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
         digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
+        if cache is None:
+            cache = _offered(place, bank, placement, digests, network.join_deadline_s)
         handles = [str(handle) for handle in gathered(bank.handle, place.groups.votes)]
         others = None
         if config.rank_links is not None:
@@ -113,6 +125,49 @@ def take_experts(
         )
     log.info("rank %d: sources: %s", rank, why)
     return bank, digests, votes, sources
+
+
+def _offered(
+    place: RankPlace,
+    bank: ExpertBank,
+    placement: Placement,
+    digests: torch.Tensor,
+    deadline_s: float,
+) -> HostCacheClient:
+    """Offer the experts that this rank is the first of its host to hold; collective.
+
+    Raises:
+        MigrationError: a rank could not offer its own, for example without a host cache.
+    """
+    rank, topology, size = place.rank, place.topology, bank.schema.record_bytes
+    beside = {rank, *ranks_beside(rank, topology)}
+    own, first = dict[Record, int](), topology.slots_on(rank).start
+    by_slot = torch.zeros((bank.num_layers, bank.num_slots, 2), dtype=torch.int64)
+    for layer, row in enumerate(placement.slot_to_expert.tolist()):
+        seen = {EMPTY}
+        for slot, expert in enumerate(row):
+            holder = int(topology.rank_of_slot[slot])
+            if holder in beside and expert not in seen:
+                seen.add(expert)
+                if holder == rank:
+                    own[layer, expert] = slot - first
+                    by_slot[layer, slot - first] = digests[layer, expert]
+
+    weights: list[Tensors] = [[bank.records(layer)] for layer in range(bank.num_layers)]
+
+    def offer_own() -> HostCacheClient:
+        client = EngineRecordsClient(
+            place.host_cache,
+            origin_of(weights, digests, "an engine's own experts"),
+            deadline_s=deadline_s,
+            start_deadline_s=deadline_s,
+            device=place.device,
+            ranks_on_host=len(beside),
+        )
+        offer(client, weights, by_slot, own, size)
+        return client
+
+    return together(offer_own, place.groups.votes)
 
 
 def fill_bank(
