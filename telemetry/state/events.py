@@ -36,7 +36,8 @@ OUTAGE = "outage"  # kind: tokens came again after a time without any
 COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
 WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
-# Stages of that, from the known break to the end of the first pass; their seconds are its detail.
+REGROUPED = "regrouped"  # kind: ranks joined or left as planned
+# Stages of both, from the known break to the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
 OUTAGES = Table("outages", is_ordered=True)  # by their ends

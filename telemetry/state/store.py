@@ -27,6 +27,7 @@ from eplb.errors import ConfigError
 from eplb.settings.tree import without_password as without_password
 from telemetry.state.backend import Backend
 from telemetry.state.events import EventPart
+from telemetry.state.groups import GroupPart
 from telemetry.state.lease import LeasePart, LeaseWatch
 from telemetry.state.live import LivePart
 from telemetry.state.membership import MembershipPart
@@ -43,6 +44,7 @@ class StateStore(
     SamplePart,
     PlacementPart,
     MembershipPart,
+    GroupPart,
     ProposalPart,
     LeasePart,
     TaskPart,
