@@ -153,6 +153,18 @@ def shortage(wanted: Collection[int], placement: Placement, topology: Topology) 
     )
 
 
+def leavers(wanted: Collection[int] | None, topology: Topology) -> tuple[int, ...]:
+    """Members that should not serve any more.
+
+    Args:
+        wanted: ranks that should serve; None: all.
+        topology: all ranks; the live ones are members.
+    """
+    if wanted is None:
+        return ()
+    return tuple(sorted(set(np.flatnonzero(topology.alive).tolist()) - set(wanted)))
+
+
 def phase_of(
     wanted: Collection[int],
     placement: Placement | None,
@@ -167,23 +179,20 @@ def phase_of(
         topology: all ranks; the live ones are members.
         ready: ranks that have proved themselves and wait to be admitted.
     """
-    members = set(np.flatnonzero(topology.alive).tolist())
-    leavers, joiners = members - set(wanted), set(wanted) - members
+    leaving = leavers(wanted, topology)
+    joiners = sorted(set(wanted) - set(np.flatnonzero(topology.alive).tolist()))
     held = np.zeros(topology.num_ranks, dtype=np.int64)
     if placement is not None:
         held = slots_in_use(placement, topology).sum(axis=0)
-    full = [rank for rank in sorted(leavers) if held[rank]]
-    absent = sorted(joiners - set(ready))
+    full = [rank for rank in leaving if held[rank]]
+    absent = [rank for rank in joiners if rank not in ready]
     if full:
         left = int(held[full].sum())
         return "draining", f"{left} slots of all layers hold experts on ranks {spans(full)}"
     if absent:
         return "waiting", f"not ready to be admitted: ranks {spans(absent)}"
     if joiners:
-        return "joining", f"ready to be admitted: ranks {spans(sorted(joiners))}"
-    if leavers:
-        return (
-            "leaving",
-            f"without experts, they leave the group next: ranks {spans(sorted(leavers))}",
-        )
+        return "joining", f"ready to be admitted: ranks {spans(joiners)}"
+    if leaving:
+        return "leaving", f"without experts, they leave the group next: ranks {spans(leaving)}"
     return "settled", ""
