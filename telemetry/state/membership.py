@@ -1,4 +1,4 @@
-"""Planned changes of the ranks that serve, and ranks that are ready to join.
+"""Planned changes of the ranks that serve.
 
     asked ---> open ---> done        the run that began has the wanted ranks, and no others
                    +---> failed      it cannot end so any more; the record says why
@@ -15,7 +15,7 @@ The epoch is the number of the latest recorded group (``Recovery.membership``), 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from eplb.errors import EplbError, StaleRevision
@@ -29,7 +29,6 @@ Ended = Literal["", "done", "failed", "cancelled"]
 MEMBERS = "members"  # kind of event: which ranks should serve, and how that operation ended
 CHANGE = "membership_change"  # the latest, in HEAD
 CHANGES = Table("membership_changes", is_ordered=True)  # by id, in the order of their times
-JOINERS = Table("joiners")  # rank -> its offer
 KEPT_CHANGES_S = 30 * 86_400.0  # for which a repeated id is known
 
 
@@ -59,24 +58,17 @@ class MembershipChange:
         return self.wanted if self.ended in ("", "done") else self.before
 
 
-@dataclass(frozen=True)
-class Joiner:
-    """A rank that is no member, has proved itself, and waits to be admitted."""
-
-    rank: int
-    host: str
-    process: str  # tells two processes with one rank number apart
-    membership: int  # epoch that it knows
-    time: float = 0.0  # of the offer, by the store's clock
-    detail: dict[str, Any] = field(default_factory=dict)  # what it proved
-
-
 class MembershipPart(Part):
-    """Which ranks should serve, and who waits to be one."""
+    """Which ranks should serve."""
 
     def membership_change(self) -> MembershipChange | None:
         """Return the latest operation; None: all ranks of the topology should serve."""
         return change_in(self.backend)
+
+    def wanted_ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks that should serve; None: all ranks of the topology."""
+        latest = self.membership_change()
+        return None if latest is None else latest.should_serve
 
     def change_of_id(self, change_id: str) -> MembershipChange | None:
         """Return an operation of the last 30 days, or None."""
@@ -162,31 +154,6 @@ class MembershipPart(Part):
 
         return self.backend.decide(f"end of membership operation {change_id!r}", decision)
 
-    def offer_to_join(self, joiner: Joiner) -> None:
-        """Record that a rank is ready to be admitted, in place of its last offer."""
-
-        def decision(change: Change) -> None:
-            known = change.get(JOINERS, joiner.rank)
-            change.put(JOINERS, joiner.rank, encode(replace(joiner, time=change.time)))
-            if known is None or _joiner_of(known).process != joiner.process:
-                change.wake()  # members wait for it; a repeated offer wakes nobody
-
-        self.backend.decide(f"offer of rank {joiner.rank}", decision)
-
-    def joiners(self) -> list[Joiner]:
-        """Return the latest offers, by rank; of ranks that were admitted or have died too."""
-        return [_joiner_of(text) for _, text in self.backend.scan(JOINERS)]
-
-    def withdraw_offer(self, joiner: Joiner) -> None:
-        """Remove the offer of a process, unless another process has replaced it."""
-
-        def decision(change: Change) -> None:
-            known = change.get(JOINERS, joiner.rank)
-            if known is not None and _joiner_of(known).process == joiner.process:
-                change.delete(JOINERS, joiner.rank)
-
-        self.backend.decide(f"end of the offer of rank {joiner.rank}", decision)
-
 
 def change_in(reader: Reader) -> MembershipChange | None:
     """Return the latest operation, also in the middle of a change."""
@@ -233,7 +200,3 @@ def _epoch_in(reader: Reader) -> int:
 
 def _change_of(text: str | bytes) -> MembershipChange:
     return decode(MembershipChange, text, "the record of a membership operation")
-
-
-def _joiner_of(text: str | bytes) -> Joiner:
-    return decode(Joiner, text, "the offer of a rank to join")

@@ -10,7 +10,7 @@ A new kind of record is declared in the module of its subject, as a frozen datac
     runs        starts, reports of ranks, versions of processes
     samples     samples and roll-ups
     placements  placements, migrations, recovery
-    membership  planned changes of the ranks that serve, ranks that are ready to join
+    membership  planned changes of the ranks that serve
     proposals   plans that wait for an approval
     lease       the one controller, and its fencing token
     tasks       requests to the controller
@@ -76,8 +76,8 @@ class StateStore(
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for.
 
-        That is every event, a claimed task, an announcement, survivor report, offer to join and
-        candidates; not a sample, a rank's report or a plan id.
+        That is every event, a claimed task, an announcement, survivor report and candidates; not a
+        sample, a rank's report or a plan id.
         """
         return self.backend.version()
 

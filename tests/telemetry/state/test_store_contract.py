@@ -22,7 +22,7 @@ from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.load.rollup import HOUR, MINUTE, Rollup
 from telemetry.state.live import Control, LiveChange, LiveState
-from telemetry.state.membership import Joiner, MembershipRefused
+from telemetry.state.membership import MembershipRefused
 from telemetry.state.proposals import KEPT_PROPOSALS, Approval, Content, Proposal
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
@@ -54,7 +54,6 @@ PROPOSAL = Proposal(
     bytes=24,
     cost_s=0.5,
 )
-JOINER = Joiner(3, "host-1", "a7", 1, detail={"version": "0.9.0"})
 CONTENT = Content(TARGET, {"explanation": [{"layer": 0, "sentences": ["a", "b"]}]})
 
 
@@ -363,13 +362,18 @@ def test_addresses_of_survivors_are_read_by_membership(open_stores: OpenStore) -
 
 def test_membership_operation_ends_with_the_run_of_its_ranks(open_stores: OpenStore) -> None:
     store, other = open_stores("demo"), open_stores("demo")
-    assert (store.membership_change(), store.epoch(), store.joiners()) == (None, 0, [])
+    assert (store.membership_change(), store.wanted_ranks(), store.epoch()) == (None, None, 0)
     store.begin_run(replace(RUN, topology={"alive": [True, True]}))
     asked = store.change_membership(
         "op-1", [0], asked={"to": 1}, members=[1, 0], reason="save", by="alice"
     )
     assert other.membership_change() == other.change_of_id("op-1") == asked
-    assert (asked.ended, asked.should_serve, asked.before, asked.time) == ("", (0,), (0, 1), 1000.0)
+    assert (asked.ended, store.wanted_ranks(), asked.before, asked.time) == (
+        "",
+        (0,),
+        (0, 1),
+        1000.0,
+    )
 
     other.begin_run(replace(RUN, run="run-1-member1", topology={"alive": [True, False]}))
 
@@ -378,22 +382,6 @@ def test_membership_operation_ends_with_the_run_of_its_ranks(open_stores: OpenSt
     assert store.change_of_id("op-1") == ended
     assert not store.end_membership_change("op-1", "cancelled", why="late")
     assert kinds(other) == ["run", "members", "members", "run"]
-
-
-def test_offer_to_join_is_read_back_replaced_and_withdrawn_by_its_process(
-    open_stores: OpenStore,
-) -> None:
-    store, other = open_stores("demo"), open_stores("demo")
-    newer = replace(JOINER, process="b8", membership=2)
-    store.offer_to_join(JOINER)
-    assert other.joiners() == [replace(JOINER, time=1000.0)]
-
-    other.offer_to_join(newer)
-    store.withdraw_offer(JOINER)
-
-    assert store.joiners() == [replace(newer, time=1000.0)]
-    store.withdraw_offer(newer)
-    assert other.joiners() == []
 
 
 def test_store_that_lost_its_contents_is_restored_with_all_that_is_needed(
@@ -574,10 +562,8 @@ CHANGES: list[Callable[[StateStore], object]] = [
     lambda store: store.suggest(Candidates((((0, 3),),))),
     lambda store: store.add_survivor_report(REPORT),
     lambda store: store.recover(RECORD, expected_membership=0),
-    lambda store: store.offer_to_join(JOINER),
 ]
 QUIET: list[Callable[[StateStore], object]] = [
-    lambda store: store.offer_to_join(JOINER),  # again
     lambda store: store.append([make_sample(0, 0)]),
     lambda store: store.report(RankState("run-1", 0, 0.0, 1, 1, "idle", 0, 0, 1, 0)),
     lambda store: store.add_rollups([make_rollup(0.0)]),
