@@ -207,8 +207,8 @@ def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "")
 
 def ranks_to_start(store: StateStore, launch: Launch) -> tuple[tuple[int, ...], bool]:
     """Ranks that should serve, and whether others serve already without the ranks of this host."""
-    change, run = store.membership_change(), store.current_run()
-    wanted = change.should_serve if change else tuple(range(launch.deployment.topology.num_ranks))
+    found, run = store.wanted_ranks(), store.current_run()
+    wanted = tuple(range(launch.deployment.topology.num_ranks)) if found is None else found
     if run is None or not launch.deployment.description().config.serve_on:
         return wanted, False
     alive = topology_from_dict(dict(run.topology)).alive

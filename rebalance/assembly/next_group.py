@@ -18,6 +18,7 @@ A rank that joins is no member before the switch. It may load and compile as lon
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,13 +52,12 @@ from rebalance.weights.sources import HOST, HostMemory, MappedSlots, map_peers
 from runtime.group import gathered
 from runtime.memory import digest
 from telemetry.state.events import REGROUPED
-from telemetry.state.groups import GroupProposal
+from telemetry.state.groups import GroupProposal, Joiner
 from telemetry.state.joining import serving
-from telemetry.state.membership import Joiner
 from telemetry.state.store import StateStore
 
 FORM_DEADLINE_S = 10.0  # for members and joiners to form their groups
-OFFER_EVERY_S, OFFER_AGE_S = 2.0, 8.0  # a joiner repeats its offer; an older one is of a dead one
+OFFER_EVERY_S = 2.0  # a rank that waits repeats its offer
 GATHER_S = 2.0  # for which those that are ready wait for further ranks that should serve
 AGAIN_S = 2.0  # from a proposal that failed to the next
 PROPOSAL_S = 60.0  # after which a proposal that did not end is replaced
@@ -198,9 +198,9 @@ class NextGroup:
         """Propose the next group, unless one that is still possible is being formed."""
         agent, store = self._built.agent, self._built.store
         now, members, placement = store.backend.now(), agent.members, agent.placement
-        offers = {one.rank: one for one in store.joiners() if now - one.time <= OFFER_AGE_S}
-        change, topology = store.membership_change(), self._place.topology
-        wanted = frozenset(change.should_serve if change else range(topology.num_ranks))
+        offers = {one.rank: one for one in store.joiners()}
+        found, topology = store.wanted_ranks(), self._place.topology
+        wanted = frozenset(range(topology.num_ranks) if found is None else found)
         ready = wanted & offers.keys() - members
         if ready != self._ready:
             self._ready, self._ready_since = ready, time.monotonic()
@@ -423,14 +423,14 @@ def be_admitted(
         StoreError: the store failed.
     """
     rank, store = place.rank, built.store
-    mine = Joiner(rank, attend(()).host, f"{rank}-{time.time_ns():x}", store.epoch())
+    mine = Joiner(rank, attend(()).host, secrets.token_hex(8))
     seen, offer = 0, Deadline.after(0.0, time.monotonic)
     try:
         while not built.agent.voting.wants_halt:
             version = store.version()
             if offer.has_passed:
-                change = store.membership_change()
-                if change is not None and rank not in change.should_serve:
+                wanted = store.wanted_ranks()
+                if wanted is not None and rank not in wanted:
                     log.info("rank %d is not wanted any more", rank)
                     return None
                 if not serving(store, store.backend.now()):

@@ -1,4 +1,4 @@
-"""The next group of ranks, as its lowest member proposes it while the group before it serves.
+"""The next group of ranks: who offers to join it, and how its lowest member proposes it.
 
 proposed ---> formed by all of its ranks ---> Recovery record and commit, in one change
     +-------> replaced by a newer proposal: a rank did not come
@@ -10,11 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from eplb.migration.recovery import Recovery
-from telemetry.state.backend import HEAD, Change
-from telemetry.state.codec import encode
+from telemetry.state.backend import HEAD, Change, Table, Value, text_of
+from telemetry.state.codec import decode, encode
 from telemetry.state.part import RECOVERY, Part, head
 
 PROPOSED = "proposed_group"
+JOINERS = Table("joiners")  # rank -> its offer
+OFFER_AGE_S = 8.0  # a rank that waits repeats its offer earlier; an older one is of a dead process
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """A rank that is no member, is ready to serve, and waits to be admitted."""
+
+    rank: int
+    host: str  # address
+    process: str  # tells two processes with one rank number apart
+    time: float = 0.0  # of the offer, by the store's clock
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,33 @@ class GroupProposal:
 
 
 class GroupPart(Part):
-    """The proposal of the next group."""
+    """Offers to join, and the proposal of the next group."""
+
+    def offer_to_join(self, joiner: Joiner) -> None:
+        """Record that a rank is ready to be admitted, in place of its last offer."""
+
+        def decision(change: Change) -> None:
+            known = change.get(JOINERS, joiner.rank)
+            change.put(JOINERS, joiner.rank, encode(replace(joiner, time=change.time)))
+            if known is None or _joiner_of(known).process != joiner.process:
+                change.wake()  # members wait for it; a repeated offer wakes nobody
+
+        self.backend.decide(f"offer of rank {joiner.rank}", decision)
+
+    def joiners(self) -> list[Joiner]:
+        """Return the offers that stand, by rank."""
+        now, offers = self.backend.now(), self.backend.scan(JOINERS)
+        return [one for _, text in offers if now - (one := _joiner_of(text)).time <= OFFER_AGE_S]
+
+    def withdraw_offer(self, joiner: Joiner) -> None:
+        """Remove the offer of a process, unless another process has replaced it."""
+
+        def decision(change: Change) -> None:
+            known = change.get(JOINERS, joiner.rank)
+            if known is not None and _joiner_of(known).process == joiner.process:
+                change.delete(JOINERS, joiner.rank)
+
+        self.backend.decide(f"end of the offer of rank {joiner.rank}", decision)
 
     def propose_group(self, proposal: GroupProposal) -> GroupProposal | None:
         """Record a proposal under a new number; None: its base serves no longer."""
@@ -60,3 +98,7 @@ class GroupPart(Part):
     def proposed_group(self) -> GroupProposal | None:
         """Return the latest proposal, or None before the first."""
         return head(self.backend, GroupProposal, PROPOSED, "the proposal of a group")
+
+
+def _joiner_of(text: Value) -> Joiner:
+    return decode(Joiner, text_of(text), "the offer of a rank to join")

@@ -11,6 +11,7 @@ A new kind of record is declared in the module of its subject, as a frozen datac
     samples     samples and roll-ups
     placements  placements, migrations, recovery
     membership  planned changes of the ranks that serve
+    groups      the next group of ranks: offers to join, and its proposal
     proposals   plans that wait for an approval
     lease       the one controller, and its fencing token
     tasks       requests to the controller
@@ -76,8 +77,8 @@ class StateStore(
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for.
 
-        That is every event, a claimed task, an announcement, survivor report and candidates; not a
-        sample, a rank's report or a plan id.
+        That is every event, a claimed task, an announcement, survivor report, offer to join and
+        candidates; not a sample, a rank's report or a plan id.
         """
         return self.backend.version()
 
