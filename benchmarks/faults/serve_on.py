@@ -22,6 +22,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Event
@@ -46,7 +47,14 @@ STEADY_S, DEADLINE_S, POLL_S, GRACE_S = 3.0, 120.0, 0.02, 1.0
 class OneHost:
     """One life of a deployment on one host."""
 
-    def __init__(self, stack: ExitStack, folder: Path, num_ranks: int, given: Any) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        num_ranks: int,
+        given: Any,
+        wanted: Sequence[int] | None = None,
+    ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         (tokens := folder / "tokens").mkdir(parents=True)
         self.tokens = tokens
@@ -75,7 +83,10 @@ class OneHost:
             self.prepared = prepare(options, settings, state)
         finally:
             state.close()
-        self.ranks, self._checks_read, self.checks = set(range(num_ranks)), 0, list[Any]()
+        self.ranks = set(range(num_ranks) if wanted is None else wanted)
+        self._checks_read, self.checks = 0, list[Any]()
+        if wanted is not None:
+            self.want(wanted, "start")
         engine = str(self.prepared.engine_path)
         paced = ("--module", "benchmarks.faults.paced_engine", "--", engine)
         commands = {
@@ -93,6 +104,13 @@ class OneHost:
         for one in self.processes.values():
             one.start()
             stack.callback(one.kill)
+
+    def want(self, ranks: Iterable[int], name: str) -> None:
+        """Ask for these ranks to serve."""
+        with closing(self.prepared.deployment.opened_store()) as store:
+            store.change_membership(
+                name, list(ranks), asked=name, members=self.ranks, reason=name, by="benchmark"
+            )
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
