@@ -418,7 +418,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             notifier.alive()
             if ranks.waits_for is not None:
                 waits.note(ranks.waits_for)
-            for rank in rejoins.due(ranks):
+            for rank in rejoins.due(ranks) if not stop.received else ():
                 say(f"rank {rank} is started, to join those that serve")
                 heart.stop()  # for the fork
                 ranks.join(rank, launch.environment(rank_file, rank, [rank], joins=True))

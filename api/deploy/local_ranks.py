@@ -175,7 +175,7 @@ class LocalRanks:
 
     def absent(self, ranks: Collection[int]) -> frozenset[int]:
         """Those of ``ranks`` that do not run; none before the others serve on without them."""
-        running = {r for r, one in self._processes.items() if one.poll() is None}
+        running = self._running().keys()
         is_serving = (self._serves_on or not self._starting) and not self._halted & running
         ended = self._processes.keys() - running - (self._lost if self._serves_on else set())
         return frozenset(ranks) - running - ended if is_serving else frozenset()
@@ -190,9 +190,9 @@ class LocalRanks:
 
         A rank that has ended on its own gives the others a deadline, and so does a signal, which
         they get too. A rank that has left its serving loop has a longer one to exit, and is no
-        failure if it misses that. A rank that the survivors of a death have excluded is killed at
-        once: they have agreed without it, and it may be stopped. Where survivors serve on, the
-        death is over once they have begun their next run.
+        failure if it misses that. A rank that the survivors of a death have excluded is killed:
+        they have agreed without it, and it may be stopped. Where survivors serve on, the death is
+        over once they have begun their next run.
 
         Args:
             stop: the signals of this process.
@@ -202,8 +202,9 @@ class LocalRanks:
         first, deadline, is_told, is_exiting, run = "", float("inf"), False, False, ""
         look_at = time.monotonic() + EXCLUDED_LOOK_S
         try:
-            while left := {r: p for r, p in self._processes.items() if p.poll() is None}:
-                alive()
+            while self._running():
+                alive()  # it may start a rank
+                left = self._running()
                 self._wait_for_one(left)
                 if self._serves_on and self._run != run:
                     first, deadline, run = "", float("inf"), self._run
@@ -234,6 +235,9 @@ class LocalRanks:
             return first or self._first_failure() or self._common_failure()
         finally:
             self._close()
+
+    def _running(self) -> dict[int, RankProcess]:
+        return {rank: one for rank, one in self._processes.items() if one.poll() is None}
 
     def _leave_out(self, those: set[int]) -> None:
         """End ranks that the latest record excludes, unless they join again or end by themselves.

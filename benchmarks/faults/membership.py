@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from threading import Event
@@ -51,7 +52,7 @@ def intervals(host: OneHost, ranks: set[int], since: float) -> list[float]:
     found = []
     for rank in ranks:
         times = [at for at in host.times(rank) if at >= since]
-        found += [after - before for before, after in zip(times, times[1:], strict=False)]
+        found += [after - before for before, after in pairwise(times)]
     return found
 
 
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--silence", type=float, default=0.0, help="agent.silence_s")
     given = parser.parse_args()
+    given.restarts = given.joins
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["EPLB_SECRET"] = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as name:

@@ -73,6 +73,8 @@ class OneHost:
             "agent.serve_on": True,
             "agent.silence_s": given.silence,
             "deployment.name": f"serve-on-{os.getpid()}",
+            # Beyond it a dead rank is started again, to join the others, only after a minute.
+            "supervision.restart_after_death": given.restarts,
             "deployment.state_dir": folder / "state",
         }
         settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     parser.add_argument("--json", type=Path, help="file for the rows")
     given = parser.parse_args()
+    given.restarts = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["EPLB_SECRET"] = secrets.token_hex(16)
     rng, rows, num_checks, num_wrong = random.Random(given.seed), list[dict[str, float]](), 0, 0

@@ -194,7 +194,7 @@ class EmbeddedRank:
             try:
                 if formed is not None:
                     return change_group(built, place, formed, steps, stages)
-                if await_exclusion(self.agent, built.store, place):
+                if self._next.leaves and await_exclusion(self.agent, built.store, place):
                     report_halt(rank, self._environ)
                     self.has_left = True
                     return None

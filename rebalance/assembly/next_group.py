@@ -128,6 +128,8 @@ class NextGroup:
         self._forming = Thread()
         self._formed: Formed | None = None
         self._seen = self._failed = 0  # ids of proposals
+        self._quiet_looks = 0
+        self.leaves = False  # whether the proposal for which it votes is without this rank
         self._ready, self._ready_since = frozenset[int](), 0.0
 
     def look(self) -> None:
@@ -139,26 +141,34 @@ class NextGroup:
         agent, voting = self._built.agent, self._built.agent.voting
         if self._is_over.is_set() or voting.switch_at is not None:
             return
-        proposal = self._standing()
-        if self._formed is not None and self._formed.groups.votes.dead():
-            self._failed = self._formed.proposal.id
+        proposal, formed = self._standing(), self._formed
+        if formed is not None and formed.groups.votes.dead():
+            self._failed = formed.proposal.id
         standing = proposal if proposal and proposal.id != self._failed else None
         if standing is None or voting.next_group not in (0, standing.id):
-            voting.next_group = 0
-            formed, self._formed = self._formed, None
-            if formed is not None:
-                formed.close()
-        if proposal is not None and proposal.id != self._seen and not self._forming.is_alive():
-            self._seen = proposal.id
-            if self._place.rank not in proposal.members:
-                voting.next_group = proposal.id
+            voting.next_group, self.leaves = 0, False
+        if formed is not None and (standing is None or standing.id != formed.proposal.id):
+            self._give_up(formed)
+        elif standing is not None and standing.id > self._seen and not self._forming.is_alive():
+            self._seen = standing.id
+            if self._place.rank not in standing.members:
+                voting.next_group, self.leaves = standing.id, True
             else:
                 self._forming = Thread(
-                    target=self._form, args=(proposal,), name="eplb-next-group", daemon=True
+                    target=self._form, args=(standing,), name="eplb-next-group", daemon=True
                 )
                 self._forming.start()
         if self._place.rank == min(agent.members):
             self._propose(standing)
+
+    def _give_up(self, formed: Formed) -> None:
+        """Leave groups that came to nothing, once no vote under way can still decide for them."""
+        self._built.agent.voting.next_group = 0
+        pending = self._built.agent.voter.pending
+        self._quiet_looks = 0 if pending and pending[0].next_group else self._quiet_looks + 1
+        if self._quiet_looks > 1:  # at the first one a verdict may have been about to be applied
+            self._formed, self._quiet_looks = None, 0
+            formed.close()
 
     def take(self) -> Formed | None:
         """End this part; gives the groups that were formed."""
@@ -218,7 +228,8 @@ class NextGroup:
             is_possible = (
                 joiners <= wanted
                 and not (members - frozenset(standing.members)) & wanted
-                and all(r in offers and standing.has(r, offers[r].process) for r in joiners)
+                # One that forms groups repeats no offer; its death shows in the groups.
+                and all(standing.has(r, offers[r].process) for r in joiners & offers.keys())
             )
             if is_possible and now - standing.time < PROPOSAL_S:
                 return
