@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,8 @@ from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang import engine
 
 OF_DEAD = 0  # the expert that the engine names in slots of ranks that are not active
+
+Maps = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def survivors_map(
 
 
 def rebalance_experts(
-    original: Callable[..., Any],
+    original: Callable[..., Maps],
     weight: torch.Tensor,
     num_replicas: int,
     num_groups: int,
@@ -64,7 +65,7 @@ def rebalance_experts(
     num_gpus: int,
     enable_hierarchical: bool,
     active_ranks: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Maps:
     """In place of the engine's function while a rank is missing; the same arguments and answer.
 
     Where no map fits, on all ranks alike, the engine's own answer is given.
