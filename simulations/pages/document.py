@@ -83,7 +83,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of text; the first column is on the left, numbers on the right."""
 
     headings: Cells
@@ -96,12 +96,12 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     """What a page has, in its order."""
 
     title: str
     conclusions: Sequence[str]
-    tables: Sequence[Table]
+    tables: Sequence[TextTable]
     figures: Sequence[Figure]
     inputs: dict[str, object]  # by what they are called; the command is among them
     limits: str = "No queue and no scheduler is modelled: batches are full."
@@ -139,7 +139,7 @@ class Page:
         )
 
 
-def _table(table: Table) -> str:
+def _table(table: TextTable) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in table.headings)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
@@ -213,7 +213,7 @@ MARKS = {"triangle-up": "^", "circle": "o", "square": "s", "diamond": "D", None:
 TEXT_COLUMNS = 110
 
 
-def write_pictures(folder: Path, page: Page) -> list[Path]:
+def write_pictures(folder: Path, page: ReportPage) -> list[Path]:
     """Write a file for each figure, named by its title; each is whole or not there.
 
     Raises:

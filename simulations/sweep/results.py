@@ -18,7 +18,7 @@ from typing import Any
 from eplb.errors import ConfigError
 from eplb.packages import needed_for
 from simulations.report import write_whole
-from simulations.sweep.grid import Task
+from simulations.sweep.grid import SweepTask
 
 SCHEMA, SCHEMA_KEY = 1, b"eplb.sweep.schema"
 
@@ -100,7 +100,7 @@ class Results:
         except OSError as exc:
             raise ConfigError(f"{folder} cannot be made: {exc.strerror or exc}") from exc
 
-    def finished(self, tasks: Iterable[Task]) -> dict[str, Row]:
+    def finished(self, tasks: Iterable[SweepTask]) -> dict[str, Row]:
         """Rows of the tasks that are finished, by digest.
 
         Raises:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from eplb.errors import ConfigError
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.planning import System
-from rebalance.engines.common.start import Group, group_of
+from rebalance.engines.common.start import EngineGroup, group_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planning import RULES, Shape
 
@@ -66,7 +66,7 @@ def refusal() -> str:
     return ""
 
 
-def group() -> Group:
+def group() -> EngineGroup:
     """The EP group of this process: replicas of the model are groups."""
     from sglang.srt.runtime_context import get_parallel
 

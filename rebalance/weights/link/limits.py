@@ -60,7 +60,7 @@ class TokenBucket:
         self._at = now
 
 
-class Budget:
+class ByteBudget:
     """A budget of bytes a second for one direction, shared by threads. Each pays, then moves."""
 
     def __init__(self, bytes_per_second: float, is_closing: threading.Event) -> None:
