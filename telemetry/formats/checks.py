@@ -42,6 +42,14 @@ class TargetDeployment:
     slot_bytes: int = 0  # weights of one expert as served
 
 
+def _error(code: str, text: str) -> FormatFinding:
+    return FormatFinding(code, True, text)
+
+
+def _warning(code: str, text: str) -> FormatFinding:
+    return FormatFinding(code, False, text)
+
+
 def findings(
     file: PlacementFile, target: Target, deployment: TargetDeployment
 ) -> list[FormatFinding]:
@@ -68,21 +76,16 @@ def _shape(
     redundant = placement.num_slots - placement.num_experts
     told = deployment.num_redundant
     if told is not None and told != redundant:
-        yield FormatFinding(
+        yield _error(
             "redundancy",
-            True,
             f"{placement.num_slots} slots for {placement.num_experts} experts are {redundant} "
             f"redundant ones, the deployment has {told}",
         )
     empty = int((placement.slot_to_expert == EMPTY).sum())
     if empty and target != "eplb":
-        yield FormatFinding(
-            "empty-slots", True, f"{empty} slots hold no expert, expected one in each"
-        )
+        yield _error("empty-slots", f"{empty} slots hold no expert, expected one in each")
     if target == "vllm" and redundant > MAX_REDUNDANT:
-        yield FormatFinding(
-            "redundancy", True, f"{redundant} redundant experts, vLLM has {MAX_REDUNDANT}"
-        )
+        yield _error("redundancy", f"{redundant} redundant experts, vLLM has {MAX_REDUNDANT}")
 
 
 def _ranks(
@@ -91,16 +94,12 @@ def _ranks(
     placement = file.placement
     num_ranks = deployment.num_ranks or file.num_ranks
     if num_ranks is None:
-        yield FormatFinding("ranks", False, "checks by rank need --ranks and were not made")
+        yield _warning("ranks", "checks by rank need --ranks and were not made")
         return
     if file.num_ranks not in (None, num_ranks):
-        yield FormatFinding(
-            "ranks", True, f"the file is for {file.num_ranks} ranks, not {num_ranks}"
-        )
+        yield _error("ranks", f"the file is for {file.num_ranks} ranks, not {num_ranks}")
     if placement.num_slots % num_ranks:
-        yield FormatFinding(
-            "divides", True, f"{placement.num_slots} slots do not divide by {num_ranks} ranks"
-        )
+        yield _error("divides", f"{placement.num_slots} slots do not divide by {num_ranks} ranks")
         return
     topology = Topology.uniform(1, num_ranks, placement.num_slots // num_ranks)
     twice = duplicate_replicas(placement, topology)
@@ -117,15 +116,13 @@ def _ranks(
         )
     most = int(placement.replica_count.max())
     if most > num_ranks:
-        yield FormatFinding(
-            "replicas", False, f"an expert has {most} replicas on {num_ranks} ranks"
-        )
+        yield _warning("replicas", f"an expert has {most} replicas on {num_ranks} ranks")
     each = placement.num_slots // num_ranks
     if deployment.slot_bytes:
         total = each * placement.num_layers * deployment.slot_bytes
-        yield FormatFinding("memory", False, f"experts take {total / 2**30:.1f} GiB on each rank")
+        yield _warning("memory", f"experts take {total / 2**30:.1f} GiB on each rank")
     if deployment.num_nodes and num_ranks % deployment.num_nodes:
-        yield FormatFinding("nodes", True, f"{num_ranks} ranks on {deployment.num_nodes} nodes")
+        yield _error("nodes", f"{num_ranks} ranks on {deployment.num_nodes} nodes")
 
 
 def _model(file: PlacementFile, deployment: TargetDeployment) -> Iterator[FormatFinding]:
@@ -134,21 +131,18 @@ def _model(file: PlacementFile, deployment: TargetDeployment) -> Iterator[Format
         return
     placement = file.placement
     if placement.num_experts != model.num_experts:
-        yield FormatFinding(
-            "experts", True, f"{placement.num_experts} experts, the model has {model.num_experts}"
+        yield _error(
+            "experts", f"{placement.num_experts} experts, the model has {model.num_experts}"
         )
         return
     if file.layers.axis == "model" and set(file.layers.ids) != set(model.layer_ids):
-        yield FormatFinding(
+        yield _error(
             "layers",
-            True,
             f"layers {file.layers.ids[0]}..{file.layers.ids[-1]} ({len(file.layers.ids)}), "
             f"the model has {model.layer_ids[0]}..{model.layer_ids[-1]} ({model.num_layers})",
         )
     if file.layers.axis == "ordinal" and placement.num_layers != model.num_layers:
-        yield FormatFinding(
-            "layers", True, f"{placement.num_layers} layers, the model has {model.num_layers}"
-        )
+        yield _error("layers", f"{placement.num_layers} layers, the model has {model.num_layers}")
     nodes, ranks = deployment.num_nodes, deployment.num_ranks or file.num_ranks
     if not nodes or not ranks or model.num_expert_groups == 1 or placement.num_slots % nodes:
         return
@@ -159,28 +153,24 @@ def _model(file: PlacementFile, deployment: TargetDeployment) -> Iterator[Format
     pairs[layer, group[layer, slot], node[slot]] = True
     spread = float((pairs.sum(axis=2) > 1).mean())
     if spread:
-        yield FormatFinding(
-            "groups", False, f"{spread:.0%} of the expert groups stand on several nodes"
-        )
+        yield _warning("groups", f"{spread:.0%} of the expert groups stand on several nodes")
 
 
 def _engine(file: PlacementFile, target: Target) -> Iterator[FormatFinding]:
     axis = file.layers.axis
     if target in ("vllm", "ascend") and axis == "hidden":
-        yield FormatFinding(
+        yield _error(
             "dense-rows",
-            True,
             "rows may be dense layers, which the engine does not count: give "
             "--layer-ids, --first-moe-layer or --model",
         )
     if target in ("sglang", "trtllm") and axis == "ordinal":
-        yield FormatFinding("layers", True, "layer numbers are not known, which the engine needs")
+        yield _error("layers", "layer numbers are not known, which the engine needs")
     if target == "vllm":
-        yield FormatFinding("experimental", False, EXPERIMENTAL)
+        yield _warning("experimental", EXPERIMENTAL)
     if target == "trtllm":
-        yield FormatFinding(
+        yield _warning(
             "ignored",
-            False,
             "the engine ignores the section in silence unless it knows the "
             "architecture, expert parallelism is on and attention data parallelism is on",
         )
