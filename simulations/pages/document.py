@@ -18,7 +18,7 @@ import numpy as np
 
 from eplb.errors import ConfigError
 from eplb.packages import needed_for
-from simulations.report import write_whole
+from telemetry.formats.bounded import write_atomically
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -112,7 +112,7 @@ class ReportPage:
         Raises:
             ConfigError: the file cannot be written.
         """
-        write_whole(path, self._html())
+        write_atomically(path, self._html().encode())
 
     def _html(self) -> str:
         from plotly.offline import get_plotlyjs
@@ -229,7 +229,7 @@ def write_pictures(folder: Path, page: ReportPage) -> list[Path]:
     written = []
     for figure in page.figures:
         path = folder / f"{re.sub('[^a-z0-9]+', '-', figure.title.lower()).strip('-')}.png"
-        write_whole(path, _png(figure, page.title))
+        write_atomically(path, _png(figure, page.title))
         written.append(path)
     return written
 

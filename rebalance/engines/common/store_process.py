@@ -287,7 +287,7 @@ def identity_of(
         rank: which.
         model: layers and experts of the samples.
         topology: slots of all ranks.
-        planning: further fields of ``Identity``, where the process plans.
+        planning: further fields of ``SampleOrigin``, where the process plans.
     """
     described = model_to_dict(model), topology_to_dict(topology)
     info = RunInfo(joined.run, time.time(), *described, settings.telemetry.window_steps)
