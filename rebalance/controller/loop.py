@@ -33,7 +33,7 @@ from eplb.versions import CONTROLLER as COMPONENT
 from eplb.versions import Announcement, refusal
 from rebalance.controller.due import Due, Failures
 from rebalance.controller.lease import ControllerLease, new_holder
-from rebalance.controller.load import Arrivals, Group
+from rebalance.controller.load import Arrivals, ServingGroup
 from rebalance.controller.open_migration import OpenPlan
 from rebalance.controller.plans.planning import Planning
 from rebalance.controller.plans.proposals import CONTROLLER, Why, waiting
@@ -85,7 +85,7 @@ class Controller:
             store, holder or new_holder(), settings.lease_ttl_s, clock=monotonic
         )
         self._arrivals = Arrivals(store, settings.phase, clock)
-        self._group: Group | None = None
+        self._group: ServingGroup | None = None
         self._fits_ranks = False  # whether it works with the version of their group
         self._planned_window = -1  # newest window that was planned on
         self._open = OpenPlan(store, monotonic)
@@ -133,7 +133,7 @@ class Controller:
         except FencedOut as exc:
             self._lease.lose(str(exc))
 
-    def _check_version(self, group: Group) -> None:
+    def _check_version(self, group: ServingGroup) -> None:
         """Stop leading while the ranks are of a version that this controller cannot work with."""
         ranks = ranks_of(self._store, group.run.run)  # stored in one change with their start
         why = refusal(Announcement(COMPONENT, self._lease.holder), ranks) if ranks else ""
@@ -142,7 +142,7 @@ class Controller:
             self._note_error("version", ConfigError(why))
             self._lease.give_up()
 
-    def _lead(self, group: Group) -> None:
+    def _lead(self, group: ServingGroup) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""
         self._arrivals.report_rejected()
         self._follow_live_settings()
@@ -184,7 +184,7 @@ class Controller:
 
     # -- plans
 
-    def _plan_if_due(self, group: Group) -> None:
+    def _plan_if_due(self, group: ServingGroup) -> None:
         before, due = self._planned_window, copy(self._due)
         try:
             self._plan_on_new_window(group)
@@ -196,7 +196,7 @@ class Controller:
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)
 
-    def _plan_on_new_window(self, group: Group) -> None:
+    def _plan_on_new_window(self, group: ServingGroup) -> None:
         windows = group.complete_windows()
         if not windows or windows[-1].index <= self._planned_window:
             return
@@ -268,7 +268,7 @@ class Controller:
 
     # -- back to an earlier placement
 
-    def _take_back(self, group: Group, judged: Judged, serving: Placement) -> bool:
+    def _take_back(self, group: ServingGroup, judged: Judged, serving: Placement) -> bool:
         """Publish the way back from a plan that made its first windows worse; whether it did."""
         loss, promise, given = self._live.settings.rollback_loss, judged.promise, judged.given
         if not loss or given > -loss:

@@ -19,7 +19,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
 from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.planning import System
-from rebalance.engines.common.start import Group, group_of
+from rebalance.engines.common.start import EngineGroup, group_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planning import RULES, Shape
 
@@ -87,7 +87,7 @@ def rule_of_replicas() -> DispatchRule:
     return DispatchRule.SGLANG_STATIC if is_static else DispatchRule.EVEN
 
 
-def group() -> Group:
+def group() -> EngineGroup:
     """The EP group of this process: replicas of the model are groups."""
     from sglang.srt.runtime_context import get_parallel
 

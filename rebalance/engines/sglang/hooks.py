@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import Group, facts_of, join, reason_of
+from rebalance.engines.common.start import EngineGroup, facts_of, join, reason_of
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.rounds import Rounds
-from rebalance.engines.sglang.tap import LoadTap
+from rebalance.engines.sglang.tap import PassTap
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Hooks:
 
     def __init__(self, settings: PluginSettings) -> None:
         self._settings = settings
-        self._tap = LoadTap()
+        self._tap = PassTap()
         self._targets: tuple[str, ...] = ()
         self._is_on = False  # decided for all ranks, whatever happens to this one
         # Also for all: elastic ranks get the map after a death, until one of them has returned.
@@ -56,7 +56,7 @@ class Hooks:
 
     def manager_made(self, _result: None, manager: Any, *_: Any, **__: Any) -> None:
         """Decide with the other ranks whether the plug-in works in this start."""
-        group = Group()
+        group = EngineGroup()
         try:
             refusal = self._refusal()
             group = engine.group()
