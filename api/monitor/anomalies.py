@@ -18,12 +18,13 @@ from typing import Annotated, Literal
 from api.monitor.counts import anomaly_of
 from api.monitor.state import EPOCH, FindingKind, Grade, Reading, Symptom
 from eplb.declared import Meaning
-from telemetry.state.events import MEMBERSHIP, Event, outage_of
+from telemetry.state.events import MEMBERSHIP, RESTART, Event, outage_of
 
 KEPT = 1000
 AROUND_S, MOST_EVENTS = 30.0, 8  # events before and after its beginning that tell why
 TELLING = frozenset(
-    {"recovery", MEMBERSHIP, "restore", "error", "abort", "reject", "lease", "control", "run"}
+    {"recovery", MEMBERSHIP, RESTART, "restore", "error", "abort", "reject", "lease", "control"}
+    | {"run"}
 )
 
 Severity = Literal["critical", "warning", "notice"]
