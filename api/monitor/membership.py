@@ -142,6 +142,8 @@ def membership_of(
         live: the live settings, which may keep experts from moving.
         ready: ranks that have proved themselves and wait to be admitted.
     """
+    if placement is not None and placement.num_slots != topology.num_slots:
+        placement = None  # of the ranks of another start
     everyone = range(topology.num_ranks)
     members = tuple(np.flatnonzero(topology.alive).tolist())
     wanted = tuple(everyone) if change is None else change.should_serve

@@ -182,7 +182,7 @@ def phase_of(
     leaving = leavers(wanted, topology)
     joiners = sorted(set(wanted) - set(np.flatnonzero(topology.alive).tolist()))
     held = np.zeros(topology.num_ranks, dtype=np.int64)
-    if placement is not None:
+    if placement is not None and leaving:
         held = slots_in_use(placement, topology).sum(axis=0)
     full = [rank for rank in leaving if held[rank]]
     absent = [rank for rank in joiners if rank not in ready]
