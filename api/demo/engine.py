@@ -137,10 +137,12 @@ def _serve(
     figures: Figures,
 ) -> None:
     """The engine's loop; the agent is called before each forward pass."""
-    agent, here, num_ranks = rank.agent, rank.place.rank, rank.place.topology.num_ranks
+    agent, here, has_tokens = rank.agent, rank.place.rank, rank.place.topology.has_tokens
+    number = int(has_tokens[:here].sum()) if has_tokens[here] else -1
+    num_ranks = int(has_tokens.sum())
     is_cuda, seed = rank.place.device.type == "cuda", engine.load.seed
-    batches = Batches(engine.load, here, num_ranks, rank.place.device)
-    sampling = Sampling(engine.checks.every, here, num_ranks)
+    batches = Batches(engine.load, number, num_ranks, rank.place.device)
+    sampling = Sampling(engine.checks.every, number, num_ranks)
     begun, in_flight = time.monotonic(), Completion(is_cuda=is_cuda)
     while agent.step():
         started = time.perf_counter()
