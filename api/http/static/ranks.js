@@ -45,7 +45,7 @@ export function showRanks(state, heat) {
     text(cells[7], count(one.experts));
     text(cells[8], count(one.sole_experts));
     text(cells[9], rank.generation);
-    keyed(cells[10], ORDERS[one.state], (verb) => verb, (verb) => {
+    keyed(cells[10], state.membership.wanted.includes(one.rank) && rank.phase !== "joining" ? ORDERS[one.state] : [], (verb) => verb, (verb) => {
       const button = element("button", { type: "button", "aria-label": `${verb} rank ${one.rank}` }, verb);
       button.addEventListener("click", async () => {
         await order(button, verb, node.line);
