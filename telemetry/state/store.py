@@ -10,6 +10,7 @@ A new kind of record is declared in the module of its subject, as a frozen datac
     runs        starts, reports of ranks, versions of processes
     samples     samples and roll-ups
     placements  placements, migrations, recovery
+    membership  planned changes of the ranks that serve
     proposals   plans that wait for an approval
     lease       the one controller, and its fencing token
     tasks       requests to the controller
@@ -28,6 +29,7 @@ from telemetry.state.backend import Backend
 from telemetry.state.events import EventPart
 from telemetry.state.lease import LeasePart, LeaseWatch
 from telemetry.state.live import LivePart
+from telemetry.state.membership import MembershipPart
 from telemetry.state.placements import PlacementPart
 from telemetry.state.proposals import ProposalPart
 from telemetry.state.redis_address import SCHEMES
@@ -37,7 +39,15 @@ from telemetry.state.tasks import TaskPart
 
 
 class StateStore(
-    RunsPart, SamplePart, PlacementPart, ProposalPart, LeasePart, TaskPart, LivePart, EventPart
+    RunsPart,
+    SamplePart,
+    PlacementPart,
+    MembershipPart,
+    ProposalPart,
+    LeasePart,
+    TaskPart,
+    LivePart,
+    EventPart,
 ):
     """One deployment's memory. Methods may be called from any thread.
 
