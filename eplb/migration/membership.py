@@ -42,9 +42,10 @@ def wanted_for(
     node have the fewest. Retired are: ranks that do not serve; then those of the fullest failure
     domain, host and node; then the one with the fewest experts that no other rank would hold. No
     rank is retired without which expert groups have to leave their nodes, if another one can be.
+    Ranks without slots, which have tokens alone, stay as they are.
 
     Args:
-        count: how many.
+        count: how many ranks with slots.
         wanted: ranks that should serve until now.
         placement: serves, in the slots of ``topology``.
         topology: all ranks; the live ones are members.
@@ -57,9 +58,9 @@ def wanted_for(
     able = np.flatnonzero(topology.slots_of_rank).tolist()
     if not 1 <= count <= len(able):
         raise TopologyError(
-            f"{count} ranks are to serve, expected 1..{len(able)}: the topology has no more"
+            f"{count} ranks are to serve, expected 1..{len(able)}: so many have slots"
         )
-    chosen = set(wanted)
+    chosen = set(wanted) & set(able)
     while len(chosen) < count:
         others = [rank for rank in able if rank not in chosen]
         chosen.add(min(others, key=lambda rank: (*_crowd(rank, chosen, topology), rank)))
@@ -75,7 +76,7 @@ def wanted_for(
             )
         costs = _costs_of_retiring(fit, chosen, holds, topology, num_groups)
         chosen.remove(min(costs, key=costs.__getitem__))
-    return tuple(sorted(chosen))
+    return tuple(sorted(chosen | (set(wanted) - set(able))))
 
 
 def _crowd(rank: int, chosen: Collection[int], topology: Topology) -> tuple[int, int, int]:
@@ -182,7 +183,7 @@ def phase_of(
     leaving = leavers(wanted, topology)
     joiners = sorted(set(wanted) - set(np.flatnonzero(topology.alive).tolist()))
     held = np.zeros(topology.num_ranks, dtype=np.int64)
-    if placement is not None:
+    if placement is not None and leaving:
         held = slots_in_use(placement, topology).sum(axis=0)
     full = [rank for rank in leaving if held[rank]]
     absent = [rank for rank in joiners if rank not in ready]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, EplbError, RankError
+from eplb.errors import ConfigError, EplbError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
@@ -156,9 +156,11 @@ class EmbeddedRank:
             has ended, and the process must: with status 0 if it ``has_left``. After a death a start
             of all ranks is right then: each loads its slots from the placement of the store.
         """
-        rank, stages = self.place.rank, Stages()
+        rank, stages, members = self.place.rank, Stages(), self.agent.members
+        joins, refusal = self.place.joins, self._refusal()
+        why = refusal
         try:
-            if made := self._go_on(stages):
+            if made := self._go_on(stages, refusal):
                 self.built, self.place, step = made
                 assert isinstance(self._passes, PassCounter), "or it does not serve on"
                 self._passes.go_on(step)
@@ -172,18 +174,23 @@ class EmbeddedRank:
                 return True
         except EplbError as exc:
             log.warning("rank %d: no recovery: %s", rank, exc)
+            if joins:
+                report_wait(rank, f"another start: {exc}", self._environ)
+            why = refusal or str(exc)
         self.agent.close()  # an orderly leave: the others must not take it for a death
+        if self.built.config.serve_on and not (joins or self.has_left):
+            self._note_restart(members - self.agent.members | self.agent.dead() & members, why)
         self.built.close_journal()
         return False
 
-    def _go_on(self, stages: Stages) -> tuple[BuiltRank, RankPlace, int] | None:
+    def _go_on(self, stages: Stages, refusal: str) -> tuple[BuiltRank, RankPlace, int] | None:
         """Serve in another group; None: this rank ends."""
         built, place, rank = self.built, self.place, self.place.rank
         if place.joins:
             made = be_admitted(built, place, self._attend, stages)
             self.has_left = made is None
             return made
-        if refusal := self._refusal():
+        if refusal:
             log.info("rank %d does not serve on: %s", rank, refusal)
             recover(self.agent, built.store)
             return None
@@ -218,6 +225,14 @@ class EmbeddedRank:
 
     def _attend(self, members: Sequence[int]) -> Attendance:
         return _attendance(self.deployment, self.place.rank, members)
+
+    def _note_restart(self, lost: Collection[int], why: str) -> None:
+        try:
+            self.built.store.note_restart(self.place.run, sorted(lost), why)
+        except StoreError as exc:
+            log.warning(
+                "rank %d: the reason of the restart is not stored: %s", self.place.rank, exc
+            )
 
 
 def build_rank_from_env(

@@ -22,6 +22,7 @@ WAIT_MS = "wait_ms"  # the same: of that, the host's wait for exchanges with oth
 EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
 BATCH = "batch"  # of a rank's details: which parts act on its batches; missing: none
 BATCH_FAULTS = "batch_faults"  # of a rank's details: what these parts counted, by kind
+GROUP_STAYS = "group_stays"  # of a rank's details: why its group cannot change; "": it can
 CLOCK_OFFSET_S = "clock_offset_s"  # of a rank's details: how far its host's clock is ahead
 REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent

@@ -107,6 +107,15 @@ def test_rank_that_does_not_serve_is_retired_first() -> None:
     assert wanted_for(3, range(4), placement, died) == (0, 1, 3)
 
 
+def test_rank_without_slots_stays_and_is_not_counted() -> None:
+    topology = Topology(node_of_rank=np.array([0, 0, 1]), slots_of_rank=np.array([2, 2, 0]))
+    placement = Placement([[0, 1, 1, 0]], 2)
+
+    assert wanted_for(1, range(3), placement, topology) == (0, 2)
+    with pytest.raises(TopologyError, match=r"3 ranks are to serve, expected 1\.\.2"):
+        wanted_for(3, range(3), placement, topology)
+
+
 def test_expert_groups_stay_on_nodes_where_another_rank_can_be_retired() -> None:
     # Node 0 has three ranks of two slots for four experts, node 1 has two larger ones.
     topology = Topology(

@@ -21,6 +21,7 @@ from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.load.rollup import HOUR, MINUTE, Rollup
+from telemetry.state.events import RESTART
 from telemetry.state.live import Control, LiveChange, LiveState
 from telemetry.state.membership import MembershipRefused
 from telemetry.state.proposals import KEPT_PROPOSALS, Approval, Content, Proposal
@@ -358,6 +359,19 @@ def test_addresses_of_survivors_are_read_by_membership(open_stores: OpenStore) -
 
     assert other.meeting(3, "tokens/0") == b"\x00\xff"
     assert (other.meeting(3, "tokens/1"), other.meeting(4, "tokens/0")) == (None, None)
+
+
+def test_reason_of_a_restart_is_one_event_of_each_run(open_stores: OpenStore) -> None:
+    one, other = open_stores("d"), open_stores("d")
+    for store, why in ((one, "too few slots"), (other, "rank 2: too few slots")):
+        store.note_restart("run-1", [1], why)
+    other.note_restart("run-2", [2], "batch.split is on")
+
+    found = [event.detail for event in one.events_backwards({RESTART})]
+    assert found == [
+        {"run": "run-2", "lost": [2], "reason": "batch.split is on"},
+        {"run": "run-1", "lost": [1], "reason": "too few slots"},
+    ]
 
 
 def test_membership_operation_ends_with_the_run_of_its_ranks(open_stores: OpenStore) -> None:
