@@ -62,7 +62,7 @@ FindingKind = Literal[
 
 
 @dataclass(frozen=True)
-class Finding:
+class Symptom:
     """One thing that is wrong."""
 
     kind: FindingKind
@@ -403,4 +403,4 @@ class Reading:
     open_migration: Migration | None = None
     is_read: bool = True  # false: the store was never read, and nothing that it has is known
     answered_s: float = inf  # since the store answered again: nobody can report to one that fails
-    findings: tuple[Finding, ...] = ()  # all that is wrong, the worst first
+    findings: tuple[Symptom, ...] = ()  # all that is wrong, the worst first

@@ -476,7 +476,7 @@ Ask = Callable[..., Answer]  # an operation and its arguments by name; if_match:
 
 
 @dataclass(frozen=True, eq=False)
-class Command:
+class AdminCommand:
     """A command that asks the admin API and prints the answer.
 
     Args:
@@ -513,17 +513,17 @@ class Command:
 
 def command(
     words: str, example: str, of: Operation | None = None, *, show: Show | None = None, **more: Any
-) -> Callable[[Callable[..., Any]], Command]:
-    """Declare a command; its docstring is the help, and ``Command`` has the rest.
+) -> Callable[[Callable[..., Any]], AdminCommand]:
+    """Declare a command; its docstring is the help, and ``AdminCommand`` has the rest.
 
     The function prints the answer of the operation, or else it asks, and ``show`` prints.
     """
 
-    def made(function: Callable[..., Any]) -> Command:
+    def made(function: Callable[..., Any]) -> AdminCommand:
         help_text = " ".join(about(function)).strip()
         if show is None:
-            return Command(words, help_text, example, function, of, **more)
-        return Command(words, help_text, example, show, of, function, **more)
+            return AdminCommand(words, help_text, example, function, of, **more)
+        return AdminCommand(words, help_text, example, show, of, function, **more)
 
     return made
 

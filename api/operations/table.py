@@ -12,7 +12,7 @@ from api.operations import (
     switches,
     watching,
 )
-from api.operations.declaration import Command, Operation
+from api.operations.declaration import AdminCommand, Operation
 
 _DECLARED = [
     one
@@ -20,5 +20,5 @@ _DECLARED = [
     for one in vars(theme).values()
 ]
 OPERATIONS = [one for one in _DECLARED if isinstance(one, Operation)]
-COMMANDS = [one for one in _DECLARED if isinstance(one, Command)]
+COMMANDS = [one for one in _DECLARED if isinstance(one, AdminCommand)]
 GROUPS = {"placements": placements.GROUP, "pins": pins.GROUP}  # group of commands -> help

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from eplb.errors import ConfigError, EplbError, RankError
+from eplb.errors import ConfigError, EplbError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
@@ -127,10 +127,11 @@ class EmbeddedRank:
             has ended, and the process must. A start of all ranks is right then: each loads its
             slots from the placement of the store.
         """
-        rank, stages = self.place.rank, Stages()
+        rank, stages, members = self.place.rank, Stages(), self.agent.members
         refusal = refusal_to_serve_on(self.place, self.built)
         if not isinstance(self._passes, PassCounter):
             refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
+        why = refusal
         try:
             if refusal:
                 log.info("rank %d does not serve on: %s", rank, refusal)
@@ -148,9 +149,20 @@ class EmbeddedRank:
                 return True
         except EplbError as exc:
             log.warning("rank %d: no recovery: %s", rank, exc)
+            why = refusal or str(exc)
         self.agent.close()  # an orderly leave: the others must not take it for a death
+        if self.built.config.serve_on:
+            self._note_restart(members - self.agent.members | self.agent.dead() & members, why)
         self.built.close_journal()
         return False
+
+    def _note_restart(self, lost: Collection[int], why: str) -> None:
+        try:
+            self.built.store.note_restart(self.place.run, sorted(lost), why)
+        except StoreError as exc:
+            log.warning(
+                "rank %d: the reason of the restart is not stored: %s", self.place.rank, exc
+            )
 
 
 def build_rank_from_env(

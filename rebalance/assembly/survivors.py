@@ -72,7 +72,7 @@ def refusal_to_serve_on(place: RankPlace, built: BuiltRank) -> str:
     if place.device.type != "cpu":
         return f"ranks on {place.device.type} start again: only gloo groups are formed anew"
     if built.config.batch.split:
-        return "batch.split is on: it exchanges counts in the broken group"
+        return "batch.split is on and exchanges counts in the broken group, expected off"
     return ""
 
 
@@ -197,8 +197,11 @@ def _in_group(
         refills = survival.refills_of(place.rank)
         refill(slots, links.sources.host, refills, network.fill_deadline_s)
         stages.end("refill")
-    except (MigrationError, PlacementError) as exc:
-        refusal = str(exc)
+    except PlacementError as exc:
+        slots_per_rank = -(-old.placement.num_experts // len(record.survivors))
+        refusal = f"{exc}, expected topology.slots_per_rank = {slots_per_rank} or more"
+    except MigrationError as exc:
+        refusal = f"{exc}, expected its host cache to load it, or a replica on another rank"
     step = _agreed(place.rank, groups, survival, refusal, steps)
     run = run_of(place.run, record.membership)
     if place.rank == record.survivors[0]:
@@ -295,7 +298,7 @@ def _agreed(rank: int, groups: SurvivorGroups, survival: Survival, refusal: str,
     mine = {"hash": survival.target.hash, "steps": steps, "refusal": refusal[:MAX_REFUSAL]}
     told = _together(rank, groups, mine)
     if refusals := [f"rank {at}: {one['refusal']}" for at, one in told if one["refusal"]]:
-        raise RankError(f"rank {rank}: the survivors cannot serve on: {refusals[0]}")
+        raise RankError(f"the survivors cannot serve on: {refusals[0]}")
     if len(hashes := {str(one["hash"]) for _, one in told}) > 1:
         raise RankError(
             f"rank {rank}: survivors would serve placements {sorted(hashes)}, expected one"

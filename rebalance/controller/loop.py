@@ -34,7 +34,7 @@ from eplb.versions import CONTROLLER as COMPONENT
 from eplb.versions import Announcement, refusal
 from rebalance.controller.due import Due, Failures
 from rebalance.controller.lease import ControllerLease, new_holder
-from rebalance.controller.load import Arrivals, Group
+from rebalance.controller.load import Arrivals, ServingGroup
 from rebalance.controller.open_migration import OpenPlan
 from rebalance.controller.plans.planning import Planning
 from rebalance.controller.plans.proposals import CONTROLLER, Why, waiting
@@ -86,7 +86,7 @@ class Controller:
             store, holder or new_holder(), settings.lease_ttl_s, clock=monotonic
         )
         self._arrivals = Arrivals(store, settings.phase, clock)
-        self._group: Group | None = None
+        self._group: ServingGroup | None = None
         self._fits_ranks = False  # whether it works with the version of their group
         self._planned_window = -1  # newest window that was planned on
         self._open = OpenPlan(store, monotonic)
@@ -134,7 +134,7 @@ class Controller:
         except FencedOut as exc:
             self._lease.lose(str(exc))
 
-    def _check_version(self, group: Group) -> None:
+    def _check_version(self, group: ServingGroup) -> None:
         """Stop leading while the ranks are of a version that this controller cannot work with."""
         ranks = ranks_of(self._store, group.run.run)  # stored in one change with their start
         why = refusal(Announcement(COMPONENT, self._lease.holder), ranks) if ranks else ""
@@ -143,7 +143,7 @@ class Controller:
             self._note_error("version", ConfigError(why))
             self._lease.give_up()
 
-    def _lead(self, group: Group) -> None:
+    def _lead(self, group: ServingGroup) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""
         self._arrivals.report_rejected()
         self._follow_live_settings(group)
@@ -159,7 +159,7 @@ class Controller:
             self._plan_if_due(group)
         self._keep_if_due()
 
-    def _follow_live_settings(self, group: Group) -> None:
+    def _follow_live_settings(self, group: ServingGroup) -> None:
         """Take over live settings; values that cannot be used leave the settings as they are."""
         try:
             self._live.read(group.topology)
@@ -185,7 +185,7 @@ class Controller:
 
     # -- plans
 
-    def _plan_if_due(self, group: Group) -> None:
+    def _plan_if_due(self, group: ServingGroup) -> None:
         before, due = self._planned_window, copy(self._due)
         try:
             self._plan_on_new_window(group)
@@ -197,7 +197,7 @@ class Controller:
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)
 
-    def _plan_on_new_window(self, group: Group) -> None:
+    def _plan_on_new_window(self, group: ServingGroup) -> None:
         windows = group.complete_windows()
         if not windows or windows[-1].index <= self._planned_window:
             return
@@ -241,7 +241,7 @@ class Controller:
         if not why:
             self._publisher.publish(group, proposal, serving)
 
-    def _end_impossible_membership(self, group: Group, serving: Placement) -> None:
+    def _end_impossible_membership(self, group: ServingGroup, serving: Placement) -> None:
         """End an operation whose leavers cannot be drained although every wanted rank serves.
 
         The feasibility was looked at when it was asked for; cordons or a death may have come since.
@@ -265,7 +265,7 @@ class Controller:
             return f"the plan before it is judged first, on {ENOUGH} windows"
         return self._paused() or self._failures.held_back(self._live.settings.back_off_s)
 
-    def _step_back_if_due(self, group: Group, judged: Judged) -> None:
+    def _step_back_if_due(self, group: ServingGroup, judged: Judged) -> None:
         """Set the stage before this one where a plan made its windows worse than allowed."""
         stage, why = self._live.settings.stage, breach(judged.given, self._live.settings.stage_loss)
         before = stage_before(stage)
@@ -284,7 +284,7 @@ class Controller:
 
     # -- back to an earlier placement
 
-    def _take_back(self, group: Group, judged: Judged, serving: Placement) -> bool:
+    def _take_back(self, group: ServingGroup, judged: Judged, serving: Placement) -> bool:
         """Publish the way back from a plan that made its first windows worse; whether it did."""
         loss, promise, given = self._live.settings.rollback_loss, judged.promise, judged.given
         if not loss or given > -loss:

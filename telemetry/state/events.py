@@ -36,6 +36,7 @@ OUTAGE = "outage"  # kind: tokens came again after a time without any
 COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
 WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
+RESTART = "restart"  # kind: they cannot, and all ranks start again
 # Stages of that, from the known break to the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
@@ -59,7 +60,7 @@ class Event:
     def is_about(self, rank: int) -> bool:
         """Whether it names a rank, as a fact or in its words."""
         detail = self.detail
-        if rank in (detail.get("rank"), *detail.get("survivors", ())):
+        if rank in (detail.get("rank"), *detail.get("survivors", ()), *detail.get("lost", ())):
             return True
         words = " ".join(one for one in detail.values() if isinstance(one, str))
         named = " ".join(RANKS_IN_WORDS.findall(words))

@@ -7,7 +7,7 @@ that ask at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from threading import Lock
@@ -26,7 +26,7 @@ from eplb.migration.serialisation import (
 )
 from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
 from telemetry.state.codec import decode, encode, pack, unpack
-from telemetry.state.events import EVENT_OF_OUTCOME, Outcome, PlanEnd, PlanOffer, note
+from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, Outcome, PlanEnd, PlanOffer, note
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
@@ -316,6 +316,22 @@ class PlacementPart(Part):
     def recovery(self) -> Recovery | None:
         """Return the latest record, or None before the first death."""
         return head(self.backend, Recovery, RECOVERY, "the record of a recovery")
+
+    def note_restart(self, run: str, lost: Sequence[int], reason: str) -> None:
+        """Record why the survivors of a death cannot serve on; the first that writes it counts.
+
+        Args:
+            run: that broke.
+            lost: ranks that died in it.
+            reason: what is missing, and what would have been enough.
+        """
+
+        def decision(change: Change) -> None:
+            if text_of(change.get(HEAD, RESTART) or "") != run:
+                change.put(HEAD, RESTART, run)
+                note(change, RESTART, {"run": run, "lost": list(lost), "reason": reason})
+
+        self.backend.decide("why all ranks start again", decision)
 
     def put_meeting(self, membership: int, key: str, value: bytes) -> None:
         """Write what a survivor has the others of its group know: by which address it is reached.

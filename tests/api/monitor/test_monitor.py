@@ -15,7 +15,7 @@ from rich.console import Console
 from api.metrics.definitions import metrics_of
 from api.monitor.monitor import Monitor
 from api.monitor.scores import contiguous_load, heat_of
-from api.monitor.state import Finding, Grade, Reading, WindowScore
+from api.monitor.state import Grade, Reading, Symptom, WindowScore
 from api.monitor.verdict import unready
 from api.terminal.live import LiveView, PlainLines, look_at, window_line
 from api.terminal.picture import Look, in_time, in_units, render
@@ -316,7 +316,7 @@ def test_process_without_a_heartbeat_degrades_the_deployment_that_serves_on(
     for one in (mine, Announcement(HOST_CACHE, "7", every_s=HEARTBEAT_S)):
         store.announce(one)  # the topology of the run has one host
 
-    def down(now: float) -> list[Finding]:
+    def down(now: float) -> list[Symptom]:
         return [one for one in seen_by(store, now).findings if one.kind == "process-down"]
 
     assert down(NOW + silent_after_s) == []
