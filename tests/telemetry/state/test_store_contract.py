@@ -361,6 +361,19 @@ def test_addresses_of_survivors_are_read_by_membership(open_stores: OpenStore) -
     assert (other.meeting(3, "tokens/1"), other.meeting(4, "tokens/0")) == (None, None)
 
 
+def test_reason_of_a_restart_is_one_event_of_each_run(open_stores: OpenStore) -> None:
+    one, other = open_stores("d"), open_stores("d")
+    for store, why in ((one, "too few slots"), (other, "rank 2: too few slots")):
+        store.note_restart("run-1", [1], why)
+    other.note_restart("run-2", [2], "batch.split is on")
+
+    found = [event.detail for event in one.events_backwards({RESTART})]
+    assert found == [
+        {"run": "run-2", "lost": [2], "reason": "batch.split is on"},
+        {"run": "run-1", "lost": [1], "reason": "too few slots"},
+    ]
+
+
 def test_membership_operation_ends_with_the_run_of_its_ranks(open_stores: OpenStore) -> None:
     store, other = open_stores("demo"), open_stores("demo")
     assert (store.membership_change(), store.wanted_ranks(), store.epoch()) == (None, None, 0)
@@ -383,19 +396,6 @@ def test_membership_operation_ends_with_the_run_of_its_ranks(open_stores: OpenSt
     assert store.change_of_id("op-1") == ended
     assert not store.end_membership_change("op-1", "cancelled", why="late")
     assert kinds(other) == ["run", "members", "members", "run"]
-
-
-def test_reason_of_a_restart_is_one_event_of_each_run(open_stores: OpenStore) -> None:
-    one, other = open_stores("d"), open_stores("d")
-    for store, why in ((one, "too few slots"), (other, "rank 2: too few slots")):
-        store.note_restart("run-1", [1], why)
-    other.note_restart("run-2", [2], "batch.split is on")
-
-    found = [event.detail for event in one.events_backwards({RESTART})]
-    assert found == [
-        {"run": "run-2", "lost": [2], "reason": "batch.split is on"},
-        {"run": "run-1", "lost": [1], "reason": "too few slots"},
-    ]
 
 
 def test_store_that_lost_its_contents_is_restored_with_all_that_is_needed(
