@@ -57,7 +57,7 @@ class OneHost:
     ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         (tokens := folder / "tokens").mkdir(parents=True)
-        self.tokens = tokens
+        self.tokens, self.num_ranks = tokens, num_ranks
         (port,) = free_ports(1)
         named = {
             "topology.nodes": 1,
@@ -72,6 +72,7 @@ class OneHost:
             "http.port": port,
             "agent.serve_on": True,
             "agent.silence_s": given.silence,
+            "supervision.restart_after_death": 1_000_000,
             "deployment.name": f"serve-on-{os.getpid()}",
             # Beyond it a dead rank is started again, to join the others, only after a minute.
             "supervision.restart_after_death": given.restarts,
@@ -116,10 +117,14 @@ class OneHost:
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
+        return self.living()[rank]
+
+    def living(self) -> dict[int, int]:
+        """The processes of ranks, by rank."""
         launcher = self.processes["launch"].process
         assert launcher is not None, "it was started"
-        (pid,) = pids_of(launcher.pid, f"rank {rank}")
-        return pid
+        found = {rank: pids_of(launcher.pid, f"rank {rank}") for rank in range(self.num_ranks)}
+        return {rank: pids[0] for rank, pids in found.items() if pids}
 
     def times(self, rank: int) -> list[float]:
         """Monotonic times of a rank's steps."""
