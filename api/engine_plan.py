@@ -56,7 +56,7 @@ def counted(number: int, noun: str) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """The expert-parallel group that an engine serves with."""
 
     ranks: int
@@ -87,7 +87,7 @@ class Group:
 def plan_for_engine(
     load: LoadFile,
     serving: PlacementFile | None,
-    group: Group,
+    group: PlannedGroup,
     target: str,
     output: Path,
     *,

@@ -115,11 +115,11 @@ def main() -> None:
         try:
             _serve(engine, rank, passes, model, checker, figures)
             break
-        except BrokenGroup as exc:  # a rank died: agree with the others, and serve on or end
+        except BrokenGroup as exc:  # agree with the others, and serve on or end
             log.info("rank %d: %s", number, exc)
-            if not rank.survive():  # all ranks are started again
+            if not rank.survive():  # it has left as planned, or all ranks are started again
                 _write(engine, rank, passes, figures, checker)
-                sys.exit(1)
+                sys.exit(0 if rank.has_left else 1)
     checker.close()
     try:
         rank.close()

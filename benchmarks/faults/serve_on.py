@@ -22,6 +22,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Event
@@ -46,10 +47,17 @@ STEADY_S, DEADLINE_S, POLL_S, GRACE_S = 3.0, 120.0, 0.02, 1.0
 class OneHost:
     """One life of a deployment on one host."""
 
-    def __init__(self, stack: ExitStack, folder: Path, num_ranks: int, given: Any) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        num_ranks: int,
+        given: Any,
+        wanted: Sequence[int] | None = None,
+    ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         (tokens := folder / "tokens").mkdir(parents=True)
-        self.tokens = tokens
+        self.tokens, self.num_ranks = tokens, num_ranks
         (port,) = free_ports(1)
         named = {
             "topology.nodes": 1,
@@ -64,7 +72,10 @@ class OneHost:
             "http.port": port,
             "agent.serve_on": True,
             "agent.silence_s": given.silence,
+            "supervision.restart_after_death": 1_000_000,
             "deployment.name": f"serve-on-{os.getpid()}",
+            # Beyond it a dead rank is started again, to join the others, only after a minute.
+            "supervision.restart_after_death": given.restarts,
             "deployment.state_dir": folder / "state",
         }
         settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
@@ -75,7 +86,10 @@ class OneHost:
             self.prepared = prepare(options, settings, state)
         finally:
             state.close()
-        self.ranks, self._checks_read, self.checks = set(range(num_ranks)), 0, list[Any]()
+        self.ranks = set(range(num_ranks) if wanted is None else wanted)
+        self._checks_read, self.checks = 0, list[Any]()
+        if wanted is not None:
+            self.want(wanted, "start")
         engine = str(self.prepared.engine_path)
         paced = ("--module", "benchmarks.faults.paced_engine", "--", engine)
         commands = {
@@ -94,12 +108,23 @@ class OneHost:
             one.start()
             stack.callback(one.kill)
 
+    def want(self, ranks: Iterable[int], name: str) -> None:
+        """Ask for these ranks to serve."""
+        with closing(self.prepared.deployment.opened_store()) as store:
+            store.change_membership(
+                name, list(ranks), asked=name, members=self.ranks, reason=name, by="benchmark"
+            )
+
     def pid(self, rank: int) -> int:
         """The process of a rank."""
+        return self.living()[rank]
+
+    def living(self) -> dict[int, int]:
+        """The processes of ranks, by rank."""
         launcher = self.processes["launch"].process
         assert launcher is not None, "it was started"
-        (pid,) = pids_of(launcher.pid, f"rank {rank}")
-        return pid
+        found = {rank: pids_of(launcher.pid, f"rank {rank}") for rank in range(self.num_ranks)}
+        return {rank: pids[0] for rank, pids in found.items() if pids}
 
     def times(self, rank: int) -> list[float]:
         """Monotonic times of a rank's steps."""
@@ -164,6 +189,7 @@ def main() -> None:
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     parser.add_argument("--json", type=Path, help="file for the rows")
     given = parser.parse_args()
+    given.restarts = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["EPLB_SECRET"] = secrets.token_hex(16)
     rng, rows, num_checks, num_wrong = random.Random(given.seed), list[dict[str, float]](), 0, 0

@@ -19,11 +19,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -156,12 +157,13 @@ class Hosts:
         """Run a command on a host to its end."""
         subprocess.run(self.on(host, list(words)), check=True)
 
-    def prepare(self, store: str, seed: int) -> Prepared:
+    def prepare(self, store: str, seed: int, given: Mapping[str, Any]) -> Prepared:
         """Write weights, configuration and the engine's file."""
         named = SETTINGS | {
             "deployment.store": store,
             "deployment.name": f"pairs-{os.getpid()}",
             "deployment.state_dir": self.folder / "demo",
+            **given,
         }
         settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
         texts = [ROOT / "LICENSE", ROOT / "README.md"]
@@ -174,10 +176,24 @@ class Hosts:
 
 
 class TwoHostDeployment:
-    """One life of the deployment, with an empty store at its start."""
+    """One life of the deployment, with an empty store at its start.
 
-    def __init__(self, stack: ExitStack, hosts: Hosts, seed: int) -> None:
+    Args:
+        stack: ends it.
+        hosts: on which it runs.
+        seed: of weights and requests.
+        given: settings in place of SETTINGS.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        hosts: Hosts,
+        seed: int,
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.hosts = hosts
+        self.num_ranks = 2 * {**SETTINGS, **given}["topology.ranks_per_node"]
         for path in hosts.state_dirs:
             for old in path.iterdir():
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -189,8 +205,8 @@ class TwoHostDeployment:
         bind = {"bind": ADDRESSES[0], "protected-mode": "no"}
         self.redis = RedisProcess(hosts.folder / "redis", bind)
         stack.callback(self.redis.kill)
-        store = f"redis://{ADDRESSES[0]}:{self.redis.port}"
-        self.prepared = hosts.prepare(store, seed)
+        self.store = f"redis://{ADDRESSES[0]}:{self.redis.port}"
+        self.prepared = hosts.prepare(self.store, seed, given)
         self.deployment, self.checks = self.prepared.deployment, list[CheckedStep]()
         self._checks_read, self.notes = 0, list[str]()
         self.processes = {one.name: one for one in self._processes(logs)}
@@ -257,7 +273,7 @@ class TwoHostDeployment:
         limit = time.monotonic() - within_s
         ends = [path.read_bytes()[-8:] for path in self.hosts.tokens.glob("rank-*")]
         times = [struct.unpack("d", end)[0] for end in ends if len(end) == 8]
-        return len(times) == len(RANKS) and min(times) > limit
+        return len(times) == self.num_ranks and min(times) > limit
 
     def read_checks(self) -> None:
         """Read the results of the checkers."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -51,6 +51,7 @@ class RankPlace:
     groups: RankGroups
     device: torch.device
     host_cache: HostCacheAddress  # of this rank's host
+    joins: bool = False  # it is alone, until the others admit it
 
 
 def take_experts(
@@ -63,6 +64,9 @@ def take_experts(
     membership: int,
 ) -> tuple[ExpertBank, torch.Tensor, GlooVotes, WeightSources]:
     """Have this rank's slots hold what the placement says, and agree on it; collective.
+
+    A rank that joins is alone in its group. It learns the digests from the others when it is
+    admitted (``rebalance/assembly/next_group.py``).
 
     Returns:
         The rank's slots, digests [L, E, 2] of every expert, the ranks' votes, and the sources of
@@ -77,10 +81,11 @@ def take_experts(
     with torch_failures(place, "its memory for experts"):
         bank, unmapped = _memory(config, place, model, experts)
     size, is_filled = bank.schema.record_bytes, isinstance(experts, ExpertBank)
-    if place.host_cache.takes_offers and not is_filled:
+    hosts = place.topology.host_of_rank
+    if place.host_cache.takes_offers and (place.joins or not is_filled):
         raise ConfigError(
-            f"rank {rank}: the host cache keeps what ranks offer, and this rank makes no experts "
-            "itself, expected a checkpoint (model.checkpoint) or own experts"
+            f"rank {rank}: the host cache keeps what ranks offer when all start, expected "
+            "a rank with own experts at such a start, or a checkpoint (model.checkpoint)"
         )
     cache = None
     if not place.host_cache.takes_offers:
@@ -91,14 +96,16 @@ def take_experts(
             deadline_s=network.join_deadline_s,
             start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
             device=place.device,
-            ranks_on_host=1 + len(ranks_beside(rank, place.topology)),
+            ranks_on_host=int((hosts == hosts[rank]).sum()),
         )
+    members = np.flatnonzero(place.topology.alive).tolist()
     held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
     votes = GlooVotes(
         place.groups.votes,
         host=config.host_of(rank),
         deadline_s=network.join_deadline_s,
         silence_s=config.silence_s,
+        members=members,
     )
     with torch_failures(place, "its first experts", votes):
         if is_filled:
@@ -107,10 +114,14 @@ def take_experts(
             assert cache is not None, "a rank without own experts was refused above"
             found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
         shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
-        digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
+        if place.joins:
+            digests = torch.zeros(*shape, 2, dtype=torch.int64)
+        else:
+            digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
         if cache is None:
             cache = _offered(place, bank, placement, digests, network.join_deadline_s)
-        handles = [str(handle) for handle in gathered(bank.handle, place.groups.votes)]
+        told = gathered(bank.handle, place.groups.votes)
+        handles = dict(zip(members, map(str, told), strict=True))
         others = None
         if config.rank_links is not None:
             others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
@@ -285,7 +296,7 @@ def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Diges
 
 
 def _open_peers(
-    place: RankPlace, bank: ExpertBank, unmapped: str, handles: Sequence[str]
+    place: RankPlace, bank: ExpertBank, unmapped: str, handles: Mapping[int, str]
 ) -> dict[int, PeerBank]:
     """Map the slots of the other ranks of this host.
 
