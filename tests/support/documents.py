@@ -67,7 +67,7 @@ METHODS = {
     "Topology": "uniform slots_on",
 }
 GIVEN = "Explanation LayerExplanation Links Migration Move Promise RedundancyLevel Transaction"
-MOST_SHOWN = 8  # arguments; help() has those of longer lists
+MOST_SHOWN = 6  # arguments; help() has those of longer lists
 SECTION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
