@@ -72,7 +72,6 @@ class OneHost:
             "http.port": port,
             "agent.serve_on": True,
             "agent.silence_s": given.silence,
-            "supervision.restart_after_death": 1_000_000,
             "deployment.name": f"serve-on-{os.getpid()}",
             # Beyond it a dead rank is started again, to join the others, only after a minute.
             "supervision.restart_after_death": given.restarts,
