@@ -50,8 +50,9 @@ from rebalance.types import StepCounter
 from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank
-from runtime.group import gathered, gloo_listeners_closed, set_deadline
+from runtime.group import end_exchanges, gathered, gloo_listeners_closed, set_deadline
 from runtime.routing import RoutingTable
+from runtime.streams import Completion
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
 from telemetry.state.store import StateStore
 
@@ -100,11 +101,18 @@ class EmbeddedRank:
         """Make the plain dispatcher, over the group of the ranks; it ends at a peer's death."""
         groups, rank = self.place.groups, self.place.rank
         made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
-        if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
+        if self.place.device.type == "cpu":
             set_deadline(groups.tokens, self.deployment.config.vote_deadline_s)
             made.wait = lambda exchange: self.agent.wait_for_exchange(exchange)
+        else:
+            made.wait = self._wait_for_kernel
         self._dispatchers.append(made)
         return made
+
+    def _wait_for_kernel(self, exchange: dist.Work) -> None:
+        """Wait for an exchange of NCCL, whose own wait with a deadline would end the group."""
+        exchange.wait()  # of the stream, not of the host
+        self.agent.wait(Completion(is_cuda=True))
 
     def close(self) -> None:
         """End the rank after its last step, and write what it still has to report.
@@ -129,6 +137,8 @@ class EmbeddedRank:
         """
         rank, stages = self.place.rank, Stages()
         refusal = refusal_to_serve_on(self.place, self.built)
+        if self.place.device.type == "cuda" and not self._dispatchers:
+            refusal = refusal or "tokens are not exchanged by all_to_all(): DeepEP ends with a rank"
         if not isinstance(self._passes, PassCounter):
             refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
         try:
@@ -138,6 +148,8 @@ class EmbeddedRank:
             else:
                 assert isinstance(self._passes, PassCounter), "looked at above"
                 self._broken.append(self.place.groups)
+                if self.place.device.type == "cuda":
+                    end_exchanges(self.place.groups.tokens, self.place.device)
                 steps = self._passes.steps
                 self.built, self.place, step = serve_on(self.built, self.place, steps, stages)
                 self._passes.go_on(step)
