@@ -20,6 +20,7 @@ from datetime import timedelta
 from threading import Event
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -29,7 +30,7 @@ from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.agent import REPORT_DEADLINE_S, RankAgent
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.gloo_votes import GlooVotes
-from runtime.group import form_group, gloo_listeners_closed
+from runtime.group import CPU, form_group, gloo_listeners_closed
 from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
@@ -245,6 +246,7 @@ def rejoin(
     deadline_s: float = 20.0,
     silence_s: float = 0.0,
     check: Callable[[], None] = lambda: None,
+    device: torch.device = CPU,
 ) -> NewGroups:
     """Form new groups, separate from those that serve or are broken; each member calls this.
 
@@ -257,22 +259,23 @@ def rejoin(
         deadline_s: for all to have joined.
         silence_s: as for the votes of the first group.
         check: called once they are formed: what it raises gives them up.
+        device: whose tensors are exchanged as tokens.
 
     Raises:
         RankError: a member died or timed out meanwhile.
     """
     place, size = members.index(rank), len(members)
+
+    def formed(what: str, device: torch.device = CPU) -> dist.ProcessGroup:
+        store = PrefixStore(f"{name}-{what}", rendezvous)
+        return form_group(store, place, size, deadline_s=deadline_s, device=device)
+
     try:
+        # NCCL goes on to listen; its group is formed before listeners are closed.
+        tokens = formed("tokens", device) if device != CPU else None
         with gloo_listeners_closed():
-            tokens, control = (
-                form_group(
-                    PrefixStore(f"{name}-{one}", rendezvous),
-                    place,
-                    size,
-                    deadline_s=deadline_s,
-                )
-                for one in ("tokens", "control")
-            )
+            tokens = tokens or formed("tokens")
+            control = formed("control")
             check()  # before listeners are closed that others of this process may have opened since
     except RuntimeError as exc:
         raise RankError(f"rank {rank} cannot join ranks {list(members)}: {exc}") from exc
