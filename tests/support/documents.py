@@ -157,13 +157,15 @@ def cli_section() -> str:
         _option(param) for command in commands().values() for param in _options(command)
     )
     shared = {option for option, number in times.items() if number >= SHARED_BY}
+    # A group of which one command asks and another acts is in two panels: the help shows the last.
+    panel_of = {name: title for title, panel in COMMANDS.items() for name in panel}
     parts = []
-    for title, panel in COMMANDS.items():
+    for title in COMMANDS:
         rows = [
             f"| {_usage(words, command)} | {_own_options(command, shared)} "
             f"| {_cell(_first_sentence(command.help or ''))} |"
             for words, command in commands().items()
-            if words.split()[1] in panel
+            if panel_of[words.split()[1]] == title
         ]
         head = [f"## {title}", "", "| command | options of its own | what it does |"]
         parts.append("\n".join([*head, "|---|---|---|", *rows]))
