@@ -22,11 +22,10 @@ from shutil import disk_usage
 import numpy as np
 from numpy.typing import NDArray
 
-from api.monitor.anomalies import AnomalyLog
+from api.monitor.anomalies import AnomalyLog, OutageLog
 from api.monitor.counts import EventTally, SampleTally, Tally, rank_tally
 from api.monitor.decisions import DecisionLog
 from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
-from api.monitor.outages import OutageLog
 from api.monitor.scores import (
     DriftWatch,
     Holders,

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from rebalance.engines.common.fsck.maps import LookedMaps
 from rebalance.engines.common.fsck.report import Fault
-from rebalance.engines.common.fsck.tensors import EngineView, as_bytes
+from rebalance.engines.common.fsck.tensors import EngineView, LookedMaps, as_bytes
 from rebalance.engines.common.records import NOBODY
 from rebalance.engines.common.tap import IntArray
 from rebalance.types import Digest
