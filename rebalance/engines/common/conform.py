@@ -41,9 +41,14 @@ from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 import eplb
 from eplb.errors import ConfigError
-from rebalance.engines.common.fsck.check import PlacementCheck, References, agreed, digests_of
+from rebalance.engines.common.fsck.check import (
+    EngineView,
+    PlacementCheck,
+    References,
+    agreed,
+    digests_of,
+)
 from rebalance.engines.common.fsck.report import CONFORMANCE, Fault
-from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.start import reason_of
 from rebalance.engines.common.tap import IntArray

@@ -27,7 +27,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, Subject, drawn
-from rebalance.engines.common.fsck.tensors import EngineView
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.sglang.conform import subject_of
 
 HIDDEN, INTERMEDIATE, SLOTS = 256, 128, RANKS * EACH

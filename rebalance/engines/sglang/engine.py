@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.errors import ConfigError
-from rebalance.engines.common.fsck.tensors import EngineView
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.start import EngineGroup, group_of
 from rebalance.engines.common.tap import IntArray

@@ -16,7 +16,7 @@ import torch
 
 from eplb.errors import MigrationError
 from rebalance.engines.common.conform import Matrix, Operands, Subject
-from rebalance.engines.common.fsck.tensors import EngineView, Named, direct
+from rebalance.engines.common.fsck.check import EngineView, Named, direct
 from rebalance.engines.common.tap import IntArray
 from runtime.group import gathered_large
 
