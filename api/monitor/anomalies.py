@@ -5,18 +5,6 @@
 
 A finding that comes back is another anomaly. Findings are kept in the memory of the service, so
 those that ended before it began are not known; outages are, because they are events.
-
-``OutageLog`` is the outage clock: when tokens came last, over all runs, and the outages that ended.
-Every view and metric counts from it. An outage lasts from the last token before it to the first
-token after it, by the times of the samples that counted them:
-
-    restart   the ranks were started again in between, however soon
-    stall     no step was completed for longer than the verdict allows, without a restart
-
-A sample is dated when its last step is over. Its first token came earlier, by as long as its other
-steps take: at 20 steps a second, a sample of 16 steps would end an outage 0.8 s late.
-
-A deployment that gets no requests completes no step either, and looks the same.
 """
 
 from __future__ import annotations
@@ -28,15 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from api.monitor.counts import anomaly_of
-from api.monitor.state import EPOCH, Death, FindingKind, Grade, Reading, Symptom
-from eplb.core.load import LoadSample
+from api.monitor.state import EPOCH, FindingKind, Grade, Reading, Symptom
 from eplb.declared import Meaning
-from telemetry.state.events import MEMBERSHIP, Event, Outage, outage_of
+from telemetry.state.events import MEMBERSHIP, RESTART, Event, outage_of
 
 KEPT = 1000
 AROUND_S, MOST_EVENTS = 30.0, 8  # events before and after its beginning that tell why
 TELLING = frozenset(
-    {"recovery", MEMBERSHIP, "restore", "error", "abort", "reject", "lease", "control", "run"}
+    {"recovery", MEMBERSHIP, RESTART, "restore", "error", "abort", "reject", "lease", "control"}
+    | {"run"}
 )
 
 Severity = Literal["critical", "warning", "notice"]
@@ -195,75 +183,3 @@ def _is_of_others(one: Anomaly, finding: Symptom) -> bool:
 def _telling(events: Sequence[Event], since: float) -> tuple[int, ...]:
     near = (one.id for one in events if one.kind in TELLING and abs(one.time - since) <= AROUND_S)
     return tuple(near)[-MOST_EVENTS:]
-
-
-KEPT_DEATHS = 1000
-RESTARTED = "the ranks were started again"
-STALLED = "no step was completed"
-
-
-class OutageLog:
-    """Follows the samples and events of one deployment. Its owner serialises calls."""
-
-    def __init__(self) -> None:
-        self.token_time: float | None = None  # newest token of any run, by the store's clock
-        self.death: Death | None = None  # the latest
-        self.found: list[Outage] = []  # outages that the store does not have, the oldest first
-        self._recorded: list[Outage] = []
-        self._deaths: deque[Death] = deque(maxlen=KEPT_DEATHS)
-        self._is_restart = False  # ranks were started since the last token
-        self._newest: dict[int, LoadSample] = {}  # newest sample of each rank of this run
-        self._step_s = 0.0  # duration of a step by the latest samples that tell it; 0: unknown
-
-    def begin_run(self) -> None:
-        """Note that the ranks were started again."""
-        self._newest.clear()
-        self._is_restart = self.token_time is not None
-
-    def note_event(self, event: Event) -> None:
-        """Note a death, or an outage that some service has recorded."""
-        is_end = event.kind == "error" and event.detail.get("where") == "ranks"
-        if event.kind == "recovery" or is_end:
-            why = event.detail.get("message") or event.detail.get("reason")
-            self.death = Death(event.time, str(why or "a rank died"))
-            self._deaths.append(self.death)
-        elif (known := outage_of(event)) is not None:
-            self._recorded.append(known)
-            self.found = [one for one in self.found if not one.overlaps(known)]
-
-    def note_sample(self, sample: LoadSample, limit_s: float) -> None:
-        """Note a sample; one that ends an outage is its end.
-
-        Args:
-            limit_s: without a step for so long, a deployment is stopped.
-        """
-        before = self._newest.get(sample.rank)
-        if before is None or sample.sequence > before.sequence:
-            self._newest[sample.rank] = sample
-        if not sample.tokens.any():
-            return
-        num_steps = sample.last_step - sample.first_step + 1
-        first_token = sample.time - (num_steps - 1) * self._step_s
-        if self._is_restart and self.token_time is not None:
-            self._note(self.token_time, first_token, RESTARTED)
-        # Samples that were lost leave a gap in the sequences, and prove nothing.
-        elif before is not None and sample.sequence == before.sequence + 1:
-            if sample.time - before.time > limit_s:
-                self._note(before.time, first_token, STALLED)
-            else:
-                self._step_s = max(0.0, sample.time - before.time) / num_steps
-        self._is_restart = False
-        self.token_time = max(sample.time, self.token_time or sample.time)
-
-    def clamp(self, now: float) -> None:
-        """Take no token for a later one than now, after the store's clock was set back."""
-        if self.token_time is not None:
-            self.token_time = min(self.token_time, now)
-
-    def _note(self, start: float, end: float, reason: str) -> None:
-        if end <= start:
-            return
-        deaths = [one.text for one in self._deaths if start <= one.time <= end]
-        found = Outage(start, end, round(end - start, 3), deaths[0] if deaths else reason)
-        if not any(found.overlaps(one) for one in (*self._recorded, *self.found)):
-            self.found.append(found)

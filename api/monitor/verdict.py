@@ -92,7 +92,7 @@ def _severity(finding: Symptom) -> tuple[bool, int]:
 def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     """What an operator wants to know beside the worst that is wrong."""
     if is_serving:
-        yield f"{len(state.ranks)} ranks serve, at step {state.step}"
+        yield f"{len(state.members)} ranks serve, at step {state.step}"
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
@@ -107,6 +107,9 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     if state.open_proposals:
         wait = "proposals wait" if state.open_proposals > 1 else "proposal waits"
         yield f"{state.open_proposals} {wait} for a decision"
+    if state.membership is not None and (change := state.membership.open_operation) is not None:
+        waits = state.membership.waits
+        yield f"operation {change.id} on the ranks, {state.membership.phase}: {waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
             yield f"{name} by order: {_named(views)}"
@@ -202,12 +205,12 @@ def _clocks(state: State) -> Iterator[Symptom]:
 def _ranks(state: State) -> Iterator[Symptom]:
     yield from _clocks(state)
     if gone := [view for view in state.ranks if view.phase == GONE]:
-        num_ranks = len(state.ranks)
+        num_ranks = len(state.members)
         yield Symptom(
             "rank-gone",
             Grade.DEGRADED,
-            f"{num_ranks - len(gone)} of {num_ranks} ranks serve on, without {_named(gone)}, until "
-            "all ranks are started again",
+            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_named(gone)}, until "
+            "they join again or all ranks are started",
             ranks=_numbers(gone),
             is_ready=True,
             since=state.started,
@@ -218,8 +221,8 @@ def _ranks(state: State) -> Iterator[Symptom]:
     limit_s = max(view.silent_after_s for view in silent)
     yield Symptom(
         "rank-silent",
-        Grade.BLIND if len(silent) == len(state.ranks) else Grade.DEGRADED,
-        f"silent ranks: {_named(silent)}, expected a report from all {len(state.ranks)} "
+        Grade.BLIND if len(silent) == len(state.members) else Grade.DEGRADED,
+        f"silent ranks: {_named(silent)}, expected a report from all {len(state.members)} "
         f"within {limit_s:g} s",
         ranks=_numbers(silent),
         since=_oldest(state, silent),
@@ -274,7 +277,7 @@ def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
             since=since,
         )
         return
-    if len(state.silent_ranks) == len(state.ranks):
+    if len(state.silent_ranks) == len(state.members):
         return  # what they do not report cannot be judged, and that is a finding already
     if state.token_time is None:
         age_s = state.time - (state.started or state.time)

@@ -28,6 +28,7 @@ from eplb.errors import (
     StoreError,
 )
 from eplb.migration.candidates import Candidates, candidates_for
+from eplb.migration.membership import leavers
 from eplb.policies.table import policy_named
 from eplb.versions import CONTROLLER as COMPONENT
 from eplb.versions import Announcement, refusal
@@ -150,7 +151,7 @@ class Controller:
     def _lead(self, group: ServingGroup) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""
         self._arrivals.report_rejected()
-        self._follow_live_settings()
+        self._follow_live_settings(group)
         open_migration = self._store.published()
         if open_migration is not None:
             states = self._store.rank_states(group.run.run)
@@ -163,10 +164,10 @@ class Controller:
             self._plan_if_due(group)
         self._keep_if_due()
 
-    def _follow_live_settings(self) -> None:
+    def _follow_live_settings(self, group: ServingGroup) -> None:
         """Take over live settings; values that cannot be used leave the settings as they are."""
         try:
-            self._live.read()
+            self._live.read(group.topology)
         except ConfigError as exc:
             self._note_error("settings", exc)
 
@@ -217,10 +218,11 @@ class Controller:
         is_free = control.movement and not control.observe and settings.stage != "observe"
         judged = self._planning.judge(group, serving, settings)
         if judged is not None:
-            self._step_back_if_due(judged)
+            self._step_back_if_due(group, judged)
             settings = self._live.settings  # of the stage before, if it stepped back
             if is_free and self._take_back(group, judged, serving):
                 return
+        self._end_impossible_membership(group, serving)
         is_draining = self._planning.is_draining(group, serving, settings)
         trigger = self._due.trigger(
             settings.triggers, windows, past, committed, group, is_draining=is_draining
@@ -244,6 +246,20 @@ class Controller:
         if not why:
             self._publisher.publish(group, proposal, serving)
 
+    def _end_impossible_membership(self, group: ServingGroup, serving: Placement) -> None:
+        """End an operation whose leavers cannot be drained although every wanted rank serves.
+
+        The feasibility was looked at when it was asked for; cordons or a death may have come since.
+        """
+        change, topology = self._store.membership_change(), group.topology
+        if change is None or change.ended or not topology.alive[list(change.wanted)].all():
+            return
+        leaving = leavers(change.wanted, topology)
+        why = self._planning.why_not_drained(group, serving, self._live.settings, leaving)
+        if why:
+            self._lease.check()
+            self._store.end_membership_change(change.id, "failed", why=why)
+
     def _held_back(self, control: Control, serving: Placement) -> str:
         """Why no plan of the controller's own is published now; "" if one may be."""
         if control.observe or self._live.settings.stage == "observe":
@@ -254,7 +270,7 @@ class Controller:
             return f"the plan before it is judged first, on {ENOUGH} windows"
         return self._paused() or self._failures.held_back(self._live.settings.back_off_s)
 
-    def _step_back_if_due(self, judged: Judged) -> None:
+    def _step_back_if_due(self, group: ServingGroup, judged: Judged) -> None:
         """Set the stage before this one where a plan made its windows worse than allowed."""
         stage, why = self._live.settings.stage, breach(judged.given, self._live.settings.stage_loss)
         before = stage_before(stage)
@@ -268,7 +284,7 @@ class Controller:
         except StaleRevision:
             log.info("stage not changed: live settings were changed at the same time")
             return
-        self._follow_live_settings()
+        self._follow_live_settings(group)
         log.warning("stage=%s, was %s: %s", before, stage, reason)
 
     # -- back to an earlier placement

@@ -13,6 +13,28 @@ from types import TracebackType
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 INTERFACES = ("end0", "end1")
 NOWHERE = "02:00:00:00:00:99"  # an address that no network card has
+# How a network is cut, on each host: the words that cut it, and those that mend it. A host that may
+# reach the store alone is the case in which both sides can decide.
+_DROP = ("INPUT", "--source", "{other}")
+_BUT_STORE = (*_DROP, "-p", "tcp", "-m", "multiport", "!", "--ports", "{store_port}")
+CUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "link down": (
+        ("ip", "link", "set", "{interface}", "down"),
+        ("ip", "link", "set", "{interface}", "up"),
+    ),
+    "blackhole": (
+        ("ip", "route", "add", "blackhole", "{other}"),
+        ("ip", "route", "del", "blackhole", "{other}"),
+    ),
+    "drop": (
+        ("iptables", "--append", *_DROP, "-j", "DROP"),
+        ("iptables", "--delete", *_DROP, "-j", "DROP"),
+    ),
+    "drop all but the store": (
+        ("iptables", "--append", *_BUT_STORE, "-j", "DROP"),
+        ("iptables", "--delete", *_BUT_STORE, "-j", "DROP"),
+    ),
+}
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 NEEDED = ("unshare", "nsenter", "ip", "bash")
 SCRIPT = """
@@ -79,6 +101,18 @@ class TwoHosts:
 
         change("replace", "lladdr", NOWHERE, "nud", "permanent")
         return partial(change, "del")
+
+    def cut(self, how: str, store_port: int = 0) -> Callable[[], None]:
+        """Cut the network between the hosts, as CUTS names it; returns what mends it."""
+
+        def change(which: int) -> None:
+            for host, interface in enumerate(INTERFACES):
+                names = {"interface": interface, "other": ADDRESSES[1 - host]}
+                words = [w.format(**names, store_port=store_port) for w in CUTS[how][which]]
+                subprocess.run(self.on(host, words), check=True)
+
+        change(0)
+        return partial(change, 1)
 
     def enter(self, host: int) -> None:
         """Move this thread, and all that it starts from now on, to a host's network; needs root.

@@ -6,7 +6,7 @@ Policies do not see spare slots, so placements are compacted before a plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
@@ -282,6 +282,22 @@ class Planning:
         if not settings.request.cordons:
             return False
         return bool(undrained(serving, self._cordons(group, serving, settings).topology))
+
+    def why_not_drained(
+        self,
+        group: ServingGroup,
+        serving: Placement,
+        settings: ControllerSettings,
+        leaving: Collection[int],
+    ) -> str:
+        """Why a rank that is to leave cannot be drained; "": all can."""
+        topology = settings.request.topology(group.topology)
+        if settings.spare_slots:
+            serving, topology = compact(serving, topology, settings.spare_slots)
+        groups = group.model.num_expert_groups
+        cordons = settings.request.cordoned(serving, topology, groups)
+        stuck = tuple(f"rank {rank} " for rank in leaving if not cordons.topology.drained[rank])
+        return next((one for one in cordons.unmet if stuck and one.startswith(stuck)), "")
 
     @staticmethod
     def _cordons(

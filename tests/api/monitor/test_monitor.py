@@ -400,6 +400,33 @@ def test_rank_that_the_others_serve_on_without_is_gone_and_not_silent() -> None:
     assert (seen.state.silent_ranks, seen.state.ranks[1].phase) == ((), "gone")
 
 
+@pytest.mark.parametrize(
+    ("wanted", "members", "phase"),
+    [((0,), (0,), "retired"), ((0, 1), (0,), "joining"), ((0,), (0, 1), "silent")],
+)
+def test_rank_that_does_not_serve_by_order_is_not_called_silent_or_gone(
+    wanted: tuple[int, ...], members: tuple[int, ...], phase: str
+) -> None:
+    store = MemoryStore("d", clock=lambda: NOW)
+    alive = replace(TOPOLOGY, alive=np.isin([0, 1], members))
+    begin_run(store, "a", NOW, topology=alive, window_steps=2)
+    store.report(state(0))
+    asked: dict[str, Any] = {"asked": {}, "reason": "night", "by": "alice"}
+    if phase == "joining":
+        store.change_membership("op-0", [0], members=[0], **asked)
+    store.change_membership("op-1", wanted, members=members, **asked)
+
+    seen = seen_by(store)
+
+    found = [one.kind for one in seen.findings if "rank" in one.kind]
+    assert found == (["rank-silent"] if phase == "silent" else [])  # it has not left yet
+    assert seen.state.ranks[1].phase == phase
+    assert seen.state.membership is not None
+    assert (seen.state.membership.members, seen.state.membership.wanted) == (members, wanted)
+    is_open = "operation op-1 on the ranks" in seen.state.reason
+    assert is_open == (wanted != members)
+
+
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
     seen = seen_by(MemoryStore("d"))
 
