@@ -41,6 +41,7 @@ from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import holder_of
 from telemetry.state.events import WAITING
 from telemetry.state.joining import Heartbeat, check_versions
+from telemetry.state.store import StateStore
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
 TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # until a wait is reported first; between two reports
@@ -250,17 +251,33 @@ class WaitReports:
             log.debug("event not stored: %s", exc)
 
 
-def excluded_ranks(launch: Launch, run: str) -> frozenset[int] | None:
-    """Ranks that the survivors of a death have excluded from a run; None: none is on record."""
-    try:
-        with closing(launch.deployment.opened_store()) as store:
-            record = store.recovery()
-    except StoreError as exc:
-        log.debug("excluded ranks are not known: %s", exc)
-        return None
-    if record is None or start_of(record.run) != start_of(run):
-        return None
-    return frozenset(launch.ranks) - frozenset(record.survivors)
+class ExcludedRanks:
+    """Looks for the ranks that the survivors of a death have excluded, over one store.
+
+    It is asked every two seconds: a store of its own for each look would leave tens of kB behind
+    until Python collects them.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._store: StateStore | None = None
+
+    def look(self, run: str) -> frozenset[int] | None:
+        """Those ranks of this host that are excluded from a run; None: nothing is on record."""
+        try:
+            self._store = self._store or self._launch.deployment.opened_store()
+            record = self._store.recovery()
+        except StoreError as exc:
+            log.debug("excluded ranks are not known: %s", exc)
+            return None
+        if record is None or start_of(record.run) != start_of(run):
+            return None
+        return frozenset(self._launch.ranks) - frozenset(record.survivors)
+
+    def close(self) -> None:
+        """Close the store."""
+        if self._store is not None:
+            self._store.close()
 
 
 def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[str], None]) -> int:
@@ -306,7 +323,8 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             if ranks.waits_for is not None:
                 waits.note(ranks.waits_for)
 
-        how = ranks.wait(stop, look, partial(excluded_ranks, launch))
+        with closing(ExcludedRanks(launch)) as excluded:  # open after the fork, closed before one
+            how = ranks.wait(stop, look, excluded.look)
         if not how or stop.received:
             heart.retire()
             return 0 if not how else 128 + stop.received
