@@ -120,9 +120,22 @@ class TwoHosts:
         Raises:
             OSError: this process may not.
         """
-        with Path(f"/proc/{self._pids[host]}/ns/net").open() as space:
-            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns to the network of a host")
+        enter_network(self.network(host))
+
+    def network(self, host: int) -> str:
+        """Path of a host's network, for ``enter_network`` in another process."""
+        return f"/proc/{self._pids[host]}/ns/net"
+
+
+def enter_network(path: str) -> None:
+    """Move this thread, and all that it starts from now on, to a network; needs root.
+
+    Raises:
+        OSError: this process may not.
+    """
+    with Path(path).open() as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {path}")
 
 
 def folders(root: Path) -> list[Path]:
