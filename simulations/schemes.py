@@ -33,7 +33,7 @@ from telemetry.load.drift import planning_history
 
 
 @dataclass(frozen=True)
-class Terms:
+class PlanTerms:
     """What plans are made with, beside the load."""
 
     topology: Topology
@@ -53,7 +53,7 @@ class Course:
         first: the placement that serves at the start.
     """
 
-    def __init__(self, terms: Terms, policy: str, first: Placement) -> None:
+    def __init__(self, terms: PlanTerms, policy: str, first: Placement) -> None:
         self._terms, self._policy = terms, policy
         self.serving = first
         self._record, self._since = Record(), -1
@@ -107,7 +107,7 @@ class Course:
         self._promise = None
 
 
-def as_served(placement: Placement, terms: Terms) -> Placement:
+def as_served(placement: Placement, terms: PlanTerms) -> Placement:
     """The same experts, with the shares that the engine's rule gives to their slots."""
     if terms.dispatch is DispatchRule.WEIGHTED:
         return placement
@@ -143,7 +143,7 @@ def _members(topology: Topology) -> NDArray[np.float64]:
 class SlotSplit:
     """Tokens of slots under a placement, by the shares that the dispatch rule gives."""
 
-    def __init__(self, placement: Placement, terms: Terms) -> None:
+    def __init__(self, placement: Placement, terms: PlanTerms) -> None:
         share, _ = live_shares(as_served(placement, terms), terms.topology)
         held = placement.slot_to_expert
         rows = np.arange(placement.num_layers)[:, None] * placement.num_experts
@@ -163,7 +163,7 @@ class Scheme:
     is_oracle = False  # looks at the window that it serves: a limit, not a competitor
     is_async = False  # weights move while steps go on; else serving waits for them
 
-    def __init__(self, terms: Terms, first: Placement) -> None:
+    def __init__(self, terms: PlanTerms, first: Placement) -> None:
         self.terms, self.num_kept = terms, 0  # plans that were not worth moving to
         self._split = SlotSplit(first, terms)  # made once for each placement
 
@@ -201,7 +201,7 @@ class Ours(Scheme):
 
     is_async = True
 
-    def __init__(self, terms: Terms, first: Placement, policy: str, every: int) -> None:
+    def __init__(self, terms: PlanTerms, first: Placement, policy: str, every: int) -> None:
         super().__init__(terms, first)
         self._course, self._every = Course(terms, policy, first), every
 
@@ -219,7 +219,7 @@ class Ours(Scheme):
 class AlwaysTaken(Scheme):
     """A policy whose plan is taken at each interval, without a gate."""
 
-    def __init__(self, terms: Terms, first: Placement, policy: Policy, every: int) -> None:
+    def __init__(self, terms: PlanTerms, first: Placement, policy: Policy, every: int) -> None:
         super().__init__(terms, first)
         self._policy, self._every = policy, every
 

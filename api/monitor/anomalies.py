@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from api.monitor.counts import anomaly_of
-from api.monitor.state import EPOCH, Finding, FindingKind, Grade, Reading
+from api.monitor.state import EPOCH, FindingKind, Grade, Reading, Symptom
 from eplb.declared import Meaning
-from telemetry.state.events import MEMBERSHIP, Event, outage_of
+from telemetry.state.events import MEMBERSHIP, RESTART, Event, outage_of
 
 KEPT = 1000
 AROUND_S, MOST_EVENTS = 30.0, 8  # events before and after its beginning that tell why
 TELLING = frozenset(
-    {"recovery", MEMBERSHIP, "restore", "error", "abort", "reject", "lease", "control", "run"}
+    {"recovery", MEMBERSHIP, RESTART, "restore", "error", "abort", "reject", "lease", "control"}
+    | {"run"}
 )
 
 Severity = Literal["critical", "warning", "notice"]
@@ -108,7 +109,7 @@ class AnomalyLog:
         )
         return found[:limit], found[limit - 1].id if len(found) > limit else None
 
-    def _renewed(self, key: tuple[str, str], finding: Finding, seen: Reading) -> Anomaly:
+    def _renewed(self, key: tuple[str, str], finding: Symptom, seen: Reading) -> Anomaly:
         """Give the anomaly of a finding: the open one, or a new one."""
         now = seen.state.time
         known = self._open.get(key)
@@ -174,7 +175,7 @@ def _of_event(event: Event) -> Iterator[tuple[EventAnomaly, Severity, str]]:
         yield "gain-missed", "notice", text
 
 
-def _is_of_others(one: Anomaly, finding: Finding) -> bool:
+def _is_of_others(one: Anomaly, finding: Symptom) -> bool:
     """Whether a finding is of ranks of which an open anomaly has none."""
     return bool(one.ranks and finding.ranks) and not set(one.ranks) & set(finding.ranks)
 

@@ -18,7 +18,7 @@ from collections import deque
 
 from api.monitor.state import Death
 from eplb.core.load import LoadSample
-from telemetry.state.events import Event, Outage, outage_of
+from telemetry.state.events import RESTART, Event, Outage, outage_of
 
 KEPT_DEATHS = 1000
 RESTARTED = "the ranks were started again"
@@ -34,6 +34,8 @@ class OutageLog:
         self.found: list[Outage] = []  # outages that the store does not have, the oldest first
         self._recorded: list[Outage] = []
         self._deaths: deque[Death] = deque(maxlen=KEPT_DEATHS)
+        self._begun = 0.0  # the latest run
+        self._is_explained = False  # its death, by its survivors
         self._is_restart = False  # ranks were started since the last token
         self._newest: dict[int, LoadSample] = {}  # newest sample of each rank of this run
         self._step_s = 0.0  # duration of a step by the latest samples that tell it; 0: unknown
@@ -46,10 +48,18 @@ class OutageLog:
     def note_event(self, event: Event) -> None:
         """Note a death, or an outage that some service has recorded."""
         is_end = event.kind == "error" and event.detail.get("where") == "ranks"
-        if event.kind == "recovery" or is_end:
+        if event.kind == RESTART:
+            lost = ", ".join(map(str, event.detail["lost"])) or "none"
+            text = f"ranks lost: {lost}; all ranks start again: {event.detail['reason']}"
+            while self._deaths and self._deaths[-1].time >= self._begun:
+                self._deaths.pop()  # the same, without the reason
+            self._note_death(event.time, text)
+            self._is_explained = True
+        elif (event.kind == "recovery" or is_end) and not self._is_explained:
             why = event.detail.get("message") or event.detail.get("reason")
-            self.death = Death(event.time, str(why or "a rank died"))
-            self._deaths.append(self.death)
+            self._note_death(event.time, str(why or "a rank died"))
+        elif event.kind == "run":
+            self._begun, self._is_explained = event.time, False
         elif (known := outage_of(event)) is not None:
             self._recorded.append(known)
             self.found = [one for one in self.found if not one.overlaps(known)]
@@ -82,6 +92,10 @@ class OutageLog:
         """Take no token for a later one than now, after the store's clock was set back."""
         if self.token_time is not None:
             self.token_time = min(self.token_time, now)
+
+    def _note_death(self, time: float, text: str) -> None:
+        self.death = Death(time, text)
+        self._deaths.append(self.death)
 
     def _note(self, start: float, end: float, reason: str) -> None:
         if end <= start:

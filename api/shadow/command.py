@@ -30,10 +30,10 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from simulations.schemes import Terms
+from simulations.schemes import PlanTerms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, table, text_below
-from simulations.shadow.sources import Source, SourceOptions, open_source
+from simulations.shadow.sources import SourceOptions, WindowSource, open_source
 from telemetry.formats.table import read_placement
 
 Plans = Enum("Plans", {"maps": "maps", "deepseek": "deepseek", "none": "none"})
@@ -122,7 +122,7 @@ def shadow(
     shape = layers.shape() or told
     if shape is not None and expert_bytes:
         shape = replace(shape, expert_bytes=expert_bytes)
-    terms = Terms(
+    terms = PlanTerms(
         topology,
         shape,
         cost=CostModel(pay_back_s=pay_back),
@@ -171,7 +171,7 @@ def _recorder(url: str | None, key_file: Path | None) -> EngineRecorder | None:
 
 
 def _system_of(
-    source: Source, ranks: int | None, nodes: int | None
+    source: WindowSource, ranks: int | None, nodes: int | None
 ) -> tuple[Topology, ModelShape | None]:
     """The engine's ranks and model: as the source tells them, else as the user does."""
     told = source.system()

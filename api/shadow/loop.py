@@ -14,7 +14,7 @@ from eplb.errors import ConfigError
 from simulations.report import write_json
 from simulations.shadow.comparison import Comparison
 from simulations.shadow.report import Prices, report
-from simulations.shadow.sources import Source
+from simulations.shadow.sources import WindowSource
 
 # Between two checks for a stop while waiting for the next poll. No event: a signal handler that
 # sets one can deadlock with the wait that it interrupts.
@@ -34,7 +34,7 @@ class Watch:
 
 
 def run(
-    source: Source,
+    source: WindowSource,
     comparison: Comparison,
     prices: Prices,
     *,
@@ -72,7 +72,7 @@ def run(
 def _watch(
     watch: Watch,
     poll: Callable[[], dict[str, Any] | None],
-    source: Source,
+    source: WindowSource,
     said: Callable[[str], None],
 ) -> None:
     """Poll until the time is over or the user stops it; both end with a report."""
@@ -98,7 +98,7 @@ def _watch(
         said("stopped: what is left is read, and reported")
 
 
-def _ask(call: Callable[[], None], source: Source) -> None:
+def _ask(call: Callable[[], None], source: WindowSource) -> None:
     """Ask the engine; one that does not answer is noted, and asked again later."""
     try:
         call()

@@ -128,9 +128,9 @@ class StoreLoss:
     that were acknowledged last. Ranks then commit what they serve once more.
 
     Every rank knows the state that balancing needs: the run, the serving placement, the switches,
-    and the highest plan id. Each rank checks after every poll. The first that misses placement or
-    run restores all of it in one change; the others find it there. Samples, tasks, events and the
-    history of placements are lost. Used by one thread at a time.
+    the operation on the ranks, and the highest plan id. Each rank checks after every poll. The
+    first that misses placement or run restores all of it in one change; the others find it there.
+    Samples, tasks, events and the history of placements are lost. Used by one thread at a time.
 
     It is made before a rank loads its experts: the store may be lost in the minutes that this
     takes, and nobody else could then restore the run.
@@ -145,6 +145,7 @@ class StoreLoss:
 
     def __init__(self, store: StateStore, run: str) -> None:
         self._store, self._live = store, store.live()
+        self._change = store.membership_change()
         # The run last: if it is still there, what was read before is of the same contents.
         found = next((info for info in store.runs() if info.run == run), None)
         if found is None:
@@ -168,14 +169,19 @@ class StoreLoss:
         # `eplb serve` may have written a first placement into the emptied store before this look.
         committed = self._store.committed()
         if committed is not None and self._store.current_run() is not None:
-            self._live = live
+            self._live, self._change = live, self._store.membership_change()
             named, known = committed.placement.generation, self._newest
             self._newest = max(named, known)
             return named < known and self._has_gone_back(named, known, agent)
         state, (placement, plan_id) = agent.describe(), agent.settled()
         reason = f"rank {state.rank} misses the run in the store: the store lost its contents"
         if self._store.restore(
-            self._run, placement, self._live, last_plan_id=plan_id, reason=reason
+            self._run,
+            placement,
+            self._live,
+            last_plan_id=plan_id,
+            reason=reason,
+            membership=self._change,
         ):
             log.error("generation=%d %s; state restored", placement.generation, reason)
         return True

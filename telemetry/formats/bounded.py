@@ -160,7 +160,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     unfinished = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
             unfinished = Path(file.name)
             file.write(data)
         unfinished.chmod(0o666 & ~_umask())

@@ -36,7 +36,9 @@ OUTAGE = "outage"  # kind: tokens came again after a time without any
 COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
 WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
-# Stages of that, from the known break to the end of the first pass; their seconds are its detail.
+RESTART = "restart"  # kind: they cannot, and all ranks start again
+REGROUPED = "regrouped"  # kind: ranks joined or left as planned
+# Stages of the first and the last, until the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
 OUTAGES = Table("outages", is_ordered=True)  # by their ends
@@ -59,7 +61,8 @@ class Event:
     def is_about(self, rank: int) -> bool:
         """Whether it names a rank, as a fact or in its words."""
         detail = self.detail
-        if rank in (detail.get("rank"), *detail.get("survivors", ())):
+        lists = (detail.get(name, ()) for name in ("survivors", "lost", "ranks"))
+        if rank == detail.get("rank") or any(rank in ranks for ranks in lists):
             return True
         words = " ".join(one for one in detail.values() if isinstance(one, str))
         named = " ".join(RANKS_IN_WORDS.findall(words))

@@ -40,6 +40,9 @@ const SENTENCES = {
   error: (d) => `${d.where}: ${d.message}`,
   lease: (d) => `The lease of the ${d.of}: ${process(d.holder)} ` +
     (d.state === "leads" ? "has it" : `lost it${why(d)}`),
+  membership: (d) => `Ranks ${stretches(d.survivors)} serve on in membership ${d.membership}, ` +
+    `${plural(d.refills, "expert")} loaded${why(d)}`,
+  members: (d) => `Operation ${d.id} for ranks ${stretches(d.wanted ?? [])} is ${d.state}${why(d)}`,
   outage: (d) => `Tokens are served again after ${fixed(d.unserved_s)} s without any${why(d)}`,
   pace: (d) => `The next migration has ${d.part} of the deployment's pace: ${d.reason}`,
   promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,
@@ -48,6 +51,7 @@ const SENTENCES = {
     `${plural(d.transactions, "transaction")}, to generation ${d.generation}`,
   recovery: (d) => `Ranks ${stretches(d.survivors ?? [])} continue with generation ${d.generation}${why(d)}`,
   reject: (d) => `Plan ${d.plan_id} was rejected${why(d)}`,
+  restart: (d) => `All ranks start again without rank ${stretches(d.lost)}${why(d)}`,
   restore: (d) => `A rank wrote what the store had lost${why(d)}`,
   run: (d) => `The ranks started: run ${d.run}, windows of ${plural(d.window_steps, "step")}`,
   samples: (d) => `Samples: ${plain(d.samples)}`,

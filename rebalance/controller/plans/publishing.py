@@ -23,7 +23,7 @@ from eplb.migration.build import Migration, Pace, build_migration
 from eplb.migration.spares import expand
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
-from rebalance.controller.load import Group
+from rebalance.controller.load import ServingGroup
 from rebalance.controller.open_migration import NOT_FINISHED
 from rebalance.controller.plans.planning import Planning, summary
 from rebalance.controller.plans.proposals import Why, drafted
@@ -147,7 +147,7 @@ class Publisher:
         self._noted_window = -1  # newest window whose decision was recorded
         self._noted_decision = ""
 
-    def note_keep(self, group: Group, proposal: Plan, window: int, trigger: str) -> None:
+    def note_keep(self, group: ServingGroup, proposal: Plan, window: int, trigger: str) -> None:
         """Record a KEEP decision; of those made at each window, one in a while."""
         is_due = window - self._noted_window >= self._live.settings.keep_every_windows
         is_due |= trigger != "load"
@@ -156,7 +156,7 @@ class Publisher:
 
     def note(
         self,
-        group: Group,
+        group: ServingGroup,
         proposal: Plan,
         window: int,
         *,
@@ -191,7 +191,12 @@ class Publisher:
         )
 
     def propose(
-        self, group: Group, proposal: Plan, serving: Placement, why: Why, lasts_s: float = LASTS_S
+        self,
+        group: ServingGroup,
+        proposal: Plan,
+        serving: Placement,
+        why: Why,
+        lasts_s: float = LASTS_S,
     ) -> Proposal:
         """Store a plan until somebody decides on it."""
         target, now = self._target(group, proposal, serving), self._clock()
@@ -200,7 +205,7 @@ class Publisher:
 
     def publish(
         self,
-        group: Group,
+        group: ServingGroup,
         proposal: Plan,
         current: Placement,
         *,
@@ -247,7 +252,7 @@ class Publisher:
             self._planning.taken_back()
         return migration
 
-    def _pace(self, group: Group, throttle: Throttle | None) -> NextPace:
+    def _pace(self, group: ServingGroup, throttle: Throttle | None) -> NextPace:
         settings = self._live.settings
         found = self._pacing.next(group.run.run, group.model.num_layers, settings)
         if throttle is None:
@@ -257,7 +262,7 @@ class Publisher:
         )
         return NextPace(throttle.of(found.pace), f"{found.reason}; throttled to {asked}")
 
-    def _target(self, group: Group, proposal: Plan, current: Placement) -> Placement:
+    def _target(self, group: ServingGroup, proposal: Plan, current: Placement) -> Placement:
         """The plan's target with the spare slots of the deployment."""
         spare_slots = self._live.settings.spare_slots
         if not spare_slots:

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 import eplb
 from eplb.errors import ConfigError
-from rebalance.engines.common.conform import Verdict, from_json, prove, to_json
+from rebalance.engines.common.conform import LayerVerdict, from_json, prove, to_json
 
 RANKS, EACH, EXPERTS, LAYERS = 4, 6, 16, 2  # a case's ranks, slots of a rank, experts and layers
 DEADLINE_S = 600.0  # for a rank to come to a collective of a case
@@ -29,7 +29,7 @@ DEADLINE_S = 600.0  # for a rank to come to a collective of a case
 
 def verdicts_of(
     engine: str, names: Sequence[str] = (), *, num_moves: int, seed: int
-) -> tuple[str, list[Verdict], dict[str, str]]:
+) -> tuple[str, list[LayerVerdict], dict[str, str]]:
     """The engine and its surroundings in a line, verdicts, and what is not run here, with reasons.
 
     Args:
@@ -76,7 +76,7 @@ def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, *salt: object) ->
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
-def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[Verdict]:
+def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[LayerVerdict]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "verdicts")
         try:
@@ -85,7 +85,7 @@ def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[Verdi
             )
         except ProcessRaisedException as exc:
             reason = str(exc).strip().splitlines()[-1]
-            return [Verdict(0, name, "not proved", (), note=f"the engine's layer: {reason}")]
+            return [LayerVerdict(0, name, "not proved", (), note=f"the engine's layer: {reason}")]
         return from_json(result.read_text(encoding="utf-8"))
 
 

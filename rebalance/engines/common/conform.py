@@ -52,7 +52,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayerVerdict:
     """What was found about one layer."""
 
     layer: int  # by the engine's numbers
@@ -77,7 +77,7 @@ class Verdict:
         return ": ".join((text, *self.faults[:1], *filter(None, [self.note])))
 
 
-def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[Verdict]:
+def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[LayerVerdict]:
     """Move all layers of the view, and return a verdict for each, alike on all ranks.
 
     The map and the weights are those of the start again, also where a step has failed, unless the
@@ -145,7 +145,7 @@ class _Proof:
         if errors := [one for _, one in found if one]:
             self._errors[name] = errors[0]
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[LayerVerdict]:
         """One for each layer."""
         notes = self._subject.gather([[row, note] for row, note in self._notes.items()])
         note_of = {row: note for listed in notes for row, note in listed}
@@ -154,7 +154,7 @@ class _Proof:
             for row, tensors in zip(self._view.rows, self._tensors, strict=True)
         ]
 
-    def _verdict(self, row: int, tensors: tuple[str, ...], note: str) -> Verdict:
+    def _verdict(self, row: int, tensors: tuple[str, ...], note: str) -> LayerVerdict:
         by_step = {
             step: tuple(str(fault) for fault in faults if fault.row == row)
             for step, faults in self._faults.items()
@@ -168,7 +168,7 @@ class _Proof:
         elif errors:
             step, error = next(iter(errors.items()))
             result, note = "not proved", error
-        return Verdict(
+        return LayerVerdict(
             row,
             self._subject.methods[row],
             result,
@@ -229,7 +229,7 @@ def preflight(
         write: where an event goes beside the log.
         is_sampled: whether two layers of each quantisation stand for the others.
     """
-    chosen, verdicts = sampled(methods) if is_sampled else list(methods), list[Verdict]()
+    chosen, verdicts = sampled(methods) if is_sampled else list(methods), list[LayerVerdict]()
     try:
         for layer in chosen:  # one at a time: a copy of its weights is kept meanwhile
             verdicts += prove(subject_of([layer]))
@@ -247,7 +247,7 @@ def preflight(
     return refused
 
 
-def report(engine: str, verdicts: Sequence[Verdict], not_run: Mapping[str, str]) -> str:
+def report(engine: str, verdicts: Sequence[LayerVerdict], not_run: Mapping[str, str]) -> str:
     """The report for a person; ``not_run``: what this hardware does not hold, and why."""
     width = max([30, *(len(one.method) for one in verdicts)])
     lines = [engine, f"{'layer':>5}  {'quantisation':{width}} {'result':16} tensors"]
@@ -265,14 +265,14 @@ def report(engine: str, verdicts: Sequence[Verdict], not_run: Mapping[str, str])
     return "\n".join(lines)
 
 
-def to_json(verdicts: Sequence[Verdict], **about: Any) -> str:
+def to_json(verdicts: Sequence[LayerVerdict], **about: Any) -> str:
     """The report for a program."""
     return json.dumps(about | {"layers": [asdict(one) for one in verdicts]}, indent=1)
 
 
-def from_json(text: str) -> list[Verdict]:
+def from_json(text: str) -> list[LayerVerdict]:
     """The verdicts of ``to_json``."""
     return [
-        Verdict(**one | {name: tuple(one[name]) for name in ("tensors", "faults")})
+        LayerVerdict(**one | {name: tuple(one[name]) for name in ("tensors", "faults")})
         for one in json.loads(text)["layers"]
     ]

@@ -27,7 +27,7 @@ from eplb.errors import EplbError
 from rebalance.engines.common.conform import Subject, preflight
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Answer, MapChange, Outcome, Question
+from rebalance.engines.common.messages import MapChange, MoveOutcome, PlannerAnswer, PlanQuestion
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
 from rebalance.engines.common.replica_weights import shares_of
@@ -38,7 +38,7 @@ from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.conform import copied, methods_of, subject_of
 from rebalance.engines.sglang.planning import Planned, Shape, answer_of, check_plan, terms_of
 from rebalance.engines.sglang.replica_weights import replica_lists
-from rebalance.engines.sglang.tap import LoadTap
+from rebalance.engines.sglang.tap import PassTap
 from runtime.group import gathered_large
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Rounds:
     def __init__(
         self,
         manager: Any,
-        tap: LoadTap,
+        tap: PassTap,
         group: dist.ProcessGroup,
         joined: Joined,
         settings: PluginSettings,
@@ -74,7 +74,7 @@ class Rounds:
         self._pass = self._window_begin = 0
         self._chunks: list[list[int]] = []  # rows still to be moved
         self._target: Any = None  # the engine's metadata that they are moved to
-        self._planned: tuple[Planned, Question | None] | None = None
+        self._planned: tuple[Planned, PlanQuestion | None] | None = None
         self._shape: Shape | None = None
         self.recorder: StoreProcess | None = None
         # The weights of the map that serves; None before the first plan.
@@ -241,7 +241,7 @@ class Rounds:
             self.checks.after_map()
         self._checked = self.generation
 
-    def _ready(self) -> Answer | None:
+    def _ready(self) -> PlannerAnswer | None:
         is_off = self._manager._rebalance_disabled_reason is not None
         return None if self.recorder is None or self._chunks or is_off else self.recorder.ready
 
@@ -251,7 +251,7 @@ class Rounds:
         if self._rank or self.recorder is None or self._chunks or not is_due:
             return
         if self.recorder.ready is None and not self.recorder.is_asked:
-            self.recorder.ask(Question("interval"))
+            self.recorder.ask(PlanQuestion("interval"))
 
     def _begin_store(self) -> None:
         """Start the process at the store, once the model is known; that of rank 0 plans too."""
@@ -291,7 +291,7 @@ class Rounds:
             if self._rank == 0:
                 self.recorder.add_window(counted, weights)
 
-    def _distributed(self, ready: Answer | None, size: int) -> bytes:
+    def _distributed(self, ready: PlannerAnswer | None, size: int) -> bytes:
         """The bytes of rank 0's plan."""
         if ready is None:
             record = torch.empty(size, dtype=torch.uint8)
@@ -302,7 +302,7 @@ class Rounds:
         dist.broadcast(record, src=0, group=self._group)
         return record.numpy().tobytes()
 
-    def _begin(self, record: bytes, question: Question | None) -> None:
+    def _begin(self, record: bytes, question: PlanQuestion | None) -> None:
         """Begin to move to a plan, if all ranks can."""
         prepared = None
         with self._told():
@@ -316,7 +316,7 @@ class Rounds:
             planned, self._target, self._chunks = prepared
             self._planned = (planned, question)
         elif self.recorder is not None and question is not None:
-            self.recorder.tell(Outcome(question, error="the ranks could not take the plan"))
+            self.recorder.tell(MoveOutcome(question, error="the ranks could not take the plan"))
 
     def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
         """The plan, the engine's metadata for it, and rows to move in each pass."""
@@ -369,7 +369,7 @@ class Rounds:
         self._note_placement(planned.reason, planned.weights, question)
 
     def _note_placement(
-        self, reason: str, weights: IntArray | None, question: Question | None
+        self, reason: str, weights: IntArray | None, question: PlanQuestion | None
     ) -> None:
         if self.recorder is None or self._rank or self._shape is None:
             return

@@ -28,7 +28,7 @@ PHASES: dict[str, Phase] = {
 
 
 @dataclass
-class LoadTap:
+class PassTap:
     """Counts of one rank; ``counts`` is made with the first pass, on the engine's device."""
 
     counts: torch.Tensor | None = None  # [L, S] int64

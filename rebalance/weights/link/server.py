@@ -25,7 +25,7 @@ import torch
 from eplb.errors import MigrationError
 from rebalance.weights.link.bounce import Bounce
 from rebalance.weights.link.client import KEPT_S
-from rebalance.weights.link.limits import Budget
+from rebalance.weights.link.limits import ByteBudget
 from rebalance.weights.link.link_settings import HostAddress, LinkSettings
 from rebalance.weights.link.listener import ConnectionListener, listen
 from rebalance.weights.link.wire import Message, RefusedError, Wire
@@ -84,7 +84,7 @@ class LinkServer:
         self._settings, self._lend, self._device = settings, lend, device
         self._lock, self.num_bytes_sent = threading.Lock(), 0
         is_closing = threading.Event()
-        self._outward = Budget(settings.bytes_per_second, is_closing)
+        self._outward = ByteBudget(settings.bytes_per_second, is_closing)
         # Who holds a turn is sending; on a GPU a turn comes with pinned memory.
         self._turns: queue.SimpleQueue[Bounce | None] = queue.SimpleQueue()
         for _ in range(settings.max_transfers):

@@ -364,7 +364,9 @@ def serves_on(membership: int) -> Callable[[StateStore], Any]:
 def test_survivors_of_two_deaths_serve_on_without_another_start(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
-    demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, slots_per_rank=5)
+    # Dead ranks are started again to join the others only in a minute.
+    given = {"slots_per_rank": 5, "restart_after_death": 0}
+    demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, **given)
     demo.sees("serving", serves_in_start(1))
     pids = {title: pid for pid, title in demo.processes().items()}
 
@@ -380,6 +382,29 @@ def test_survivors_of_two_deaths_serve_on_without_another_start(
     left = {title: pid for pid, title in demo.processes().items() if title.startswith("rank")}
     assert left == {title: pids[title] for title in ("rank 1", "rank 2")}
     assert demo.halts_right()["deaths"] == 2
+
+
+@pytest.mark.slow
+def test_survivors_without_enough_slots_say_why_all_ranks_start_again(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, slots_per_rank=2)
+    demo.sees("serving", serves_in_start(1))
+
+    demo.kill("rank 1")
+    demo.sees("serving again", serves_in_start(2))
+
+    with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
+        (restart,) = events_of(store, "restart")
+        assert restart.detail["lost"] == [1]
+        assert "6 slots are left for 8 experts" in restart.detail["reason"]
+        assert "expected topology.slots_per_rank = 3 or more" in restart.detail["reason"]
+        told = f"ranks lost: 1; all ranks start again: {restart.detail['reason']}"
+        assert (
+            demo.sees("the outage", lambda store: events_of(store, "outage"))[0].detail["reason"]
+            == told
+        )
+    demo.halts_right()
 
 
 @pytest.mark.slow

@@ -93,6 +93,31 @@ def test_outage_of_14_s_around_a_death_is_told_as_that_in_every_view(
     assert (ended.id, ended.since, ended.until) == (live.id, START + 9, START + 23)
 
 
+def test_restart_of_all_ranks_is_told_with_the_reason_why_survivors_do_not_serve_on(
+    store: StateStore, clock: StoreClock
+) -> None:
+    monitor, missing = monitor_of(store, clock), "3 slots are left for 4 experts, expected 4"
+    told = f"ranks lost: 1; all ranks start again: {missing}"
+    serve(store, "a", range(10), START)
+    clock.now = START + 10
+    store.add_event("recovery", {"survivors": [0], "reason": "rank 1 died"})
+    store.note_restart("a", [1], missing)
+    store.add_event("error", {"where": "ranks", "message": KILLED})
+    clock.now = START + 12
+
+    assert looked(monitor).state.reason == f"no token for 3 s: {told}"
+
+    clock.now = START + 18
+    begin_run(store, "b", clock.now)
+    serve(store, "b", range(3), START + 23)
+    clock.now = START + 26
+    looked(monitor)
+    assert outages(store) == [(9, 23, 14.0, told)]
+    store.add_event("error", {"where": "ranks", "message": KILLED})  # of another death
+    clock.now = START + 27
+    assert looked(monitor).state.reason == f"no token for 2 s: {KILLED}"
+
+
 def test_outages_are_on_record_once_for_all_services_and_after_restarts(
     store: StateStore, clock: StoreClock
 ) -> None:
