@@ -40,6 +40,7 @@ from rebalance.recovery import StoreRendezvous, SurvivorGroups, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, HostMemory, WeightSources
+from runtime.dispatch.all_to_all import first_sentence
 from runtime.group import gathered, set_deadline
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
@@ -309,10 +310,16 @@ def _agreed(rank: int, groups: SurvivorGroups, survival: Survival, refusal: str,
 
 def _together(rank: int, groups: SurvivorGroups, mine: Any) -> list[tuple[int, Any]]:
     """Every survivor's message, with its place in the group."""
+
+    def check() -> None:
+        if dead := groups.votes.dead():
+            raise RankError(f"rank {rank}: survivor {min(dead)} died before all served on")
+
     try:
-        return list(enumerate(gathered(mine, groups.control)))
+        return list(enumerate(gathered(mine, groups.control, check)))
     except RuntimeError as exc:
-        raise RankError(f"rank {rank}: a survivor died before all served on: {exc}") from exc
+        why = first_sentence(exc)
+        raise RankError(f"rank {rank}: a survivor died before all served on: {why}") from exc
 
 
 def _commit(
