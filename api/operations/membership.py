@@ -275,13 +275,17 @@ def _wanted(
         for rank in body.ranks or body.retire or ():
             check_rank(rank, topology)
         return tuple(sorted(set(body.ranks or before - set(body.retire or ()))))
-    groups = model.num_expert_groups
+    limits = model.num_expert_groups, _spare_slots(store)
     try:
-        return wanted_for(body.to, before, serving.placement, topology, groups)
+        return wanted_for(body.to, before, serving.placement, topology, *limits)
     except TopologyError as exc:
         raise Refused(ProblemType.NO_SUCH_RANK, str(exc)) from exc
     except PlacementError as exc:
         raise Refused(ProblemType.IMPOSSIBLE_MEMBERSHIP, str(exc)) from exc
+
+
+def _spare_slots(store: StateStore) -> int:
+    return int(store.live().text("spare_slots") or 0)
 
 
 def _refusal(
@@ -300,7 +304,7 @@ def _refusal(
     from telemetry.state.runs import GROUP_STAYS
 
     placement, leaving = serving.placement, leavers(wanted, topology)
-    if why := shortage(wanted, placement, topology):
+    if why := shortage(wanted, model.num_experts, topology, _spare_slots(store)):
         return why
     # Ranks that join take experts before the others leave.
     alive = topology.alive | np.isin(np.arange(topology.num_ranks), wanted)
