@@ -37,7 +37,8 @@ COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has 
 WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
 RESTART = "restart"  # kind: they cannot, and all ranks start again
-# Stages of that, from the known break to the end of the first pass; their seconds are its detail.
+REGROUPED = "regrouped"  # kind: ranks joined or left as planned
+# Stages of the first and the last, until the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
 OUTAGES = Table("outages", is_ordered=True)  # by their ends

@@ -116,6 +116,7 @@ class PlacementPart(Part):
         membership: int | None = None,
         run: RunInfo | None = None,
         dropped: Callable[[LiveState], Mapping[str, LiveValue | None]] = lambda _: {},
+        next_group: Recovery | None = None,
     ) -> bool:
         """Make ``placement`` the committed one and close the migration ``plan_id``, atomically.
 
@@ -129,6 +130,7 @@ class PlacementPart(Part):
             run: a start of other ranks, which begins in the same change: readers take the ranks of
                 the placement from the latest start.
             dropped: gives new live values, where those of now name ranks that ``run`` has not.
+            next_group: the planned group that serves it, recorded as that of survivors would be.
 
         Raises:
             StaleGeneration: something else is committed, or generations do not grow; or survivors
@@ -143,6 +145,8 @@ class PlacementPart(Part):
             _check_follows(generation, expected, None if serving is None else serving[0])
             _check_membership(generation, membership, _recovery_in(change))
             _put_committed(change, placement, plan_id, reason)
+            if next_group is not None:
+                change.put(HEAD, RECOVERY, encode(next_group))
             open_plan = open_plan_in(change)
             if open_plan is not None:
                 is_this = open_plan[0] == plan_id
