@@ -182,7 +182,8 @@ def _membership(call: Call, topology: Topology) -> Membership:
     committed, epoch = store.committed(), store.epoch()
     call.tag(epoch)
     placement = None if committed is None else committed.placement
-    return membership_of(topology, placement, store.membership_change(), epoch, store.live())
+    change, ready = store.membership_change(), [one.rank for one in store.joiners()]
+    return membership_of(topology, placement, change, epoch, store.live(), ready)
 
 
 @operation(

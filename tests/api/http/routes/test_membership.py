@@ -23,6 +23,7 @@ from eplb.core.topology import Topology
 from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import topology_to_dict
 from telemetry import open_store
+from telemetry.state.groups import Joiner
 from telemetry.state.runs import GROUP_STAYS
 from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import Deployment
@@ -167,6 +168,8 @@ def test_scaled_down_deployment_keeps_its_hosts_even_and_grows_again(
     assert (grown["joins"], grown["retires"], grown["loss"]["uncovered"]) == ([1], [], 0)
     found = client.get(PATH).json()
     assert (found["phase"], found["waits"]) == ("waiting", "not ready to be admitted: ranks 1")
+    deployment.store.offer_to_join(Joiner(1, "10.0.0.1", "a7"))
+    assert client.get(PATH).json()["phase"] == "joining"
     members_become(deployment, 0, 1, 3)
     assert client.get(PATH).json()["operation"]["ended"] == "done"
 
