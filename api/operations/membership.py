@@ -211,6 +211,10 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     model, topology = shape_of_run(store)
     serving = committed_of(store)
     known = store.change_of_id(body.id) if body.id else None
+    expected, epoch = call.expected_revision(), store.epoch()
+    if known is None and expected not in (None, epoch):
+        why = f"the epoch is {epoch}, expected {expected} as in If-Match: read the membership again"
+        raise Refused(ProblemType.MEMBERSHIP_CHANGED, why)
     # What is repeated was looked at the first time: the ranks may be others now.
     wanted = _wanted(store, body, model, topology, serving) if known is None else known.wanted
     refusal = _refusal(store, model, topology, serving, wanted) if known is None else ""

@@ -197,7 +197,7 @@ def test_second_operation_another_body_and_a_stale_epoch_are_refused(
 
     second = ask(client, id="op-8", to=2, dry_run=False)
     other = ask(client, id="op-7", to=2, dry_run=False)
-    stale = ask(client, epoch=5, id="op-9", to=2, dry_run=False)
+    stale = ask(client, epoch=5, id="op-9", to=2)
 
     assert problem_of(second)[0] is ProblemType.OTHER_OPERATION
     assert "'op-7' is open" in problem_of(second)[1]
@@ -231,6 +231,17 @@ def test_impossible_request_is_refused_and_changes_nothing(
     assert problem_of(refused)[0] is kind
     assert detail in problem_of(refused)[1]
     assert deployment.store.membership_change() is None
+
+
+def test_spare_slots_of_the_configuration_are_no_room_for_experts(
+    deployment: Deployment, client: httpx.Client
+) -> None:
+    assert ask(client, to=2).json()["refusal"] == ""
+    deployment.store.set_static({"spare_slots": 2}, reason="start")
+
+    assert problem_of(ask(client, to=2))[0] is ProblemType.IMPOSSIBLE_MEMBERSHIP
+    named = ask(client, retire=[0, 1]).json()
+    assert named["refusal"].startswith("2 ranks have 2 slots in a layer, without 2 spares on each")
 
 
 def test_drain_that_cordons_do_not_allow_is_refused_with_the_slots(
