@@ -84,8 +84,8 @@ class Deployment:
 
     @property
     def static(self) -> Mapping[str, Value]:
-        """Live settings as its configuration has them."""
-        return static_layer(self.settings)
+        """Live settings as its configuration has them, and the spare slots, which stay."""
+        return {**static_layer(self.settings), "spare_slots": self.spare_slots}
 
     @property
     def pace(self) -> Pace:

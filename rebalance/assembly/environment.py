@@ -66,6 +66,7 @@ from runtime.group import end_exchanges, gathered, gloo_listeners_closed, set_de
 from runtime.routing import RoutingTable
 from runtime.streams import Completion
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
+from telemetry.state.runs import GROUP_STAYS
 from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class EmbeddedRank:
 
     def __post_init__(self) -> None:
         refusal = self._refusal()
+        self.agent.notes[GROUP_STAYS] = refusal
         if self.place.joins:
             if refusal:
                 raise ConfigError(f"rank {self.place.rank} cannot join the others: {refusal}")
