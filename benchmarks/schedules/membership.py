@@ -19,7 +19,7 @@ every expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,8 +62,7 @@ from rebalance.agent import RankAgent
 from rebalance.assembly import survivors
 from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.rank import BuiltRank, record_start
-from rebalance.rank.parts import AgentSettings
-from rebalance.recovery import Deadlines, StoreRendezvous, SurvivorGroups, recover
+from rebalance.recovery import Deadlines, NewGroups, StoreRendezvous, recover
 from rebalance.types import Record
 from rebalance.weights.sources import Place
 from runtime.streams import Completion
@@ -178,6 +177,9 @@ class RefillingHost(Host):
     faults: Faults
     rng: Random
 
+    sources: Sources  # whose host it is, in the latest group
+    topology: Topology  # of the group that is formed
+
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Copy a whole record at once."""
         if record not in self.leased:
@@ -201,11 +203,13 @@ class Sources(Transport):
         host = RefillingHost(faults, rng)
         host.bank, host.faults, host.rng = banks[rank], faults, rng
         self.host = self._host = host  # type: ignore[assignment]
+        host.sources, self.slots = self, None
 
     def of_group(self, topology: Topology) -> Sources:
         """The sources that are left to survivors; on the same host."""
         after = Sources(self.rank, topology, *self.given)
         after.host = after._host = self._host  # type: ignore[assignment]
+        self._host.sources = after  # type: ignore[attr-defined]
         after.watch = self.watch
         return after
 
@@ -385,8 +389,8 @@ class MembershipSchedule(Schedule):
             for where, name, by in (
                 (survivors, "rejoin", self._rejoin),
                 (survivors, "gathered", self._gathered),
-                (survivors, "set_deadline", lambda group, deadline_s: None),
-                (survivors, "_sources", self._sources),
+                (survivors, "set_deadlines", lambda groups, built: None),
+                (survivors, "WeightSources", self._sources),
                 (survivors, "recover", self._recover),
                 (recovery, "time", SimulatedTime),
             ):
@@ -559,17 +563,23 @@ class MembershipSchedule(Schedule):
         return recover(agent, store, deadlines=patient, clock=lambda: self.now)
 
     def _rejoin(
-        self, record: Recovery, rendezvous: StoreRendezvous, rank: int, **given: Any
-    ) -> SurvivorGroups:
+        self,
+        name: str,
+        members: Sequence[int],
+        rendezvous: StoreRendezvous,
+        rank: int,
+        **given: Any,
+    ) -> NewGroups:
         """Exchange addresses through the store, then form the group of this membership."""
+        membership = rendezvous._membership
         rendezvous.set(f"address of {rank}", b"")
-        addresses = [f"address of {other}" for other in record.survivors]
+        addresses = [f"address of {other}" for other in members]
 
         def have_met() -> bool:
             if self.store.peek(lambda: rendezvous.check(addresses)):
                 return True
             rendezvous._check()
-            if self._have_left(record):
+            if self._have_left(members, membership):
                 raise RankError(f"rank {rank}: the survivors did not meet in time")
             return False
 
@@ -577,17 +587,20 @@ class MembershipSchedule(Schedule):
             wait_until(have_met)
         except RankError:
             self.ranks[rank].member.learn()
-            self._left_groups.add((rank, record.membership))
+            self._left_groups.add((rank, membership))
             raise
-        if record.membership not in self._formed:
+        if membership not in self._formed:
             gone = {one.number for one in self.ranks if one not in self.remaining()}
-            group = Group(record.survivors, self.rng, gone)
-            group.has_lost_patience = partial(self._have_left, record)
-            self._formed[record.membership] = group
+            group = Group(tuple(members), self.rng, gone)
+            group.has_lost_patience = partial(self._have_left, members, membership)
+            self._formed[membership] = group
             self.groups.append(group)
-        group = self._formed[record.membership]
+        group = self._formed[membership]
         of_rank = GroupOf(group, rank)
-        return SurvivorGroups(of_rank, of_rank, Voting(group, rank))  # type: ignore[arg-type]
+        parts = self.ranks[rank].agent.parts
+        alive = np.isin(np.arange(NUM_RANKS), members)
+        parts.links.sources.host.topology = replace(parts.settings.topology, alive=alive)
+        return NewGroups(of_rank, of_rank, Voting(group, rank), members)  # type: ignore[arg-type]
 
     def _gathered(self, mine: Any, of: GroupOf) -> list[Any]:
         try:
@@ -596,15 +609,15 @@ class MembershipSchedule(Schedule):
             self.ranks[of.rank].member.learn()  # its other connections broke with that one
             raise
 
-    def _have_left(self, record: Recovery) -> bool:
+    def _have_left(self, members: Sequence[int], membership: int) -> bool:
         """Whether a survivor gave up a group that is formed; the others notice it after a time."""
         return self.rng.random() < 0.1 and any(
-            self.ranks[one].life is Life.REFUSED or (one, record.membership) in self._left_groups
-            for one in record.survivors
+            self.ranks[one].life is Life.REFUSED or (one, membership) in self._left_groups
+            for one in members
         )
 
-    def _sources(self, before: Sources, settings: AgentSettings, *_: Any) -> Sources:
-        return before.of_group(settings.topology)
+    def _sources(self, mapped: Any, host: RefillingHost, others: Any) -> Sources:
+        return host.sources.of_group(host.topology)
 
     def check_promise(self) -> None:
         """One loss that nothing else disturbs leaves all others serving."""
