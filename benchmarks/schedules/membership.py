@@ -602,7 +602,7 @@ class MembershipSchedule(Schedule):
         parts.links.sources.host.topology = replace(parts.settings.topology, alive=alive)
         return NewGroups(of_rank, of_rank, Voting(group, rank), members)  # type: ignore[arg-type]
 
-    def _gathered(self, mine: Any, of: GroupOf) -> list[Any]:
+    def _gathered(self, mine: Any, of: GroupOf, check: Callable[[], None]) -> list[Any]:
         try:
             return of.group.gathered(mine, of.rank)
         except RuntimeError:
