@@ -300,15 +300,25 @@ def test_open_migration_is_finished_before_the_ranks_leave_their_group(group: Gr
     assert group.serving() == FULL.slot_to_expert.tolist()
 
 
-def test_rank_that_is_ready_for_the_next_group_adopts_no_plan(group: Group) -> None:
-    group.agents[0].voting.next_group = 7
+def test_ranks_that_are_ready_for_the_next_group_begin_no_plan(group: Group) -> None:
+    for rank, agent in enumerate(group.agents):
+        agent.voting.next_group = 7 + rank // 2
     group.publish(FULL)
     for _ in range(8):
         group.step()
 
-    assert group.agents[0].phase == "idle"
-    group.agents[0].voting.next_group = 0
+    assert [agent.phase for agent in group.agents] == ["idle"] * 4
+
+
+def test_rank_that_is_ready_for_the_next_group_finishes_the_plan_of_the_others(
+    group: Group,
+) -> None:
+    group.agents[0].voting.next_group = 7
+    group.publish(FULL)
+
     group.step_until(lambda: group.generation() == 1)
+
+    assert [agent.placement.generation for agent in group.agents] == [1] * 4
 
 
 def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) -> None:
