@@ -20,19 +20,21 @@ from datetime import timedelta
 from threading import Event
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from eplb.clock import Clock, Deadline
 from eplb.errors import RankError, StaleGeneration, StoreError
-from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
+from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide, is_minority
 from rebalance.agent import REPORT_DEADLINE_S, RankAgent
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.gloo_votes import GlooVotes
-from runtime.group import form_group, gloo_listeners_closed
+from runtime.group import CPU, form_group, gloo_listeners_closed
 from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
+MINORITY_S = 2.0  # for the record of the others, by ranks that take most of the group for dead
 MEET_S = 0.002  # from one look for another survivor's address to the next, at first
 
 log = logging.getLogger(__name__)
@@ -84,10 +86,10 @@ def recover(
     limit = Deadline.after(deadlines.store_s + deadlines.reports_s, clock)
     retries = _Retries(report.rank, limit)
     retries.until_done("write its survivor report", lambda: store.add_survivor_report(report))
-    deadline = Deadline.after(deadlines.reports_s, clock)
+    begun, reports_s = clock(), deadlines.reports_s
     record = retries.until_done(
         "agree with the other survivors",
-        lambda: _agree(survivor, store, report, deadline),
+        lambda: _agree(survivor, store, report, reports_s, lambda: clock() - begun),
     )
     if report.rank not in record.survivors:
         raise RankError(
@@ -113,17 +115,27 @@ def _agree(
     survivor: RankAgent,
     store: StateStore,
     report: SurvivorReport,
-    deadline: Deadline,
+    reports_s: float,
+    waited_s: Callable[[], float],
 ) -> Recovery:
-    """Return another survivor's record, or write one once all live ranks have reported."""
+    """Return another survivor's record, or write one once all live ranks have reported.
+
+    Ranks whose links are cut take all others for dead, and wait for nobody. So a minority first
+    leaves the record to the others.
+    """
     overtaken_by: int | None = None
     while True:
         version, standing = store.version(), store.recovery()
         if standing is not None and standing.membership > report.membership:
             return _own_run(standing, report)
         reports = store.survivor_reports(report.run, report.membership)
-        silent = survivor.members - {one.rank for one in reports} - survivor.dead()
-        if not silent or deadline.has_passed:
+        lost = survivor.dead() & survivor.members
+        silent = survivor.members - {one.rank for one in reports} - lost
+        most_s = reports_s if silent else 0.0
+        if is_minority(survivor.members, lost):
+            most_s = max(most_s, MINORITY_S)
+        left_s = most_s - waited_s()
+        if left_s <= 0:
             record = decide(reports, survivor.dead(), silent, _written_end(survivor, store, report))
             written = store.recover(record, expected_membership=report.membership)
             if written is not None:
@@ -139,7 +151,7 @@ def _agree(
             overtaken_by = found.placement.generation
             continue
         # A moment at most: a death is detected by its liveness connection, not by the store.
-        store.wait(version, min(deadline.left_s, RETRY_S))
+        store.wait(version, min(left_s, RETRY_S))
 
 
 def _written_end(
@@ -234,6 +246,7 @@ def rejoin(
     deadline_s: float = 20.0,
     silence_s: float = 0.0,
     check: Callable[[], None] = lambda: None,
+    device: torch.device = CPU,
 ) -> NewGroups:
     """Form new groups, separate from those that serve or are broken; each member calls this.
 
@@ -246,22 +259,23 @@ def rejoin(
         deadline_s: for all to have joined.
         silence_s: as for the votes of the first group.
         check: called once they are formed: what it raises gives them up.
+        device: whose tensors are exchanged as tokens.
 
     Raises:
         RankError: a member died or timed out meanwhile.
     """
     place, size = members.index(rank), len(members)
+
+    def formed(what: str, device: torch.device = CPU) -> dist.ProcessGroup:
+        store = PrefixStore(f"{name}-{what}", rendezvous)
+        return form_group(store, place, size, deadline_s=deadline_s, device=device)
+
     try:
+        # NCCL goes on to listen; its group is formed before listeners are closed.
+        tokens = formed("tokens", device) if device != CPU else None
         with gloo_listeners_closed():
-            tokens, control = (
-                form_group(
-                    PrefixStore(f"{name}-{one}", rendezvous),
-                    place,
-                    size,
-                    deadline_s=deadline_s,
-                )
-                for one in ("tokens", "control")
-            )
+            tokens = tokens or formed("tokens")
+            control = formed("control")
             check()  # before listeners are closed that others of this process may have opened since
     except RuntimeError as exc:
         raise RankError(f"rank {rank} cannot join ranks {list(members)}: {exc}") from exc

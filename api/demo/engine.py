@@ -34,7 +34,7 @@ from rebalance.assembly.plain import from_plain, to_plain
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.counters import PassCounter
-from runtime.dispatch.all_to_all import Dispatcher
+from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.model.compute import Experts, LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.streams import Completion
@@ -216,6 +216,8 @@ def _on_gpu(rank: EmbeddedRank, name: str, num_tokens: int) -> tuple[Dispatcher,
     made, why = choose_dispatcher(
         name, trial, rank.counter, rank.place.groups.tokens, max_tokens=num_tokens
     )
+    if isinstance(made, AllToAllDispatcher):
+        made = rank.all_to_all()  # which ends at a peer's death
     pairs = num_tokens * topology.num_ranks * model.top_k
     experts = GroupedExperts(rank.bank, usual_rows=2 * pairs // topology.num_slots)
     rank.built.measure_experts(experts)  # a CPU computes in proportion to rows

@@ -348,6 +348,8 @@ class Rejoins:
 
     def due(self, ranks: LocalRanks) -> list[int]:
         """Ranks to start now."""
+        if self._launch.deployment.settings.topology.device != "cpu":
+            return []  # ranks on GPUs serve on without a dead one, and take none
         now = time.monotonic()
         absent = ranks.absent(self._launch.ranks)
         for rank in absent - self._due.keys():

@@ -1,6 +1,7 @@
 """Kills ranks whose survivors serve on: from the kill to the next token, stage by stage.
 
     python -m benchmarks.faults.serve_on [--ranks 8] [--kills 50] [--seed 1] [--stop]
+    python -m benchmarks.faults.serve_on --device cuda --ranks 2 --slots 6
 
 One host, real processes, weights and engine of ``eplb demo`` (``agent.serve_on``), SQLite. Ranks
 are killed until half of them are left; then the deployment starts again. With ``--stop`` a rank is
@@ -57,16 +58,19 @@ class OneHost:
     ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         (tokens := folder / "tokens").mkdir(parents=True)
-        self.tokens = tokens
+        self.tokens, self.num_ranks = tokens, num_ranks
         (port,) = free_ports(1)
+        is_cpu = given.device == "cpu"
         named = {
             "topology.nodes": 1,
             "topology.ranks_per_node": num_ranks,
             "model.layers": 3,
             "model.experts": 2 * num_ranks,
             "model.top_k": 2,
-            "model.hidden": 32,
-            "model.intermediate": 32,
+            "topology.device": given.device,
+            "model.precision": "float32" if is_cpu else "bfloat16",
+            "model.hidden": 32 if is_cpu else 1024,
+            "model.intermediate": 32 if is_cpu else 512,
             "telemetry.window_steps": 16,
             "topology.slots_per_rank": given.slots,
             "http.port": port,
@@ -79,7 +83,13 @@ class OneHost:
         }
         settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
         texts = [ROOT / "LICENSE", ROOT / "README.md"]
-        options = Options(tokens_per_rank=64, text=texts, seed=given.seed, check_every=2)
+        options = Options(
+            tokens_per_rank=64,
+            text=texts,
+            seed=given.seed,
+            check_every=2,
+            dispatcher="auto" if is_cpu else "all_to_all",
+        )
         state = StateDir(settings.deployment.state_dir)
         try:
             self.prepared = prepare(options, settings, state)
@@ -116,10 +126,14 @@ class OneHost:
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
+        return self.living()[rank]
+
+    def living(self) -> dict[int, int]:
+        """The processes of ranks, by rank."""
         launcher = self.processes["launch"].process
         assert launcher is not None, "it was started"
-        (pid,) = pids_of(launcher.pid, f"rank {rank}")
-        return pid
+        found = {rank: pids_of(launcher.pid, f"rank {rank}") for rank in range(self.num_ranks)}
+        return {rank: pids[0] for rank, pids in found.items() if pids}
 
     def times(self, rank: int) -> list[float]:
         """Monotonic times of a rank's steps."""
@@ -165,7 +179,8 @@ class OneHost:
         results = self.prepared.engine.checks.results
         found, self._checks_read = checks_in(results, self._checks_read)
         self.checks += found
-        return len(self.checks), sum(not one.is_right("float32") for one in self.checks)
+        precision = self.prepared.engine.checks.precision
+        return len(self.checks), sum(not one.is_right(precision) for one in self.checks)
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -181,6 +196,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--silence", type=float, default=0.0, help="agent.silence_s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     parser.add_argument("--json", type=Path, help="file for the rows")
     given = parser.parse_args()

@@ -49,6 +49,7 @@ REFUSED = 2
 STATE_BYTES = 2 * LEAST_FREE_BYTES  # size of a host's file system for state
 END_S = 20.0
 HOSTS, RANKS = range(2), range(4)
+ANY_ADDRESS = {"bind": "0.0.0.0", "protected-mode": "no"}  # of a host in a namespace of its own
 SETTINGS: dict[str, Any] = {
     "topology.nodes": 2,
     "topology.ranks_per_node": 2,
@@ -183,6 +184,7 @@ class TwoHostDeployment:
         hosts: on which it runs.
         seed: of weights and requests.
         given: settings in place of SETTINGS.
+        store_address: of Redis: another one than the first host's may move to the second host.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class TwoHostDeployment:
         hosts: Hosts,
         seed: int,
         given: Mapping[str, Any] = MappingProxyType({}),
+        store_address: str = ADDRESSES[0],
     ) -> None:
         self.hosts = hosts
         self.num_ranks = 2 * {**SETTINGS, **given}["topology.ranks_per_node"]
@@ -202,10 +205,9 @@ class TwoHostDeployment:
             path.mkdir()
         for path in hosts.clocks:
             path.write_bytes(struct.pack("d", 0.0))
-        bind = {"bind": ADDRESSES[0], "protected-mode": "no"}
-        self.redis = RedisProcess(hosts.folder / "redis", bind)
+        self.redis = RedisProcess(hosts.folder / "redis", ANY_ADDRESS)
         stack.callback(self.redis.kill)
-        self.store = f"redis://{ADDRESSES[0]}:{self.redis.port}"
+        self.store = f"redis://{store_address}:{self.redis.port}"
         self.prepared = hosts.prepare(self.store, seed, given)
         self.deployment, self.checks = self.prepared.deployment, list[CheckedStep]()
         self._checks_read, self.notes = 0, list[str]()

@@ -9,8 +9,10 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 
-from benchmarks.schedules.mutants import MUTANTS
+from benchmarks.schedules.membership import MembershipSchedule
+from benchmarks.schedules.mutants import MUTANTS, MUTANTS_OF_SURVIVORS
 from benchmarks.schedules.run import run_one
+from benchmarks.schedules.world import Schedule
 
 ROWS = (
     "schedules",
@@ -18,7 +20,10 @@ ROWS = (
     "committed",
     "dropped",
     "deaths",
+    "cuts",
     "recoveries",
+    "served on",
+    "started again",
     "refusals",
     "updates",
     "bytes refused",
@@ -34,15 +39,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--trace", action="store_true", help="print every turn of every schedule")
+    mutants = MUTANTS | MUTANTS_OF_SURVIVORS
     parser.add_argument(
-        "--mutant", choices=MUTANTS, help="break the ranks on purpose; ends when it is found"
+        "--mutant", choices=mutants, help="break the ranks on purpose; ends when it is found"
     )
+    parser.add_argument("--membership", action="store_true", help="survivors serve on")
     args = parser.parse_args()
+    make = MembershipSchedule if args.membership else Schedule
     logging.disable(logging.CRITICAL)  # what ranks say of the faults that they are given
     started, total = time.monotonic(), Counter[str]()
-    with MUTANTS[args.mutant]() if args.mutant else nullcontext():
+    with mutants[args.mutant]() if args.mutant else nullcontext():
         for seed in range(args.first, args.first + args.count):
-            found = run_one(seed)
+            found = run_one(seed, make=make)
             total.update(found.counts)
             if args.trace or found.violation:
                 print(found.story(seed))

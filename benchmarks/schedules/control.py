@@ -176,6 +176,7 @@ class Doing(Enum):
     ALLOW = "host allows"
     UPDATE = "update"
     KILL = "kill"
+    CUT = "cut links"
 
 
 PAIRS = (

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from eplb.migration.survivors import Survival
+from rebalance import recovery
+from rebalance.assembly import survivors
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import RankPhase, Swap
@@ -117,4 +120,33 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "skipped when prepared": lambda: replaced(Voter, "read", skips_when_prepared),
     "not drained": lambda: replaced(Mover, "_settle", never_drains),
     "not rolled forward": lambda: replaced(phases, "missed_verdicts", forgets_forward),
+}
+
+# -- of survivors that serve on
+
+survive, agreed = survivors.survive, survivors._agreed
+
+
+def keeps_dead_slots(placement: Any, topology: Any, dead: Any) -> Survival:
+    """Routes on to the slots of dead ranks."""
+    found = survive(placement, topology, dead)
+    return replace(found, target=placement.with_generation(found.target.generation))
+
+
+def counts_its_own_steps(rank: int, groups: Any, survival: Any, refusal: str, steps: int) -> int:
+    """Numbers its next pass without the others."""
+    agreed(rank, groups, survival, refusal, steps)
+    return steps
+
+
+def serves_unnamed(*given: Any) -> None:
+    """Serves a placement that the store was never told."""
+
+
+MUTANTS_OF_SURVIVORS: dict[str, Callable[[], Any]] = {
+    "not refilled": lambda: replaced(survivors, "refill", lambda *given: None),
+    "dead slots kept": lambda: replaced(survivors, "survive", keeps_dead_slots),
+    "steps not agreed": lambda: replaced(survivors, "_agreed", counts_its_own_steps),
+    "not committed": lambda: replaced(survivors, "_commit", serves_unnamed),
+    "a minority decides": lambda: replaced(recovery, "is_minority", lambda members, lost: False),
 }

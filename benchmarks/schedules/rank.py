@@ -65,6 +65,15 @@ class PlayedWatcher(Watcher):
         if self.is_written(self._writing):
             self._writing = None
 
+    def close(self) -> None:
+        """Write what is still to be written, once; the threads would end."""
+        self._closing.set()
+        self._shared.close()
+        while self.has_writing:
+            writing, self._writing = self._writing or self._to_write.get_nowait(), None
+            assert writing is not None, "nobody else closes the watcher"
+            self.is_written(writing)
+
 
 class Sink:
     """Keeps nothing."""
@@ -178,23 +187,27 @@ class Rank:
         self.bank, self.stream = transport.bank, transport.bank.stream
         self.columns, self.steps = deployment.topology.slots_on(number), StepCounter()
         self.life, self.why = Life.SERVING, ""
-        self.agent = make_agent(number, world, member, transport, self.steps)
-        table: object = self.agent.table
-        assert isinstance(table, Table), "made by make_agent"
-        self.table = table
-        watcher = self.agent.watcher
+        self.take(make_agent(number, world, member, transport, self.steps))
+        self._update: Iterator[str] | None = None
+        self.update_waits_for = ""
+        self.patience_s = 1e9  # for others' last words
+        for layer, slot, expert in self.agent.held():
+            self.bank.words[layer * self.bank.num_slots + slot] = record_words(0)[layer, expert]
+
+    def take(self, agent: RankAgent) -> None:
+        """Go on with an agent, its group and its sources; before its first turn."""
+        links, table = agent.parts.links, agent.table
+        self.agent, self.member, self.transport = agent, links.votes, links.sources  # type: ignore[assignment]
+        assert isinstance(table, Table), "made by make_agent"  # type: ignore[unreachable]
+        self.table = table  # type: ignore[unreachable]
+        watcher = agent.watcher
         assert isinstance(watcher, PlayedWatcher), "the links name the class"
-        self.watcher, self.shared = watcher, self.agent.shared
+        self.watcher, self.shared = watcher, agent.shared
         self.seen_version, self.polls_at = -1, 0.0
         self._work: Iterator[Wait] | None = None
         self.wait: Wait | None = None
         self._seen, self._is_for_news = -1, False
-        self._update: Iterator[str] | None = None
-        self.update_waits_for = ""
-        self.patience_s = 1e9  # for others' last words
-        transport.plan_id = self._plan_id
-        for layer, slot, expert in self.agent.held():
-            self.bank.words[layer * self.bank.num_slots + slot] = record_words(0)[layer, expert]
+        self.transport.plan_id = self._plan_id
 
     def _plan_id(self) -> int:
         plan = self.shared.state.plan

@@ -123,7 +123,7 @@ class Pending:
 
 NUM_DEPLOYMENTS = 60
 NUM_RANKS = 3
-HOSTS = ([0, 0, 0], [0, 0, 1], [0, 1, 2])
+HOSTS = {3: ([0, 0, 0], [0, 0, 1], [0, 1, 2]), 4: ([0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3])}
 MOST_CACHED = 4000  # migrations of a deployment
 
 
@@ -179,7 +179,7 @@ class Deployment:
 
 
 @cache
-def deployment(number: int) -> Deployment:
+def deployment(number: int, num_ranks: int = NUM_RANKS) -> Deployment:
     """One of NUM_DEPLOYMENTS, always the same."""
     rng = random.Random(1000 + number)
     mode: Mode = rng.choice(["copy", "flip"])
@@ -194,22 +194,24 @@ def deployment(number: int) -> Deployment:
         layers_per_transaction=rng.choice([0, 1, 1, 2]),
     )
     topology = Topology(
-        np.zeros(NUM_RANKS, dtype=np.int32),
-        np.full(NUM_RANKS, num_slots, dtype=np.int32),
-        host_of_rank=np.array(rng.choice(HOSTS), dtype=np.int32),
+        np.zeros(num_ranks, dtype=np.int32),
+        np.full(num_ranks, num_slots, dtype=np.int32),
+        host_of_rank=np.array(rng.choice(HOSTS[num_ranks]), dtype=np.int32),
     )
 
     def placement() -> Placement:
-        rows = [_row(rng, num_experts, filled, num_slots) for _ in range(num_layers)]
+        rows = [_row(rng, num_ranks, num_experts, filled, num_slots) for _ in range(num_layers)]
         return Placement(np.array(rows), num_experts)
 
     return Deployment(topology, pace, placement(), tuple(placement() for _ in range(3)))
 
 
-def _row(rng: random.Random, num_experts: int, filled: int, num_slots: int) -> list[int]:
+def _row(
+    rng: random.Random, num_ranks: int, num_experts: int, filled: int, num_slots: int
+) -> list[int]:
     """One layer: every expert somewhere, none twice on a rank."""
     while True:
-        held = [rng.sample(range(num_experts), filled) for _ in range(NUM_RANKS)]
+        held = [rng.sample(range(num_experts), filled) for _ in range(num_ranks)]
         if len({expert for experts in held for expert in experts}) == num_experts:
             spare = [EMPTY] * (num_slots - filled)
             return [expert for experts in held for expert in experts + spare]
@@ -290,11 +292,19 @@ class Stream:
         return sum(isinstance(order, Step) for order in self.queue)
 
 
+@dataclass(frozen=True)
+class Schema:
+    """What a record is made of."""
+
+    record_bytes: int = RECORD_BYTES
+
+
 class Bank:
     """Live slots and staging entries, row by row: [L x C live, K staging]."""
 
     def __init__(self, num_layers: int, num_slots: int, num_staging: int, stream: Stream) -> None:
         self.num_layers, self.num_slots, self.num_staging = num_layers, num_slots, num_staging
+        self.schema = Schema()
         self.num_live, self.device = num_layers * num_slots, torch.device("cpu")
         self.words = np.zeros((self.num_live + num_staging, LANES), dtype=np.int32)
         whole = torch.from_numpy(self.words.view(np.uint8))
@@ -360,6 +370,10 @@ class Table:
         """Work out the rows of some layers."""
         chosen = sorted(layers)
         return TableLayers(chosen, placement.slot_to_expert[chosen], placement.generation)
+
+    def load(self, placement: Placement, layers: Iterable[int]) -> None:
+        """Let all layers serve."""
+        self.rows, self.generation = placement.slot_to_expert.copy(), placement.generation
 
     def swap(self, prepared: TableLayers) -> None:
         """Let prepared layers serve. Steps that were begun keep what they were begun with."""

@@ -57,41 +57,54 @@ class Hang(Violation):
 class Schedule:
     """One seed's schedule."""
 
+    num_ranks, lags = NUM_RANKS, (0, 0, 1, 2, 4)
+    make_store, make_member, make_transport = Store, Member, Transport
+
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.deployment = deployment(rng.randrange(NUM_DEPLOYMENTS))
+        self.deployment = deployment(rng.randrange(NUM_DEPLOYMENTS), self.num_ranks)
         self.now, self.trace, self.counts = 0.0, list[tuple[str, int]](), Counter[str]()
-        self.store = Store("schedules", clock=lambda: self.now)
+        self.store = self.make_store("schedules", clock=lambda: self.now)
         self.store.commit(self.deployment.start, expected=None, reason="start")
-        self.lag = rng.choice([0, 0, 1, 2, 4])  # steps that hosts may be ahead of their devices
+        self.lag = rng.choice(self.lags)  # steps that hosts may be ahead of their devices
         self.is_instant = rng.random() < 0.2  # chunks land when they are ordered
-        self.votes, self.faults = Votes(NUM_RANKS, rng), Faults()
+        self.votes, self.faults = self._votes(), Faults()
         self.ranks = self._ranks()
-        self.claims = Claims(self.ranks)
+        self.claims = self._claims()
         for rank in self.ranks:
             self._watch(rank)
-        self.control = Control(self, random_program(rng))
+        self.control = self._control()
         self.turns, self._drawn = list[Turn](), list[Turn]()
         self._add(self._turns())
+
+    def _votes(self) -> Votes:
+        return Votes(self.num_ranks, self.rng)
+
+    def _claims(self) -> Claims:
+        return Claims(self.ranks)
+
+    def _control(self) -> Control:
+        return Control(self, random_program(self.rng))
 
     def _ranks(self) -> list[Rank]:
         topology, layers = self.deployment.topology, self.deployment.start.num_layers
         num_slots = int(topology.slots_of_rank[0])
         staging = self.deployment.pace.staging_experts
-        banks = [Bank(layers, num_slots, staging, Stream(not self.lag)) for _ in range(NUM_RANKS)]
+        numbers = range(self.num_ranks)
+        banks = [Bank(layers, num_slots, staging, Stream(not self.lag)) for _ in numbers]
         world = World(self.deployment, self.store, lambda: self.now, self.rng)
         return [
             Rank(
                 number,
                 world,
-                Member(self.votes, number),
-                Transport(number, topology, banks, self.faults, self.rng),
+                self.make_member(self.votes, number),
+                self.make_transport(number, topology, banks, self.faults, self.rng),
             )
-            for number in range(NUM_RANKS)
+            for number in numbers
         ]
 
     def _watch(self, rank: Rank) -> None:
-        rank.transport.dead = self.votes.dead
+        rank.transport.dead = rank.member.votes.dead
         rank.transport.watch = self.claims.chunk_ordered
         rank.stream.watch = lambda copy: self.claims.copied(rank.number, copy)
         rank.watch_load = lambda row: self.claims.loaded(rank.number, row)  # type: ignore[method-assign]
@@ -119,8 +132,8 @@ class Schedule:
             (0.3, "step", lambda: self._may_step(rank), lambda: self._step(rank)),
             (1.0, "poll store", rank.can_poll_store, rank.poll_store),
             (3.0, "move", rank.can_move, rank.move),
-            (1.0, "write", lambda: rank.watcher.has_writing, rank.watcher.write),
-            (2.0, "arrive", lambda: rank.member.can_arrive, rank.member.arrive),
+            (1.0, "write", lambda: rank.watcher.has_writing, lambda: rank.watcher.write()),
+            (2.0, "arrive", lambda: rank.member.can_arrive, lambda: rank.member.arrive()),
             (3.0, "land", lambda: bool(rank.transport.in_flight), lambda: self._land(rank)),
             (3.0, "device", rank.device_is_free, lambda: self._get_on(rank)),
         ]

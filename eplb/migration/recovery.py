@@ -117,6 +117,15 @@ def decide(
     )
 
 
+def is_minority(members: Collection[int], lost: Collection[int]) -> bool:
+    """Whether ranks that have lost these members are the smaller part, or the half without rank 0.
+
+    What they take for a death of most ranks may be the loss of their own links.
+    """
+    most, half = 2 * len(lost) > len(members), 2 * len(lost) == len(members)
+    return most or (half and min(members) in lost)
+
+
 def _ended(alive: Sequence[SurvivorReport], written: WrittenEnd | None) -> tuple[int, int, int]:
     """(plan id, transactions applied, generation) that all survivors can reach."""
     newest = max(alive, key=lambda report: report.generation)

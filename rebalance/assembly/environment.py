@@ -62,8 +62,9 @@ from rebalance.types import StepCounter
 from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank
-from runtime.group import gathered, gloo_listeners_closed, set_deadline
+from runtime.group import end_exchanges, gathered, gloo_listeners_closed, set_deadline
 from runtime.routing import RoutingTable
+from runtime.streams import Completion
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
 from telemetry.state.store import StateStore
 
@@ -126,11 +127,18 @@ class EmbeddedRank:
         """Make the plain dispatcher, over the group of the ranks; it ends at a peer's death."""
         groups, rank = self.place.groups, self.place.rank
         made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
-        if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
+        if self.place.device.type == "cpu":
             set_deadline(groups.tokens, self.deployment.config.vote_deadline_s)
             made.wait = lambda exchange: self.agent.wait_for_exchange(exchange)
+        else:
+            made.wait = self._wait_for_kernel
         self._dispatchers.append(made)
         return made
+
+    def _wait_for_kernel(self, exchange: dist.Work) -> None:
+        """Wait for an exchange of NCCL, whose own wait with a deadline would end the group."""
+        exchange.wait()  # of the stream, not of the host
+        self.agent.wait(Completion(is_cuda=True))
 
     def close(self) -> None:
         """End the rank after its last step, and write what it still has to report.
@@ -195,13 +203,17 @@ class EmbeddedRank:
             recover(self.agent, built.store)
             return None
         assert isinstance(self._passes, PassCounter), "looked at above"
-        assert self._next is not None, "it serves on"
-        formed, steps = self._next.take(), self._passes.steps
+        formed = None if self._next is None else self._next.take()
+        steps = self._passes.steps
         if self.agent.changes_group:
             try:
                 if formed is not None:
                     return change_group(built, place, formed, steps, stages)
-                if self._next.leaves and await_exclusion(self.agent, built.store, place):
+                if (
+                    self._next
+                    and self._next.leaves
+                    and await_exclusion(self.agent, built.store, place)
+                ):
                     report_halt(rank, self._environ)
                     self.has_left = True
                     return None
@@ -210,16 +222,25 @@ class EmbeddedRank:
         if formed is not None:
             formed.close()
         self._broken.append(place.groups)
+        if place.device.type == "cuda":
+            end_exchanges(place.groups.tokens, place.device)
         return serve_on(built, place, steps, stages)
 
     def _refusal(self) -> str:
         refusal = refusal_to_serve_on(self.place, self.built)
+        if self.place.device.type == "cuda" and not self._dispatchers:
+            refusal = refusal or (
+                "tokens are not exchanged by the dispatcher of all_to_all(), expected it on GPUs: "
+                "DeepEP's kernels wait for a dead rank"
+            )
         if not isinstance(self._passes, PassCounter):
             refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
         return refusal
 
     def _watch(self) -> None:
-        """Have this rank take part in planned changes of its group."""
+        """Have this rank take part in planned changes of its group; ranks on GPUs have none."""
+        if self.place.device.type != "cpu":
+            return
         self._next = NextGroup(self.built, self.place, self._attend)
         self.agent.on_look = self._next.look
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from eplb.clock import Clock
 from eplb.core.placement import Placement
@@ -41,7 +42,7 @@ from rebalance.recovery import NewGroups, StoreRendezvous, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, HostMemory, WeightSource, WeightSources
-from runtime.group import gathered, set_deadline
+from runtime.group import CPU, gathered, set_deadline
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
 
@@ -70,8 +71,6 @@ def refusal_to_serve_on(place: RankPlace, built: BuiltRank) -> str:
     """Why the ranks of this deployment cannot serve on after a death; "": they can."""
     if not built.config.serve_on:
         return "agent.serve_on is off"
-    if place.device.type != "cpu":
-        return f"ranks on {place.device.type} start again: only gloo groups are formed anew"
     if built.config.batch.split:
         return "batch.split is on and exchanges counts in the broken group, expected off"
     return ""
@@ -106,6 +105,7 @@ def serve_on(
         stages,
         host=config.host_of(rank),
         silence_s=config.silence_s,
+        device=place.device,
     )
     try:
         made = _in_group(built, place, record, groups, steps, stages)
@@ -125,6 +125,7 @@ def join_survivors(
     host: str | None = None,
     silence_s: float = 0.0,
     deadline_s: float = GROUP_DEADLINE_S,
+    device: torch.device = CPU,
 ) -> tuple[Recovery, NewGroups]:
     """Agree with the other survivors and form their groups; without those that die meanwhile.
 
@@ -136,6 +137,7 @@ def join_survivors(
         host: as for ``rejoin``.
         silence_s: as for ``rejoin``.
         deadline_s: for each group to be formed.
+        device: as for ``rejoin``.
 
     Raises:
         RankError: there was no agreement, or no group although no survivor is known to be dead.
@@ -162,6 +164,7 @@ def join_survivors(
                 host=host,
                 deadline_s=deadline_s,
                 silence_s=silence_s,
+                device=device,
             )
             together(rank, groups, "formed")  # from here on nobody comes back to agree again
         except RankError as exc:
@@ -230,7 +233,8 @@ def _in_group(
 def set_deadlines(groups: NewGroups, built: BuiltRank) -> None:
     """Give new groups the deadlines of those that ranks start with."""
     network = built.config.network
-    set_deadline(groups.tokens, built.config.vote_deadline_s)
+    if built.place.device.type == "cpu":
+        set_deadline(groups.tokens, built.config.vote_deadline_s)
     set_deadline(groups.control, max(network.join_deadline_s, network.fill_deadline_s))
 
 

@@ -61,7 +61,8 @@ class Event:
     def is_about(self, rank: int) -> bool:
         """Whether it names a rank, as a fact or in its words."""
         detail = self.detail
-        if rank in (detail.get("rank"), *detail.get("survivors", ()), *detail.get("lost", ())):
+        lists = (detail.get(name, ()) for name in ("survivors", "lost", "ranks"))
+        if rank == detail.get("rank") or any(rank in ranks for ranks in lists):
             return True
         words = " ".join(one for one in detail.values() if isinstance(one, str))
         named = " ".join(RANKS_IN_WORDS.findall(words))

@@ -134,7 +134,7 @@ class MembershipPart(Part):
             )
             if wanted == now:
                 made = replace(made, ended="done", why="these ranks serve", ended_at=change.time)
-            _put(change, made)
+            put_change(change, made)
             return made
 
         made = self.backend.decide(f"membership operation {change_id!r}", decision)
@@ -183,13 +183,15 @@ def note_run(change: Change, alive: Sequence[bool], before: int) -> None:
 
 
 def _end(change: Change, latest: MembershipChange, ended: Ended, why: str) -> None:
-    _put(change, replace(latest, ended=ended, why=why, ended_at=change.time))
+    put_change(change, replace(latest, ended=ended, why=why, ended_at=change.time))
 
 
-def _put(change: Change, made: MembershipChange) -> None:
+def put_change(change: Change, made: MembershipChange) -> None:
+    """Write an operation with its event, which is about the ranks that join or leave."""
     change.put(CHANGES, made.id, encode(made), order=made.time)
     change.put(HEAD, CHANGE, encode(made))
-    told = {"id": made.id, "state": made.ended or "open", "wanted": list(made.wanted)}
+    ranks = sorted({*made.wanted} ^ {*made.before})
+    told = {"id": made.id, "state": made.ended or "open", "wanted": made.wanted, "ranks": ranks}
     change.append(MEMBERS, to_json(told | {"reason": made.why or made.reason, "actor": made.by}))
 
 

@@ -30,6 +30,7 @@ from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, Outcome, PlanEnd, 
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
+from telemetry.state.membership import MembershipChange, put_change
 from telemetry.state.part import (
     CANDIDATES,
     COMMITTED,
@@ -357,6 +358,7 @@ class PlacementPart(Part):
         *,
         last_plan_id: int,
         reason: str,
+        membership: MembershipChange | None = None,
     ) -> bool:
         """Restore the state that a rank knows in a store that lost its contents, atomically.
 
@@ -368,6 +370,7 @@ class PlacementPart(Part):
             placement: what serves; the next commit follows its generation.
             live: the settings as the caller has read them last.
             last_plan_id: the newest that the caller has seen; later ids are well above it.
+            membership: the latest operation on the ranks; without it ranks that left would return.
         """
 
         def decision(change: Change) -> bool:
@@ -379,6 +382,8 @@ class PlacementPart(Part):
             if current is None:
                 add_run(change, run)
             _put_committed(change, placement, 0, reason)
+            if membership is not None:
+                put_change(change, membership)
             # Readers may know revisions past the caller's.
             put_live(change, replace(live, revision=live.revision + PLAN_ID_GAP))
             greatest = max(change.last("plan_id"), last_plan_id + PLAN_ID_GAP)

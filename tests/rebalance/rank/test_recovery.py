@@ -16,7 +16,13 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError, StoreError
 from eplb.migration.build import Migration, Pace
-from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
+from eplb.migration.recovery import (
+    Recovery,
+    SurvivorReport,
+    WrittenEnd,
+    decide,
+    is_minority,
+)
 from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
@@ -207,6 +213,16 @@ def test_survivors_one_verdict_apart_reach_one_placement(
         assert record.generation == served.pop()[0] == (5 if expected else 4)
         # Where every rank had read the end of plan 7, none was under way any more.
         assert record.applied == (expected if record.plan_id == 7 else 0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_smaller"),
+    [({3}, False), ({2, 3}, False), ({0, 1}, True), ({0, 1, 2}, True), ({1, 2, 3}, True)],
+)
+def test_ranks_that_lost_most_of_the_group_are_its_minority(
+    lost: set[int], is_smaller: bool
+) -> None:
+    assert is_minority(range(4), lost) is is_smaller
 
 
 # -- agents in one process

@@ -9,9 +9,11 @@ import pytest
 
 from eplb.errors import StaleRevision
 from eplb.migration.recovery import Recovery
+from telemetry.state.live import LiveState
 from telemetry.state.membership import MembershipChange, MembershipRefused
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
+from tests.support.stores import MemoryStore, make_placement
 
 ALL = (0, 1, 2, 3)
 RUN = RunInfo("run-1", 5.0, {}, {"alive": [True] * 4}, 10)
@@ -84,6 +86,22 @@ def test_operation_without_success_leaves_wanted_what_was_wanted_before(
     latest = store.membership_change()
     assert latest is not None
     assert (latest.wanted, latest.should_serve) == ((0, 1), (0, 1, 2))
+
+
+def test_operation_outlasts_the_loss_of_the_store(store: StateStore) -> None:
+    known = ask(store, (0, 1, 2))
+    emptied = MemoryStore("emptied")
+
+    assert emptied.restore(
+        RUN, make_placement(7), LiveState(), last_plan_id=1, reason="lost", membership=known
+    )
+
+    assert emptied.wanted_ranks() == (0, 1, 2)
+    assert emptied.change_of_id("op-1") == known
+    event = emptied.events()[0]
+    assert (event.kind, event.detail["ranks"]) == ("members", [3])
+    assert event.is_about(3)
+    assert not event.is_about(2)
 
 
 def test_run_of_other_ranks_than_the_wanted_leaves_the_operation_open(store: StateStore) -> None:
