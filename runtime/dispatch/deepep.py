@@ -196,7 +196,9 @@ class DeepEPNormal:
         received = torch.tensor(counts, dtype=torch.int32, device=tokens.device)
         self._counter.add(layer, received)
         row = order // local.shape[1]
-        ticket = (order, arrived_weights.flatten()[order], local.shape, handle)
+        place = torch.full_like(flat, -1)
+        place[order] = torch.arange(len(order), device=order.device)
+        ticket = (place.view(local.shape), arrived_weights, handle)
         return Received(arrived[row], received, ticket, None if scales is None else scales[row])
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
@@ -205,12 +207,12 @@ class DeepEPNormal:
 
     def begin_combine(self, layer: int, results: torch.Tensor, received: Received) -> Pending:
         """Start to send the sums of this rank."""
-        order, weights, (num_tokens, top_k), handle = received.ticket
-        # Each pair has its own place, so the sum over k has one order whatever arrived first.
-        per_pair = results.new_zeros((num_tokens * top_k, results.shape[1]))
-        per_pair[order] = (results * weights[:, None]).to(results.dtype)
-        per_pair = per_pair.view(num_tokens, top_k, results.shape[1])
-        per_token = per_pair.sum(dim=1, dtype=torch.float32).to(results.dtype)
+        # Imported here: the kernel needs triton, which only GPU hosts have.
+        from runtime.kernels.combine import sum_rows
+
+        place, weights, handle = received.ticket
+        per_token = results.new_empty((len(place), results.shape[1]))
+        sum_rows(results, place, weights, per_token)
         combined, _, event = self._buffer.combine(per_token, handle, async_finish=True)
 
         def finish() -> torch.Tensor:
