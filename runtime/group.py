@@ -25,8 +25,8 @@ import socket
 import stat
 import struct
 import weakref
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -42,6 +42,7 @@ from eplb.errors import RankError
 
 CPU = torch.device("cpu")
 MAX_MESSAGE_BYTES = 8192
+CHECK_EVERY = timedelta(milliseconds=20)  # while others are waited for
 MAX_REFUSAL_CHARACTERS = 600  # each takes 12 bytes of JSON at most
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; Python does not name it
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a classic BPF program: return 0 bytes
@@ -166,12 +167,16 @@ def set_deadline(group: dist.ProcessGroup, deadline_s: float) -> None:
     backend._set_default_timeout(timedelta(seconds=deadline_s))
 
 
-def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gathered(
+    mine: Any, group: dist.ProcessGroup, check: Callable[[], None] | None = None
+) -> list[Any]:
     """Return every rank's message, by rank: a collective of ``group``.
 
     Args:
         mine: ready for JSON, at most ``MAX_MESSAGE_BYTES`` as such. Tuples arrive as lists.
         group: all of its ranks call this.
+        check: called while others are waited for; what it raises ends the wait. A rank whose
+            neighbours in the exchange are alive does not see that another one is dead.
 
     Raises:
         RankError: the message is too large, or a rank sent no JSON.
@@ -183,7 +188,7 @@ def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
             f"rank {group.rank()}: a message of {len(text)} bytes, "
             f"expected at most {MAX_MESSAGE_BYTES}"
         )
-    return _exchanged(text, MAX_MESSAGE_BYTES, group)
+    return _exchanged(text, MAX_MESSAGE_BYTES, group, check)
 
 
 def gathered_large(mine: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -195,7 +200,7 @@ def gathered_large(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """
     text = json.dumps(mine).encode()
     longest = torch.tensor([len(text)], dtype=torch.int64, device=_device_of(group))
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    group.allreduce([longest], dist.ReduceOp.MAX).wait()
     if (size := int(longest)) > MAX_JSON_BYTES:
         raise RankError(
             f"rank {group.rank()}: the largest message of all ranks has {size} bytes, "
@@ -204,12 +209,24 @@ def gathered_large(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return _exchanged(text, size, group)
 
 
-def _exchanged(text: bytes, size: int, group: dist.ProcessGroup) -> list[Any]:
+def _exchanged(
+    text: bytes,
+    size: int,
+    group: dist.ProcessGroup,
+    check: Callable[[], None] | None = None,
+) -> list[Any]:
     # Padded with blanks, which JSON allows at the end: no length to be believed.
     padded = np.frombuffer(text.ljust(size), dtype=np.uint8).copy()
     sent = torch.from_numpy(padded).to(_device_of(group))
     rows = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(rows, sent, group=group)
+    # Not torch.distributed.all_gather: of a group that ``form_group`` made, it turns the error of a
+    # broken connection into a ValueError.
+    work = group.allgather([rows], [sent])
+    while check is not None and not work.is_completed():
+        check()
+        with suppress(RuntimeError):  # timeout or failure, alike by type
+            work.wait(CHECK_EVERY)
+    work.wait()  # raises if it failed
     return [_decoded(rank, row) for rank, row in enumerate(rows)]
 
 

@@ -9,7 +9,7 @@ schemes by name:
     in-order           experts in order and again from the first: where engines start
     deepseek, sglang, vllm           simulations/peers/engines.py
     flashlb, greedy_on_sum, ...      simulations/peers, each plan taken
-    oracle:...                       simulations/oracles.py
+    oracle:...                       simulations/schemes.py
     auto, greedy, ...                the planner's policies, with its gate
     raw:auto, raw:NAME, ...          the same policies, each placement taken as it is, as a peer's
 
@@ -35,10 +35,18 @@ from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure import imbalance_of
 from eplb.policies.table import POLICIES, contiguous_policy, policy_named
 from simulations.migration_cost import MigrationCost, Moved, moved_between
-from simulations.oracles import ORACLES, WindowShares
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES
-from simulations.schemes import AlwaysTaken, Ours, PlanTerms, Scheme, SlotLoad, by_rank
+from simulations.schemes import (
+    ORACLES,
+    AlwaysTaken,
+    Ours,
+    PlanTerms,
+    Scheme,
+    SlotLoad,
+    WindowShares,
+    by_rank,
+)
 from simulations.step_time import StepModel
 from simulations.windows import LatestWindows, Tokens, WindowSeries, of_history
 

@@ -316,17 +316,34 @@ class WaitReports:
             log.debug("event not stored: %s", exc)
 
 
-def excluded_ranks(launch: Launch, run: str) -> frozenset[int] | None:
-    """Ranks that the survivors of a death have excluded from a run; None: none is on record."""
-    try:
-        with closing(launch.deployment.opened_store()) as store:
-            record = store.recovery()
-    except StoreError as exc:
-        log.debug("excluded ranks are not known: %s", exc)
-        return None
-    if record is None or start_of(record.run) != start_of(run):
-        return None
-    return frozenset(launch.ranks) - frozenset(record.survivors)
+class ExcludedRanks:
+    """Looks for the ranks that the survivors of a death have excluded, over one store.
+
+    It is asked every two seconds: a store of its own for each look would leave tens of kB behind
+    until Python collects them.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._store: StateStore | None = None
+
+    def look(self, run: str) -> frozenset[int] | None:
+        """Those ranks of this host that are excluded from a run; None: nothing is on record."""
+        try:
+            self._store = self._store or self._launch.deployment.opened_store()
+            record = self._store.recovery()
+        except StoreError as exc:
+            log.debug("excluded ranks are not known: %s", exc)
+            return None
+        if record is None or start_of(record.run) != start_of(run):
+            return None
+        return frozenset(self._launch.ranks) - frozenset(record.survivors)
+
+    def close(self) -> None:
+        """Close the store, for good or for a fork."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
 
 
 class Rejoins:
@@ -386,6 +403,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()
     heart = Heartbeat(launch.deployment.opened_store, LAUNCHER, str(launch.host))
+    excluded = ExcludedRanks(launch)
     retries = Restarts(sys.maxsize, supervision)  # delays of starts that wait for an absent part
     waits = WaitReports(launch, notifier, say)
     rejoins = Rejoins(launch, supervision)
@@ -422,11 +440,13 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
                 waits.note(ranks.waits_for)
             for rank in rejoins.due(ranks) if not stop.received else ():
                 say(f"rank {rank} is started, to join those that serve")
-                heart.stop()  # for the fork
+                heart.stop()  # for the fork, as the next line
+                excluded.close()
                 ranks.join(rank, launch.environment(rank_file, rank, [rank], joins=True))
                 heart.start()
 
-        how = ranks.wait(stop, look, partial(excluded_ranks, launch))
+        with closing(excluded):
+            how = ranks.wait(stop, look, excluded.look)
         if not how or stop.received:
             heart.retire()
             return 0 if not how else 128 + stop.received

@@ -6,7 +6,7 @@ Two network namespaces (``two_host_deployment``; needs root). The gate is open, 
 window, and host caches keep eight records, so that experts come from ranks and caches of the other
 host too. Compared are sampled outputs of all ranks, samples that ranks cut with those that the
 store took, what served in each step on all ranks, and memory, open files and files on disk of the
-second quarter with those of the last.
+four quarters.
 """
 
 from __future__ import annotations
@@ -69,16 +69,18 @@ def usage(deployment: TwoHostDeployment) -> dict[str, int]:
         info = link.ask("", "INFO")
     found["redis: used memory, KiB"] = int(info["used_memory"]) // 1024
     found["redis: connections"] = int(info["connected_clients"])
+    found["redis: connections so far"] = int(info["total_connections_received"])
     return found
 
 
 def usage_rows(readings: list[dict[str, int]]) -> list[Row]:
-    """Medians of the second quarter and of the last one."""
-    quarter, rows = max(1, len(readings) // 4), list[Row]()
-    second, last = readings[quarter : 2 * quarter] or readings, readings[-quarter:]
+    """Medians of each quarter, and the change from the second to the last."""
+    rows, size = list[Row](), max(1, len(readings) // 4)
+    quarters = [readings[at : at + size] or readings for at in range(0, 4 * size, size)]
     for name in sorted(set().union(*readings)):
-        first, then = (round(median(one.get(name, 0) for one in of)) for of in (second, last))
-        rows.append((f"  {name}", f"{first:,} -> {then:,} ({then - first:+,})", "flat"))
+        found = [round(median(one.get(name, 0) for one in of)) for of in quarters]
+        shown = " -> ".join(f"{one:,}" for one in found)
+        rows.append((f"  {name}", f"{shown} ({found[3] - found[1]:+,})", "flat"))
     return rows
 
 

@@ -35,6 +35,7 @@ from benchmarks.faults.paced_engine import different_maps, served_in
 from benchmarks.faults.partitions import wait
 from benchmarks.faults.restart import until_steady
 from benchmarks.faults.two_host_deployment import ANY_ADDRESS, Hosts, TwoHostDeployment
+from telemetry import open_store
 from telemetry.state.redis_address import parse_address
 from telemetry.state.redis_link import RedisLink
 from tests.support.redis_servers import RedisProcess
@@ -96,19 +97,33 @@ def run(stack: ExitStack, hosts: Hosts, lag_s: float, is_safe: bool, seed: int) 
         primary.kill()
     Event().wait(TAKE_OVER_S)
     ask(of_replica, "REPLICAOF", "NO", "ONE")
+    with closing(open_store(of_replica, deployment.deployment.name)) as store:
+        after = generation_of(store)  # nobody else reaches it yet
     hosts.run(0, "ip", "address", "del", f"{MOVING}/24", "dev", INTERFACES[0])
     hosts.run(1, "ip", "address", "add", f"{MOVING}/24", "dev", INTERFACES[1])
     hosts.run(0, "ip", "neigh", "flush", "dev", INTERFACES[0])
     try:
-        return measured(deployment, begun, before) | {"lag": lag_s, "safe": is_safe, "load": load}
+        return measured(deployment, begun, before, after) | {
+            "lag": lag_s,
+            "safe": is_safe,
+            "load": load,
+        }
     finally:
         hosts.run(1, "ip", "address", "del", f"{MOVING}/24", "dev", INTERFACES[1])
 
 
-def measured(deployment: TwoHostDeployment, begun: float, before: int) -> dict[str, Any]:
-    """See what serves and moves after a take-over, and what the store lacks in the end."""
+def measured(
+    deployment: TwoHostDeployment, begun: float, before: int, after: int
+) -> dict[str, Any]:
+    """See what serves and moves after a take-over, and what the store lacks in the end.
+
+    Args:
+        deployment: whose store has moved.
+        begun: when the primary was killed.
+        before: generation that it had acknowledged.
+        after: generation that the replica had.
+    """
     with closing(deployment.deployment.opened_store()) as store:
-        after = generation_of(store)
 
         def has_moved() -> bool:
             current, last = store.current_run(), generation_of(store)

@@ -589,7 +589,7 @@ class MembershipSchedule(Schedule):
         of_rank = GroupOf(group, rank)
         return SurvivorGroups(of_rank, of_rank, Voting(group, rank))  # type: ignore[arg-type]
 
-    def _gathered(self, mine: Any, of: GroupOf) -> list[Any]:
+    def _gathered(self, mine: Any, of: GroupOf, check: Callable[[], None]) -> list[Any]:
         try:
             return of.group.gathered(mine, of.rank)
         except RuntimeError:

@@ -42,6 +42,7 @@ from rebalance.recovery import NewGroups, StoreRendezvous, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, HostMemory, WeightSource, WeightSources
+from runtime.dispatch.all_to_all import first_sentence
 from runtime.group import CPU, gathered, set_deadline
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
@@ -357,10 +358,16 @@ def agreed(rank: int, groups: NewGroups, target: str, refusal: str, steps: int) 
 
 def together(rank: int, groups: NewGroups, mine: Any) -> list[tuple[int, Any]]:
     """Every rank's message, with its number in the deployment."""
+
+    def check() -> None:
+        if dead := groups.votes.dead():
+            raise RankError(f"rank {rank}: rank {min(dead)} died before all served on")
+
     try:
-        return list(zip(groups.members, gathered(mine, groups.control), strict=True))
+        return list(zip(groups.members, gathered(mine, groups.control, check), strict=True))
     except RuntimeError as exc:
-        raise RankError(f"rank {rank}: a rank died before all served on: {exc}") from exc
+        why = first_sentence(exc)
+        raise RankError(f"rank {rank}: a rank died before all served on: {why}") from exc
 
 
 def commit_group(

@@ -37,8 +37,13 @@ from rebalance.controller.lease import ControllerLease, new_holder
 from rebalance.controller.load import Arrivals, ServingGroup
 from rebalance.controller.open_migration import OpenPlan
 from rebalance.controller.plans.planning import Planning
-from rebalance.controller.plans.proposals import CONTROLLER, Why, waiting
-from rebalance.controller.plans.publishing import Publisher, served_weights
+from rebalance.controller.plans.publishing import (
+    CONTROLLER,
+    Publisher,
+    Why,
+    served_weights,
+    waiting,
+)
 from rebalance.controller.plans.track_record import Judged
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader

@@ -24,8 +24,7 @@ from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import ServingGroup
 from rebalance.controller.plans.planning import Planning, TaskRefused, cost_s_of
-from rebalance.controller.plans.proposals import Why, to_carry_out
-from rebalance.controller.plans.publishing import Publisher
+from rebalance.controller.plans.publishing import Publisher, Why, to_carry_out
 from rebalance.controller.settings import LiveReader
 from telemetry.log_context import set_log_fields
 from telemetry.state.proposals import LASTS_S, Approval, ProposalEnded

@@ -98,7 +98,7 @@ class _GlooVote:
         self._vector = vector
         self._failed = False
         try:
-            self._work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=group, async_op=True)
+            self._work = group.allreduce([vector], dist.ReduceOp.MIN)
         except RuntimeError:  # the group is broken already
             self._failed = True
 

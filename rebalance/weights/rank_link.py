@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.types import Record
-from rebalance.weights.link.bounce import Bounce
 from rebalance.weights.link.client import LinkClient
 from rebalance.weights.link.link_settings import RankLinkSettings
-from rebalance.weights.link.server import Lent, LinkServer
+from rebalance.weights.link.server import Bounce, Lent, LinkServer
 from rebalance.weights.link.wire import Message, RefusedError, field
 from rebalance.weights.sources import Place
 from runtime.experts import ExpertBank

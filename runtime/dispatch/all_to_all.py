@@ -209,11 +209,7 @@ class AllToAllDispatcher:
         what: str,
     ) -> None:
         try:
-            work = dist.all_to_all_single(
-                output, given, in_split, out_split, group=self._group, async_op=True
-            )
-            assert work is not None, "every rank is a member of its own group"
-            self.wait(work)
+            self.wait(self._group.alltoall_base(output, given, in_split, out_split))
         except RuntimeError as exc:
             raise BrokenGroup(
                 f"rank {self._rank}: the {what} exchange of layer {layer} failed, "

@@ -14,9 +14,9 @@ from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.policies.table import greedy_policy, register_policy
 from simulations.migration_cost import moved_between
-from simulations.oracles import lowest, pieces_at
 from simulations.peers.engines import deepseek_slots
 from simulations.replay import Scenario, noise_floor, replay, replay_all
+from simulations.schemes import lowest, pieces_at
 from simulations.windows import Tokens, WindowSeries
 from simulations.workloads import windows_named
 

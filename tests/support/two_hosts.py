@@ -16,7 +16,8 @@ NOWHERE = "02:00:00:00:00:99"  # an address that no network card has
 # How a network is cut, on each host: the words that cut it, and those that mend it. A host that may
 # reach the store alone is the case in which both sides can decide.
 _DROP = ("INPUT", "--source", "{other}")
-_BUT_STORE = (*_DROP, "-p", "tcp", "-m", "multiport", "!", "--ports", "{store_port}")
+_OPENED = (*_DROP, "-p", "tcp", "--syn", "--dport", "{ports}")
+_BUT_STORE = (*_DROP, "-p", "tcp", "-m", "multiport", "!", "--ports", "{ports}")
 CUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "link down": (
         ("ip", "link", "set", "{interface}", "down"),
@@ -33,6 +34,10 @@ CUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "drop all but the store": (
         ("iptables", "--append", *_BUT_STORE, "-j", "DROP"),
         ("iptables", "--delete", *_BUT_STORE, "-j", "DROP"),
+    ),
+    "drop what opens a connection": (
+        ("iptables", "--append", *_OPENED, "-j", "DROP"),
+        ("iptables", "--delete", *_OPENED, "-j", "DROP"),
     ),
 }
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
@@ -102,13 +107,18 @@ class TwoHosts:
         change("replace", "lladdr", NOWHERE, "nud", "permanent")
         return partial(change, "del")
 
-    def cut(self, how: str, store_port: int = 0) -> Callable[[], None]:
-        """Cut the network between the hosts, as CUTS names it; returns what mends it."""
+    def cut(self, how: str, ports: object = "") -> Callable[[], None]:
+        """Cut the network between the hosts, as CUTS names it; returns what mends it.
+
+        Args:
+            how: a name of CUTS.
+            ports: that it is about: of the store, or those that a firewall closes (FIRST:LAST).
+        """
 
         def change(which: int) -> None:
             for host, interface in enumerate(INTERFACES):
                 names = {"interface": interface, "other": ADDRESSES[1 - host]}
-                words = [w.format(**names, store_port=store_port) for w in CUTS[how][which]]
+                words = [w.format(**names, ports=ports) for w in CUTS[how][which]]
                 subprocess.run(self.on(host, words), check=True)
 
         change(0)
@@ -120,9 +130,22 @@ class TwoHosts:
         Raises:
             OSError: this process may not.
         """
-        with Path(f"/proc/{self._pids[host]}/ns/net").open() as space:
-            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns to the network of a host")
+        enter_network(self.network(host))
+
+    def network(self, host: int) -> str:
+        """Path of a host's network, for ``enter_network`` in another process."""
+        return f"/proc/{self._pids[host]}/ns/net"
+
+
+def enter_network(path: str) -> None:
+    """Move this thread, and all that it starts from now on, to a network; needs root.
+
+    Raises:
+        OSError: this process may not.
+    """
+    with Path(path).open() as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {path}")
 
 
 def folders(root: Path) -> list[Path]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
-from rebalance.engines.common.fsck.tensors import EngineView
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.start import EngineGroup, group_of
 from rebalance.engines.common.tap import IntArray

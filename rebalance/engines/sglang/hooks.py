@@ -13,8 +13,7 @@ from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.start import EngineGroup, facts_of, join, reason_of
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.rounds import Rounds
-from rebalance.engines.sglang.tap import PassTap
+from rebalance.engines.sglang.rounds import PassTap, Rounds
 
 log = logging.getLogger(__name__)
 

@@ -42,8 +42,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS, drawn
-from rebalance.engines.common.conform import Subject
+from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, Subject, drawn
 from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.conform import subject_of
 

@@ -22,9 +22,8 @@ import eplb
 from eplb.core.load import Phase
 from eplb.errors import MigrationError, RankError
 from rebalance.engines.common.conform import preflight
-from rebalance.engines.common.fsck.maps import DeviceMaps
+from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
 from rebalance.engines.common.fsck.rank_check import RankCheck
-from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuestion
 from rebalance.engines.common.planning import System

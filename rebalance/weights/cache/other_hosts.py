@@ -23,8 +23,8 @@ from rebalance.types import Digest, Record
 from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.disk.offered_records import OfferedRecords
+from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.disk.record_loader import Loaded, RecordLoader
-from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.client import LinkClient, StoppedError
 from rebalance.weights.link.limits import CHUNK_BYTES, ByteBudget
 from rebalance.weights.link.link_settings import HostAddress, HostLinkSettings

@@ -44,8 +44,8 @@ from rebalance.weights.cache.entries import CacheEntry
 from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
 from rebalance.weights.cache.other_hosts import CacheSources, RecordsForHosts
 from rebalance.weights.disk.offered_records import OfferedRecords
+from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.disk.record_loader import RecordLoader, WriteBehind
-from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.listener import ConnectionListener
 from rebalance.weights.link.server import LinkServer
 from rebalance.weights.link.wire import DisconnectedError, Message, Wire

@@ -16,8 +16,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.shadow.loop import Watch, run
-from api.shadow.recorder import EngineRecorder
+from api.shadow.command import EngineRecorder, Watch, run
 from benchmarks.engine_files.seeds import torch_file
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape

@@ -26,6 +26,7 @@ from tests.support.repository import ROOT
 from tests.support.two_hosts import ADDRESSES, TwoHosts, folders
 
 PAGE, HOSTS_PAGE = "docs/deployment.md", "docs/deployment-hosts.md"
+ELSEWHERE_TRIED = "Prefill and decode"  # section, by test_profiles.py
 MOST_ENGINE_LINES = 70
 ACTIVATE = next(block.code for block in blocks(PAGE) if block.code.startswith(". venv"))
 # The second begins every command here; test_deploy_files.py has the others.
@@ -37,7 +38,7 @@ def commands_of(page: str) -> list[str]:
     return [
         line
         for block in blocks(page)
-        if block.language == "sh"
+        if block.language == "sh" and block.section != ELSEWHERE_TRIED
         if not any(words in block.code for words in ELSEWHERE)
         for line in block.code.splitlines()
     ]
@@ -47,7 +48,7 @@ def outputs_of(page: str) -> dict[str, list[str]]:
     """The lines that a page prints after a command, by the last line of its block."""
     found = {}
     for before, after in itertools.pairwise(blocks(page)):
-        if after.language == "output":
+        if after.language == "output" and after.section != ELSEWHERE_TRIED:
             found[before.code.splitlines()[-1]] = after.code.splitlines()
     return found
 
@@ -77,7 +78,7 @@ class Hosts:
         self._stack, self.folders, self.ran = stack, folders(root), set[str]()
         self._config, self._has_names = config, False
         try:
-            self._spaces = stack.enter_context(TwoHosts())
+            self.spaces = stack.enter_context(TwoHosts())
         except OSError as exc:
             pytest.skip(str(exc))
         self._environ = clean_environ(PYTHONPATH=str(ROOT))
@@ -106,7 +107,7 @@ class Hosts:
         if self._has_names:
             shell[-1] = f"mount --bind names /etc/hosts\n{script}"
             shell = ["unshare", "--mount", *shell]
-        entered = self._spaces.on(host, shell)
+        entered = self.spaces.on(host, shell)
         process = CommandProcess(entered, self.folders[host], self._environ)
         self._stack.callback(process.kill)
         return process
@@ -175,7 +176,9 @@ def test_page_of_one_host_runs_as_printed(one_host: Hosts) -> None:
     launch = one_host.start(0, launch_line)
     wait_for_printed(launch, outputs[launch_line])
 
-    assert_as_printed(one_host.succeed(0, "eplb status"), outputs["eplb status"])
+    assert_as_printed(
+        one_host.succeed(0, "eplb status --verbose"), outputs["eplb status --verbose"]
+    )
     curl = next(line for line in commands_of(PAGE) if line.startswith("curl"))
     assert '"decision"' in one_host.succeed(0, curl)[0]
     shown = "curl -s http://127.0.0.1:8765/api/v1/imbalance"  # what the page draws
@@ -205,7 +208,7 @@ def test_page_of_several_hosts_runs_as_printed_on_two_hosts(hosts: Hosts) -> Non
     launches = [hosts.start(host, launch_line) for host in range(2)]
     launches[0].wait_for("engine: generation 1 serves")
 
-    lines = hosts.succeed(1, "eplb status", is_of_page=False)
+    lines = hosts.succeed(1, "eplb status --verbose", is_of_page=False)
     header = next(number for number, line in enumerate(lines) if line.startswith("rank  host"))
     assert [line.split()[:2] for line in lines[header + 1 : header + 5]] == [
         ["0", "0"],
@@ -283,6 +286,28 @@ def test_hosts_that_the_configuration_names_serve_and_move(hosts: Hosts) -> None
     assert wrong_of(launches, 4) <= 1, launches[0].lines
     for process in (serve, *caches):
         assert process.ends(signal.SIGTERM) == 0, process.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ports", "line", "expected"),
+    [
+        ("6379", "eplb check", "refused  store: "),
+        ("29400", "eplb launch -- python engine.py", "waits for rank 0, at 10.0.0.1:29400"),
+    ],
+)
+def test_port_that_a_firewall_closes_is_named(
+    hosts: Hosts, ports: str, line: str, expected: str
+) -> None:
+    is_launch = "launch" in line
+    if is_launch:
+        for host in range(2):
+            hosts.start(host, "eplb host-cache").wait_for("ready: 32 records")
+    hosts.spaces.cut("drop what opens a connection", ports)
+    if is_launch:
+        hosts.start(0, line)
+
+    hosts.start(1, line).wait_for(expected)
 
 
 def assert_no_secret_is_shown(hosts: Hosts, processes: list[CommandProcess]) -> None:

@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from rebalance.engines.common.bench import verdicts_of
-from rebalance.engines.common.conform import LayerVerdict
+from rebalance.engines.common.conform import LayerVerdict, verdicts_of
 
 pytestmark = pytest.mark.slow
 
