@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--silence", type=float, default=0.0, help="agent.silence_s")
     given = parser.parse_args()
-    given.restarts = given.joins
+    given.restarts, given.device = given.joins, "cpu"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["EPLB_SECRET"] = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as name:
