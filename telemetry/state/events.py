@@ -36,6 +36,7 @@ OUTAGE = "outage"  # kind: tokens came again after a time without any
 COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
 WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
+FAULT = "fault"  # kind: injected for a trial
 RESTART = "restart"  # kind: they cannot, and all ranks start again
 # Stages of that, from the known break to the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
