@@ -45,7 +45,7 @@ RULES = {
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """The expert-parallel group that an engine serves with."""
 
     ranks: int
@@ -76,7 +76,7 @@ class Group:
 def plan_for_engine(
     load: LoadFile,
     serving: PlacementFile | None,
-    group: Group,
+    group: PlannedGroup,
     target: str,
     output: Path,
     *,

@@ -354,33 +354,49 @@ def between_us(group: Group, begin: Any, end: Any) -> float:
     return float(1e3 * begin.elapsed_time(end) if group.is_cuda else 1e6 * (end - begin))
 
 
-def unevenness(step: Step, arm: Arm, routing: Routing) -> float:
-    """Max/mean of rows that ranks receive, the mean over layers and batches."""
+def received_rows(step: Step, arm: Arm, routing: Routing, batches: int) -> NDArray[np.float64]:
+    """[batches, L, S] rows that slots receive; all ranks have as many slots."""
     group, found = step.layers.group, []
     counts = step.layers.counter.received[:, : step.layers.bank.num_slots]
-    for number in range(COUNTED_BATCHES):
+    for number in range(batches):
         step.feed(arm, routing, number)
         step.launch(arm)  # a first launch warms up and captures, and counts more than once
         before = counts.clone()
         step.launch(arm)
-        rows = (counts - before).sum(dim=1).tolist()
-        by_rank = np.array(gathered(rows, group.world), dtype=np.float64)  # [R, L]
+        rows = gathered((counts - before).tolist(), group.world)  # [R, L, C]
+        of_slots = np.concatenate(rows, axis=1).astype(np.float64)
         sent = group.size * step.tokens * TOP_K
-        assert (by_rank.sum(axis=0) == sent).all(), f"{sent} rows were sent, found {by_rank}"
-        found.append(by_rank.max(axis=0) / by_rank.mean(axis=0))
-    return float(np.mean(found))
+        assert (of_slots.sum(axis=1) == sent).all(), f"{sent} rows were sent, found {of_slots}"
+        found.append(of_slots)
+    return np.array(found)
 
 
-def show(step: Step, mode: str, routing: Routing, arms: dict[str, Arm], steps: int) -> None:
-    """Print one line for each arm; the last is what the others are compared with."""
+def unevenness(rows: NDArray[np.float64], num_ranks: int) -> float:
+    """Max/mean of rows that ranks receive, the mean over layers and batches."""
+    by_rank = rows.reshape(*rows.shape[:2], num_ranks, -1).sum(axis=3)
+    return float((by_rank.max(axis=2) / by_rank.mean(axis=2)).mean())
+
+
+def show(
+    step: Step, mode: str, routing: Routing, arms: dict[str, Arm], steps: int, counted: int
+) -> dict[str, NDArray[np.float64]]:
+    """Print one line for each arm; the last is what the others are compared with.
+
+    Args:
+        counted: batches whose rows are counted.
+
+    Returns:
+        The rows of slots, by what was measured and its time.
+    """
     *_, best = arms
-    rows = {name: unevenness(step, arm, routing) for name, arm in arms.items()}
+    of_slots = {name: received_rows(step, arm, routing, counted) for name, arm in arms.items()}
+    rows = {name: unevenness(found, step.layers.group.size) for name, found in of_slots.items()}
     times = timed(step, arms, routing, steps)
     uneven = [name for name, arm in arms.items() if not arm.table and rows[name] > MOST_UNEVEN]
     if uneven:
         raise RuntimeError(f"max/mean of rows is {rows[uneven[0]]:.3f} under balanced, expected 1")
     if step.layers.group.rank:
-        return
+        return {}
     middle = dict(zip(arms, np.median(times, axis=0), strict=True))
     late = dict(zip(arms, np.quantile(times, 0.99, axis=0), strict=True))
     for name in arms:
@@ -389,6 +405,8 @@ def show(step: Step, mode: str, routing: Routing, arms: dict[str, Arm], steps: i
             f"{late[name]:9.1f}{middle[best] / middle[name]:8.1%}{rows[name]:7.3f}",
             flush=True,
         )
+    same = f"{mode} {step.tokens} {routing.name}"
+    return {f"{same} {name} {middle[name]:.2f}": rows for name, rows in of_slots.items()}
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -402,6 +420,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", nargs="+", type=int, help="of a rank, instead of the usual")
     parser.add_argument("--steps", type=int, help="of each line, instead of the usual")
     parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--arms", nargs="+", help="these alone, besides balanced")
+    parser.add_argument("--out", type=Path, help="file for benchmarks.fidelity.own_layers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--dispatcher", choices=("auto", "deepep", "all_to_all", "local"), default="auto"
@@ -423,7 +443,7 @@ def measure(
         sizes: usual tokens of a rank, by mode.
         arms_of: what is compared; the last arm is what the others are compared with.
     """
-    traces = read(asked.file, group.size)
+    traces, found = read(asked.file, group.size), dict[str, NDArray[np.float64]]()
     if not group.rank:
         where = torch.cuda.get_device_name() if group.is_cuda else "CPU"
         print(f"{group.size} x {where}, torch {torch.__version__}, {asked.precision}", end="")
@@ -447,10 +467,16 @@ def measure(
         for tokens, routing in product(tokens_of_rank, traces):
             step = Step(layers, tokens, in_graph=in_graph)
             arms = arms_of(layers, tokens, routing)
-            show(step, mode, routing, arms, asked.steps or STEPS[mode])
+            if asked.arms:
+                arms = {name: arms[name] for name in (*asked.arms, "balanced")}
+            steps = asked.steps or STEPS[mode]
+            counted = steps if asked.out else COUNTED_BATCHES
+            found |= show(step, mode, routing, arms, steps, counted)
         if hasattr(layers.dispatcher, "close"):  # DeepEP's buffers
             layers.dispatcher.close()
         del layers, step, arms
+    if asked.out and not group.rank:
+        np.savez_compressed(asked.out, **{name: rows.astype("u2") for name, rows in found.items()})
     dist.destroy_process_group()
 
 

@@ -104,3 +104,10 @@ class BrokenGroup(RankError):
 
     The rank that raises it is not the cause. It agrees with the other survivors before it exits.
     """
+
+
+class GroupChanges(BrokenGroup):
+    """The group ends between two passes, as planned: the next one is formed, and no peer is dead.
+
+    An engine handles it as it handles a death.
+    """

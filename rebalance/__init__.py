@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from rebalance.agent import RankAgent
     from rebalance.controller.loop import Controller, ControllerSettings
     from rebalance.rank.parts import AgentSettings, Links
-    from rebalance.stage.stage_settings import LinkSettings, StageSettings
+    from rebalance.stage.stage_settings import LinkBudget, StageSettings
 
 __all__ = [
     "AgentSettings",
     "Controller",
     "ControllerSettings",
-    "LinkSettings",
+    "LinkBudget",
     "Links",
     "RankAgent",
     "StageSettings",
@@ -27,7 +27,7 @@ _EXPORTS = {
     "rebalance.agent": "RankAgent",
     "rebalance.controller.loop": "Controller ControllerSettings",
     "rebalance.rank.parts": "AgentSettings Links",
-    "rebalance.stage.stage_settings": "LinkSettings StageSettings",
+    "rebalance.stage.stage_settings": "LinkBudget StageSettings",
 }
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
 

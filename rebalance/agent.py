@@ -28,7 +28,7 @@ import torch.distributed as dist
 from eplb.core.load import Phase as LoadPhase
 from eplb.core.placement import Placement
 from eplb.decision.expert_times import ExpertTimes
-from eplb.errors import BrokenGroup, ConfigError, RankError
+from eplb.errors import BrokenGroup, ConfigError, GroupChanges, RankError
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.protocol import phases
@@ -90,6 +90,7 @@ class RankAgent:
         self._settings, self._links = settings, links
         self._rank = slots.rank
         self.on_halt: Callable[[], None] = lambda: None  # called once, when serving has ended
+        self.on_look: Callable[[], None] = lambda: None  # called at each look at the store
         self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.expert_times: ExpertTimes | None = None  # measured before the start; None: it was not
         self.membership = settings.membership  # grows when it agrees with survivors
@@ -178,6 +179,7 @@ class RankAgent:
 
         Raises:
             BrokenGroup: a peer is dead or late. Run no further forward pass.
+            GroupChanges: a BrokenGroup of which no peer is the cause: the next group is formed.
             RankError: ranks are out of step, this rank must not serve on, or nothing numbers the
                 step.
             ConfigError: there is no such phase.
@@ -232,10 +234,13 @@ class RankAgent:
             self._sampler.cut(step, self.placement)
         is_vote_due = step % self._settings.config.vote_every == 0
         self.voting.read(step, must_finish=is_vote_due)
-        if step == self.voting.halt_at:
+        if step in (self.voting.halt_at, self.voting.switch_at):
             self._sampler.cut(step, self.placement)
             self.voter.wait_for_device(self._sampler.arrival, step, is_halting=True)
             self._sampler.hand_over(wait=True)
+            if step != self.voting.halt_at:
+                self._watchdog.step.busy("changing the group")
+                raise GroupChanges(f"rank {self._rank}: the group changes before step {step}")
             self._watchdog.step.idle("serving has ended")
             self._has_ended = True
             self.on_halt()
@@ -426,6 +431,11 @@ class RankAgent:
         self.voting.wants_halt = before.voting.wants_halt
 
     @property
+    def changes_group(self) -> bool:
+        """Whether its last step found that the group ends as planned."""
+        return self._last.last == self.voting.switch_at
+
+    @property
     def members(self) -> frozenset[int]:
         """Ranks of the group; after a recovery the survivors."""
         alive = frozenset(np.flatnonzero(self._settings.topology.alive).tolist())
@@ -491,6 +501,7 @@ class RankAgent:
 
     def on_store_update(self, control: Control, published: Migration | None) -> bool:
         """Process an update of the store; return False to be called again soon."""
+        self.on_look()
         state = self.shared.state
         if state.plan is not None:
             if not control.movement:
@@ -499,6 +510,8 @@ class RankAgent:
                 )
             elif not self._is_open(state.plan.plan_id, published):
                 self.shared.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
+        elif self.voting.next_group:
+            return False  # no plan is adopted before the next group serves, which is soon
         elif published is not None and control.movement:
             return self.swapper.adopt(published)
         elif control.movement:

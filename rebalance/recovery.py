@@ -20,6 +20,7 @@ from datetime import timedelta
 from threading import Event
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -29,7 +30,7 @@ from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide
 from rebalance.agent import REPORT_DEADLINE_S, RankAgent
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.gloo_votes import GlooVotes
-from runtime.group import form_group, gloo_listeners_closed
+from runtime.group import CPU, form_group, gloo_listeners_closed
 from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
@@ -226,58 +227,66 @@ class _Retries:
 
 
 @dataclass(frozen=True)
-class SurvivorGroups:
-    """The survivors, as ``RankGroups`` has them, with their votes."""
+class NewGroups:
+    """The ranks of a new group, as ``RankGroups`` has them, with their votes."""
 
     tokens: dist.ProcessGroup
-    control: dist.ProcessGroup  # of ``votes``, and for what survivors agree on before they serve
+    control: dist.ProcessGroup  # of ``votes``, and for what ranks agree on before they serve
     votes: GlooVotes
+    members: Sequence[int]  # by their number in the deployment, in the order of the groups
 
 
 # To delete a group that is broken would wait for its exchanges up to their deadline.
-_kept: list[SurvivorGroups] = []
+_kept: list[NewGroups] = []
 
 
 def rejoin(
-    record: Recovery,
+    name: str,
+    members: Sequence[int],
     rendezvous: Store,
     rank: int,
     *,
     host: str | None = None,
     deadline_s: float = 20.0,
     silence_s: float = 0.0,
-) -> SurvivorGroups:
-    """Form the groups of the survivors, separate from the broken ones: ranks by their order in it.
+    check: Callable[[], None] = lambda: None,
+    device: torch.device = CPU,
+) -> NewGroups:
+    """Form new groups, separate from those that serve or are broken; each member calls this.
 
     Args:
-        record: names the survivors; each of them calls this function.
+        name: tells the keys of these groups from those of others in the rendezvous.
+        members: ranks by their number in the deployment, in the order of the groups.
         rendezvous: a store that outlives every rank; see ``StoreRendezvous``.
-        rank: this rank, by its number in the original group.
-        host: as for the votes of the original group.
-        deadline_s: for all survivors to have joined.
-        silence_s: as for the votes of the original group.
+        rank: this one.
+        host: as for the votes of the first group.
+        deadline_s: for all to have joined.
+        silence_s: as for the votes of the first group.
+        check: called once they are formed: what it raises gives them up.
+        device: whose tensors are exchanged as tokens.
 
     Raises:
-        RankError: a survivor died or timed out meanwhile.
+        RankError: a member died or timed out meanwhile.
     """
-    place, size = record.survivors.index(rank), len(record.survivors)
+    place, size = members.index(rank), len(members)
+
+    def formed(what: str, device: torch.device = CPU) -> dist.ProcessGroup:
+        store = PrefixStore(f"{name}-{what}", rendezvous)
+        return form_group(store, place, size, deadline_s=deadline_s, device=device)
+
     try:
+        # NCCL goes on to listen; its group is formed before listeners are closed.
+        tokens = formed("tokens", device) if device != CPU else None
         with gloo_listeners_closed():
-            tokens, control = (
-                form_group(
-                    PrefixStore(f"recovery-{record.membership}-{name}", rendezvous),
-                    place,
-                    size,
-                    deadline_s=deadline_s,
-                )
-                for name in ("tokens", "control")
-            )
+            tokens = tokens or formed("tokens")
+            control = formed("control")
+            check()  # before listeners are closed that others of this process may have opened since
     except RuntimeError as exc:
-        raise RankError(f"rank {rank} cannot join the other survivors: {exc}") from exc
+        raise RankError(f"rank {rank} cannot join ranks {list(members)}: {exc}") from exc
     votes = GlooVotes(
-        control, host=host, deadline_s=deadline_s, silence_s=silence_s, members=record.survivors
+        control, host=host, deadline_s=deadline_s, silence_s=silence_s, members=members
     )
-    _kept.append(SurvivorGroups(tokens, control, votes))
+    _kept.append(NewGroups(tokens, control, votes, members))
     return _kept[-1]
 
 
@@ -308,7 +317,7 @@ class StoreRendezvous(Store):
         while (found := self._store.meeting(self._membership, key)) is None:
             self._check()
             if deadline.has_passed:
-                raise RankError(f"the survivors did not meet in time: {key} is missing")
+                raise RankError(f"the ranks did not meet in time: {key} is missing")
             Event().wait(pause_s)
             pause_s = min(2 * pause_s, RETRY_S)
         return found

@@ -13,7 +13,7 @@ from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError
 from simulations.step_time import StepModel, hardware_named, measured_kernel
-from simulations.windows import RecordedDeployment, Windows, of_history
+from simulations.windows import RecordedDeployment, WindowSeries, of_history
 from simulations.workloads import PREFIX, windows_named
 from telemetry.formats.routing import (
     Layout,
@@ -34,7 +34,7 @@ def windows_of(
     model: ModelShape | None = None,
     layout: Layout | None = None,
     batch: int | None = None,
-) -> Windows:
+) -> WindowSeries:
     """The windows of a trace, a dump or a store, or generated ones.
 
     Args:
@@ -68,7 +68,7 @@ def windows_of(
     return replace(_recorded(found.history, trace), deployment=told)
 
 
-def _recorded(history: LoadHistory, trace: str) -> Windows:
+def _recorded(history: LoadHistory, trace: str) -> WindowSeries:
     if not history.tokens.any():
         raise HistoryError(
             f"{trace}: all counts of its {history.num_windows} windows are 0, as an engine writes "
@@ -77,7 +77,7 @@ def _recorded(history: LoadHistory, trace: str) -> Windows:
     return of_history(history)
 
 
-def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> Windows:
+def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> WindowSeries:
     """Steps of a batch of the requests of a file, or of a folder of vLLM's, a file each."""
     if path.is_dir():
         ids, lengths = read_vllm_requests(path)
@@ -116,7 +116,7 @@ def even_topology(ranks: int, ranks_per_node: int, redundant: int, num_experts: 
     return topology_of(ranks, max(1, ranks // ranks_per_node), slots * ranks, num_experts)
 
 
-def model_named(name: str | None, windows: Windows) -> tuple[ModelShape, str]:
+def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, str]:
     """The model by its name, else that of the source, else the only known one of this shape.
 
     Returns:
@@ -145,7 +145,7 @@ def model_named(name: str | None, windows: Windows) -> tuple[ModelShape, str]:
     return alike[found], f"{found}, the known model of {shape}"
 
 
-def model_of(model: ModelShape | None, windows: Windows, trace: str) -> ModelShape | None:
+def model_of(model: ModelShape | None, windows: WindowSeries, trace: str) -> ModelShape | None:
     """The model, if the windows of a trace are of its shape.
 
     Raises:

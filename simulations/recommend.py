@@ -40,7 +40,7 @@ from simulations.inputs import even_topology
 from simulations.migration_cost import MigrationCost
 from simulations.replay import Replay, Scenario, replay_all
 from simulations.step_time import Hardware, StepModel
-from simulations.windows import Windows
+from simulations.windows import WindowSeries
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Question:
         ConfigError: nothing to compare.
     """
 
-    windows: Windows
+    windows: WindowSeries
     memory: MemoryModel
     kernel: Kernel
     ranks: Sequence[int] = (32,)  # of a group
@@ -290,7 +290,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Recommendation:
     """Candidates, the best first."""
 
     question: Question
@@ -425,7 +425,7 @@ def _parts_of(one: Candidate) -> str:
     )
 
 
-def recommend(question: Question) -> Answer:
+def recommend(question: Question) -> Recommendation:
     """Compare groups and redundancy at the middle interval, then intervals for the best of them.
 
     Raises:
@@ -454,7 +454,7 @@ def recommend(question: Question) -> Answer:
         found += _candidates(question, plain, [(best.policy, one) for one in others])
     once = {(one.group, one.slots_per_rank): one for one in unfit}
     ordered = tuple(_sorted(found))
-    return Answer(question, ordered, tuple(once.values()), _batches(question, ordered[0]))
+    return Recommendation(question, ordered, tuple(once.values()), _batches(question, ordered[0]))
 
 
 def _sorted(found: Sequence[Candidate]) -> list[Candidate]:
@@ -602,7 +602,7 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
     )
 
 
-def part_of(windows: Windows, most: int, *, is_latest: bool) -> Windows:
+def part_of(windows: WindowSeries, most: int, *, is_latest: bool) -> WindowSeries:
     """The last windows of a source whose number is known, or its first ones."""
     count = windows.num_windows
     skipped = max(0, count - most) if count is not None and is_latest else 0

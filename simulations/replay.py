@@ -9,7 +9,7 @@ schemes by name:
     in-order           experts in order and again from the first: where engines start
     deepseek, sglang, vllm           simulations/peers/engines.py
     flashlb, greedy_on_sum, ...      simulations/peers, each plan taken
-    oracle:...                       simulations/oracles.py
+    oracle:...                       simulations/schemes.py
     auto, greedy, ...                the planner's policies, with its gate
     raw:auto, raw:NAME, ...          the same policies, each placement taken as it is, as a peer's
 
@@ -35,12 +35,20 @@ from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure import imbalance_of
 from eplb.policies.table import POLICIES, contiguous_policy, policy_named
 from simulations.migration_cost import MigrationCost, Moved, moved_between
-from simulations.oracles import ORACLES, WindowShares
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES
-from simulations.schemes import AlwaysTaken, Ours, Scheme, SlotLoad, Terms, by_rank
+from simulations.schemes import (
+    ORACLES,
+    AlwaysTaken,
+    Ours,
+    PlanTerms,
+    Scheme,
+    SlotLoad,
+    WindowShares,
+    by_rank,
+)
 from simulations.step_time import StepModel
-from simulations.windows import LatestWindows, Tokens, Windows, of_history
+from simulations.windows import LatestWindows, Tokens, WindowSeries, of_history
 
 UNBALANCED = ("none", "contiguous")
 IN_ORDER = "in-order"
@@ -69,7 +77,7 @@ def check_names(names: tuple[str, ...]) -> None:
             ) from exc
 
 
-def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
+def scheme_named(name: str, terms: PlanTerms, first: Tokens, every: int) -> Scheme:
     """The scheme of a name.
 
     Args:
@@ -96,7 +104,7 @@ def scheme_named(name: str, terms: Terms, first: Tokens, every: int) -> Scheme:
     return Ours(terms, start, name, every)
 
 
-def contiguous(terms: Terms, first: Tokens) -> Placement:
+def contiguous(terms: PlanTerms, first: Tokens) -> Placement:
     """Consecutive experts on each rank, redundant slots empty."""
     history = LoadHistory(first[None])
     return contiguous_policy(Problem(history, terms.topology, terms.model))
@@ -112,7 +120,7 @@ def in_order(topology: Topology, first: Tokens) -> Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario(Terms):
+class Scenario(PlanTerms):
     """What all compared policies share: what plans are made with, the load, and what is counted.
 
     Raises:
@@ -120,7 +128,7 @@ class Scenario(Terms):
         ConfigError: counts that no replay can use.
     """
 
-    load: Windows | LoadHistory  # a source of windows, or a history of them
+    load: WindowSeries | LoadHistory  # a source of windows, or a history of them
     plan_every: int = 1  # windows from one plan to the next
     keep_placements: bool = False  # of every change: memory grows with changes
     step_model: StepModel | None = None  # None: imbalance alone, no times
@@ -137,7 +145,7 @@ class Scenario(Terms):
             raise too_few(num_windows)
 
     @cached_property
-    def windows(self) -> Windows:
+    def windows(self) -> WindowSeries:
         """The load as a source of windows."""
         return of_history(self.load) if isinstance(self.load, LoadHistory) else self.load
 

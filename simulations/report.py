@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from eplb.errors import ConfigError
 from simulations.replay import Replay, Scenario, noise_floor
+from telemetry.formats.bounded import write_atomically
 
 Cells = Sequence[str]  # texts of a row
 FEWEST_JUDGED = 20  # windows for a 95th percentile
@@ -213,22 +213,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_whole(path, json.dumps(result, indent=2) + "\n")
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a temporary file, then rename it over the target, so that no reader sees a part.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        beside.replace(path)
-    except OSError as exc:
-        beside.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {exc.strerror or exc}") from exc
+    write_atomically(path, f"{json.dumps(result, indent=2)}\n".encode())
 
 
 FIGURES = {

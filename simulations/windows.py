@@ -31,7 +31,7 @@ class RecordedDeployment:
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowSeries:
     """A source of windows that can be read from the start again and again.
 
     Args:
@@ -71,11 +71,11 @@ class Windows:
             yield tokens
 
 
-def of_history(history: LoadHistory) -> Windows:
+def of_history(history: LoadHistory) -> WindowSeries:
     """The windows of a history that every rank reported."""
     complete = [not missing for missing in history.missing_ranks]
     kept = int(np.count_nonzero(complete))
-    return Windows(
+    return WindowSeries(
         history.num_layers,
         history.num_experts,
         lambda: (one for one, whole in zip(history.tokens, complete, strict=True) if whole),
@@ -94,7 +94,9 @@ class LatestWindows:
             window has at least one step.
     """
 
-    def __init__(self, most: int, source: Windows, routed_per_step: float | None = None) -> None:
+    def __init__(
+        self, most: int, source: WindowSeries, routed_per_step: float | None = None
+    ) -> None:
         self._steps, self._phase = source.steps, source.phase
         self._routed_per_step = routed_per_step
         self._windows: deque[Tokens] = deque(maxlen=max(most, LOOK_BACK))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from simulations.windows import Tokens, Windows
+from simulations.windows import Tokens, WindowSeries
 
 DAY_S = 86_400.0
 DRIFT_S = 600.0  # ``drift`` is what the mix walks in so long
@@ -148,9 +148,9 @@ TRAFFIC: dict[str, dict[str, float | int | str]] = {
 }
 
 
-def traffic_windows(traffic: Traffic, seed: int) -> Windows:
+def traffic_windows(traffic: Traffic, seed: int) -> WindowSeries:
     """The windows as a source; every reading draws the same ones."""
-    return Windows(
+    return WindowSeries(
         traffic.layers,
         traffic.experts,
         lambda: traffic_stream(traffic, seed),
@@ -262,7 +262,7 @@ def drawn(
 PREFIX = "generated:"
 
 
-def windows_named(text: str, seed: int, model: ModelShape | None = None) -> Windows:
+def windows_named(text: str, seed: int, model: ModelShape | None = None) -> WindowSeries:
     """A source of generated windows: ``generated:NAME`` or ``generated:NAME:key=value,...``.
 
     Args:

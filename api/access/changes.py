@@ -1,6 +1,6 @@
 """Changes over HTTP: each is in the audit, and one that is repeated is done once.
 
-    Authentication -> Guard -> Choice -> Changes -> route
+    Authentication -> Guard -> DeploymentLookup -> Changes -> route
 
 A change is in the audit before it is done, and its outcome after it. Where the audit cannot be
 written nothing is changed, but for a pause: its lines follow. A POST with an ``Idempotency-Key`` is

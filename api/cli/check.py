@@ -139,8 +139,7 @@ def conform(
     Exit status 0: all layers are proved; 1: some are not; 2: the engine cannot be imported.
     """
     # Imported here: it needs torch.
-    from rebalance.engines.common.bench import verdicts_of
-    from rebalance.engines.common.conform import report, to_json
+    from rebalance.engines.common.conform import report, to_json, verdicts_of
 
     about, verdicts, not_run = verdicts_of(
         engine.value, quantisation or (), num_moves=moves, seed=seed

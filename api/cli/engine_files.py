@@ -17,11 +17,11 @@ from api.cli.options import (
     Seed,
     with_options,
 )
-from api.engine_plan import Group, plan_for_engine
+from api.engine_plan import PlannedGroup, plan_for_engine
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
 from telemetry.formats.bounded import file_digest
-from telemetry.formats.checks import TARGETS, Deployment, findings
+from telemetry.formats.checks import TARGETS, TargetDeployment, findings
 from telemetry.formats.table import (
     WriteOptions,
     read,
@@ -77,7 +77,7 @@ def plan(
     report = plan_for_engine(
         load,
         read_placement(current, options) if current else load.current,
-        Group(ranks, nodes, redundant),
+        PlannedGroup(ranks, nodes, redundant),
         target.value,
         output,
         rule=None if dispatch is None else DispatchRule(dispatch.value),
@@ -147,7 +147,9 @@ def validate(
     shape = layers.shape()
     options = layers.reading(num_redundant=redundant if layers.experts is None else None)
     found = read_placement(file, options, layers.input_format)
-    deployment = Deployment(ranks, nodes, redundant, shape, shape.expert_bytes if shape else 0)
+    deployment = TargetDeployment(
+        ranks, nodes, redundant, shape, shape.expert_bytes if shape else 0
+    )
     wrong = findings(found, target.value, deployment)
     placement = found.placement
     typer.echo(

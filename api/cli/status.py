@@ -235,6 +235,10 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         "versions": "; ".join(f"{names}: {version}" for version, names in alike.items()) or "none",
     }
     yield from (f"{name:<11}{line}" for name, line in lines.items())
+    if (ranks := state.membership) is not None:
+        waits = f": {ranks.waits}" if ranks.waits else ""
+        serve = f"{len(ranks.members)} ranks serve, {len(ranks.wanted)} are wanted"
+        yield f"members    {serve}, epoch {ranks.epoch}, {ranks.phase}{waits}"
     if state.ranks:
         yield "rank  host  state    generation  step      step ms  wait ms  last report"
     for view in state.ranks:

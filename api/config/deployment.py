@@ -61,6 +61,14 @@ class TopologySettings:
 
     nodes: Annotated[int, Setting("hosts", at_least=1, at_most=256)] = 1
     ranks_per_node: Annotated[int, Setting("ranks of each host", at_least=1, at_most=256)] = 8
+    token_nodes: Annotated[
+        int,
+        Setting(
+            "hosts, the first ones, whose ranks have tokens and no experts; the ranks of the "
+            "others then have experts and no tokens; 0: every rank has both",
+            at_most=255,
+        ),
+    ] = 0
     slots_per_rank: Annotated[
         int, Setting("expert slots of each rank and layer; 0: 1.25 times its share", at_most=65_536)
     ] = 0
@@ -83,6 +91,8 @@ class TopologySettings:
         if hosts and len(hosts) != self.nodes:
             expected = f"{self.nodes} addresses, one for each of topology.nodes"
             raise UnfitSetting("hosts", hosts, expected)
+        if self.token_nodes >= self.nodes:
+            raise UnfitSetting("token_nodes", self.token_nodes, "fewer than topology.nodes")
         if len(set(hosts)) < len(hosts):
             raise UnfitSetting("hosts", hosts, "another address for each host")
 

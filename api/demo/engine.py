@@ -34,7 +34,7 @@ from rebalance.assembly.plain import from_plain, to_plain
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.counters import PassCounter
-from runtime.dispatch.all_to_all import Dispatcher
+from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.model.compute import Experts, LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.streams import Completion
@@ -115,11 +115,11 @@ def main() -> None:
         try:
             _serve(engine, rank, passes, model, checker, figures)
             break
-        except BrokenGroup as exc:  # a rank died: agree with the others, and serve on or end
+        except BrokenGroup as exc:  # agree with the others, and serve on or end
             log.info("rank %d: %s", number, exc)
-            if not rank.survive():  # all ranks are started again
+            if not rank.survive():  # it has left as planned, or all ranks are started again
                 _write(engine, rank, passes, figures, checker)
-                sys.exit(1)
+                sys.exit(0 if rank.has_left else 1)
     checker.close()
     try:
         rank.close()
@@ -137,10 +137,12 @@ def _serve(
     figures: Figures,
 ) -> None:
     """The engine's loop; the agent is called before each forward pass."""
-    agent, here, num_ranks = rank.agent, rank.place.rank, rank.place.topology.num_ranks
+    agent, here, has_tokens = rank.agent, rank.place.rank, rank.place.topology.has_tokens
+    number = int(has_tokens[:here].sum()) if has_tokens[here] else -1
+    num_ranks = int(has_tokens.sum())
     is_cuda, seed = rank.place.device.type == "cuda", engine.load.seed
-    batches = Batches(engine.load, here, num_ranks, rank.place.device)
-    sampling = Sampling(engine.checks.every, here, num_ranks)
+    batches = Batches(engine.load, number, num_ranks, rank.place.device)
+    sampling = Sampling(engine.checks.every, number, num_ranks)
     begun, in_flight = time.monotonic(), Completion(is_cuda=is_cuda)
     while agent.step():
         started = time.perf_counter()
@@ -214,6 +216,8 @@ def _on_gpu(rank: EmbeddedRank, name: str, num_tokens: int) -> tuple[Dispatcher,
     made, why = choose_dispatcher(
         name, trial, rank.counter, rank.place.groups.tokens, max_tokens=num_tokens
     )
+    if isinstance(made, AllToAllDispatcher):
+        made = rank.all_to_all()  # which ends at a peer's death
     pairs = num_tokens * topology.num_ranks * model.top_k
     experts = GroupedExperts(rank.bank, usual_rows=2 * pairs // topology.num_slots)
     rank.built.measure_experts(experts)  # a CPU computes in proportion to rows

@@ -50,7 +50,7 @@ from api.terminal.live import LiveView, look_at
 from api.terminal.picture import Look
 from eplb.errors import RankError, StoreError
 from eplb.migration.serialisation import topology_from_dict
-from telemetry.state.events import OUTAGE, outage_of
+from telemetry.state.events import OUTAGE, REGROUPED, outage_of
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
@@ -301,6 +301,8 @@ class Demo:
         try:
             self._monitor.refresh()
             counts = self._store.sample_counts(run)
+            planned = self._store.events_backwards({REGROUPED})
+            deaths -= sum(one.time >= self._began for one in planned)
             ended = map(outage_of, self._store.events_backwards({OUTAGE}))
             unserved_s = sum(one.unserved_s for one in ended if one and one.start >= self._began)
             restarts |= self._restarts_of_service()

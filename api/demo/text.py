@@ -172,6 +172,9 @@ class Load:
 class Batches:
     """A rank's tokens of each step, and their experts when a trace is replayed.
 
+    Ranks are counted among those that have tokens; the number of a rank without any is negative,
+    and its batches are empty.
+
     Shapes:  B sequences, N positions, T = B * N tokens, L MoE layers, K top-k.
     """
 
@@ -192,11 +195,14 @@ class Batches:
         load, rank = self._load, self._rank
         if self._trace is None:
             mix = mix_at(elapsed_s, load.period_s, len(self._domains))
-            drawn = draw_sequences(self._domains, mix, load.batch_shape, (load.seed, step, rank))
+            num_sequences, length = load.batch_shape
+            shape = (num_sequences * (rank >= 0), length)
+            drawn = draw_sequences(self._domains, mix, shape, (load.seed, step, max(rank, 0)))
             return self._to_device(torch.from_numpy(drawn)), None
         total = self._trace.shape[1]
         first = (step * self._num_ranks + rank) * load.tokens_per_rank
-        positions = torch.arange(first, first + load.tokens_per_rank) % total
+        num_tokens = load.tokens_per_rank * (rank >= 0)
+        positions = torch.arange(first, first + num_tokens) % total
         ids = (positions % 1024).view(1, -1)  # the text is not recorded; routes are
         forced = self._trace[:, positions].to(torch.int64)
         return self._to_device(ids), self._to_device(forced)

@@ -99,7 +99,7 @@ def costs_of(deployment: Deployment) -> Costs:
     """
     given, model = deployment.settings, deployment.model
     record, layers = deployment.schema.record_bytes, model.num_layers
-    slots = int(deployment.topology.slots_of_rank[0]) - deployment.spare_slots
+    slots = int(deployment.topology.slots_of_rank.max()) - deployment.spare_slots
     entries = deployment.host_cache.num_entries(layers * model.num_experts)
     return Costs(
         record=record,

@@ -93,7 +93,7 @@ class Deployment:
         spares = self.spare_slots
         if spares:
             return Pace(staging_experts=0, mode="flip", spare_slots=spares)
-        slots = int(self.topology.slots_of_rank[0])
+        slots = int(self.topology.slots_of_rank.max())
         return Pace(staging_experts=self.settings.topology.staging_experts or slots)
 
     @property
@@ -302,7 +302,8 @@ def topology_of(settings: Settings, model: ModelShape) -> Topology:
         ConfigError: too few slots for the experts, or more than can be used.
     """
     given = settings.topology
-    num_ranks = given.nodes * given.ranks_per_node
+    num_token_ranks = given.token_nodes * given.ranks_per_node
+    num_ranks = given.nodes * given.ranks_per_node - num_token_ranks  # with experts
     least = math.ceil(model.num_experts / num_ranks)
     slots = given.slots_per_rank
     if not slots:
@@ -313,7 +314,10 @@ def topology_of(settings: Settings, model: ModelShape) -> Topology:
             f"topology.slots_per_rank is {slots}, expected {least} to {model.num_experts}: "
             f"{num_ranks} ranks hold {model.num_experts} experts, each at most once"
         )
-    return Topology.uniform(given.nodes, given.ranks_per_node, slots + given.spare_slots)
+    whole = Topology.uniform(given.nodes, given.ranks_per_node, slots + given.spare_slots)
+    of_rank = whole.slots_of_rank.copy()
+    of_rank[:num_token_ranks] = 0
+    return replace(whole, slots_of_rank=of_rank)
 
 
 def host_here(deployment: Deployment, given: int | None) -> int:

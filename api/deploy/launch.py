@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from api.deploy.check import check_link_certificate, port_refusal, ports_of
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
@@ -34,16 +36,21 @@ from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
 from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached
 from api.processes.supervision import Restarts, SupervisionSettings
+from eplb.core.placement import EMPTY, Placement
 from eplb.errors import ConfigError, RankError, StoreError
 from eplb.migration.recovery import start_of
+from eplb.migration.serialisation import topology_from_dict
+from eplb.migration.survivors import survive
 from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
-from rebalance.assembly.places import holder_of
+from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE, holder_of
 from telemetry.state.events import WAITING
-from telemetry.state.joining import Heartbeat, check_versions
+from telemetry.state.joining import Heartbeat, check_versions, serving
+from telemetry.state.store import StateStore
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
 TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # until a wait is reported first; between two reports
+LOOK_S = 1.0  # from one look at the ranks that should serve to the next, while one does not run
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
 NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE", NOTIFY_VARIABLE)
 
@@ -82,19 +89,33 @@ class Launch:
             ) from exc
         return main
 
-    def environment(self, rank_file: str, local_rank: int) -> dict[str, str]:
-        """The environment of one rank."""
+    def environment(
+        self, rank_file: str, rank: int, members: Sequence[int], *, joins: bool = False
+    ) -> dict[str, str]:
+        """The environment of one rank.
+
+        Args:
+            rank_file: which ranks are given.
+            rank: this one.
+            members: ranks that start together.
+            joins: whether it joins others that serve.
+        """
         topology, network = self.deployment.settings.topology, self.deployment.settings.network
         passed = {name: text for name, text in self.environ.items() if name not in NOT_FOR_RANKS}
+        if len(members) < self.deployment.topology.num_ranks:
+            passed[MEMBERS_VARIABLE] = ",".join(map(str, members))
+        if joins:
+            passed[JOINS_VARIABLE] = "1"
+        lowest_host = int(self.deployment.topology.host_of_rank[members[0]])
         return passed | {
             RANK_FILE_VARIABLE: rank_file,
-            "RANK": str(self.ranks[local_rank]),
-            "LOCAL_RANK": str(local_rank),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - self.ranks[0]),
             "WORLD_SIZE": str(self.deployment.topology.num_ranks),
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),
             "GROUP_RANK": str(self.host),
             "GROUP_WORLD_SIZE": str(topology.nodes),
-            "MASTER_ADDR": self.deployment.hosts[0],
+            "MASTER_ADDR": self.deployment.hosts[lowest_host],
             "MASTER_PORT": str(network.rendezvous_port),
         }
 
@@ -149,8 +170,18 @@ def check_gpus(num_ranks: int) -> None:
         )
 
 
-def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "") -> tuple[int, str]:
-    """Have the store name a first placement; returns its generation, and a sentence about it.
+@dataclass(frozen=True)
+class Prepared:
+    """What ranks start from."""
+
+    generation: int
+    did: str  # a sentence about it
+    members: tuple[int, ...]  # ranks that should serve
+    joins: bool  # whether others serve already without the ranks of this host
+
+
+def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "") -> Prepared:
+    """Have the store name a placement that the ranks can start from.
 
     Args:
         launch: what is started.
@@ -163,11 +194,46 @@ def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "")
         placement, did = ensure_first_placement(
             store, launch.deployment, by, lost_after=lost_after, is_of_ranks=True
         )
+        members, joins = ranks_to_start(store, launch)
+        if not joins:
+            placement = placement_of_members(store, launch, placement, members)
         if died:
             message = f"{died}; restarting the ranks of host {launch.host}"
             store.add_event("error", {"where": "ranks", "message": message})
     where = launch.deployment.store_shown
-    return placement.generation, f"{did}, generation {placement.generation}, in {where}"
+    did = f"{did}, generation {placement.generation}, in {where}"
+    return Prepared(placement.generation, did, members, joins)
+
+
+def ranks_to_start(store: StateStore, launch: Launch) -> tuple[tuple[int, ...], bool]:
+    """Ranks that should serve, and whether others serve already without the ranks of this host."""
+    found, run = store.wanted_ranks(), store.current_run()
+    wanted = tuple(range(launch.deployment.topology.num_ranks)) if found is None else found
+    if run is None or not launch.deployment.description().config.serve_on:
+        return wanted, False
+    alive = topology_from_dict(dict(run.topology)).alive
+    is_served = any(one.component == RANKS for one in serving(store, store.backend.now()))
+    return wanted, is_served and not alive[launch.ranks].any()
+
+
+def placement_of_members(
+    store: StateStore, launch: Launch, placement: Placement, members: Sequence[int]
+) -> Placement:
+    """Commit a placement that only the ranks hold that start; none where it is so already.
+
+    Raises:
+        PlacementError: they have too few slots.
+        StoreError: the store failed, or another launcher has committed another placement.
+    """
+    topology = launch.deployment.topology
+    others = sorted(set(range(topology.num_ranks)) - set(members))
+    held = placement.slot_to_expert[:, np.isin(topology.rank_of_slot, others)]
+    if (held == EMPTY).all():
+        return placement
+    target = survive(placement, topology, others).target
+    reason = f"ranks {list(members)} start without ranks {others}"
+    store.commit(target, expected=placement.generation, reason=reason)
+    return target
 
 
 def write_rank_file(deployment: Deployment, *, is_inherited: bool = False) -> str:
@@ -250,17 +316,75 @@ class WaitReports:
             log.debug("event not stored: %s", exc)
 
 
-def excluded_ranks(launch: Launch, run: str) -> frozenset[int] | None:
-    """Ranks that the survivors of a death have excluded from a run; None: none is on record."""
-    try:
-        with closing(launch.deployment.opened_store()) as store:
-            record = store.recovery()
-    except StoreError as exc:
-        log.debug("excluded ranks are not known: %s", exc)
-        return None
-    if record is None or start_of(record.run) != start_of(run):
-        return None
-    return frozenset(launch.ranks) - frozenset(record.survivors)
+class ExcludedRanks:
+    """Looks for the ranks that the survivors of a death have excluded, over one store.
+
+    It is asked every two seconds: a store of its own for each look would leave tens of kB behind
+    until Python collects them.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._store: StateStore | None = None
+
+    def look(self, run: str) -> frozenset[int] | None:
+        """Those ranks of this host that are excluded from a run; None: nothing is on record."""
+        try:
+            self._store = self._store or self._launch.deployment.opened_store()
+            record = self._store.recovery()
+        except StoreError as exc:
+            log.debug("excluded ranks are not known: %s", exc)
+            return None
+        if record is None or start_of(record.run) != start_of(run):
+            return None
+        return frozenset(self._launch.ranks) - frozenset(record.survivors)
+
+    def close(self) -> None:
+        """Close the store, for good or for a fork."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+
+class Rejoins:
+    """Which ranks of a host are started while others serve: those that should serve and do not run.
+
+    Args:
+        launch: what is started.
+        supervision: delays of restarts, and the budget of each rank.
+    """
+
+    def __init__(self, launch: Launch, supervision: SupervisionSettings) -> None:
+        self._launch = launch
+        self._restarts = {
+            rank: Restarts(supervision.restart_after_death, supervision) for rank in launch.ranks
+        }
+        self._started: dict[int, float] = {}
+        self._due: dict[int, float] = {}
+        self._look_at = 0.0
+
+    def due(self, ranks: LocalRanks) -> list[int]:
+        """Ranks to start now."""
+        if self._launch.deployment.settings.topology.device != "cpu":
+            return []  # ranks on GPUs serve on without a dead one, and take none
+        now = time.monotonic()
+        absent = ranks.absent(self._launch.ranks)
+        for rank in absent - self._due.keys():
+            ran_s = now - self._started.get(rank, 0.0)
+            self._due[rank] = now + self._restarts[rank].next_delay_s(ran_s)
+        self._due = {rank: at for rank, at in self._due.items() if rank in absent}
+        if now < self._look_at or min(self._due.values(), default=now + 1.0) > now:
+            return []
+        self._look_at = now + LOOK_S
+        try:
+            with closing(self._launch.deployment.opened_store()) as store:
+                wanted, _ = ranks_to_start(store, self._launch)
+        except StoreError as exc:
+            log.debug("wanted ranks are not known: %s", exc)
+            return []
+        found = [rank for rank, at in self._due.items() if at <= now and rank in wanted]
+        self._started.update(dict.fromkeys(found, now))
+        return found
 
 
 def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[str], None]) -> int:
@@ -279,8 +403,10 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()
     heart = Heartbeat(launch.deployment.opened_store, LAUNCHER, str(launch.host))
+    excluded = ExcludedRanks(launch)
     retries = Restarts(sys.maxsize, supervision)  # delays of starts that wait for an absent part
     waits = WaitReports(launch, notifier, say)
+    rejoins = Rejoins(launch, supervision)
     generation: int | None = None
     died, has_said = "", False
     while True:
@@ -288,15 +414,22 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         prepared = once_reached(prepare, stop, notifier, say)
         if prepared is None:
             return 128 + stop.received
-        generation, found = prepared
+        generation = prepared.generation
         if not has_said:
-            say(found)
+            say(prepared.did)
         has_said = True
         started = time.monotonic()
+        environ = partial(launch.environment, rank_file, members=prepared.members)
         environs = {
-            rank: launch.environment(rank_file, local) for local, rank in enumerate(launch.ranks)
+            rank: environ(rank, joins=prepared.joins)
+            for rank in launch.ranks
+            if rank in prepared.members
         }
-        ranks = LocalRanks(launch.command, environs, program=program)
+        if not environs:
+            say(f"none of ranks {list(launch.ranks)} should serve: {list(prepared.members)} do")
+            heart.retire()
+            return 0
+        ranks = LocalRanks(launch.command, environs, program=program, joins=prepared.joins)
         heart.start()  # a thread: not before the fork
         notifier.ready()
         notifier.status("")  # what ended the ranks before is over
@@ -305,8 +438,15 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             notifier.alive()
             if ranks.waits_for is not None:
                 waits.note(ranks.waits_for)
+            for rank in rejoins.due(ranks) if not stop.received else ():
+                say(f"rank {rank} is started, to join those that serve")
+                heart.stop()  # for the fork, as the next line
+                excluded.close()
+                ranks.join(rank, launch.environment(rank_file, rank, [rank], joins=True))
+                heart.start()
 
-        how = ranks.wait(stop, look, partial(excluded_ranks, launch))
+        with closing(excluded):
+            how = ranks.wait(stop, look, excluded.look)
         if not how or stop.received:
             heart.retire()
             return 0 if not how else 128 + stop.received

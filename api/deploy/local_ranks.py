@@ -111,6 +111,7 @@ class LocalRanks:
         environs: the environment of each, by rank.
         program: in place of a command's, run in a process that is forked from this one; ``command``
             has its arguments then.
+        joins: whether all of them join others that serve.
 
     Raises:
         ConfigError: it is no program.
@@ -122,6 +123,7 @@ class LocalRanks:
         environs: Mapping[int, Mapping[str, str]],
         *,
         program: Callable[[], None] | None = None,
+        joins: bool = False,
         halt_deadline_s: float = HALT_DEADLINE_S,
         exit_deadline_s: float = EXIT_DEADLINE_S,
     ) -> None:
@@ -131,25 +133,52 @@ class LocalRanks:
         self._ends = [self._notices, theirs]
         self._halted: set[int] = set()  # ranks that have left their serving loops
         self._late: set[int] = set()  # of these, ranks that were killed because they did not exit
-        self._lost: set[int] = set()  # ranks without which the others serve on
+        # Ranks without which the others serve on: dead, excluded, retired, or not admitted yet.
+        self._lost: set[int] = set(environs) if joins else set()
+        self._excluded: set[int] = set()  # of these, ranks that the latest record excludes
         self._starting = set(environs)  # ranks that have not served yet
         self._run = ""  # that they begin, or serve in
-        self._serves_on = False  # in a run that is not that of their start
+        self._serves_on = joins  # in a run that is not that of their start
         # What a rank that starts waits for, or why its start failed; "": all serve.
         self.waits_for: str | None = None
-        named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
-        given = {rank: {**environ, **named} for rank, environ in environs.items()}
+        self._named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
+        self._command, self._program = command, program
         try:
-            for rank, environ in given.items():
-                self._processes[rank] = (
-                    start_with_parent(command, environ)
-                    if program is None
-                    else ForkedRank(program, command, environ)
-                )
+            for rank, environ in environs.items():
+                self._start(rank, environ)
         except ConfigError:
             self._kill()
             self._close()
             raise
+
+    def _start(self, rank: int, environ: Mapping[str, str]) -> None:
+        given = {**environ, **self._named}
+        self._processes[rank] = (
+            start_with_parent(self._command, given)
+            if self._program is None
+            else ForkedRank(self._program, self._command, given)
+        )
+
+    def join(self, rank: int, environ: Mapping[str, str]) -> None:
+        """Start a rank that joins the others; while it waits to be admitted, its end is no failure.
+
+        With a ``program`` this process must have no other thread.
+
+        Raises:
+            ConfigError: the command is no program.
+        """
+        self._lost.add(rank)
+        self._halted.discard(rank)
+        self._late.discard(rank)
+        self._excluded.discard(rank)
+        self._start(rank, environ)
+
+    def absent(self, ranks: Collection[int]) -> frozenset[int]:
+        """Those of ``ranks`` that do not run; none before the others serve on without them."""
+        running = self._running().keys()
+        is_serving = (self._serves_on or not self._starting) and not self._halted & running
+        ended = self._processes.keys() - running - (self._lost if self._serves_on else set())
+        return frozenset(ranks) - running - ended if is_serving else frozenset()
 
     def wait(
         self,
@@ -161,9 +190,9 @@ class LocalRanks:
 
         A rank that has ended on its own gives the others a deadline, and so does a signal, which
         they get too. A rank that has left its serving loop has a longer one to exit, and is no
-        failure if it misses that. A rank that the survivors of a death have excluded is killed at
-        once: they have agreed without it, and it may be stopped. Where survivors serve on, the
-        death is over once they have begun their next run.
+        failure if it misses that. A rank that the survivors of a death have excluded is killed:
+        they have agreed without it, and it may be stopped. Where survivors serve on, the death is
+        over once they have begun their next run.
 
         Args:
             stop: the signals of this process.
@@ -173,14 +202,18 @@ class LocalRanks:
         first, deadline, is_told, is_exiting, run = "", float("inf"), False, False, ""
         look_at = time.monotonic() + EXCLUDED_LOOK_S
         try:
-            while left := {r: p for r, p in self._processes.items() if p.poll() is None}:
-                alive()
+            while self._running():
+                alive()  # it may start a rank
+                left = self._running()
                 self._wait_for_one(left)
                 if self._serves_on and self._run != run:
                     first, deadline, run = "", float("inf"), self._run
                 if not (first or is_exiting) and self._halted >= left.keys():
                     is_exiting, deadline = True, time.monotonic() + self._exit_deadline_s
                 failed = self._first_failure() if not first else ""
+                if failed and self._serves_on:  # an engine may not know of ranks that leave
+                    self._leave_out(set(excluded(self._run) or ()))
+                    failed = self._first_failure()
                 if failed:
                     given_s = END_DEADLINE_S if self._has_served else START_END_DEADLINE_S
                     first, deadline = failed, min(deadline, time.monotonic() + given_s)
@@ -189,11 +222,7 @@ class LocalRanks:
                 if self._run and time.monotonic() >= look_at:
                     if (those := excluded(self._run)) is not None and not self._serves_on:
                         deadline = min(deadline, time.monotonic() + END_DEADLINE_S)
-                    for rank in left.keys() & set(those or ()):
-                        log.warning("rank %d was excluded by the others: killed", rank)
-                        left[rank].kill()
-                        if self._serves_on:
-                            self._lost.add(rank)
+                    self._leave_out(set(those or ()))
                     look_at = time.monotonic() + EXCLUDED_LOOK_S
                 if stop.received and not is_told:
                     is_told = True
@@ -203,9 +232,28 @@ class LocalRanks:
                         process.send_signal(signal.SIGTERM)
                 if time.monotonic() >= deadline:
                     self._end_late(left)
-            return first or self._first_failure()
+            return first or self._first_failure() or self._common_failure()
         finally:
             self._close()
+
+    def _running(self) -> dict[int, RankProcess]:
+        return {rank: one for rank, one in self._processes.items() if one.poll() is None}
+
+    def _leave_out(self, those: set[int]) -> None:
+        """End ranks that the latest record excludes, unless they join again or end by themselves.
+
+        Where the others serve on, one that leaves as planned reads the record as late as this.
+        """
+        late = self._excluded if self._serves_on else those
+        for rank in (those & self._processes.keys()) - self._lost:
+            has_ended = self._processes[rank].poll() is not None
+            if not has_ended and rank in late - self._halted:
+                log.warning("rank %d was excluded by the others: killed", rank)
+                self._processes[rank].kill()
+                has_ended = True
+            if has_ended and self._serves_on:
+                self._lost.add(rank)
+        self._excluded = those
 
     @property
     def has_refused(self) -> bool:
@@ -222,14 +270,20 @@ class LocalRanks:
     def _has_served(self) -> bool:
         return self._starting < self._processes.keys()
 
-    def _first_failure(self) -> str:
+    def _first_failure(self, ignored: Collection[int] | None = None) -> str:
+        ignored = self._late | self._lost if ignored is None else ignored
         for rank, process in self._processes.items():
-            status = None if rank in self._late | self._lost else process.returncode
+            status = None if rank in ignored else process.returncode
             if status and status < 0:
                 return f"rank {rank} was killed by {signal.Signals(-status).name}"
             if status:
                 return f"rank {rank} exited with status {status}"
         return ""
+
+    def _common_failure(self) -> str:
+        """How the first rank failed where none has ended well, lost ones among them."""
+        has_failed = all(process.returncode for process in self._processes.values())
+        return self._first_failure(self._late) if has_failed else ""
 
     def _end_late(self, left: Mapping[int, RankProcess]) -> None:
         for rank in left:
@@ -267,6 +321,7 @@ class LocalRanks:
                 self._begin("".join(words))
             elif what == "serves":
                 self._starting.discard(int(rank))
+                self._lost.discard(int(rank))
                 self.waits_for = self.waits_for if self._starting else ""
 
     def _begin(self, run: str) -> None:

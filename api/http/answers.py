@@ -65,7 +65,7 @@ class PlanAnswer:
 
 
 @dataclass(frozen=True)
-class PlanEnd:
+class PlanEnding:
     """How a published plan has ended."""
 
     outcome: Outcome
@@ -86,7 +86,7 @@ class TaskAnswer:
         Details, Meaning("by the kind of task; `error` and `refusal` of a failed one")
     ]
     plan_end: Annotated[
-        PlanEnd | None,
+        PlanEnding | None,
         Meaning("end of the plan that the task published; null while it is open"),
     ]
 
@@ -103,12 +103,12 @@ def task_answer(store: StateStore, task: Task) -> TaskAnswer:
     return TaskAnswer(**vars(task) | {"result": shown}, plan_end=end)
 
 
-def plan_end(store: StateStore, plan_id: int) -> PlanEnd | None:
+def plan_end(store: StateStore, plan_id: int) -> PlanEnding | None:
     """How a plan has ended, and why; None while it is open, or once its event was removed."""
     for event in store.events_backwards(OUTCOME_OF_EVENT):
         end = events.plan_end(event)
         if end is not None and end.plan_id == plan_id:
-            return PlanEnd(OUTCOME_OF_EVENT[event.kind], end.reason, event.time)
+            return PlanEnding(OUTCOME_OF_EVENT[event.kind], end.reason, event.time)
     return None
 
 
@@ -132,7 +132,7 @@ class ProposalDetail(Proposal):
     explanation: Annotated[list[LayerText], Meaning("the layers that gain most")]
     slot_to_expert: Annotated[list[list[int]], Meaning("[L, S] of the target, -1 is empty")]
     slot_share: Annotated[list[list[float]], Meaning("[L, S] of the target")]
-    plan_end: Annotated[PlanEnd | None, Meaning("end of its migration; null: it has not ended")]
+    plan_end: Annotated[PlanEnding | None, Meaning("end of its migration; null: it has not ended")]
 
 
 def proposal_detail(store: StateStore, found: Proposal) -> ProposalDetail:

@@ -28,7 +28,7 @@ from api.access.audit import Audit
 from api.access.authentication import Authentication
 from api.access.changes import Changes
 from api.access.keys import Actor
-from api.http.deployments import PREFIX, Choice, Deployments, Others, Prefix
+from api.http.deployments import PREFIX, DeploymentLookup, Deployments, Others, Prefix
 from api.http.guard import DEFAULT_LIMITS, Guard, HttpLimits, check_request
 from api.http.refusals import report_problems
 from api.http.routes import add_operations, correct_document
@@ -107,7 +107,7 @@ def create_app(
     app.state.streams = deployments
     app.state.audit = audit
     app.add_middleware(Changes, audit=audit)
-    app.add_middleware(Choice, deployments=deployments)
+    app.add_middleware(DeploymentLookup, deployments=deployments)
     _add_checks(app, token, state_dir, actor)
     app.add_middleware(Prefix)
     app.router.routes.extend(_routes().routes)

@@ -3,12 +3,12 @@
     /api/v1/state                          of the service's own deployment
     /deployments/NAME/api/v1/state         the same route, of deployment NAME
 
-    Prefix -> Authentication -> Guard -> Choice -> Changes -> route
+    Prefix -> Authentication -> Guard -> DeploymentLookup -> Changes -> route
 
 ``Prefix`` removes the prefix first, so that roles, limits and routes depend on the route alone.
-``Choice`` comes after authentication: clients without a key cannot enumerate deployments. Each
-deployment has a store and a background reader of its own. They share the routes, the access keys,
-the audit and the limits of the service.
+``DeploymentLookup`` comes after authentication: clients without a key cannot enumerate deployments.
+Each deployment has a store and a background reader of its own. They share the routes, the access
+keys, the audit and the limits of the service.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Prefix:
         await self._app({**scope, **path, "state": state}, receive, located)
 
 
-class Choice:
+class DeploymentLookup:
     """ASGI middleware: looks the deployment up, or answers that there is none.
 
     What answers for it is in ``scope["state"]["service"]``, its name in ``["deployment"]``.

@@ -112,6 +112,17 @@ class ProblemType(Enum):
         "the rank is not alive, or the ranks that may take experts have too few slots for all that "
         "no cordoned rank holds",
     )
+    IMPOSSIBLE_MEMBERSHIP = (
+        409,
+        "Impossible membership",
+        "the ranks that are wanted cannot hold every expert, or ranks of this deployment cannot "
+        "change while they serve; the detail has what to do instead",
+    )
+    OTHER_OPERATION = (
+        409,
+        "Another operation",
+        "an operation on the ranks is open, it has ended, or its id was used for another request",
+    )
     GENERATION_MOVED_ON = (
         412,
         "Another generation serves",
@@ -121,6 +132,11 @@ class ProblemType(Enum):
         412,
         "Settings were changed",
         "the revision of the live settings is not the one in `If-Match`",
+    )
+    MEMBERSHIP_CHANGED = (
+        412,
+        "Membership changed",
+        "the epoch of the ranks is not the one in `If-Match`",
     )
     BODY_TOO_LARGE = 413, "Body too large", "the body is larger than 64 KiB"
     NOT_JSON = 415, "Not JSON", "the body of a change is not `application/json`"

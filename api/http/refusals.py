@@ -44,7 +44,7 @@ OF_REFUSAL = {one.value: _RENAMED.get(one) or ProblemType[one.name] for one in R
 
 
 @dataclass(frozen=True)
-class Problem:
+class ProblemDetails:
     """A problem (RFC 9457)."""
 
     type: Annotated[
@@ -66,7 +66,7 @@ def problem(
 def _answer(
     uri: str, title: str, status: int, detail: str, headers: Mapping[str, str] | None
 ) -> JSONResponse:
-    body = Problem(type=uri, title=title, status=status, detail=_cut(detail))
+    body = ProblemDetails(type=uri, title=title, status=status, detail=_cut(detail))
     return JSONResponse(asdict(body), status, headers, media_type=MEDIA_TYPE)
 
 

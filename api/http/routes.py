@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from api.access.authentication import OPEN
 from api.http.problems import ProblemType
-from api.http.refusals import MEDIA_TYPE, Problem
+from api.http.refusals import MEDIA_TYPE, ProblemDetails
 from api.operations.declaration import (
     IF_MATCH_MEANING,
     JSON,
@@ -74,7 +74,7 @@ def correct_document(document: dict[str, Any]) -> None:
 
     FastAPI makes a model of each response that has one, which takes 0.3 s for all problems.
     """
-    document["components"]["schemas"]["Problem"] = adapter(Problem).json_schema()
+    document["components"]["schemas"]["Problem"] = adapter(ProblemDetails).json_schema()
     schemes = ("bearer", "basic")
     document["components"]["securitySchemes"] = {
         one: {"type": "http", "scheme": one, "description": OF_SCHEMES} for one in schemes

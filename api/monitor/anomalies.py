@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from api.monitor.counts import anomaly_of
-from api.monitor.state import EPOCH, Finding, FindingKind, Grade, Reading
+from api.monitor.state import EPOCH, FindingKind, Grade, Reading, Symptom
 from eplb.declared import Meaning
 from telemetry.state.events import MEMBERSHIP, RESTART, Event, outage_of
 
@@ -109,7 +109,7 @@ class AnomalyLog:
         )
         return found[:limit], found[limit - 1].id if len(found) > limit else None
 
-    def _renewed(self, key: tuple[str, str], finding: Finding, seen: Reading) -> Anomaly:
+    def _renewed(self, key: tuple[str, str], finding: Symptom, seen: Reading) -> Anomaly:
         """Give the anomaly of a finding: the open one, or a new one."""
         now = seen.state.time
         known = self._open.get(key)
@@ -175,7 +175,7 @@ def _of_event(event: Event) -> Iterator[tuple[EventAnomaly, Severity, str]]:
         yield "gain-missed", "notice", text
 
 
-def _is_of_others(one: Anomaly, finding: Finding) -> bool:
+def _is_of_others(one: Anomaly, finding: Symptom) -> bool:
     """Whether a finding is of ranks of which an open anomaly has none."""
     return bool(one.ranks and finding.ranks) and not set(one.ranks) & set(finding.ranks)
 

@@ -26,6 +26,7 @@ from api.monitor.anomalies import AnomalyLog
 from api.monitor.counts import EventTally, SampleTally, Tally, rank_tally
 from api.monitor.decisions import DecisionLog
 from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
+from api.monitor.membership import membership_of
 from api.monitor.outages import OutageLog
 from api.monitor.scores import (
     DriftWatch,
@@ -34,7 +35,10 @@ from api.monitor.scores import (
     scored,
 )
 from api.monitor.state import (
+    ABSENT,
     GONE,
+    JOINING,
+    RETIRED,
     DecisionRecord,
     Grade,
     Leadership,
@@ -55,8 +59,9 @@ from eplb.decision.expert_times import chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
 from eplb.errors import HistoryError
 from eplb.migration.build import Migration
+from eplb.migration.membership import leavers
 from eplb.versions import CONTROLLER, HOST_CACHE, NAMES, SERVICE, Announcement
-from rebalance.controller.plans.planner_request import curve_of, read_cordons
+from rebalance.controller.plans.planner_request import cordons_in_force, curve_of
 from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, pages
@@ -65,6 +70,7 @@ from telemetry.state.events import COMPILE, Event, PlanEnd, pace_change, plan_en
 from telemetry.state.holder import shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
+from telemetry.state.membership import MembershipChange
 from telemetry.state.placements import CommittedPlacement
 from telemetry.state.proposals import Proposal
 from telemetry.state.runs import (
@@ -131,6 +137,8 @@ class Monitor:
         self._versions_at = -VERSIONS_S
         self._beats: list[Announcement] = []
         self._live, self._groups = LiveState(), tuple[str, ...]()
+        self._change: MembershipChange | None = None  # the latest operation on the ranks
+        self._epoch = 0
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "")
@@ -200,6 +208,7 @@ class Monitor:
         """Read what is small, whole."""
         now = self.clock()
         self._live = self.store.live()
+        self._change, self._epoch = self.store.membership_change(), self.store.epoch()
         self._committed = self.store.committed()
         self._published = self.store.published()
         self._controller = leadership(self.store, now)
@@ -419,6 +428,7 @@ class Monitor:
         token_time, stepped = self._outages.token_time, self._step_at[1]
         progress_age_s, progress_of = _oldest_progress(self._states, now, answered_s)
         control, effective = self._live.control, self._live.effective
+        placement = None if self._committed is None else self._committed.placement
         return State(
             verdict=Grade.BLIND,  # until it is judged
             reason="",
@@ -430,7 +440,7 @@ class Monitor:
             run=info.run if info else None,
             started=info.time if info else None,
             step=max((view.step for view in ranks), default=0),
-            generation=self._committed.placement.generation if self._committed else None,
+            generation=None if placement is None else placement.generation,
             controller=replace(self._controller, compiling=self._compiling(now)),
             versions=self._versions,
             num_layers=model.num_layers if model else 0,
@@ -439,8 +449,11 @@ class Monitor:
             num_slots=topology.num_slots if topology else 0,
             ranks=ranks,
             node_of_rank=tuple(topology.node_of_rank.tolist()) if topology else (),
+            membership=None
+            if topology is None
+            else membership_of(topology, placement, self._change, self._epoch, self._live),
             silent_ranks=tuple(
-                view.rank for view in ranks if not view.is_alive and view.phase != GONE
+                view.rank for view in ranks if not view.is_alive and view.phase not in ABSENT
             ),
             uncounted_ranks=self._samples.uncounted(),
             death=self._outages.death,
@@ -524,11 +537,13 @@ class Monitor:
 
     def _rank_views(self, now: float, answered_s: float) -> Iterator[RankView]:
         state_of = {state.rank: state for state in self._states}
-        cordons = read_cordons(self._live.text("cordons"))
+        change, alive = self._change, self._topology.alive
+        wanted = None if change is None else change.should_serve
+        cordons = cordons_in_force(self._live.text("cordons"), leavers(wanted, self._topology))
         for rank in range(self._topology.num_ranks):
             state, cordon = state_of.get(rank), cordons.get(rank)
             if state is None:
-                phase = "silent" if self._topology.alive[rank] else GONE
+                phase = "silent" if alive[rank] else _absent(rank, change)
                 yield RankView(rank, 0, 0, phase, False, None, None, "", cordon=cordon)
                 continue
             age_s = max(0.0, now - state.time)
@@ -552,6 +567,14 @@ class Monitor:
             RebalanceMark(at, end.plan_id, self._first_step_of.get(at), when, end.reason)
             for at, (end, when) in sorted(self._commits.items())
         )
+
+
+def _absent(rank: int, change: MembershipChange | None) -> str:
+    """Return the phase of a rank that does not serve."""
+    if change is None or rank in change.should_serve:
+        is_new = change is not None and not change.ended and rank not in change.before
+        return JOINING if is_new else GONE
+    return RETIRED
 
 
 def _free_bytes(folder: Path | None) -> int | None:

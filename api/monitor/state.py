@@ -16,6 +16,7 @@ from enum import StrEnum
 from math import inf
 from typing import Annotated, Literal
 
+from api.monitor.membership import Membership
 from api.processes.supervision import SupervisionView
 from eplb.core.topology import Topology
 from eplb.decision.pace import PaceChange
@@ -61,7 +62,7 @@ FindingKind = Literal[
 
 
 @dataclass(frozen=True)
-class Finding:
+class Symptom:
     """One thing that is wrong."""
 
     kind: FindingKind
@@ -185,6 +186,9 @@ class Death:
 
 
 GONE = "gone"  # phase of a rank that died and that the others serve on without
+RETIRED = "retired"  # the same of a rank that neither serves nor should
+JOINING = "joining"  # the same of a rank that the open operation has asked for
+ABSENT = (GONE, RETIRED, JOINING)  # they report nothing
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,9 @@ class State:
     num_slots: int
     ranks: tuple[RankView, ...]
     node_of_rank: tuple[int, ...]
+    membership: Annotated[
+        Membership | None, Meaning("which ranks serve and should; null: no run has begun")
+    ]
     silent_ranks: Annotated[tuple[int, ...], Meaning("ranks that never reported, or not lately")]
     uncounted_ranks: Annotated[
         tuple[int, ...], Meaning("ranks whose counters stay at zero while those of others grow")
@@ -325,6 +332,11 @@ class State:
     audit_waiting: Annotated[
         int, Meaning("lines of the audit that its file could not take; the store has them")
     ]
+
+    @property
+    def members(self) -> tuple[RankView, ...]:
+        """Ranks that serve, so that they should report."""
+        return tuple(view for view in self.ranks if view.phase not in ABSENT)
 
 
 @dataclass(frozen=True)
@@ -391,4 +403,4 @@ class Reading:
     open_migration: Migration | None = None
     is_read: bool = True  # false: the store was never read, and nothing that it has is known
     answered_s: float = inf  # since the store answered again: nobody can report to one that fails
-    findings: tuple[Finding, ...] = ()  # all that is wrong, the worst first
+    findings: tuple[Symptom, ...] = ()  # all that is wrong, the worst first

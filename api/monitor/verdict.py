@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import takewhile
 from math import inf
 
-from api.monitor.state import GONE, Finding, Grade, Leadership, RankView, Reading, State
+from api.monitor.state import GONE, Grade, Leadership, RankView, Reading, State, Symptom
 from api.processes.supervision import ProcessState
 from eplb.fitting import Cordon
 from rebalance.controller.open_migration import SWITCHED_OFF
@@ -84,7 +84,7 @@ def unready(seen: Reading) -> str | None:
     return next(keep_away, None)
 
 
-def _severity(finding: Finding) -> tuple[bool, int]:
+def _severity(finding: Symptom) -> tuple[bool, int]:
     """While the store is not read, nothing else is known of now."""
     return finding.kind != "store-unread", list(Grade).index(finding.grade)
 
@@ -92,7 +92,7 @@ def _severity(finding: Finding) -> tuple[bool, int]:
 def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     """What an operator wants to know beside the worst that is wrong."""
     if is_serving:
-        yield f"{len(state.ranks)} ranks serve, at step {state.step}"
+        yield f"{len(state.members)} ranks serve, at step {state.step}"
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
@@ -107,6 +107,9 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     if state.open_proposals:
         wait = "proposals wait" if state.open_proposals > 1 else "proposal waits"
         yield f"{state.open_proposals} {wait} for a decision"
+    if state.membership is not None and (change := state.membership.open_operation) is not None:
+        waits = state.membership.waits
+        yield f"operation {change.id} on the ranks, {state.membership.phase}: {waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
             yield f"{name} by order: {_named(views)}"
@@ -122,21 +125,21 @@ def _who(state: State) -> str:
     return f" since {at}{by}: {state.switched.reason}"
 
 
-def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
+def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
     state = seen.state
     if state.unread:
-        yield Finding("store-unread", Grade.BLIND, state.unread)
+        yield Symptom("store-unread", Grade.BLIND, state.unread)
     if not seen.is_read:
         yield from _processes(state)
         return
     if state.groups:
         groups = ", ".join(state.groups)
-        yield Finding(
+        yield Symptom(
             "no-run", Grade.BLIND, f"its EP groups are deployments of their own: {groups}"
         )
         return
     if state.run is None:
-        yield Finding("no-run", Grade.BLIND, "no run has begun, expected one")
+        yield Symptom("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
         yield from _ranks(state)
         yield from _tokens(seen, stalled_after_s)
@@ -144,7 +147,7 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     if state.controller.why_none:
         yield _leaderless(state.controller, stalled_after_s)
     if state.uncounted_ranks:
-        yield Finding(
+        yield Symptom(
             "rank-uncounted",
             Grade.DEGRADED,
             f"rank {', '.join(map(str, state.uncounted_ranks))}: the counters stay at zero while "
@@ -157,37 +160,37 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
     yield from _waits(seen)
     if frozen := [view for view in state.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
-        yield Finding("rank-frozen", Grade.DEGRADED, text, ranks=_numbers(frozen))
+        yield Symptom("rank-frozen", Grade.DEGRADED, text, ranks=_numbers(frozen))
     yield from _disk(state)
     yield from _unbalanced(seen)
     yield from _failures(seen)
 
 
-def _disk(state: State) -> Iterator[Finding]:
+def _disk(state: State) -> Iterator[Symptom]:
     if state.free_bytes is not None and state.free_bytes < LEAST_FREE_BYTES:
         text = (
             f"the disk of the state folder is full: found {state.free_bytes / 1e6:.1f} MB free, "
             f"expected {LEAST_FREE_BYTES / 1e6:g} MB; of all changes only a pause is possible"
         )
-        yield Finding("disk-full", Grade.DEGRADED, text, is_ready=True)
+        yield Symptom("disk-full", Grade.DEGRADED, text, is_ready=True)
     if state.audit_waiting:
         text = (
             f"{state.audit_waiting} lines of the audit wait in the store, expected none: its file "
             "cannot be written (eplb_audit_waiting)"
         )
-        yield Finding("audit-waits", Grade.DEGRADED, text, is_ready=True)
+        yield Symptom("audit-waits", Grade.DEGRADED, text, is_ready=True)
 
 
-def _leaderless(found: Leadership, stalled_after_s: float) -> Finding:
+def _leaderless(found: Leadership, stalled_after_s: float) -> Symptom:
     """A deployment that never had a controller serves without one."""
     age_s = found.turn_age_s
     if age_s is None or age_s <= stalled_after_s:
-        return Finding("no-leader", Grade.DEGRADED, found.why_none, is_ready=True)
+        return Symptom("no-leader", Grade.DEGRADED, found.why_none, is_ready=True)
     text = f"{found.why_none}; the last turn of one is {age_s:.0f} s old"
-    return Finding("no-leader", Grade.DEGRADED, text)
+    return Symptom("no-leader", Grade.DEGRADED, text)
 
 
-def _clocks(state: State) -> Iterator[Finding]:
+def _clocks(state: State) -> Iterator[Symptom]:
     """Clocks of ranks that are off: ages, load and plans go by the store's."""
     if off := [view for view in state.ranks if abs(view.ahead_s) > CLOCK_TOLERANCE_S]:
         most_s = max((view.ahead_s for view in off), key=abs)
@@ -196,18 +199,18 @@ def _clocks(state: State) -> Iterator[Finding]:
             f"the clock of rank {_named(off)} is {abs(most_s):.0f} s {side} the store's, "
             f"expected {CLOCK_TOLERANCE_S:g} s at most: synchronise it (NTP)"
         )
-        yield Finding("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
+        yield Symptom("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
 
 
-def _ranks(state: State) -> Iterator[Finding]:
+def _ranks(state: State) -> Iterator[Symptom]:
     yield from _clocks(state)
     if gone := [view for view in state.ranks if view.phase == GONE]:
-        num_ranks = len(state.ranks)
-        yield Finding(
+        num_ranks = len(state.members)
+        yield Symptom(
             "rank-gone",
             Grade.DEGRADED,
-            f"{num_ranks - len(gone)} of {num_ranks} ranks serve on, without {_named(gone)}, until "
-            "all ranks are started again",
+            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_named(gone)}, until "
+            "they join again or all ranks are started",
             ranks=_numbers(gone),
             is_ready=True,
             since=state.started,
@@ -216,10 +219,10 @@ def _ranks(state: State) -> Iterator[Finding]:
         return
     silent = [view for view in state.ranks if view.rank in state.silent_ranks]
     limit_s = max(view.silent_after_s for view in silent)
-    yield Finding(
+    yield Symptom(
         "rank-silent",
-        Grade.BLIND if len(silent) == len(state.ranks) else Grade.DEGRADED,
-        f"silent ranks: {_named(silent)}, expected a report from all {len(state.ranks)} "
+        Grade.BLIND if len(silent) == len(state.members) else Grade.DEGRADED,
+        f"silent ranks: {_named(silent)}, expected a report from all {len(state.members)} "
         f"within {limit_s:g} s",
         ranks=_numbers(silent),
         since=_oldest(state, silent),
@@ -251,7 +254,7 @@ def _stretches(ranks: list[int]) -> Iterator[str]:
         before = rank if rank is not None else before
 
 
-def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
+def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
     """Tokens, by the samples of the ranks; every age counts from the last one of any run."""
     state, every_s = seen.state, seen.state.sample_every_s
     limit_s = tokens_due_s(stalled_after_s, every_s)
@@ -265,7 +268,7 @@ def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
         why = death.text if death else f"the ranks were started {state.time - begun:.0f} s ago"
         since = last or (death.time if death else begun)
         is_idle = is_new and has_steps and state.time - begun > limit_s
-        yield Finding(
+        yield Symptom(
             "no-tokens",
             Grade.BLIND if is_idle else Grade.STOPPED,
             f"no token for {state.time - since:.0f} s: {why}"
@@ -274,7 +277,7 @@ def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
             since=since,
         )
         return
-    if len(state.silent_ranks) == len(state.ranks):
+    if len(state.silent_ranks) == len(state.members):
         return  # what they do not report cannot be judged, and that is a finding already
     if state.token_time is None:
         age_s = state.time - (state.started or state.time)
@@ -284,7 +287,7 @@ def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
             "no request came, or the dispatcher does not count"
         )
         grade = Grade.DEGRADED if age_s <= limit_s else Grade.BLIND
-        yield Finding("no-tokens", grade, text, is_ready=True, since=state.started)
+        yield Symptom("no-tokens", grade, text, is_ready=True, since=state.started)
         return
     age_s = state.time - state.token_time
     if min(age_s, seen.answered_s) <= limit_s:
@@ -295,10 +298,10 @@ def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Finding]:
         grade = Grade.BLIND
     else:
         grade, text = Grade.STOPPED, f"{late}; no step was seen either"
-    yield Finding("no-tokens", grade, text, is_ready=True, since=state.token_time)
+    yield Symptom("no-tokens", grade, text, is_ready=True, since=state.token_time)
 
 
-def _progress(state: State, stalled_after_s: float) -> Iterator[Finding]:
+def _progress(state: State, stalled_after_s: float) -> Iterator[Symptom]:
     age_s = state.progress_age_s
     if age_s is None or age_s <= stalled_after_s:
         return
@@ -308,28 +311,28 @@ def _progress(state: State, stalled_after_s: float) -> Iterator[Finding]:
     is_stop = is_step and not state.silent_ranks
     grade = Grade.STOPPED if is_stop else Grade.DEGRADED
     what = f"{text}: {state.progress_of}"
-    yield Finding("no-progress", grade, what, since=state.time - age_s)
+    yield Symptom("no-progress", grade, what, since=state.time - age_s)
 
 
-def _processes(state: State) -> Iterator[Finding]:
+def _processes(state: State) -> Iterator[Symptom]:
     for one in state.supervision.processes:
         if one.state is ProcessState.DEGRADED:
             text = f"{one.name} is down, beyond its restart budget: {one.reason}"
-            yield Finding("process-down", Grade.DEGRADED, text, subject=one.name)
+            yield Symptom("process-down", Grade.DEGRADED, text, subject=one.name)
         elif one.state is ProcessState.BACK_OFF:
             text = f"{one.name} is down and will be restarted: {one.reason}"
-            yield Finding("process-down", Grade.DEGRADED, text, is_ready=True, subject=one.name)
+            yield Symptom("process-down", Grade.DEGRADED, text, is_ready=True, subject=one.name)
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
             is_ready = one.state is ProcessState.DOWN  # by its heartbeat: ranks serve without it
             since = state.time - one.report_age_s
-            yield Finding(
+            yield Symptom(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since
             )
 
 
-def _waits(seen: Reading) -> Iterator[Finding]:
+def _waits(seen: Reading) -> Iterator[Symptom]:
     """Launchers whose ranks cannot start yet, by what they reported last; none once tokens come."""
     state = seen.state
     after = max(state.token_time or 0.0, state.time - WAITING_SHOWN_S)
@@ -337,17 +340,17 @@ def _waits(seen: Reading) -> Iterator[Finding]:
     for host, event in latest.items():
         if event.time > after:
             text, name = str(event.detail["message"]), f"the launcher of host {host}"
-            yield Finding("start-waits", Grade.DEGRADED, text, subject=name)
+            yield Symptom("start-waits", Grade.DEGRADED, text, subject=name)
 
 
-def _unbalanced(seen: Reading) -> Iterator[Finding]:
+def _unbalanced(seen: Reading) -> Iterator[Symptom]:
     """Windows without tokens are no evidence; those in which experts move are."""
     scores = [one for one in reversed(seen.series) if one.is_complete and one.measured is not None]
     above = list(takewhile(lambda one: (one.measured or 0.0) > UNBALANCED, scores))
     since = above[-1].time if above else None
     if since is None or seen.state.time - since < UNBALANCED_S:
         return
-    yield Finding(
+    yield Symptom(
         "unbalanced",
         Grade.SERVING,
         f"imbalance is {above[0].measured:.2f}, and above {UNBALANCED:.2f} for "
@@ -357,7 +360,7 @@ def _unbalanced(seen: Reading) -> Iterator[Finding]:
     )
 
 
-def _failures(seen: Reading) -> Iterator[Finding]:
+def _failures(seen: Reading) -> Iterator[Symptom]:
     """Migrations that were dropped without an order of an operator."""
     ended = ((event, plan_end(event)) for event in reversed(seen.events))
     failed = [
@@ -373,4 +376,4 @@ def _failures(seen: Reading) -> Iterator[Finding]:
             f"{len(failed)} migrations failed within {FAILED_S / 60:.0f} minutes, expected "
             f"{FAILED} at most; the latest: {failed[0][1]}"
         )
-        yield Finding("migrations-fail", Grade.SERVING, text, is_ready=True, since=failed[-1][0])
+        yield Symptom("migrations-fail", Grade.SERVING, text, is_ready=True, since=failed[-1][0])

@@ -202,7 +202,7 @@ class Call:
         self.headers["ETag"] = f'"{number}"'
 
     def expected_revision(self) -> int | None:
-        """Return the revision of live settings that ``If-Match`` names; None: any.
+        """Return the revision of live settings, or the epoch, that ``If-Match`` names; None: any.
 
         Raises:
             Refused: it is missing where it is required (RFC 6585), or is no entity tag. Where it is
@@ -215,7 +215,7 @@ class Call:
             raise Refused(ProblemType.PRECONDITION_REQUIRED, why)
         if not re.fullmatch(REVISION_TAG, tag):
             why = f'header.if-match: found {tag[:40]!r}, expected the ETag of GET, as "7", or *'
-            kind = ProblemType.INVALID_REQUEST if is_required else ProblemType.SETTINGS_CHANGED
+            kind = ProblemType.INVALID_REQUEST if is_required else self.operation.stale
             raise Refused(kind, why)
         return None if tag == ANY else int(tag.strip('"'))
 
@@ -249,11 +249,12 @@ class Call:
         return Raw(made)
 
 
-IfMatch = Literal["", "generation", "revision", "known revision"]
+IfMatch = Literal["", "generation", "revision", "known revision", "epoch"]
 IF_MATCH_MEANING: dict[IfMatch, str] = {
     "generation": "the generation that must serve, in quotes; *: any",
     "revision": "the ETag that was read; without it, or *: whatever the revision is",
     "known revision": "the ETag that was read, or *",
+    "epoch": "the ETag that was read; without it, or *: whatever the epoch is",
 }
 OF_ALL = (
     ProblemType.BAD_REQUEST,
@@ -418,13 +419,20 @@ class Operation:
         return self.role or (Role.VIEWER if self.method == "GET" else Role.OPERATOR)
 
     @property
+    def stale(self) -> ProblemType:
+        """Type of the refusal where ``If-Match`` names what is not current any more."""
+        kinds = {
+            "generation": ProblemType.GENERATION_MOVED_ON,
+            "epoch": ProblemType.MEMBERSHIP_CHANGED,
+        }
+        return kinds.get(self.if_match, ProblemType.SETTINGS_CHANGED)
+
+    @property
     def own_problems(self) -> tuple[ProblemType, ...]:
         """Types of refusals beside those of every operation of its kind."""
         found = self.problems + (OF_TASKS if self.is_task else ())
-        if self.if_match == "generation":
-            found += (ProblemType.GENERATION_MOVED_ON,)
-        elif self.if_match:
-            found += (ProblemType.SETTINGS_CHANGED,)
+        if self.if_match:
+            found += (self.stale,)
         if self.if_match == "known revision":
             found += (ProblemType.PRECONDITION_REQUIRED,)
         if self.role is not None and self.method == "GET":
@@ -468,7 +476,7 @@ Ask = Callable[..., Answer]  # an operation and its arguments by name; if_match:
 
 
 @dataclass(frozen=True, eq=False)
-class Command:
+class AdminCommand:
     """A command that asks the admin API and prints the answer.
 
     Args:
@@ -505,17 +513,17 @@ class Command:
 
 def command(
     words: str, example: str, of: Operation | None = None, *, show: Show | None = None, **more: Any
-) -> Callable[[Callable[..., Any]], Command]:
-    """Declare a command; its docstring is the help, and ``Command`` has the rest.
+) -> Callable[[Callable[..., Any]], AdminCommand]:
+    """Declare a command; its docstring is the help, and ``AdminCommand`` has the rest.
 
     The function prints the answer of the operation, or else it asks, and ``show`` prints.
     """
 
-    def made(function: Callable[..., Any]) -> Command:
+    def made(function: Callable[..., Any]) -> AdminCommand:
         help_text = " ".join(about(function)).strip()
         if show is None:
-            return Command(words, help_text, example, function, of, **more)
-        return Command(words, help_text, example, show, of, function, **more)
+            return AdminCommand(words, help_text, example, function, of, **more)
+        return AdminCommand(words, help_text, example, show, of, function, **more)
 
     return made
 

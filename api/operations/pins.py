@@ -136,13 +136,20 @@ def _unmet(store: StateStore, state: LiveState, wanted: Pins) -> list[str]:
     """Why the current run cannot meet pins, as the planner will find it."""
     from eplb.core.constraints import Constraints, room_of
     from eplb.fitting import FittingCordons, fitting_pins
-    from rebalance.controller.plans.planner_request import PlannerRequest
+    from eplb.migration.membership import leavers
+    from rebalance.controller.plans.planner_request import (
+        PlannerRequest,
+        cordons_in_force,
+        written_cordons,
+    )
 
     if not wanted:
         return []
     model, topology = shape_of_run(store)
     committed = store.committed()
-    asked = PlannerRequest(redundancy=state.text("redundancy"), cordons=state.text("cordons"))
+    leaving = leavers(store.wanted_ranks(), topology)
+    in_force = written_cordons(cordons_in_force(state.text("cordons"), leaving))
+    asked = PlannerRequest(redundancy=state.text("redundancy"), cordons=in_force)
     cordons = FittingCordons(topology)
     if committed is not None:
         cordons = asked.cordoned(committed.placement, topology, model.num_expert_groups)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from api.operations import pins, placements, plans, ranks, service, switches, watching
-from api.operations.declaration import Command, Operation
+from api.operations import (
+    membership,
+    pins,
+    placements,
+    plans,
+    ranks,
+    service,
+    switches,
+    watching,
+)
+from api.operations.declaration import AdminCommand, Operation
 
 _DECLARED = [
     one
-    for theme in (service, watching, placements, plans, ranks, pins, switches)
+    for theme in (service, watching, placements, plans, ranks, membership, pins, switches)
     for one in vars(theme).values()
 ]
 OPERATIONS = [one for one in _DECLARED if isinstance(one, Operation)]
-COMMANDS = [one for one in _DECLARED if isinstance(one, Command)]
+COMMANDS = [one for one in _DECLARED if isinstance(one, AdminCommand)]
 GROUPS = {"placements": placements.GROUP, "pins": pins.GROUP}  # group of commands -> help

@@ -74,7 +74,7 @@ class LoadWindow:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadAnswer:
     """Windows of load, oldest first."""
 
     windows: list[LoadWindow]
@@ -86,13 +86,13 @@ class Load:
 def load(
     call: Call,
     last: Annotated[int, Meaning("number of windows", at_least=1, at_most=KEPT_WINDOWS)] = 1,
-) -> Load:
+) -> LoadAnswer:
     """Load windows with their matrices. The latest windows, oldest first, as `tokens` [T, L, E] and
     `rank_load` [T, L, R].
     """
     call.service.reader.reading()
     windows = call.service.monitor.windows(last)
-    return Load(
+    return LoadAnswer(
         [
             LoadWindow(
                 one.index,

@@ -1,11 +1,27 @@
-"""``eplb shadow``: this planner beside an unmodified engine, with observation only."""
+"""``eplb shadow``: this planner beside an unmodified engine, with observation only.
+
+``EngineRecorder`` uses SGLang's record endpoints: it starts recording and asks for a dump, which
+the engine writes itself. The answer names no file: the folder that the engine writes into is
+watched. Two kinds of engines are refused before anything is asked of them. A dump empties the
+recorder, and the balancer of an engine with ``--enable-eplb`` counts with the same one. An engine
+without the flag ``--expert-distribution-recorder-mode`` has no recorder, and its scheduler does not
+catch the exception that a request then raises.
+
+Source: the wheel of sglang 0.5.23: ``srt/entrypoints/http_server.py``, ``srt/server_args.py``,
+``srt/managers/scheduler.py`` and ``srt/eplb/expert_distribution.py``. Not run against an engine.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import http.client
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -22,19 +38,213 @@ from api.cli.options import (
 )
 from api.engine_plan import RULES
 from api.interrupts import StopSignals
-from api.shadow.loop import Watch, run
-from api.shadow.recorder import EngineRecorder
+from eplb.core.bounded_json import decode_json
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.policies.table import policy_named
-from simulations.schemes import Terms
+from simulations.report import write_json
+from simulations.schemes import PlanTerms
 from simulations.shadow.comparison import Comparison, Group
-from simulations.shadow.report import Prices, table, text_below
-from simulations.shadow.sources import Source, SourceOptions, open_source
+from simulations.shadow.report import Prices, report, table, text_below
+from simulations.shadow.sources import SourceOptions, WindowSource, open_source
 from telemetry.formats.table import read_placement
+
+TIMEOUT_S = 30.0
+MOST_BYTES = 4 * 2**20
+INFO = ("/server_info", "/get_server_info")  # newer releases, older ones
+BALANCER, MODE = "enable_eplb", "expert_distribution_recorder_mode"
+
+
+class EngineRecorder:
+    """The recorder of one engine.
+
+    Args:
+        url: of the engine's HTTP server.
+        key: its API key; "": it has none.
+
+    Raises:
+        ConfigError: no HTTP address.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        parts = urlsplit(url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as exc:
+            raise ConfigError(f"{url}: {exc}, expected http://HOST:PORT") from exc
+        if parts.scheme not in ("http", "https") or not host:
+            raise ConfigError(f"{url} is no HTTP address, expected http://HOST:PORT")
+        self._url, self._host, self._port = url, host, port
+        self._is_tls = parts.scheme == "https"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def start(self) -> None:
+        """Start recording.
+
+        Raises:
+            ConfigError: the engine does not answer, it has no recorder, or its own balancer uses
+                the recorder.
+        """
+        balancer, mode = self._flags()
+        if balancer:
+            raise ConfigError(
+                f"{self._url} serves with --enable-eplb, and a dump would empty the counters that "
+                "it plans on: expected an engine without it, or its store (docs/engines.md)"
+            )
+        if not mode:
+            raise ConfigError(
+                f"{self._url} serves without --expert-distribution-recorder-mode, and a request to "
+                "record would end its scheduler: expected the mode stat"
+            )
+        self._ask("POST", "/start_expert_distribution_record")
+
+    def dump(self) -> None:
+        """Ask the engine to write what it has counted.
+
+        Raises:
+            ConfigError: the engine does not answer.
+        """
+        self._ask("POST", "/dump_expert_distribution_record")
+
+    def stop(self) -> None:
+        """Stop recording.
+
+        Raises:
+            ConfigError: the engine does not answer.
+        """
+        self._ask("POST", "/stop_expert_distribution_record")
+
+    def _flags(self) -> tuple[bool, str]:
+        """Whether its own balancer is on, and the mode of its recorder; "": it has none."""
+        errors = []
+        for path in INFO:
+            try:
+                found = decode_json(self._ask("GET", path), max_bytes=MOST_BYTES)
+            except (ConfigError, ValueError) as exc:
+                errors.append(str(exc))
+                continue
+            if isinstance(found, dict) and found.keys() >= {BALANCER, MODE}:
+                return bool(found[BALANCER]), str(found[MODE] or "")
+            errors.append(f"{path} lacks {BALANCER} or {MODE}")
+        raise ConfigError(f"{self._url} does not tell how it records: {errors[0]}")
+
+    def _ask(self, method: str, path: str) -> bytes:
+        kind: Any = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
+        try:
+            with closing(kind(self._host, self._port, timeout=TIMEOUT_S)) as connection:
+                connection.request(method, path, headers=self._headers)
+                answer = connection.getresponse()
+                body: bytes = answer.read(MOST_BYTES)
+        except (OSError, http.client.HTTPException) as exc:
+            raise ConfigError(f"{self._url}{path} cannot be reached: {exc}") from exc
+        if answer.status != http.client.OK:
+            raise ConfigError(f"{self._url}{path} answered {answer.status}, expected 200")
+        return body
+
+
+# Between two checks for a stop while waiting for the next poll. No event: a signal handler that
+# sets one can deadlock with the wait that it interrupts.
+LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How a source is watched."""
+
+    poll_s: float = 10.0
+    most_s: float | None = None  # None: until interrupted
+    recorder: EngineRecorder | None = None
+    record_every_s: float = 60.0
+    # Asked between polls: an exception amid a window would leave it judged on one side alone.
+    is_stopped: Callable[[], bool] = lambda: False
+
+
+def run(
+    source: WindowSource,
+    comparison: Comparison,
+    prices: Prices,
+    *,
+    watch: Watch | None = None,
+    json_file: Path | None = None,
+    said: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Compare all that the source gives, and return the report.
+
+    Args:
+        watch: None: read what there is, once.
+        json_file: written after each poll with new windows, and at the end.
+        said: gets a line after each poll with new windows, while watching.
+    """
+
+    def taken(*, is_last: bool) -> dict[str, Any] | None:
+        before = comparison.num_windows
+        for window in source.poll(is_last=is_last):
+            comparison.add(window)
+        if comparison.num_windows == before and not is_last:
+            return None
+        found = report(comparison, prices, source.notes)
+        if json_file is not None:
+            write_json(json_file, found)
+        return found
+
+    with closing(source):
+        if watch is not None:
+            _watch(watch, lambda: taken(is_last=False), source, said)
+        found = taken(is_last=True)
+    assert found is not None, "the last poll reports"
+    return found
+
+
+def _watch(
+    watch: Watch,
+    poll: Callable[[], dict[str, Any] | None],
+    source: WindowSource,
+    said: Callable[[str], None],
+) -> None:
+    """Poll until the time is over or the user stops it; both end with a report."""
+    begun = asked = time.monotonic()
+    end = float("inf") if watch.most_s is None else begun + watch.most_s
+    if watch.recorder is not None:
+        watch.recorder.start()
+    try:
+        while not watch.is_stopped() and time.monotonic() < end:
+            if watch.recorder is not None and time.monotonic() - asked >= watch.record_every_s:
+                asked = time.monotonic()
+                _ask(watch.recorder.dump, source)
+            if (found := poll()) is not None:
+                said(_line(found))
+            due = min(time.monotonic() + watch.poll_s, end)
+            while not watch.is_stopped() and (left := due - time.monotonic()) > 0:
+                time.sleep(min(left, LOOK_EVERY_S))
+    finally:
+        if watch.recorder is not None:
+            _ask(watch.recorder.dump, source)
+            _ask(watch.recorder.stop, source)
+    if watch.is_stopped():
+        said("stopped: what is left is read, and reported")
+
+
+def _ask(call: Callable[[], None], source: WindowSource) -> None:
+    """Ask the engine; one that does not answer is noted, and asked again later."""
+    try:
+        call()
+    except ConfigError as exc:
+        source.notes[f"the engine was not asked: {exc}"] = None
+
+
+def _line(found: dict[str, Any]) -> str:
+    if "engine" not in found or found["engine"]["imbalance_mean"] is None:
+        return f"{found['windows']['used']} windows"
+    ours = found["ours"][0]
+    return (
+        f"{found['windows']['judged']} windows judged: imbalance of the engine "
+        f"{found['engine']['imbalance_mean']:.3f}, ours {ours['imbalance_mean']:.3f}; "
+        f"{ours['gain']['imbalance']['sentence']}; last decision {ours['last_decision']}"
+    )
+
 
 Plans = Enum("Plans", {"maps": "maps", "deepseek": "deepseek", "none": "none"})
 
@@ -122,7 +332,7 @@ def shadow(
     shape = layers.shape() or told
     if shape is not None and expert_bytes:
         shape = replace(shape, expert_bytes=expert_bytes)
-    terms = Terms(
+    terms = PlanTerms(
         topology,
         shape,
         cost=CostModel(pay_back_s=pay_back),
@@ -171,7 +381,7 @@ def _recorder(url: str | None, key_file: Path | None) -> EngineRecorder | None:
 
 
 def _system_of(
-    source: Source, ranks: int | None, nodes: int | None
+    source: WindowSource, ranks: int | None, nodes: int | None
 ) -> tuple[Topology, ModelShape | None]:
     """The engine's ranks and model: as the source tells them, else as the user does."""
     told = source.system()

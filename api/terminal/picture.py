@@ -121,7 +121,7 @@ def _switches(state: State) -> Text:
         ("on", GOOD) if state.movement else ("OFF", BAD),
         "  observe ",
         ("ON", BAD) if state.observe else ("off", QUIET),
-        f"  ranks {num_alive} of {len(state.ranks)}",
+        f"  ranks {num_alive} of {len(state.members)}",
         f"  samples {state.samples_stored:,} stored, {state.samples_lost} lost",
     )
     if state.silent_ranks:

@@ -73,7 +73,7 @@ def _rank(rank: int, num_ranks: int, folder: str, is_recovering: bool) -> str:
     if rank == 0 and is_recovering:
         with suppress(EplbError):  # rank 1 never comes: whoever joins here is the attacker
             assert store is not None, "launch joins a group"
-            rejoin(RECORD, store, 0, deadline_s=REJOIN_S).votes.close()
+            rejoin("attack", (0, 1), store, 0, deadline_s=REJOIN_S).votes.close()
     while not ended.exists() and time.monotonic() < deadline:
         time.sleep(0.05)  # the attacker is another process that knows nothing of this one
     total = torch.ones(1)

@@ -32,7 +32,7 @@ import resource, sys
 from pathlib import Path
 from typer.testing import CliRunner
 from api.cli.main import app
-import api.cli.simulator.simulate, telemetry.formats.npz
+import api.cli.simulator.simulate, telemetry.formats.bounded
 
 def tried(path):
     done = CliRunner().invoke(app, ["simulate", str(path)])

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from rebalance.engines.common.bench import EACH, LAYERS, RANKS
+from rebalance.engines.common.conform import EACH, LAYERS, RANKS
 from rebalance.engines.common.fsck import check
 from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.engines.vllm import bench

@@ -19,7 +19,7 @@ from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 import eplb
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.vllm.decisions import Decision, chosen_entries, repetitions
+from rebalance.engines.vllm.decisions import MapDecision, chosen_entries, repetitions
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 
@@ -133,7 +133,7 @@ def shares() -> None:
             for _ in range(200):
                 parts = drawn.dirichlet([3.0] * replicas)
                 held = np.zeros((1, replicas), dtype=np.int64)
-                decision = Decision(held, held, repetitions(held, parts[None]), 1)
+                decision = MapDecision(held, held, repetitions(held, parts[None]), 1)
                 _, entries = decision.lists_of(0)
                 own = entries[0] if len(entries) else np.arange(replicas)  # equal shares
                 rows = rows_of(drawn)

@@ -1,6 +1,7 @@
 """Kills ranks whose survivors serve on: from the kill to the next token, stage by stage.
 
     python -m benchmarks.faults.serve_on [--ranks 8] [--kills 50] [--seed 1] [--stop]
+    python -m benchmarks.faults.serve_on --device cuda --ranks 2 --slots 6
 
 One host, real processes, weights and engine of ``eplb demo`` (``agent.serve_on``), SQLite. Ranks
 are killed until half of them are left; then the deployment starts again. With ``--stop`` a rank is
@@ -22,6 +23,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Event
@@ -46,37 +48,57 @@ STEADY_S, DEADLINE_S, POLL_S, GRACE_S = 3.0, 120.0, 0.02, 1.0
 class OneHost:
     """One life of a deployment on one host."""
 
-    def __init__(self, stack: ExitStack, folder: Path, num_ranks: int, given: Any) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        num_ranks: int,
+        given: Any,
+        wanted: Sequence[int] | None = None,
+    ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         (tokens := folder / "tokens").mkdir(parents=True)
         self.tokens, self.num_ranks = tokens, num_ranks
         (port,) = free_ports(1)
+        is_cpu = given.device == "cpu"
         named = {
             "topology.nodes": 1,
             "topology.ranks_per_node": num_ranks,
             "model.layers": 3,
             "model.experts": 2 * num_ranks,
             "model.top_k": 2,
-            "model.hidden": 32,
-            "model.intermediate": 32,
+            "topology.device": given.device,
+            "model.precision": "float32" if is_cpu else "bfloat16",
+            "model.hidden": 32 if is_cpu else 1024,
+            "model.intermediate": 32 if is_cpu else 512,
             "telemetry.window_steps": 16,
             "topology.slots_per_rank": given.slots,
             "http.port": port,
             "agent.serve_on": True,
             "agent.silence_s": given.silence,
-            "supervision.restart_after_death": 1_000_000,
             "deployment.name": f"serve-on-{os.getpid()}",
+            # Beyond it a dead rank is started again, to join the others, only after a minute.
+            "supervision.restart_after_death": given.restarts,
             "deployment.state_dir": folder / "state",
         }
         settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
         texts = [ROOT / "LICENSE", ROOT / "README.md"]
-        options = Options(tokens_per_rank=64, text=texts, seed=given.seed, check_every=2)
+        options = Options(
+            tokens_per_rank=64,
+            text=texts,
+            seed=given.seed,
+            check_every=2,
+            dispatcher="auto" if is_cpu else "all_to_all",
+        )
         state = StateDir(settings.deployment.state_dir)
         try:
             self.prepared = prepare(options, settings, state)
         finally:
             state.close()
-        self.ranks, self._checks_read, self.checks = set(range(num_ranks)), 0, list[Any]()
+        self.ranks = set(range(num_ranks) if wanted is None else wanted)
+        self._checks_read, self.checks = 0, list[Any]()
+        if wanted is not None:
+            self.want(wanted, "start")
         engine = str(self.prepared.engine_path)
         paced = ("--module", "benchmarks.faults.paced_engine", "--", engine)
         commands = {
@@ -94,6 +116,13 @@ class OneHost:
         for one in self.processes.values():
             one.start()
             stack.callback(one.kill)
+
+    def want(self, ranks: Iterable[int], name: str) -> None:
+        """Ask for these ranks to serve."""
+        with closing(self.prepared.deployment.opened_store()) as store:
+            store.change_membership(
+                name, list(ranks), asked=name, members=self.ranks, reason=name, by="benchmark"
+            )
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
@@ -150,7 +179,8 @@ class OneHost:
         results = self.prepared.engine.checks.results
         found, self._checks_read = checks_in(results, self._checks_read)
         self.checks += found
-        return len(self.checks), sum(not one.is_right("float32") for one in self.checks)
+        precision = self.prepared.engine.checks.precision
+        return len(self.checks), sum(not one.is_right(precision) for one in self.checks)
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -166,9 +196,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--silence", type=float, default=0.0, help="agent.silence_s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     parser.add_argument("--json", type=Path, help="file for the rows")
     given = parser.parse_args()
+    given.restarts = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["EPLB_SECRET"] = secrets.token_hex(16)
     rng, rows, num_checks, num_wrong = random.Random(given.seed), list[dict[str, float]](), 0, 0

@@ -19,11 +19,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -48,6 +49,7 @@ REFUSED = 2
 STATE_BYTES = 2 * LEAST_FREE_BYTES  # size of a host's file system for state
 END_S = 20.0
 HOSTS, RANKS = range(2), range(4)
+ANY_ADDRESS = {"bind": "0.0.0.0", "protected-mode": "no"}  # of a host in a namespace of its own
 SETTINGS: dict[str, Any] = {
     "topology.nodes": 2,
     "topology.ranks_per_node": 2,
@@ -156,12 +158,13 @@ class Hosts:
         """Run a command on a host to its end."""
         subprocess.run(self.on(host, list(words)), check=True)
 
-    def prepare(self, store: str, seed: int) -> Prepared:
+    def prepare(self, store: str, seed: int, given: Mapping[str, Any]) -> Prepared:
         """Write weights, configuration and the engine's file."""
         named = SETTINGS | {
             "deployment.store": store,
             "deployment.name": f"pairs-{os.getpid()}",
             "deployment.state_dir": self.folder / "demo",
+            **given,
         }
         settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
         texts = [ROOT / "LICENSE", ROOT / "README.md"]
@@ -174,10 +177,26 @@ class Hosts:
 
 
 class TwoHostDeployment:
-    """One life of the deployment, with an empty store at its start."""
+    """One life of the deployment, with an empty store at its start.
 
-    def __init__(self, stack: ExitStack, hosts: Hosts, seed: int) -> None:
+    Args:
+        stack: ends it.
+        hosts: on which it runs.
+        seed: of weights and requests.
+        given: settings in place of SETTINGS.
+        store_address: of Redis: another one than the first host's may move to the second host.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        hosts: Hosts,
+        seed: int,
+        given: Mapping[str, Any] = MappingProxyType({}),
+        store_address: str = ADDRESSES[0],
+    ) -> None:
         self.hosts = hosts
+        self.num_ranks = 2 * {**SETTINGS, **given}["topology.ranks_per_node"]
         for path in hosts.state_dirs:
             for old in path.iterdir():
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -186,11 +205,10 @@ class TwoHostDeployment:
             path.mkdir()
         for path in hosts.clocks:
             path.write_bytes(struct.pack("d", 0.0))
-        bind = {"bind": ADDRESSES[0], "protected-mode": "no"}
-        self.redis = RedisProcess(hosts.folder / "redis", bind)
+        self.redis = RedisProcess(hosts.folder / "redis", ANY_ADDRESS)
         stack.callback(self.redis.kill)
-        store = f"redis://{ADDRESSES[0]}:{self.redis.port}"
-        self.prepared = hosts.prepare(store, seed)
+        self.store = f"redis://{store_address}:{self.redis.port}"
+        self.prepared = hosts.prepare(self.store, seed, given)
         self.deployment, self.checks = self.prepared.deployment, list[CheckedStep]()
         self._checks_read, self.notes = 0, list[str]()
         self.processes = {one.name: one for one in self._processes(logs)}
@@ -257,7 +275,7 @@ class TwoHostDeployment:
         limit = time.monotonic() - within_s
         ends = [path.read_bytes()[-8:] for path in self.hosts.tokens.glob("rank-*")]
         times = [struct.unpack("d", end)[0] for end in ends if len(end) == 8]
-        return len(times) == len(RANKS) and min(times) > limit
+        return len(times) == self.num_ranks and min(times) > limit
 
     def read_checks(self) -> None:
         """Read the results of the checkers."""

@@ -29,7 +29,7 @@ import torch
 from benchmarks.migration.loopback import DEADLINE_S, plain_rate, process, send_plainly
 from rebalance.stage.stage_settings import MIB, StageSettings
 from rebalance.weights.link.link_settings import RankLinkSettings
-from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
+from rebalance.weights.rank_link import GroupName, OtherRanks, Served, SlotPart, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema
 
 SCHEMA = ExpertSchema.swiglu_fp8(7168, 2048)
@@ -60,7 +60,7 @@ def rate(settings: RankLinkSettings, num_records: int, chunk_bytes: int) -> floa
         for slot in range(num_records):
             for offset in range(0, size, chunk_bytes):
                 part = into[offset : offset + chunk_bytes]
-                others.fetch(1, Part(0, 0, slot, slot, offset, len(part)), part)
+                others.fetch(1, SlotPart(0, 0, slot, slot, offset, len(part)), part)
         return num_records * size / (time.monotonic() - started) / 1e9
 
 

@@ -28,7 +28,7 @@ from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Plan, Topology, build_migration, plan
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.plans.planning import summary
-from rebalance.controller.plans.proposals import Why, drafted
+from rebalance.controller.plans.publishing import Why, drafted
 from telemetry.state.events import Outage
 from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
 from telemetry.state.store import StateStore

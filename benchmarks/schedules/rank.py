@@ -33,7 +33,7 @@ from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import Watcher, Writing
 from rebalance.recovery import Deadlines, recover
 from rebalance.stage.share import RankSlots, Share
-from rebalance.stage.stage_settings import LinkSettings, StageSettings
+from rebalance.stage.stage_settings import LinkBudget, StageSettings
 from rebalance.threads.waiting import WAIT_S, Wait
 from runtime.counters import SlotCounter
 from telemetry.state.runs import RankState
@@ -120,8 +120,8 @@ class World:
 
 
 STAGE = StageSettings(
-    peer=LinkSettings(RECORD_BYTES // 2, 4.0 * RECORD_BYTES),
-    host=LinkSettings(RECORD_BYTES // 2),
+    peer=LinkBudget(RECORD_BYTES // 2, 4.0 * RECORD_BYTES),
+    host=LinkBudget(RECORD_BYTES // 2),
     in_flight=2,
     preload_records=2,
     pull_deadline_s=250.0,

@@ -31,7 +31,7 @@ from eplb.core.kernels import kernel_for
 from simulations.peers import register_peers
 from simulations.replay import Replay, Scenario, replay_all
 from simulations.step_time import StepModel, hardware_named
-from simulations.windows import Tokens, Windows
+from simulations.windows import Tokens, WindowSeries
 from simulations.workloads import Traffic, drawn, profiles_of, traffic_windows
 
 # -- Layers of one skew for calibration: one domain, nothing that drifts, skew fitted by bisection.
@@ -319,7 +319,7 @@ CARDS = (
 )
 
 
-def windows_of(shape: float, layers: int, seed: int, *, is_across: bool) -> Windows:
+def windows_of(shape: float, layers: int, seed: int, *, is_across: bool) -> WindowSeries:
     """Windows of one domain, or of seven in turn."""
     traffic = Traffic(
         layers,
@@ -340,11 +340,11 @@ def windows_of(shape: float, layers: int, seed: int, *, is_across: bool) -> Wind
             domain = number // STAY if is_across else 0
             yield drawn(profiles[domain], ARM_TOKENS * ARM_TOP_K, 4.0, rng)
 
-    return Windows(layers, ARM_EXPERTS, read, DOMAINS * STAY, PASSES, "prefill")
+    return WindowSeries(layers, ARM_EXPERTS, read, DOMAINS * STAY, PASSES, "prefill")
 
 
 def replayed(
-    card: Card, windows: Windows, policy: str, redundant: int, every: int, seed: int
+    card: Card, windows: WindowSeries, policy: str, redundant: int, every: int, seed: int
 ) -> Replay:
     """One policy on one group."""
     topology = Topology.uniform(1, card.ranks, (ARM_EXPERTS + redundant) // card.ranks)

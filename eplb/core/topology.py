@@ -104,6 +104,12 @@ class Topology:
         return owned(self.alive & (self.slots_of_rank > 0) & ~self.drained, np.bool_)
 
     @cached_property
+    def has_tokens(self) -> NDArray[np.bool_]:
+        """[R] ranks on which tokens start: those without slots where there are such, else all."""
+        without = self.slots_of_rank == 0
+        return owned(without if without.any() else ~without, np.bool_)
+
+    @cached_property
     def usable_slots(self) -> NDArray[np.int64]:
         """[R] slots of serving ranks, none of the others."""
         return owned(np.where(self.serving, self.slots_of_rank, 0), np.int64)

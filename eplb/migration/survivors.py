@@ -14,6 +14,7 @@ Shapes:  L layers, E experts, S slots, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,14 +56,17 @@ def survive(
     topology: Topology,
     dead: ArrayLike,
     load: LoadHistory | ArrayLike | None = None,
+    *,
+    joined: Sequence[int] = (),
 ) -> Survival:
     """Find what the ranks that are left serve.
 
     Args:
         placement: serves, and every survivor holds its slots of it.
         topology: of the ranks before, some of which may be dead already.
-        dead: ranks that died since.
+        dead: ranks that died since, or left as planned.
         load: as ``resplit`` takes it; None: shares follow from the placement's own.
+        joined: ranks that serve from now on, and hold nothing yet.
 
     Raises:
         PlacementError: the survivors have fewer slots than experts, or none is left.
@@ -81,6 +85,8 @@ def survive(
         refills += _refill(int(layer), held[layer], count[layer], left, is_live, taken)
     kept = np.where(held == placement.slot_to_expert, placement.slot_share, 0.0)
     share, _ = whole_shares(held, kept, placement.num_experts)
+    alive[list(joined)] = True
+    left = replace(topology, alive=alive)
     target = Placement(held, placement.num_experts, placement.generation + 1, share.clip(0.0, 1.0))
     if load is not None:
         target = resplit(load, target, left)

@@ -15,22 +15,33 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
 from rebalance.assembly.experts import RankPlace
-from rebalance.assembly.group import RankGroups, interface_of, join_ranks, join_votes
+from rebalance.assembly.group import RankGroups, alone, interface_of, join_ranks, join_votes
 from rebalance.assembly.meeting import Attendance, agree, meet
+from rebalance.assembly.next_group import (
+    NextGroup,
+    NotChanged,
+    await_exclusion,
+    be_admitted,
+    change_group,
+)
 from rebalance.assembly.places import (
+    JOINS_VARIABLE,
+    MEMBERS_VARIABLE,
     claim_place,
     report_halt,
     report_ready,
@@ -45,13 +56,15 @@ from rebalance.assembly.rank import (
     record_start,
 )
 from rebalance.assembly.survivors import Stages, refusal_to_serve_on, serve_on
+from rebalance.protocol import phases
 from rebalance.recovery import recover
 from rebalance.types import StepCounter
 from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank
-from runtime.group import gathered, gloo_listeners_closed, set_deadline
+from runtime.group import end_exchanges, gathered, gloo_listeners_closed, set_deadline
 from runtime.routing import RoutingTable
+from runtime.streams import Completion
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
 from telemetry.state.store import StateStore
 
@@ -60,6 +73,7 @@ log = logging.getLogger(__name__)
 # Within what `eplb launch` gives ranks after a signal: what waits longer is on disk, and is written
 # by the next start.
 FLUSH_DEADLINE_S = 10.0
+JOINING = "joining"  # run of ranks that wait to be admitted
 
 
 @dataclass
@@ -72,9 +86,22 @@ class EmbeddedRank:
     _claim: socket.socket  # open while this process has the rank's place
     _environ: Mapping[str, str]
     _passes: StepCounter | None
+    has_left: bool = False  # as planned, so this process is to end, with status 0
     _dispatchers: list[AllToAllDispatcher] = field(default_factory=list)
     # Broken groups: to delete one would wait for its exchanges up to their deadline.
     _broken: list[RankGroups] = field(default_factory=list)
+    _next: NextGroup | None = None
+
+    def __post_init__(self) -> None:
+        refusal = self._refusal()
+        if self.place.joins:
+            if refusal:
+                raise ConfigError(f"rank {self.place.rank} cannot join the others: {refusal}")
+            # Its first step ends at once, and ``survive`` waits for the others to admit it.
+            self.agent.shared.update(phases.freeze, "it waits to be admitted")
+            self.agent.voting.switch_at = 0
+        elif not refusal:
+            self._watch()
 
     @property
     def agent(self) -> RankAgent:
@@ -100,11 +127,18 @@ class EmbeddedRank:
         """Make the plain dispatcher, over the group of the ranks; it ends at a peer's death."""
         groups, rank = self.place.groups, self.place.rank
         made = AllToAllDispatcher(self.place.topology, groups.tokens, rank, self.counter)
-        if self.place.device.type == "cpu":  # GPUs have liveness connections and votes alone
+        if self.place.device.type == "cpu":
             set_deadline(groups.tokens, self.deployment.config.vote_deadline_s)
             made.wait = lambda exchange: self.agent.wait_for_exchange(exchange)
+        else:
+            made.wait = self._wait_for_kernel
         self._dispatchers.append(made)
         return made
+
+    def _wait_for_kernel(self, exchange: dist.Work) -> None:
+        """Wait for an exchange of NCCL, whose own wait with a deadline would end the group."""
+        exchange.wait()  # of the stream, not of the host
+        self.agent.wait(Completion(is_cuda=True))
 
     def close(self) -> None:
         """End the rank after its last step, and write what it still has to report.
@@ -120,41 +154,98 @@ class EmbeddedRank:
             self._claim.close()
 
     def survive(self) -> bool:
-        """After ``BrokenGroup``: agree with the other survivors, and serve on if that is possible.
+        """After ``BrokenGroup``: agree with the other ranks, and serve on if that is possible.
+
+        The group may also have ended as planned, and a rank that joins waits here until the others
+        admit it.
 
         Returns:
             Whether this process serves on, with another ``agent``, which is started. Else the rank
-            has ended, and the process must. A start of all ranks is right then: each loads its
-            slots from the placement of the store.
+            has ended, and the process must: with status 0 if it ``has_left``. After a death a start
+            of all ranks is right then: each loads its slots from the placement of the store.
         """
         rank, stages, members = self.place.rank, Stages(), self.agent.members
-        refusal = refusal_to_serve_on(self.place, self.built)
-        if not isinstance(self._passes, PassCounter):
-            refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
+        joins, refusal = self.place.joins, self._refusal()
         why = refusal
         try:
-            if refusal:
-                log.info("rank %d does not serve on: %s", rank, refusal)
-                recover(self.agent, self.built.store)
-            else:
-                assert isinstance(self._passes, PassCounter), "looked at above"
-                self._broken.append(self.place.groups)
-                steps = self._passes.steps
-                self.built, self.place, step = serve_on(self.built, self.place, steps, stages)
+            if made := self._go_on(stages, refusal):
+                self.built, self.place, step = made
+                assert isinstance(self._passes, PassCounter), "or it does not serve on"
                 self._passes.go_on(step)
                 for dispatcher in self._dispatchers:
                     dispatcher.use(self.place.topology, self.place.groups.tokens)
+                self._watch()
                 self.agent.start()
                 report_run(rank, self.place.run, self._environ)
+                report_ready(rank, self._environ)
+                log.warning("rank %d serves in run %s: %s", rank, self.place.run, stages.seconds)
                 return True
         except EplbError as exc:
             log.warning("rank %d: no recovery: %s", rank, exc)
+            if joins:
+                report_wait(rank, f"another start: {exc}", self._environ)
             why = refusal or str(exc)
         self.agent.close()  # an orderly leave: the others must not take it for a death
-        if self.built.config.serve_on:
+        if self.built.config.serve_on and not (joins or self.has_left):
             self._note_restart(members - self.agent.members | self.agent.dead() & members, why)
         self.built.close_journal()
         return False
+
+    def _go_on(self, stages: Stages, refusal: str) -> tuple[BuiltRank, RankPlace, int] | None:
+        """Serve in another group; None: this rank ends."""
+        built, place, rank = self.built, self.place, self.place.rank
+        if place.joins:
+            made = be_admitted(built, place, self._attend, stages)
+            self.has_left = made is None
+            return made
+        if refusal:
+            log.info("rank %d does not serve on: %s", rank, refusal)
+            recover(self.agent, built.store)
+            return None
+        assert isinstance(self._passes, PassCounter), "looked at above"
+        formed = None if self._next is None else self._next.take()
+        steps = self._passes.steps
+        if self.agent.changes_group:
+            try:
+                if formed is not None:
+                    return change_group(built, place, formed, steps, stages)
+                if (
+                    self._next
+                    and self._next.leaves
+                    and await_exclusion(self.agent, built.store, place)
+                ):
+                    report_halt(rank, self._environ)
+                    self.has_left = True
+                    return None
+            except NotChanged as exc:
+                log.warning("rank %d: the group is not changed as planned: %s", rank, exc)
+        if formed is not None:
+            formed.close()
+        self._broken.append(place.groups)
+        if place.device.type == "cuda":
+            end_exchanges(place.groups.tokens, place.device)
+        return serve_on(built, place, steps, stages)
+
+    def _refusal(self) -> str:
+        refusal = refusal_to_serve_on(self.place, self.built)
+        if self.place.device.type == "cuda" and not self._dispatchers:
+            refusal = refusal or (
+                "tokens are not exchanged by the dispatcher of all_to_all(), expected it on GPUs: "
+                "DeepEP's kernels wait for a dead rank"
+            )
+        if not isinstance(self._passes, PassCounter):
+            refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
+        return refusal
+
+    def _watch(self) -> None:
+        """Have this rank take part in planned changes of its group; ranks on GPUs have none."""
+        if self.place.device.type != "cpu":
+            return
+        self._next = NextGroup(self.built, self.place, self._attend)
+        self.agent.on_look = self._next.look
+
+    def _attend(self, members: Sequence[int]) -> Attendance:
+        return _attendance(self.deployment, self.place.rank, members)
 
     def _note_restart(self, lost: Collection[int], why: str) -> None:
         try:
@@ -190,24 +281,34 @@ def build_rank_from_env(
     rank, device = _rank_of(deployment, environ), _device_of(deployment, environ)
     host = int(deployment.topology.host_of_rank[rank])
     claim = claim_place(deployment.config.deployment, rank, deployment.hosts[host])
+    joins, members = JOINS_VARIABLE in environ, _members(deployment, rank, environ)
+    alive = np.isin(np.arange(deployment.topology.num_ranks), members)
+    topology = replace(deployment.topology, alive=alive)
     try:
-        groups = _joined(deployment, rank, device, environ)
+        groups = (
+            alone(deployment.config.network)
+            if joins
+            else _joined(deployment, rank, members, device, environ)
+        )
         store = deployment.opened_store()
-        run = _begun_run(deployment, store, rank, groups)
-        report_run(rank, run, environ)
+        run = JOINING if joins else _begun_run(deployment, topology, store, rank, groups)
+        if not joins:
+            report_run(rank, run, environ)
         cache = deployment.host_caches[host]
         report_wait(rank, f"the cache of host {host}, and the first experts", environ)
-        place = RankPlace(rank, run, deployment.topology, groups, device, cache)
+        place = RankPlace(rank, run, topology, groups, device, cache, joins)
         experts = own_experts or deployment.schema
         built = build_rank(deployment.config, place, deployment.model, experts, store, passes)
+        made = EmbeddedRank(built, place, deployment, claim, environ, passes)
     except BaseException as exc:
         claim.close()
         if isinstance(exc, EplbError):
             report_wait(rank, f"another start: {exc}", environ)
         raise
-    report_ready(rank, environ)
+    if not joins:
+        report_ready(rank, environ)
     built.agent.on_halt = partial(report_halt, rank, environ)
-    return EmbeddedRank(built, place, deployment, claim, environ, passes)
+    return made
 
 
 def described_by(environ: Mapping[str, str]) -> DeploymentDescription:
@@ -255,9 +356,28 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+def _members(deployment: DeploymentDescription, rank: int, environ: Mapping[str, str]) -> list[int]:
+    """The ranks that start together; of one that joins, itself alone."""
+    if JOINS_VARIABLE in environ:
+        return [rank]
+    text = environ.get(MEMBERS_VARIABLE)
+    if text is None:
+        return list(range(deployment.topology.num_ranks))
+    return [int(one) for one in text.split(",")]
+
+
+def _attendance(deployment: DeploymentDescription, rank: int, members: Sequence[int]) -> Attendance:
+    own = deployment.hosts[int(deployment.topology.host_of_rank[rank])]
+    summary = dict(deployment.summary())
+    if len(members) < deployment.topology.num_ranks:
+        summary["members"] = ", ".join(map(str, members))
+    return Attendance(rank, members, own, deployment.join_key, summary)
+
+
 def _joined(
     deployment: DeploymentDescription,
     rank: int,
+    members: Sequence[int],
     device: torch.device,
     environ: Mapping[str, str],
 ) -> RankGroups:
@@ -268,8 +388,7 @@ def _joined(
         network = replace(network, interface=interface_of(own))
     if device.type == "cuda" and network.interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", network.interface)
-    num_ranks = deployment.topology.num_ranks
-    mine = Attendance(rank, num_ranks, own, deployment.join_key, deployment.summary())
+    mine = _attendance(deployment, rank, members)
     if dist.is_initialized():
         groups = join_votes(network)
         agree(mine, lambda _, message: gathered(message, groups.votes))
@@ -280,17 +399,22 @@ def _joined(
     else:
         with gloo_listeners_closed():  # all ranks are connected to it: strangers come too late
             store = meet(mine, environ, network.join_deadline_s, tell)
-    return join_ranks(network, store, rank, num_ranks, device)
+    return join_ranks(network, store, members.index(rank), len(members), device)
 
 
 def _begun_run(
-    deployment: DeploymentDescription, store: StateStore, rank: int, groups: RankGroups
+    deployment: DeploymentDescription,
+    topology: Topology,
+    store: StateStore,
+    rank: int,
+    groups: RankGroups,
 ) -> str:
-    """Have rank 0 record this start under a new name, and give the name on every rank."""
+    """Have the lowest rank record this start under a new name, and give the name on every rank."""
     said = {"run": "", "refusal": ""}
-    if rank == 0:
+    lowest = int(np.argmax(topology.alive))
+    if rank == lowest:
         try:
-            said["run"] = _begin(deployment, store)
+            said["run"] = _begin(deployment, topology, store)
         except EplbError as exc:
             said["refusal"] = str(exc)[:500]
     try:
@@ -298,11 +422,13 @@ def _begun_run(
     except RuntimeError as exc:
         raise RankError(f"rank {rank}: a rank died while the start was recorded: {exc}") from exc
     if first["refusal"]:
-        raise RankError(f"rank {rank}: rank 0 could not record the start: {first['refusal']}")
+        raise RankError(
+            f"rank {rank}: rank {lowest} could not record the start: {first['refusal']}"
+        )
     return str(first["run"])
 
 
-def _begin(deployment: DeploymentDescription, store: StateStore) -> str:
+def _begin(deployment: DeploymentDescription, topology: Topology, store: StateStore) -> str:
     """Record a start of all ranks under a new name."""
     run = new_run_name()
     # The other ranks wait for this one, for as long as ranks may take to join.
@@ -310,5 +436,5 @@ def _begin(deployment: DeploymentDescription, store: StateStore) -> str:
     check_versions(store, Announcement(RANKS, run), wait_s=wait_s)
     model = replace(deployment.model, expert_bytes=deployment.schema.record_bytes)
     windows = deployment.window_steps, deployment.window_seconds
-    record_start(store, run, model, deployment.topology, windows)
+    record_start(store, run, model, topology, windows)
     return run

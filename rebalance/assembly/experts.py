@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -28,7 +28,7 @@ from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.rank_link import GroupName, OtherRanks
-from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
+from rebalance.weights.sources import WeightSources, map_peers
 from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
 from runtime.group import gathered
@@ -49,6 +49,7 @@ class RankPlace:
     groups: RankGroups
     device: torch.device
     host_cache: HostCacheAddress  # of this rank's host
+    joins: bool = False  # it is alone, until the others admit it
 
 
 def take_experts(
@@ -61,6 +62,9 @@ def take_experts(
     membership: int,
 ) -> tuple[ExpertBank, torch.Tensor, GlooVotes, WeightSources]:
     """Have this rank's slots hold what the placement says, and agree on it; collective.
+
+    A rank that joins is alone in its group. It learns the digests from the others when it is
+    admitted (``rebalance/assembly/next_group.py``).
 
     Returns:
         The rank's slots, digests [L, E, 2] of every expert, the ranks' votes, and the sources of
@@ -75,6 +79,7 @@ def take_experts(
     with torch_failures(place, "its memory for experts"):
         bank, unmapped = _memory(config, place, model, experts)
     size, is_filled = bank.schema.record_bytes, isinstance(experts, ExpertBank)
+    hosts = place.topology.host_of_rank
     cache = HostCacheClient(
         place.host_cache,
         model.num_experts,
@@ -82,14 +87,16 @@ def take_experts(
         deadline_s=network.join_deadline_s,
         start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
         device=place.device,
-        ranks_on_host=1 + len(ranks_beside(rank, place.topology)),
+        ranks_on_host=int((hosts == hosts[rank]).sum()),
     )
+    members = np.flatnonzero(place.topology.alive).tolist()
     held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
     votes = GlooVotes(
         place.groups.votes,
         host=config.host_of(rank),
         deadline_s=network.join_deadline_s,
         silence_s=config.silence_s,
+        members=members,
     )
     with torch_failures(place, "its first experts", votes):
         if is_filled:
@@ -97,8 +104,12 @@ def take_experts(
         else:
             found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
         shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
-        digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
-        handles = [str(handle) for handle in gathered(bank.handle, place.groups.votes)]
+        if place.joins:
+            digests = torch.zeros(*shape, 2, dtype=torch.int64)
+        else:
+            digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
+        told = gathered(bank.handle, place.groups.votes)
+        handles = dict(zip(members, map(str, told), strict=True))
         others = None
         if config.rank_links is not None:
             others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
@@ -230,7 +241,7 @@ def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Diges
 
 
 def _open_peers(
-    place: RankPlace, bank: ExpertBank, unmapped: str, handles: Sequence[str]
+    place: RankPlace, bank: ExpertBank, unmapped: str, handles: Mapping[int, str]
 ) -> dict[int, PeerBank]:
     """Map the slots of the other ranks of this host.
 

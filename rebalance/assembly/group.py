@@ -12,12 +12,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from eplb.errors import RankError
 from eplb.settings.deployment import is_loopback
 from rebalance.assembly.config import NetworkConfig
-from runtime.group import gloo_listeners_closed
+from runtime.group import form_group, gloo_listeners_closed
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -85,6 +85,25 @@ def join_votes(network: NetworkConfig) -> RankGroups:
     except RuntimeError as exc:
         raise RankError(f"rank {dist.get_rank()} could not join the votes: {exc}") from exc
     return RankGroups(dist.group.WORLD, votes)
+
+
+def alone(network: NetworkConfig) -> RankGroups:
+    """Groups of this rank alone, which waits to be admitted by others.
+
+    Raises:
+        RankError: torch cannot form them.
+    """
+    _use_interface(network)
+    store = HashStore()
+    try:
+        with gloo_listeners_closed():
+            tokens, votes = (
+                form_group(PrefixStore(name, store), 0, 1, deadline_s=network.join_deadline_s)
+                for name in ("tokens", "votes")
+            )
+    except RuntimeError as exc:
+        raise RankError(f"a rank cannot form a group of its own: {exc}") from exc
+    return RankGroups(tokens, votes)
 
 
 def _use_interface(network: NetworkConfig) -> None:

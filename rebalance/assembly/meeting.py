@@ -1,6 +1,6 @@
 """How the ranks of a deployment meet, before they form a group: who is there, and with what.
 
-    rank 0 listens at MASTER_ADDR:MASTER_PORT
+    the lowest rank listens at MASTER_ADDR:MASTER_PORT
     each rank: claims its place --> sends hello --> waits for all --> proves that it has the secret
 
 Missing ranks are named while they are waited for, and at the deadline. A second process with one
@@ -20,7 +20,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,7 +34,7 @@ from eplb.core.bounded_json import decode_json
 from eplb.errors import RankError
 
 RETRY_S = 0.1
-# One attempt to reach rank 0. Over a link that is cut, TCP repeats a longer one at doubled
+# One attempt to reach the lowest rank. Over a link that is cut, TCP repeats a longer one at doubled
 # intervals: it would stay silent for as long again once the link is back.
 ATTEMPT_S = 2.0
 SILENCE_S = 10  # a host that acknowledges nothing for so long is gone, and the meeting over
@@ -51,7 +51,7 @@ class Attendance:
     """One rank as it comes to the meeting."""
 
     rank: int
-    num_ranks: int
+    members: Sequence[int]  # ranks that meet, by number; the first one listens
     host: str  # address of its host, for messages
     key: bytes  # proves the deployment's secret
     summary: Mapping[str, str]  # of its configuration
@@ -108,16 +108,16 @@ def _met(mine: Attendance, store: Store, deadline: float, tell: Callable[[str], 
 
 
 def _leave(mine: Attendance, store: Store, refusal: str) -> None:
-    """Leave a meeting that is refused; rank 0 listens, so it is the last to leave.
+    """Leave a meeting that is refused; the lowest rank listens, so it is the last to leave.
 
     Else the others would report a connection that is lost, and not what is wrong.
     """
-    if mine.rank:
+    if mine.rank != mine.members[0]:
         store.set(f"{LEFT}/{mine.rank}", "")
         return
     store.set(REFUSAL, refusal)
     deadline, waited = time.monotonic() + LEAVE_DEADLINE_S, Event()
-    present = [rank for rank in range(1, mine.num_ranks) if store.check([f"place/{rank}"])]
+    present = [rank for rank in mine.members[1:] if store.check([f"place/{rank}"])]
     left = [f"{LEFT}/{rank}" for rank in present]
     while left and not store.check(left) and time.monotonic() < deadline:
         waited.wait(RETRY_S)
@@ -128,7 +128,7 @@ def agree(mine: Attendance, exchange: Exchange) -> None:
 
     Args:
         mine: this rank.
-        exchange: gives every rank's message, by rank, for this rank's own.
+        exchange: gives every member's message, in their order, for this rank's own.
 
     Raises:
         RankError: a rank has another configuration or secret.
@@ -139,12 +139,14 @@ def agree(mine: Attendance, exchange: Exchange) -> None:
     agreed = hashlib.sha256(json.dumps(hellos, sort_keys=True).encode()).hexdigest()
     proofs = exchange(PROOF, _proof(mine.key, mine.rank, agreed))
     wrong = [
-        rank
-        for rank, found in enumerate(proofs)
+        place
+        for place, (rank, found) in enumerate(zip(mine.members, proofs, strict=True))
         if not hmac.compare_digest(str(found), _proof(mine.key, rank, agreed))
     ]
     if wrong:
-        named = ", ".join(f"rank {rank} on {hellos[rank]['host']}" for rank in wrong)
+        named = ", ".join(
+            f"rank {mine.members[place]} on {hellos[place]['host']}" for place in wrong
+        )
         raise RankError(
             f"rank {mine.rank} on {mine.host}: authentication failed: the secret of {named} "
             "differs, expected the deployment's on all hosts"
@@ -159,7 +161,7 @@ def _all(
     mine: Attendance, store: Store, what: str, deadline: float, tell: Callable[[str], None]
 ) -> list[Any]:
     """Wait for one message of each rank."""
-    keys, pause_s = [f"{what}/{rank}" for rank in range(mine.num_ranks)], RETRY_S / 8
+    keys, pause_s = [f"{what}/{rank}" for rank in mine.members], RETRY_S / 8
     tell_at = time.monotonic() + TELL_S
     # Asked again and again: a wait of the store that times out logs lines of torch's own.
     while not store.check(keys):
@@ -167,18 +169,20 @@ def _all(
             raise RankError(f"rank {mine.rank}: refused by {store.get(REFUSAL).decode()}")
         now = time.monotonic()
         if (left_s := deadline - now) <= 0 or now >= tell_at:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            missing = [
+                r for r, key in zip(mine.members, keys, strict=True) if not store.check([key])
+            ]
             named = ", ".join(map(str, missing))
             if left_s <= 0:
                 raise RankError(
-                    f"rank {mine.rank}: {mine.num_ranks - len(missing)} of {mine.num_ranks} ranks "
+                    f"rank {mine.rank}: {len(keys) - len(missing)} of {len(keys)} ranks "
                     f"met in time, missing: {named}; expected all that the configuration names"
                 )
-            tell(f"{len(missing)} of {mine.num_ranks} ranks: {named}")
+            tell(f"{len(missing)} of {len(keys)} ranks: {named}")
             tell_at = now + TELL_S
         Event().wait(min(left_s, pause_s))
         pause_s = min(2 * pause_s, 4 * RETRY_S)
-    return [_decoded(rank, store.get(key)) for rank, key in enumerate(keys)]
+    return [_decoded(r, store.get(key)) for r, key in zip(mine.members, keys, strict=True)]
 
 
 def _decoded(rank: int, text: bytes) -> Any:
@@ -189,7 +193,7 @@ def _decoded(rank: int, text: bytes) -> Any:
 
 
 def _check_summaries(mine: Attendance, hellos: list[Any]) -> None:
-    for rank, hello in enumerate(hellos):
+    for rank, hello in zip(mine.members, hellos, strict=True):
         for name, expected in mine.summary.items():
             found = hello["summary"].get(name)
             if found != expected:
@@ -213,14 +217,14 @@ def _described(store: Store, rank: int) -> str:
 
 
 def is_agents(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent has the store in which ranks meet; else rank 0 has it."""
+    """Whether torchrun's agent has the store in which ranks meet; else the lowest rank has it."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _reached(
     mine: Attendance, environ: Mapping[str, str], deadline: float, tell: Callable[[str], None]
 ) -> Store:
-    """Reach the meeting; rank 0 opens it, unless torchrun's agent did."""
+    """Reach the meeting; the lowest rank opens it, unless torchrun's agent did."""
     try:
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     except (KeyError, ValueError) as exc:
@@ -229,10 +233,10 @@ def _reached(
             f"{environ.get('MASTER_PORT')!r}, expected where ranks meet; start them with eplb "
             "launch or torchrun"
         ) from exc
-    opens = mine.rank == 0 and not is_agents(environ)
-    listening = _listening(host, port) if opens else None
+    opens = mine.rank == mine.members[0] and not is_agents(environ)
+    listening = _listening(mine.rank, host, port) if opens else None
     if listening is None:
-        _await_listener(mine.rank, host, port, deadline, tell)
+        _await_listener(mine, host, port, deadline, tell)
     left_s = max(1.0, deadline - time.monotonic())
     try:
         store = TCPStore(
@@ -251,7 +255,7 @@ def _reached(
 
 
 def _end_when_silent(port: int) -> None:
-    """Have the kernel end this process's connection to the meeting once rank 0's host is silent.
+    """Have the kernel end the connection to the meeting once the lowest rank's host is silent.
 
     torch waits for an answer without a limit, and TCP alone tries for a quarter of an hour. torch
     does not give out the socket, so it is found among the open files.
@@ -269,24 +273,25 @@ def _end_when_silent(port: int) -> None:
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listening(rank: int, host: str, port: int) -> socket.socket:
     """Listen at the rendezvous address alone; torch would at every address of the host."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as exc:
         raise RankError(
-            f"rank 0 cannot listen at {host}:{port} for the other ranks "
+            f"rank {rank} cannot listen at {host}:{port} for the other ranks "
             f"({os.strerror(exc.errno or 0)}), expected a free port of this host "
             "(network.rendezvous_port)"
         ) from exc
 
 
 def _await_listener(
-    rank: int, host: str, port: int, deadline: float, tell: Callable[[str], None]
+    mine: Attendance, host: str, port: int, deadline: float, tell: Callable[[str], None]
 ) -> None:
     """Wait until there is a listener, which torch would log a stack trace for each second."""
-    tell(f"rank 0, at {host}:{port}")
+    first = f"rank {mine.members[0]}"
+    tell(f"{first}, at {host}:{port}")
     while True:
         left_s = deadline - time.monotonic()
         try:
@@ -296,7 +301,7 @@ def _await_listener(
         except OSError as exc:
             if time.monotonic() + RETRY_S >= deadline:
                 raise RankError(
-                    f"rank {rank}: no answer at {host}:{port} in time ({exc}), expected rank 0 to "
-                    "listen there"
+                    f"rank {mine.rank}: no answer at {host}:{port} in time ({exc}), expected "
+                    f"{first} to listen there"
                 ) from exc
         Event().wait(RETRY_S)

@@ -17,6 +17,8 @@ from eplb.errors import RankError
 from rebalance.weights.link import local
 
 HALT_FILE_VARIABLE = "EPLB_HALT_FILE"  # a pipe of eplb launch, below /proc
+MEMBERS_VARIABLE = "EPLB_MEMBERS"  # ranks that start together, "0,1,3"; missing: all
+JOINS_VARIABLE = "EPLB_JOINS"  # set for a rank that joins others which serve
 LOOPBACK = "127.0.0.1"
 WORDS = 1000  # characters of a report: one write of it is not mixed with another (PIPE_BUF)
 

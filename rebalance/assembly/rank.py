@@ -174,7 +174,7 @@ def build_rank(
         store = open_store(store, config.deployment)
     placement = committed_placement(store)
     membership = membership_of_start(store)
-    loss = StoreLoss(store, place.run)
+    loss = None if place.joins else StoreLoss(store, place.run)
     if not isinstance(experts, ExpertSchema | ExpertBank):
         experts = experts(place, placement)
     _check_fit(model, placement, place, experts)

@@ -24,8 +24,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from eplb.clock import Clock
+from eplb.core.placement import Placement
 from eplb.errors import MigrationError, PlacementError, RankError
 from eplb.migration.recovery import Recovery, run_of
 from eplb.migration.serialisation import topology_to_dict
@@ -36,12 +38,12 @@ from rebalance.assembly.group import RankGroups
 from rebalance.assembly.rank import BuiltRank
 from rebalance.rank.parts import AgentSettings
 from rebalance.rank.watcher import StoreLoss
-from rebalance.recovery import StoreRendezvous, SurvivorGroups, recover, rejoin
+from rebalance.recovery import NewGroups, StoreRendezvous, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
-from rebalance.weights.sources import HOST, HostMemory, WeightSources
+from rebalance.weights.sources import HOST, HostMemory, WeightSource, WeightSources
 from runtime.dispatch.all_to_all import first_sentence
-from runtime.group import gathered, set_deadline
+from runtime.group import CPU, gathered, set_deadline
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
 
@@ -70,8 +72,6 @@ def refusal_to_serve_on(place: RankPlace, built: BuiltRank) -> str:
     """Why the ranks of this deployment cannot serve on after a death; "": they can."""
     if not built.config.serve_on:
         return "agent.serve_on is off"
-    if place.device.type != "cpu":
-        return f"ranks on {place.device.type} start again: only gloo groups are formed anew"
     if built.config.batch.split:
         return "batch.split is on and exchanges counts in the broken group, expected off"
     return ""
@@ -106,6 +106,7 @@ def serve_on(
         stages,
         host=config.host_of(rank),
         silence_s=config.silence_s,
+        device=place.device,
     )
     try:
         made = _in_group(built, place, record, groups, steps, stages)
@@ -125,7 +126,8 @@ def join_survivors(
     host: str | None = None,
     silence_s: float = 0.0,
     deadline_s: float = GROUP_DEADLINE_S,
-) -> tuple[Recovery, SurvivorGroups]:
+    device: torch.device = CPU,
+) -> tuple[Recovery, NewGroups]:
     """Agree with the other survivors and form their groups; without those that die meanwhile.
 
     Args:
@@ -136,6 +138,7 @@ def join_survivors(
         host: as for ``rejoin``.
         silence_s: as for ``rejoin``.
         deadline_s: for each group to be formed.
+        device: as for ``rejoin``.
 
     Raises:
         RankError: there was no agreement, or no group although no survivor is known to be dead.
@@ -155,14 +158,16 @@ def join_survivors(
         groups = None
         try:
             groups = rejoin(
-                record,
+                f"recovery-{record.membership}",
+                record.survivors,
                 rendezvous,
                 rank,
                 host=host,
                 deadline_s=deadline_s,
                 silence_s=silence_s,
+                device=device,
             )
-            _together(rank, groups, "formed")  # from here on nobody comes back to agree again
+            together(rank, groups, "formed")  # from here on nobody comes back to agree again
         except RankError as exc:
             if groups is not None:
                 groups.votes.close(is_failure=True)
@@ -178,16 +183,14 @@ def _in_group(
     built: BuiltRank,
     place: RankPlace,
     record: Recovery,
-    groups: SurvivorGroups,
+    groups: NewGroups,
     steps: int,
     stages: Stages,
 ) -> tuple[BuiltRank, RankPlace, int]:
     old, slots = built.agent, built.agent.parts.slots
     # The mover's thread has ended afterwards: staging and host cache are the new agent's.
     old.close()
-    network = built.config.network
-    set_deadline(groups.tokens, built.config.vote_deadline_s)
-    set_deadline(groups.control, max(network.join_deadline_s, network.fill_deadline_s))
+    set_deadlines(groups, built)
     topology, links = place.topology, old.parts.links
     dead = sorted(set(np.flatnonzero(topology.alive).tolist()) - set(record.survivors))
     refusal, survival = "", Survival(topology, old.placement, ())
@@ -196,58 +199,109 @@ def _in_group(
         stages.end("map")
         links.sources.host.release()  # what a migration that was broken off had leased
         refills = survival.refills_of(place.rank)
-        refill(slots, links.sources.host, refills, network.fill_deadline_s)
+        refill(slots, links.sources.host, refills, built.config.network.fill_deadline_s)
         stages.end("refill")
     except PlacementError as exc:
         slots_per_rank = -(-old.placement.num_experts // len(record.survivors))
         refusal = f"{exc}, expected topology.slots_per_rank = {slots_per_rank} or more"
     except MigrationError as exc:
         refusal = f"{exc}, expected its host cache to load it, or a replica on another rank"
-    step = _agreed(place.rank, groups, survival, refusal, steps)
-    run = run_of(place.run, record.membership)
-    if place.rank == record.survivors[0]:
-        _commit(built.store, place.run, run, survival, record)
-    _together(place.rank, groups, "")
+    step = agreed(place.rank, groups, survival.target.hash, refusal, steps)
+    is_first = place.rank == record.survivors[0]
+    if is_first:
+        words = f"{record.reason}; {len(record.survivors)} ranks serve on, membership "
+        words += f"{record.membership}, {len(survival.refills)} experts loaded"
+        commit_group(built.store, survival, record, words)
+    together(place.rank, groups, "")
     stages.end("commit")
-    built.table.load(survival.target, range(survival.target.num_layers))
-    built.counter.drain()  # of passes that were broken off
-    settings = AgentSettings(built.config, run, survival.topology, record.membership)
-    votes = groups.votes
-    agent = RankAgent(
-        settings,
-        replace(slots, topology=survival.topology),
-        built.counter,
-        replace(
-            links,
-            votes=votes,
-            sources=_sources(links.sources, settings, place.rank, slots.bank.schema.record_bytes),
-            loss=StoreLoss(built.store, run),
-            serves=votes.begin_beats,
-        ),
+    num_refills = len(survival.refills)
+    refill_bytes = num_refills * slots.bank.schema.record_bytes
+    detail = {"refills": num_refills, "refill_bytes": refill_bytes}
+    return serve_in(
+        built,
+        place,
+        record,
+        groups,
         survival.target,
+        replace(slots, topology=survival.topology),
+        links.sources.slots,
+        step,
+        stages,
+        event=(MEMBERSHIP, detail) if is_first else None,
     )
+
+
+def set_deadlines(groups: NewGroups, built: BuiltRank) -> None:
+    """Give new groups the deadlines of those that ranks start with."""
+    network = built.config.network
+    if built.place.device.type == "cpu":
+        set_deadline(groups.tokens, built.config.vote_deadline_s)
+    set_deadline(groups.control, max(network.join_deadline_s, network.fill_deadline_s))
+
+
+def serve_in(
+    built: BuiltRank,
+    place: RankPlace,
+    record: Recovery,
+    groups: NewGroups,
+    target: Placement,
+    slots: RankSlots,
+    mapped: WeightSource | None,
+    step: int,
+    stages: Stages,
+    *,
+    event: tuple[str, dict[str, Any]] | None,
+) -> tuple[BuiltRank, RankPlace, int]:
+    """Make what serves in a new group: routing table, agent and place.
+
+    Args:
+        built: this rank; its agent is closed.
+        place: where it ran.
+        record: of the new group.
+        groups: the same.
+        target: the placement that it serves, which the store has.
+        slots: this rank's, with the topology of the new group.
+        mapped: slots that this rank reads without the help of their ranks.
+        step: number of the next forward pass.
+        stages: gets the seconds.
+        event: kind and further facts of the event that this rank writes; None: another one does.
+    """
+    old, run = built.agent, run_of(record.run, record.membership)
+    built.table.load(target, range(target.num_layers))
+    built.counter.drain()  # of passes that were broken off
+    settings = AgentSettings(built.config, run, slots.topology, record.membership)
+    links = old.parts.links
+    others, addresses = None, built.config.rank_links
+    if addresses is not None:  # connections to other ranks are of a group
+        group = GroupName(run, record.membership)
+        others = OtherRanks(addresses, place.rank, group, slots.bank.schema.record_bytes)
+    links = replace(
+        links,
+        votes=groups.votes,
+        sources=WeightSources(mapped, links.sources.host, others),
+        loss=StoreLoss(built.store, run),
+        serves=groups.votes.begin_beats,
+    )
+    agent = RankAgent(settings, slots, built.counter, links, target)
 
     def report() -> None:
         stages.end("first pass")
-        if place.rank == record.survivors[0]:
-            num_refills = len(survival.refills)
+        if event is not None:
             detail = {
                 "membership": record.membership,
                 "run": run,
-                "generation": survival.target.generation,
+                "generation": target.generation,
                 "reason": record.reason,
                 "survivors": list(record.survivors),
-                "refills": num_refills,
-                "refill_bytes": num_refills * slots.bank.schema.record_bytes,
                 "broke_at": stages.began,
                 "seconds": stages.seconds,
             }
-            agent.watcher.report_event(MEMBERSHIP, detail)
+            agent.watcher.report_event(event[0], detail | event[1])
 
     agent.go_on_from(old, step, report)
     stages.end("serve")
-    tokens = RankGroups(groups.tokens, groups.control)
-    now = replace(place, run=run, topology=survival.topology, groups=tokens)
+    groups_now = RankGroups(groups.tokens, groups.control)
+    now = replace(place, run=run, topology=slots.topology, groups=groups_now)
     return replace(built, agent=agent, place=now), now, step
 
 
@@ -279,66 +333,79 @@ def refill(
         host.release(records)
 
 
-def _sources(
-    before: WeightSources, settings: AgentSettings, rank: int, record_bytes: int
-) -> WeightSources:
-    """The sources without dead ranks; connections to other ranks are of a group, so made anew."""
-    others, addresses = None, settings.config.rank_links
-    if addresses is not None:
-        group = GroupName(settings.run, settings.membership)
-        others = OtherRanks(addresses, rank, group, record_bytes)
-    return WeightSources(before.slots, before.host, others)
+def agreed(rank: int, groups: NewGroups, target: str, refusal: str, steps: int) -> int:
+    """Compare what all ranks of a new group will serve; gives the number of the next forward pass.
 
-
-def _agreed(rank: int, groups: SurvivorGroups, survival: Survival, refusal: str, steps: int) -> int:
-    """Compare what all survivors will serve; gives the number of the next forward pass.
+    Args:
+        rank: this one.
+        groups: the new ones.
+        target: hash of the placement; "": the rank joins, and takes that of the others.
+        refusal: why this rank cannot serve; "": it can.
+        steps: forward passes that it has begun.
 
     Raises:
-        RankError: survivors would serve different placements, or one cannot serve.
+        RankError: ranks would serve different placements, or one cannot serve.
     """
-    mine = {"hash": survival.target.hash, "steps": steps, "refusal": refusal[:MAX_REFUSAL]}
-    told = _together(rank, groups, mine)
+    mine = {"hash": target, "steps": steps, "refusal": refusal[:MAX_REFUSAL]}
+    told = together(rank, groups, mine)
     if refusals := [f"rank {at}: {one['refusal']}" for at, one in told if one["refusal"]]:
-        raise RankError(f"the survivors cannot serve on: {refusals[0]}")
-    if len(hashes := {str(one["hash"]) for _, one in told}) > 1:
-        raise RankError(
-            f"rank {rank}: survivors would serve placements {sorted(hashes)}, expected one"
-        )
+        raise RankError(f"the ranks cannot serve on: {refusals[0]}")
+    if len(hashes := {str(one["hash"]) for _, one in told} - {""}) > 1:
+        raise RankError(f"rank {rank}: ranks would serve placements {sorted(hashes)}, expected one")
     # A pass that was broken off is run again under the next number: who had not begun it follows.
     return max(int(one["steps"]) for _, one in told)
 
 
-def _together(rank: int, groups: SurvivorGroups, mine: Any) -> list[tuple[int, Any]]:
-    """Every survivor's message, with its place in the group."""
+def together(rank: int, groups: NewGroups, mine: Any) -> list[tuple[int, Any]]:
+    """Every rank's message, with its number in the deployment."""
 
     def check() -> None:
         if dead := groups.votes.dead():
-            raise RankError(f"rank {rank}: survivor {min(dead)} died before all served on")
+            raise RankError(f"rank {rank}: rank {min(dead)} died before all served on")
 
     try:
-        return list(enumerate(gathered(mine, groups.control, check)))
+        return list(zip(groups.members, gathered(mine, groups.control, check), strict=True))
     except RuntimeError as exc:
         why = first_sentence(exc)
-        raise RankError(f"rank {rank}: a survivor died before all served on: {why}") from exc
+        raise RankError(f"rank {rank}: a rank died before all served on: {why}") from exc
 
 
-def _commit(
-    store: StateStore, run: str, next_run: str, survival: Survival, record: Recovery
+def commit_group(
+    store: StateStore,
+    survival: Survival,
+    record: Recovery,
+    reason: str,
+    *,
+    is_planned: bool = False,
 ) -> None:
-    """Have the store name what survivors serve, and their run, in one change."""
-    info = next((one for one in store.runs() if one.run == run), None)
+    """Have the store name what a new group serves, and its run, in one change.
+
+    Args:
+        store: of the deployment.
+        survival: what is served.
+        record: of the group.
+        reason: for the history.
+        is_planned: whether the record itself is written in this change too.
+
+    Raises:
+        RankError: the run before is not on record.
+        StoreError: the store failed, or another group is recorded.
+    """
+    info = next((one for one in store.runs() if one.run == record.run), None)
     if info is None:
-        raise RankError(f"the store holds no record of run {run!r}, expected that of the survivors")
+        raise RankError(
+            f"the store holds no record of run {record.run!r}, expected that of the ranks"
+        )
     store.commit(
         survival.target,
         expected=record.generation,
-        membership=record.membership,
-        reason=f"{record.reason}; {len(record.survivors)} ranks serve on, membership "
-        f"{record.membership}, {len(survival.refills)} experts loaded",
+        membership=record.membership - is_planned,
+        reason=reason,
         run=replace(
             info,
-            run=next_run,
+            run=run_of(record.run, record.membership),
             time=store.backend.now(),
             topology=topology_to_dict(survival.topology),
         ),
+        next_group=record if is_planned else None,
     )

@@ -13,7 +13,7 @@ from eplb.clock import Clock
 from eplb.core.load import LoadHistory, Phase
 from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
 from eplb.measure import imbalance
-from rebalance.controller.load import Group
+from rebalance.controller.load import ServingGroup
 from rebalance.controller.open_migration import SWITCHED_OFF
 from rebalance.controller.plans.planning import Past
 from telemetry.load.folder import Window
@@ -51,7 +51,7 @@ class Due:
         windows: Sequence[Window],
         past: Past,
         committed: CommittedPlacement,
-        group: Group,
+        group: ServingGroup,
         *,
         is_draining: bool = False,
     ) -> str | None:
@@ -78,7 +78,7 @@ class Due:
 
     @staticmethod
     def _imbalance(
-        rules: TriggerRules, latest: LoadHistory, committed: CommittedPlacement, group: Group
+        rules: TriggerRules, latest: LoadHistory, committed: CommittedPlacement, group: ServingGroup
     ) -> float:
         if not rules.start_imbalance:
             return 0.0
@@ -167,7 +167,7 @@ class Failures:
             self._failed_at, self._reason = event.time, end.reason
 
 
-def driving_tokens(group: Group, after: int) -> int:
+def driving_tokens(group: ServingGroup, after: int) -> int:
     """Tokens, as requests have them, of the complete windows past the index ``after``.
 
     Prefill drives rebalancing: its batches are large, and what it routes tells what decoding will.

@@ -24,7 +24,7 @@ UNREADABLE = "unreadable"
 log = logging.getLogger(__name__)
 
 
-class Group(RunReader):
+class ServingGroup(RunReader):
     """The ranks that serve now, and their load as far as it was folded.
 
     Args:
@@ -51,13 +51,13 @@ class Arrivals:
 
     def __init__(self, store: StateStore, phase: Phase | None, clock: Clock) -> None:
         self._store, self._phase, self._clock = store, phase, clock
-        self._group: Group | None = None
+        self._group: ServingGroup | None = None
 
-    def follow(self) -> Group | None:
+    def follow(self) -> ServingGroup | None:
         """Fold what is new of the run that serves now; None before the first one."""
         info = self._store.current_run()
         if info is not None and (self._group is None or self._group.run.run != info.run):
-            self._group = Group(self._store, info, self._phase, self._clock)
+            self._group = ServingGroup(self._store, info, self._phase, self._clock)
             self._unreadable_before = self._num_unreadable()
             self._reported = self._counts(self._group.folder.outcomes)  # assumed without a report
             self._reported_at = -REPORT_EVERY_S

@@ -28,16 +28,22 @@ from eplb.errors import (
     StoreError,
 )
 from eplb.migration.candidates import Candidates, candidates_for
+from eplb.migration.membership import leavers
 from eplb.policies.table import policy_named
 from eplb.versions import CONTROLLER as COMPONENT
 from eplb.versions import Announcement, refusal
 from rebalance.controller.due import Due, Failures
 from rebalance.controller.lease import ControllerLease, new_holder
-from rebalance.controller.load import Arrivals, Group
+from rebalance.controller.load import Arrivals, ServingGroup
 from rebalance.controller.open_migration import OpenPlan
 from rebalance.controller.plans.planning import Planning
-from rebalance.controller.plans.proposals import CONTROLLER, Why, waiting
-from rebalance.controller.plans.publishing import Publisher, served_weights
+from rebalance.controller.plans.publishing import (
+    CONTROLLER,
+    Publisher,
+    Why,
+    served_weights,
+    waiting,
+)
 from rebalance.controller.plans.track_record import Judged
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
@@ -85,7 +91,7 @@ class Controller:
             store, holder or new_holder(), settings.lease_ttl_s, clock=monotonic
         )
         self._arrivals = Arrivals(store, settings.phase, clock)
-        self._group: Group | None = None
+        self._group: ServingGroup | None = None
         self._fits_ranks = False  # whether it works with the version of their group
         self._planned_window = -1  # newest window that was planned on
         self._open = OpenPlan(store, monotonic)
@@ -133,7 +139,7 @@ class Controller:
         except FencedOut as exc:
             self._lease.lose(str(exc))
 
-    def _check_version(self, group: Group) -> None:
+    def _check_version(self, group: ServingGroup) -> None:
         """Stop leading while the ranks are of a version that this controller cannot work with."""
         ranks = ranks_of(self._store, group.run.run)  # stored in one change with their start
         why = refusal(Announcement(COMPONENT, self._lease.holder), ranks) if ranks else ""
@@ -142,10 +148,10 @@ class Controller:
             self._note_error("version", ConfigError(why))
             self._lease.give_up()
 
-    def _lead(self, group: Group) -> None:
+    def _lead(self, group: ServingGroup) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""
         self._arrivals.report_rejected()
-        self._follow_live_settings()
+        self._follow_live_settings(group)
         open_migration = self._store.published()
         if open_migration is not None:
             states = self._store.rank_states(group.run.run)
@@ -158,10 +164,10 @@ class Controller:
             self._plan_if_due(group)
         self._keep_if_due()
 
-    def _follow_live_settings(self) -> None:
+    def _follow_live_settings(self, group: ServingGroup) -> None:
         """Take over live settings; values that cannot be used leave the settings as they are."""
         try:
-            self._live.read()
+            self._live.read(group.topology)
         except ConfigError as exc:
             self._note_error("settings", exc)
 
@@ -184,7 +190,7 @@ class Controller:
 
     # -- plans
 
-    def _plan_if_due(self, group: Group) -> None:
+    def _plan_if_due(self, group: ServingGroup) -> None:
         before, due = self._planned_window, copy(self._due)
         try:
             self._plan_on_new_window(group)
@@ -196,7 +202,7 @@ class Controller:
         except EplbError as exc:  # no plan for this load; the next window is another
             self._note_error("plan", exc)
 
-    def _plan_on_new_window(self, group: Group) -> None:
+    def _plan_on_new_window(self, group: ServingGroup) -> None:
         windows = group.complete_windows()
         if not windows or windows[-1].index <= self._planned_window:
             return
@@ -212,10 +218,11 @@ class Controller:
         is_free = control.movement and not control.observe and settings.stage != "observe"
         judged = self._planning.judge(group, serving, settings)
         if judged is not None:
-            self._step_back_if_due(judged)
+            self._step_back_if_due(group, judged)
             settings = self._live.settings  # of the stage before, if it stepped back
             if is_free and self._take_back(group, judged, serving):
                 return
+        self._end_impossible_membership(group, serving)
         is_draining = self._planning.is_draining(group, serving, settings)
         trigger = self._due.trigger(
             settings.triggers, windows, past, committed, group, is_draining=is_draining
@@ -239,6 +246,20 @@ class Controller:
         if not why:
             self._publisher.publish(group, proposal, serving)
 
+    def _end_impossible_membership(self, group: ServingGroup, serving: Placement) -> None:
+        """End an operation whose leavers cannot be drained although every wanted rank serves.
+
+        The feasibility was looked at when it was asked for; cordons or a death may have come since.
+        """
+        change, topology = self._store.membership_change(), group.topology
+        if change is None or change.ended or not topology.alive[list(change.wanted)].all():
+            return
+        leaving = leavers(change.wanted, topology)
+        why = self._planning.why_not_drained(group, serving, self._live.settings, leaving)
+        if why:
+            self._lease.check()
+            self._store.end_membership_change(change.id, "failed", why=why)
+
     def _held_back(self, control: Control, serving: Placement) -> str:
         """Why no plan of the controller's own is published now; "" if one may be."""
         if control.observe or self._live.settings.stage == "observe":
@@ -249,7 +270,7 @@ class Controller:
             return f"the plan before it is judged first, on {ENOUGH} windows"
         return self._paused() or self._failures.held_back(self._live.settings.back_off_s)
 
-    def _step_back_if_due(self, judged: Judged) -> None:
+    def _step_back_if_due(self, group: ServingGroup, judged: Judged) -> None:
         """Set the stage before this one where a plan made its windows worse than allowed."""
         stage, why = self._live.settings.stage, breach(judged.given, self._live.settings.stage_loss)
         before = stage_before(stage)
@@ -263,12 +284,12 @@ class Controller:
         except StaleRevision:
             log.info("stage not changed: live settings were changed at the same time")
             return
-        self._follow_live_settings()
+        self._follow_live_settings(group)
         log.warning("stage=%s, was %s: %s", before, stage, reason)
 
     # -- back to an earlier placement
 
-    def _take_back(self, group: Group, judged: Judged, serving: Placement) -> bool:
+    def _take_back(self, group: ServingGroup, judged: Judged, serving: Placement) -> bool:
         """Publish the way back from a plan that made its first windows worse; whether it did."""
         loss, promise, given = self._live.settings.rollback_loss, judged.promise, judged.given
         if not loss or given > -loss:

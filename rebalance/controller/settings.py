@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from eplb.core.cost import CostModel
 from eplb.core.load import Phase
 from eplb.core.problem import Budget
+from eplb.core.topology import Topology
 from eplb.decision.triggers import Stage, TriggerRules
 from eplb.declared import Setting, check_fields
 from eplb.migration.build import Pace
+from eplb.migration.membership import leavers
 from eplb.policies.table import policy_named
 from eplb.settings.tree import applied
-from rebalance.controller.plans.planner_request import PlannerRequest
+from rebalance.controller.plans.planner_request import (
+    PlannerRequest,
+    cordons_in_force,
+    written_cordons,
+)
 from telemetry.load.pruning import Retention
 from telemetry.state.live import Value
 from telemetry.state.store import StateStore
@@ -124,24 +130,38 @@ class ControllerSettings:
 
 
 class LiveReader:
-    """Reads a controller's settings: its static ones, with the live values of the store."""
+    """Reads a controller's settings: its static ones, with the live values of the store.
+
+    Ranks that should not serve any more are drained as if an operator had ordered it.
+    """
 
     def __init__(self, store: StateStore, static: ControllerSettings) -> None:
         self._store, self._static = store, static
-        self._live: Mapping[str, Value] = {}
+        self._read: tuple[Mapping[str, Value], tuple[int, ...]] = {}, ()
         self.settings = static  # as of the latest ``read``
 
-    def read(self) -> None:
-        """Take over the live values, and end those whose time has passed.
+    def read(self, topology: Topology) -> None:
+        """Take over the live values and drains, and end values whose time has passed.
 
         Values that cannot be used leave the settings as they are.
+
+        Args:
+            topology: of the run.
 
         Raises:
             ConfigError: a live value that cannot be used; once for each change.
             StoreError: the store failed.
         """
         state = self._store.expire_live()
-        if state.live != self._live:
-            self._live = state.live
-            self.settings = applied(self._static, state.live)
-            log.info("live settings of revision %d: %s", state.revision, state.live)
+        leaving = leavers(self._store.wanted_ranks(), topology)
+        if (state.live, leaving) != self._read:
+            self._read = state.live, leaving
+            settings = applied(self._static, state.live)
+            cordons = written_cordons(cordons_in_force(settings.request.cordons, leaving))
+            self.settings = replace(settings, request=replace(settings.request, cordons=cordons))
+            log.info(
+                "live settings of revision %d: %s; ranks to leave: %s",
+                state.revision,
+                state.live,
+                leaving,
+            )

@@ -22,10 +22,9 @@ from eplb.errors import (
 from eplb.migration.build import Migration
 from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
-from rebalance.controller.load import Group
+from rebalance.controller.load import ServingGroup
 from rebalance.controller.plans.planning import Planning, TaskRefused, cost_s_of
-from rebalance.controller.plans.proposals import Why, to_carry_out
-from rebalance.controller.plans.publishing import Publisher
+from rebalance.controller.plans.publishing import Publisher, Why, to_carry_out
 from rebalance.controller.settings import LiveReader
 from telemetry.log_context import set_log_fields
 from telemetry.state.proposals import LASTS_S, Approval, ProposalEnded
@@ -57,7 +56,7 @@ class Tasks:
         self._store, self._live, self._lease = store, live, lease
         self._planning, self._publisher, self._clock = planning, publisher, clock
 
-    def work_off(self, group: Group) -> None:
+    def work_off(self, group: ServingGroup) -> None:
         """End each task that is queued."""
         self._end_abandoned()
         fence = self._lease.token
@@ -91,7 +90,7 @@ class Tasks:
             result = TaskResult(error=reason, refusal=Refusal.ABANDONED.value)
             self._store.finish(task.id, "failed", result, fence=self._lease.token)
 
-    def _result(self, group: Group, task: Task) -> TaskResult:
+    def _result(self, group: ServingGroup, task: Task) -> TaskResult:
         if task.kind not in KINDS:
             known = ", ".join(KINDS)
             raise EplbError(f"task {task.id} is of kind {task.kind!r}, expected one of: {known}")
@@ -157,7 +156,9 @@ class Tasks:
             raise TaskRefused(Refusal.IMPOSSIBLE_THROTTLE, str(exc)) from exc
         return throttle
 
-    def _propose(self, group: Group, task: Task, proposal: Plan, serving: Placement) -> TaskResult:
+    def _propose(
+        self, group: ServingGroup, task: Task, proposal: Plan, serving: Placement
+    ) -> TaskResult:
         if proposal.decision is Decision.KEEP:
             kept = f"no proposal, because the plan is KEEP: {proposal.reason}"
             raise TaskRefused(Refusal.NOTHING_TO_PROPOSE, kept)
@@ -169,7 +170,7 @@ class Tasks:
         return TaskResult(detail={"proposal": made.id})
 
     def _approve(
-        self, group: Group, task: Task, past: LoadHistory, serving: Placement, newest: int
+        self, group: ServingGroup, task: Task, past: LoadHistory, serving: Placement, newest: int
     ) -> TaskResult:
         """Publish the way to exactly the target that is stored; its price is of the load now."""
         by, reason = (str(task.request.get(name, "")) for name in ("by", "reason"))

@@ -26,6 +26,7 @@ class Ballot:
     applied: int  # transactions of the plan that serve here, completely
     abort: bool  # this rank requests an abort of the plan
     halt: bool  # this rank requests the end of serving
+    next_group: int = 0  # proposal of a next group that this rank is ready for; 0: none
 
     def encode(self) -> list[int]:
         """The vector that is reduced with MIN."""
@@ -36,13 +37,14 @@ class Ballot:
             self.weights_version,
             self.plan_id,
             self.plan_hash,
+            self.next_group,
         )
         pairs = [value for field in mirrored for value in (field, -field)]
         unwanted = self.plan_id if self.abort else NO_PLAN
         return [*pairs, self.prepared, self.applied, -unwanted, -self.halt]
 
 
-BALLOT_SIZE = 16
+BALLOT_SIZE = 18
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,16 @@ class Verdict:
     # Others may work on a newer plan, to which no rank objects.
     unwanted_up_to: int
     halt: bool  # at least one rank requests the end of serving
+    next_group: int | None  # the proposal that every rank is ready for; 0: none is
 
     @staticmethod
     def decode(reduced: list[int]) -> Verdict:
         """Read the reduced vector."""
         assert len(reduced) == BALLOT_SIZE, "every rank encodes the same fields"
-        low, high = reduced[0:12:2], [-value for value in reduced[1:12:2]]
+        low, high = reduced[0:14:2], [-value for value in reduced[1:14:2]]
         agreed = [a if a == b else None for a, b in zip(low, high, strict=True)]
-        step, generation, membership, weights_version, _, plan_hash = agreed
-        prepared, applied, unwanted, halt = reduced[12:]
+        step, generation, membership, weights_version, _, plan_hash, next_group = agreed
+        prepared, applied, unwanted, halt = reduced[14:]
         return Verdict(
             step,
             generation,
@@ -81,4 +84,5 @@ class Verdict:
             applied=applied,
             unwanted_up_to=-unwanted,
             halt=halt < 0,
+            next_group=next_group,
         )

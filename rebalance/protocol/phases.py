@@ -191,7 +191,9 @@ def aborted(state: RankPhase) -> RankPhase:
     return transition(_forget(state), Phase.IDLE)
 
 
-def ballot(state: RankPhase, *, step: int, membership: int, halt: bool) -> Ballot:
+def ballot(
+    state: RankPhase, *, step: int, membership: int, halt: bool, next_group: int = 0
+) -> Ballot:
     """Cast this rank's vote. An aborted plan is voted on as none: its copies only drain.
 
     The weights' version is negative while they are being replaced. If not all ranks update at once,
@@ -210,6 +212,7 @@ def ballot(state: RankPhase, *, step: int, membership: int, halt: bool) -> Ballo
         applied=state.applied if plan else 0,
         abort=bool(plan and state.abort_reason),
         halt=halt,
+        next_group=next_group,
     )
 
 

@@ -124,10 +124,13 @@ class ReadAhead:
 class StoreLoss:
     """Restores a store that lost its contents (FLUSHALL, a server restarted without its files).
 
+    A store may also go back: a server that crashed, or a replica that took over, lacks the commits
+    that were acknowledged last. Ranks then commit what they serve once more.
+
     Every rank knows the state that balancing needs: the run, the serving placement, the switches,
-    and the highest plan id. Each rank checks after every poll. The first that misses placement or
-    run restores all of it in one change; the others find it there. Samples, tasks, events and the
-    history of placements are lost. Used by one thread at a time.
+    the operation on the ranks, and the highest plan id. Each rank checks after every poll. The
+    first that misses placement or run restores all of it in one change; the others find it there.
+    Samples, tasks, events and the history of placements are lost. Used by one thread at a time.
 
     It is made before a rank loads its experts: the store may be lost in the minutes that this
     takes, and nobody else could then restore the run.
@@ -142,6 +145,7 @@ class StoreLoss:
 
     def __init__(self, store: StateStore, run: str) -> None:
         self._store, self._live = store, store.live()
+        self._change = store.membership_change()
         # The run last: if it is still there, what was read before is of the same contents.
         found = next((info for info in store.runs() if info.run == run), None)
         if found is None:
@@ -150,6 +154,7 @@ class StoreLoss:
                 "expected one: the start was not recorded, or the store lost its contents since"
             )
         self._run = found
+        self._newest = -1  # newest generation that the store has ever named
 
     def is_restored(self, live: LiveState, agent: WatchedAgent) -> bool:
         """Restore the store if it was lost; return whether the data just read from it is invalid.
@@ -162,15 +167,43 @@ class StoreLoss:
             StoreError: the store failed.
         """
         # `eplb serve` may have written a first placement into the emptied store before this look.
-        if self._store.committed() is not None and self._store.current_run() is not None:
-            self._live = live
-            return False
+        committed = self._store.committed()
+        if committed is not None and self._store.current_run() is not None:
+            self._live, self._change = live, self._store.membership_change()
+            named, known = committed.placement.generation, self._newest
+            self._newest = max(named, known)
+            return named < known and self._has_gone_back(named, known, agent)
         state, (placement, plan_id) = agent.describe(), agent.settled()
         reason = f"rank {state.rank} misses the run in the store: the store lost its contents"
         if self._store.restore(
-            self._run, placement, self._live, last_plan_id=plan_id, reason=reason
+            self._run,
+            placement,
+            self._live,
+            last_plan_id=plan_id,
+            reason=reason,
+            membership=self._change,
         ):
             log.error("generation=%d %s; state restored", placement.generation, reason)
+        return True
+
+    def _has_gone_back(self, named: int, known: int, agent: WatchedAgent) -> bool:
+        """Commit what this rank serves, if the store named it and now names an older placement.
+
+        A commit that the store does not have yet is no reason: it is on its way.
+        """
+        placement, _ = agent.settled()
+        if placement.generation <= named:
+            return False  # the ranks that have swapped already do it
+        reason = (
+            f"the store went back from generation {known} to {named}: its last changes are lost"
+        )
+        try:
+            if self._store.commit(
+                placement, expected=named, reason=reason, membership=agent.membership
+            ):
+                log.error("generation=%d %s; committed again", placement.generation, reason)
+        except StaleGeneration as exc:
+            log.warning("another rank or survivors were first: %s", exc)
         return True
 
 
@@ -278,12 +311,13 @@ class Watcher:
         except StaleGeneration:
             # Every rank writes the same; a late one may find that the group is further already.
             committed = self._store.committed()
-            if committed is None or committed.placement.generation == base:
+            if committed is None or committed.placement.generation <= base:
                 # In the second case another rank has written it anew since the commit was refused,
-                # or survivors have agreed, and this one is about to roll forward.
+                # the store went back, or survivors have agreed, and this one is about to roll
+                # forward.
                 raise StoreError(
-                    "the commit was refused and the placement before it serves, expected it to be "
-                    "restored, or the survivors' number"
+                    "the commit was refused and a placement before it serves, expected that to be "
+                    "restored which it follows, or the survivors' number"
                 ) from None
             is_restored = committed.placement.hash == serving.hash  # by a rank that serves it
             if committed.placement.generation <= serving.generation and not is_restored:

@@ -18,7 +18,7 @@ from eplb.migration.build import Move
 from rebalance.stage.stage_settings import (
     BURST_CHUNKS,
     SERVING_BYTES_PER_SECOND,
-    LinkSettings,
+    LinkBudget,
     StageSettings,
 )
 from rebalance.types import Record
@@ -136,7 +136,7 @@ class Lane:
     """One kind of link of one rank."""
 
     def __init__(self, link: Link, settings: StageSettings, hold: Hold) -> None:
-        own: LinkSettings = getattr(settings, link.value)
+        own: LinkBudget = getattr(settings, link.value)
         self.chunk_bytes = own.chunk_bytes
         self.flying: deque[Chunk] = deque()
         self._queue: deque[Pull] = deque()

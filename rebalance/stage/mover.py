@@ -29,7 +29,7 @@ from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.stage.stager import StageFigures, Stager
 from rebalance.threads.waiting import WAIT_S, SharedPhase, Wait, drive
-from rebalance.threads.watchdog import Heartbeat
+from rebalance.threads.watchdog import ThreadActivity
 from rebalance.types import CalledOff, IsWanted, Record
 from rebalance.weights.sources import WeightSources
 
@@ -61,7 +61,7 @@ class Mover:
         *,
         dead: Callable[[], frozenset[int]] = no_ranks,
         clock: Clock = time.monotonic,
-        beat: Heartbeat | None = None,
+        beat: ThreadActivity | None = None,
     ) -> None:
         self._slots, self._sources = slots, sources
         self._settings, self._clock = settings, clock
@@ -73,7 +73,7 @@ class Mover:
             clock,
             reachable=sources.reachable,
         )
-        self.beat = beat or Heartbeat("mover", clock)
+        self.beat = beat or ThreadActivity("mover", clock)
         self._stager = Stager(sources, self._choice, slots.digests, settings, clock, beat=self.beat)
         self.ring = StagingRing(slots.bank.num_staging)
         self.is_drained = True  # False once copies could not be ended: they may still be writing

@@ -19,7 +19,7 @@ BURST_CHUNKS = 2  # the host wakes late: so much may be made up for at once
 
 
 @dataclass(frozen=True)
-class LinkSettings:
+class LinkBudget:
     """One kind of link of one rank."""
 
     chunk_bytes: int
@@ -43,9 +43,9 @@ class StageSettings:
     slower, 8 MB from the host 7.4 %.
     """
 
-    peer: LinkSettings = LinkSettings(64 * MIB)
-    host: LinkSettings = LinkSettings(8 * MIB)
-    network: LinkSettings = LinkSettings(8 * MIB, NETWORK_BYTES_PER_SECOND)  # ranks that are asked
+    peer: LinkBudget = LinkBudget(64 * MIB)
+    host: LinkBudget = LinkBudget(8 * MIB)
+    network: LinkBudget = LinkBudget(8 * MIB, NETWORK_BYTES_PER_SECOND)  # ranks that are asked
     in_flight: int = 8  # chunks of a kind of link that are ordered and have not landed
     preload_records: int = 8  # asked of the host at a time
     preload_deadline_s: float = 120.0
@@ -64,9 +64,9 @@ class StageSettings:
     def while_serving(bytes_per_second: float = SERVING_BYTES_PER_SECOND) -> StageSettings:
         """For GPUs: as fast as serving was measured not to notice."""
         return StageSettings(
-            peer=LinkSettings(8 * MIB, bytes_per_second),
-            host=LinkSettings(2 * MIB, bytes_per_second),
-            network=LinkSettings(2 * MIB, NETWORK_BYTES_PER_SECOND),
+            peer=LinkBudget(8 * MIB, bytes_per_second),
+            host=LinkBudget(2 * MIB, bytes_per_second),
+            network=LinkBudget(2 * MIB, NETWORK_BYTES_PER_SECOND),
         )
 
 

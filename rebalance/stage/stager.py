@@ -28,7 +28,7 @@ from rebalance.stage.lanes import Hold, Lane, Pull
 from rebalance.stage.source_choice import SourceChoice
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.threads.waiting import Wait
-from rebalance.threads.watchdog import Heartbeat
+from rebalance.threads.watchdog import ThreadActivity
 from rebalance.types import CalledOff, IsWanted, Record, always
 from rebalance.weights.sources import HOST, Link, WeightSources
 from runtime.memory import TOGETHER, PendingDigests, RecordDigests, evenly_spaced
@@ -59,12 +59,12 @@ class Stager:
         settings: StageSettings,
         clock: Clock,
         *,
-        beat: Heartbeat | None = None,
+        beat: ThreadActivity | None = None,
     ) -> None:
         self._sources, self._choice = sources, choice
         self._settings, self._clock = settings, clock
         self.figures, self.hold = StageFigures(), Hold(clock)
-        self._beat = beat or Heartbeat("mover", clock)
+        self._beat = beat or ThreadActivity("mover", clock)
         self._lanes = {link: Lane(link, settings, self.hold) for link in Link}
         self._proofs = Proofs(digests, settings.pull_deadline_s, clock)
         self._has_reported_wait = False  # the heartbeat names the present wait
@@ -320,7 +320,7 @@ class Stager:
 
 
 @dataclass
-class _Proof:
+class _DigestOrder:
     """Records whose digests were ordered together."""
 
     pulls: list[Pull]
@@ -345,7 +345,7 @@ class Proofs:
         self._deadline_s, self._clock = deadline_s, clock
         self._records = RecordDigests()
         self._ordered: list[tuple[Pull, Completion]] = []  # all chunks, but no digest yet
-        self._proofs: deque[_Proof] = deque()
+        self._proofs: deque[_DigestOrder] = deque()
 
     @property
     def is_active(self) -> bool:
@@ -358,7 +358,7 @@ class Proofs:
         return self._records.completions
 
     @property
-    def oldest(self) -> _Proof | None:
+    def oldest(self) -> _DigestOrder | None:
         """The next proof to check, if all of its chunks have arrived."""
         if self._proofs and not any(pull.num_flying for pull in self._proofs[0].pulls):
             return self._proofs[0]
@@ -376,7 +376,7 @@ class Proofs:
         together, self._ordered = self._ordered[:num], self._ordered[num:]
         pulls, after = [pull for pull, _ in together], [landed for _, landed in together]
         digests = self._records.order([pull.into for pull in pulls], after)
-        self._proofs.append(_Proof(pulls, digests))
+        self._proofs.append(_DigestOrder(pulls, digests))
         return True
 
     def judged(self) -> list[tuple[Pull, bool]]:

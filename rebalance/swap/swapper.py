@@ -199,6 +199,8 @@ class Voting:
         self._shared, self._recorder, self._settings = parts.shared, parts.recorder, parts.settings
         self.wants_halt = False
         self.halt_at: int | None = None  # the step before which all ranks stop
+        self.next_group = 0  # proposal of a next group that this rank is ready for; 0: none
+        self.switch_at: int | None = None  # the step before which all ranks leave their group
 
     def cast(self, step: int) -> None:
         """Vote by how this rank stands."""
@@ -208,8 +210,13 @@ class Voting:
                 # Only now: peers that read this may write what the swap freed.
                 state = phases.completed(state, state.plan.plan_id, state.swapped)
                 self._shared.state = state
-        membership, halt = self._settings.membership, self.wants_halt
-        ballot = phases.ballot(state, step=step, membership=membership, halt=halt)
+        ballot = phases.ballot(
+            state,
+            step=step,
+            membership=self._settings.membership,
+            halt=self.wants_halt,
+            next_group=self.next_group,
+        )
         self._recorder.note_ballot(ballot)
         self._voter.cast(ballot)
 
@@ -234,6 +241,11 @@ class Voting:
             self.halt_at = cast.step + self._settings.config.vote_every
         with self._shared.changed:
             before = self._shared.state
+            # While no plan is worked on, and none is adopted by a rank that is ready: the ranks
+            # then leave the group with one placement.
+            is_idle = verdict.newest_plan_id == NO_PLAN and before.next_weights is None
+            if verdict.next_group and is_idle and self.switch_at is None:
+                self.switch_at = cast.step + self._settings.config.vote_every
             state, order = phases.read_verdict(before, cast, verdict)
             self._shared.state = state
             if order is not None:

@@ -34,7 +34,7 @@ class Standing:
         return f"{self.thread}: {self.doing}"
 
 
-class Heartbeat:
+class ThreadActivity:
     """Activity of one thread, which writes it; any other thread reads it."""
 
     def __init__(self, thread: str, clock: Clock = time.monotonic) -> None:
@@ -66,10 +66,10 @@ class Watchdog:
 
     def __init__(self, plan_deadline_s: float, clock: Clock = time.monotonic) -> None:
         self._deadline_s, self.clock = plan_deadline_s, clock
-        self.step = Heartbeat("step", clock)
-        self.watcher = Heartbeat("watcher", clock)
-        self.mover = Heartbeat("mover", clock)
-        self.commit_writer = Heartbeat("commit writer", clock)
+        self.step = ThreadActivity("step", clock)
+        self.watcher = ThreadActivity("watcher", clock)
+        self.mover = ThreadActivity("mover", clock)
+        self.commit_writer = ThreadActivity("commit writer", clock)
         self._not_adopted: tuple[int, float] | None = None  # plan, and when that was first seen
 
     def oldest(self) -> Standing:

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 
 from eplb.errors import MigrationError
 from rebalance.types import Record
-from rebalance.weights.link.bounce import Bounce
 from rebalance.weights.link.client import LinkClient
 from rebalance.weights.link.link_settings import RankLinkSettings
-from rebalance.weights.link.server import Lent, LinkServer
+from rebalance.weights.link.server import Bounce, Lent, LinkServer
 from rebalance.weights.link.wire import Message, RefusedError, field
 from rebalance.weights.sources import Place
 from runtime.experts import ExpertBank
@@ -46,7 +45,7 @@ class GroupName:
 
 
 @dataclass(frozen=True)
-class Part:
+class SlotPart:
     """A run of bytes of the record in one live slot, and what the slot must hold."""
 
     weights_version: int
@@ -90,7 +89,7 @@ def serve_slots(
     @contextmanager
     def lend(ask: Message, answer_at: float) -> Iterator[Lent]:
         asked = GroupName(field(ask, "run", str), field(ask, "membership", int))
-        part = Part(**{one.name: field(ask, one.name, int) for one in fields(Part)})
+        part = SlotPart(**{one.name: field(ask, one.name, int) for one in fields(SlotPart)})
         if asked != group:
             raise RefusedError(f"request of {asked}, expected {group}")
 
@@ -106,7 +105,7 @@ def serve_slots(
     return LinkServer("rank", address, PROTOCOL, settings, lambda: hello, lend, bank.device)
 
 
-def refuse(part: Part, served: Served, record_bytes: int) -> None:
+def refuse(part: SlotPart, served: Served, record_bytes: int) -> None:
     """Refuse a part that must not be read now.
 
     Raises:
@@ -177,10 +176,10 @@ class OtherRanks:
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Receive a part of a record; blocks until it is here. See ``WeightSource.pull``."""
         layer, expert = record
-        part = Part(self._weights_version, layer, place.slot, expert, offset, into.numel())
+        part = SlotPart(self._weights_version, layer, place.slot, expert, offset, into.numel())
         return self.fetch(place.rank, part, into)
 
-    def fetch(self, rank: int, part: Part, into: torch.Tensor) -> Completion:
+    def fetch(self, rank: int, part: SlotPart, into: torch.Tensor) -> Completion:
         """Fetch a part of a rank's live slot into ``into`` [part.num_bytes].
 
         Returns:

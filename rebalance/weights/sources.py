@@ -207,9 +207,10 @@ class MappedSlots:
 
 
 def ranks_beside(rank: int, topology: Topology) -> list[int]:
-    """The other ranks of a rank's host."""
-    hosts = topology.host_of_rank
-    return [p for p in range(topology.num_ranks) if p != rank and hosts[p] == hosts[rank]]
+    """The other live ranks of a rank's host."""
+    hosts, alive = topology.host_of_rank, topology.alive
+    beside = [r for r in range(topology.num_ranks) if hosts[r] == hosts[rank] and alive[r]]
+    return [peer for peer in beside if peer != rank]
 
 
 def map_peers(

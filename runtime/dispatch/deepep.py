@@ -11,7 +11,7 @@ Shapes:  T tokens of this rank, K top-k, H hidden, C slots of this rank, M place
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from runtime.group import gathered
 
 HOST_RANKS = 8  # most ranks of one host, within which deep_ep has kernels of its own
 MOST_NORMAL_SLOTS = 128  # the threads of its ``notify_dispatch`` (csrc/kernels/intranode.cu)
+MOST_BYTES = 2**31 - 1  # of either buffer between hosts in normal mode (csrc/deep_ep.cpp)
 PREFILL_SMS = 24  # multiprocessors that normal mode may take; even, as the library demands
 
 
@@ -106,11 +107,36 @@ class DeepEPShape:
             )
 
 
+def normal_bytes(configs: Sequence[Any], row_bytes: int, num_ranks: int) -> tuple[int, int]:
+    """Bytes of the buffers that normal mode needs: for NVLink, and for RDMA between hosts.
+
+    deep_ep takes each HOST_RANKS ranks in order for one NVLink domain; within one it needs no RDMA.
+
+    Args:
+        configs: deep_ep's for dispatch and for combine.
+        row_bytes: of a token.
+        num_ranks: of the group.
+
+    Raises:
+        ConfigError: larger buffers than deep_ep addresses.
+    """
+    nvl, rdma = max(one.get_nvl_buffer_size_hint(row_bytes, num_ranks) for one in configs), 0
+    if num_ranks > HOST_RANKS:  # a build without NVSHMEM has no hint for RDMA
+        rdma = max(one.get_rdma_buffer_size_hint(row_bytes, num_ranks) for one in configs)
+    if rdma and max(nvl, rdma) > MOST_BYTES:
+        raise ConfigError(
+            f"deep_ep's normal mode on {num_ranks} ranks needs {nvl} bytes for NVLink and {rdma} "
+            f"for RDMA at {row_bytes} bytes a token, expected at most {MOST_BYTES} of each"
+        )
+    return nvl, rdma
+
+
 class DeepEPNormal:
     """``deep_ep.Buffer`` in normal mode: any number of tokens, for prefill.
 
     A token goes once to each rank that holds any of its slots; here it becomes one row for each
-    of them, and the weighted rows are summed again before they go back.
+    of them, and the weighted rows are summed again before they go back. More than HOST_RANKS ranks
+    also have a buffer for RDMA: that was read in deep_ep's source, and never run.
 
     Args:
         use_fp8: whether tokens travel as FP8 with a scale for every 128 columns.
@@ -141,14 +167,14 @@ class DeepEPNormal:
                 f"deep_ep has no normal mode for a group of {group.size()} "
                 f"({first_sentence(exc)}), expected one of its sizes, such as 2, 4 or 8"
             ) from exc
-        num_bytes = max(c.get_nvl_buffer_size_hint(row_bytes, group.size()) for c in configs)
-        self._buffer = make_buffer(deep_ep, group, num_nvl_bytes=num_bytes)
+        nvl, rdma = normal_bytes(configs, row_bytes, group.size())
+        self._buffer = make_buffer(deep_ep, group, num_nvl_bytes=nvl, num_rdma_bytes=rdma)
 
     def dispatch(
         self, layer: int, tokens: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> Received:
         """Send each token once to every rank; the host waits until it knows how many arrive."""
-        per_rank, _, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
+        per_rank, per_rdma_rank, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
             slots, self._shape.topology.num_slots
         )
         sent, local, arrived_weights, counts, handle, event = self._buffer.dispatch(
@@ -156,6 +182,7 @@ class DeepEPNormal:
             topk_idx=slots,
             topk_weights=weights.float(),
             num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,  # None within a host
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_slot,
             async_finish=True,
@@ -169,7 +196,9 @@ class DeepEPNormal:
         received = torch.tensor(counts, dtype=torch.int32, device=tokens.device)
         self._counter.add(layer, received)
         row = order // local.shape[1]
-        ticket = (order, arrived_weights.flatten()[order], local.shape, handle)
+        place = torch.full_like(flat, -1)
+        place[order] = torch.arange(len(order), device=order.device)
+        ticket = (place.view(local.shape), arrived_weights, handle)
         return Received(arrived[row], received, ticket, None if scales is None else scales[row])
 
     def combine(self, layer: int, results: torch.Tensor, received: Received) -> torch.Tensor:
@@ -178,12 +207,12 @@ class DeepEPNormal:
 
     def begin_combine(self, layer: int, results: torch.Tensor, received: Received) -> Pending:
         """Start to send the sums of this rank."""
-        order, weights, (num_tokens, top_k), handle = received.ticket
-        # Each pair has its own place, so the sum over k has one order whatever arrived first.
-        per_pair = results.new_zeros((num_tokens * top_k, results.shape[1]))
-        per_pair[order] = (results * weights[:, None]).to(results.dtype)
-        per_pair = per_pair.view(num_tokens, top_k, results.shape[1])
-        per_token = per_pair.sum(dim=1, dtype=torch.float32).to(results.dtype)
+        # Imported here: the kernel needs triton, which only GPU hosts have.
+        from runtime.kernels.combine import sum_rows
+
+        place, weights, handle = received.ticket
+        per_token = results.new_empty((len(place), results.shape[1]))
+        sum_rows(results, place, weights, per_token)
         combined, _, event = self._buffer.combine(per_token, handle, async_finish=True)
 
         def finish() -> torch.Tensor:
@@ -308,6 +337,11 @@ class DeepEPByPhase:
         *,
         use_fp8: bool = False,
     ) -> None:
+        if group.size() > HOST_RANKS:
+            raise ConfigError(
+                f"deepep_by_phase on {group.size()} ranks, expected at most {HOST_RANKS}: between "
+                "hosts both modes need NVSHMEM, which a process starts once and for one of them"
+            )
         self._normal = DeepEPNormal(shape, group, counter, use_fp8=use_fp8)
         self._low_latency = DeepEPLowLatency(shape, group, counter, use_fp8=use_fp8)
         self._mode: DeepEPNormal | DeepEPLowLatency = self._normal

@@ -18,7 +18,7 @@ import numpy as np
 
 from eplb.errors import ConfigError
 from eplb.packages import needed_for
-from simulations.report import write_whole
+from telemetry.formats.bounded import write_atomically
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -83,7 +83,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of text; the first column is on the left, numbers on the right."""
 
     headings: Cells
@@ -96,12 +96,12 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     """What a page has, in its order."""
 
     title: str
     conclusions: Sequence[str]
-    tables: Sequence[Table]
+    tables: Sequence[TextTable]
     figures: Sequence[Figure]
     inputs: dict[str, object]  # by what they are called; the command is among them
     limits: str = "No queue and no scheduler is modelled: batches are full."
@@ -112,7 +112,7 @@ class Page:
         Raises:
             ConfigError: the file cannot be written.
         """
-        write_whole(path, self._html())
+        write_atomically(path, self._html().encode())
 
     def _html(self) -> str:
         from plotly.offline import get_plotlyjs
@@ -139,7 +139,7 @@ class Page:
         )
 
 
-def _table(table: Table) -> str:
+def _table(table: TextTable) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in table.headings)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
@@ -213,7 +213,7 @@ MARKS = {"triangle-up": "^", "circle": "o", "square": "s", "diamond": "D", None:
 TEXT_COLUMNS = 110
 
 
-def write_pictures(folder: Path, page: Page) -> list[Path]:
+def write_pictures(folder: Path, page: ReportPage) -> list[Path]:
     """Write a file for each figure, named by its title; each is whole or not there.
 
     Raises:
@@ -229,7 +229,7 @@ def write_pictures(folder: Path, page: Page) -> list[Path]:
     written = []
     for figure in page.figures:
         path = folder / f"{re.sub('[^a-z0-9]+', '-', figure.title.lower()).strip('-')}.png"
-        write_whole(path, _png(figure, page.title))
+        write_atomically(path, _png(figure, page.title))
         written.append(path)
     return written
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from simulations.pages.document import (
     Figure,
-    Page,
-    Table,
+    ReportPage,
+    TextTable,
     colour_of,
     counted,
     framed,
@@ -24,7 +24,7 @@ from simulations.pages.document import (
     line_of,
     marker_of,
 )
-from simulations.recommend import Answer
+from simulations.recommend import Recommendation
 from simulations.replay import Replay, Scenario
 from simulations.report import best_policy
 from simulations.sweep.results import Row
@@ -36,7 +36,7 @@ def comparison_page(
     replays: Sequence[Replay],
     conclusions: Sequence[str],
     command: str,
-) -> Page:
+) -> ReportPage:
     """The page of ``eplb simulate``.
 
     Args:
@@ -92,7 +92,7 @@ def comparison_page(
     figures += [
         one for replay in ran if replay.policy == best for one in _heatmaps(go, scenario, replay)
     ]
-    return Page(
+    return ReportPage(
         result["trace"],
         conclusions,
         [_comparison_table(judged)],
@@ -109,7 +109,7 @@ def _inputs(result: dict[str, Any]) -> dict[str, object]:
     return found | {"imbalance by chance alone": floor, "expert times": times or "not asked for"}
 
 
-def _comparison_table(judged: dict[str, dict[str, Any]]) -> Table:
+def _comparison_table(judged: dict[str, dict[str, Any]]) -> TextTable:
     headings = ["policy", "mean imbalance", "p95", "p99", "worst layer", "rebalances"]
     headings += ["experts moved", "GB moved", "tokens/s a rank"]
     rows = [
@@ -126,7 +126,7 @@ def _comparison_table(judged: dict[str, dict[str, Any]]) -> Table:
         )
         for policy, one in judged.items()
     ]
-    return Table(headings, rows)
+    return TextTable(headings, rows)
 
 
 def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
@@ -234,7 +234,9 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
 BALANCES = ("without balancing", "planned", "bound of any placement")
 
 
-def recommendation_page(answer: Answer, load: str, expert_times: str, command: str) -> Page:
+def recommendation_page(
+    answer: Recommendation, load: str, expert_times: str, command: str
+) -> ReportPage:
     """The page of ``eplb recommend``.
 
     Args:
@@ -277,7 +279,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
                 _by_batch(go, answer, "ms", x_title, "ms"),
             ),
         ]
-    return Page(
+    return ReportPage(
         f"What to deploy for {load}",
         answer.sentences(),
         [_candidate_table(answer)],
@@ -288,7 +290,7 @@ def recommendation_page(answer: Answer, load: str, expert_times: str, command: s
     )
 
 
-def _candidate_table(answer: Answer) -> Table:
+def _candidate_table(answer: Recommendation) -> TextTable:
     headings = ["group", "slots a rank", "tokens/s a rank", "policy", "plan every"]
     headings += [answer.question.unit, "KV GB", "imbalance", "step ms", "error of a step", "moves"]
     rows = [
@@ -308,10 +310,10 @@ def _candidate_table(answer: Answer) -> Table:
         )
         for one in answer.candidates
     ]
-    return Table([*headings, "dispatch ms", "experts ms", "combine ms", "rest ms"], rows)
+    return TextTable([*headings, "dispatch ms", "experts ms", "combine ms", "rest ms"], rows)
 
 
-def _by_batch(go: Any, answer: Answer, figure_of: str, x_title: str, y_title: str) -> Any:
+def _by_batch(go: Any, answer: Recommendation, figure_of: str, x_title: str, y_title: str) -> Any:
     figure = go.Figure()
     prefixes = ("none", "planned", "perfect")
     for number, (prefix, name) in enumerate(zip(prefixes, BALANCES, strict=True)):
@@ -330,7 +332,7 @@ def _by_batch(go: Any, answer: Answer, figure_of: str, x_title: str, y_title: st
 MOST_SHOWN = 200  # rows of the page's table; the Parquet file has all
 
 
-def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
+def sweep_page(rows: Sequence[Row], load: str, command: str) -> ReportPage:
     """The page of ``eplb sweep``.
 
     Args:
@@ -367,10 +369,10 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> Page:
             text = f"The best of each policy, group and redundancy: {y_title}.{more}"
             best = _best_of(judged, lambda row: (row.policy, row.ranks, row.redundant))
             figures.append(Figure(title, text, _by(go, best, name, x_title, y_title)))
-    return Page(
+    return ReportPage(
         f"Sweep of {load}",
         conclusions(rows),
-        [Table(shown, [[one[name] for name in shown] for one in cells])],
+        [TextTable(shown, [[one[name] for name in shown] for one in cells])],
         figures,
         {"command": command, "load": load, "configurations": len(rows)},
     )

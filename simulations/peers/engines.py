@@ -31,7 +31,7 @@ from eplb.core.jit import jit
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from simulations.schemes import Scheme, Taken, Terms, by_rank
+from simulations.schemes import PlanTerms, Scheme, Taken, by_rank
 from simulations.windows import LatestWindows, Tokens
 
 SGLANG_UTILIZATION = 0.8
@@ -128,7 +128,7 @@ def utilization(load: NDArray[np.float64]) -> float:
 class Engine(Scheme):
     """DeepSeek's balancer on a sum of windows."""
 
-    def __init__(self, terms: Terms, first: Placement, every: int) -> None:
+    def __init__(self, terms: PlanTerms, first: Placement, every: int) -> None:
         super().__init__(terms, first)
         self._every = every
         self._sum: Tokens | None = None
@@ -160,7 +160,7 @@ class Engine(Scheme):
 class Sglang(Engine):
     """SGLang's manager: at each interval, unless ranks were used well since the latest plan."""
 
-    def __init__(self, terms: Terms, first: Placement, every: int) -> None:
+    def __init__(self, terms: PlanTerms, first: Placement, every: int) -> None:
         super().__init__(terms, first, every)
         self._used: list[float] = []
 

@@ -29,7 +29,7 @@ from eplb.deepseek import rebalance_experts
 from eplb.errors import ConfigError, EplbError
 from eplb.measure import imbalance
 from simulations.replay import in_order
-from simulations.schemes import Course, Terms, as_served
+from simulations.schemes import Course, PlanTerms, as_served
 from simulations.shadow.sources import ObservedWindow, Skips
 from telemetry.load.drift import LOOK_BACK
 
@@ -40,7 +40,9 @@ EnginePlans = Literal["auto", "maps", "deepseek", "none"]
 class Group:
     """What is compared on."""
 
-    terms: Terms  # of its topology, the slots count only where they are those of the first window
+    terms: (
+        PlanTerms  # of its topology, the slots count only where they are those of the first window
+    )
     num_redundant: int | None = None  # None: as many as the first map has, else none
     policy: str = "auto"
     engine_plans: EnginePlans = "auto"
@@ -208,7 +210,7 @@ class Comparison:
             return "a map that the rule cannot serve", str(exc)
         return None
 
-    def _terms(self, window: ObservedWindow, redundant: int) -> Terms:
+    def _terms(self, window: ObservedWindow, redundant: int) -> PlanTerms:
         """What plans in so many slots are made with."""
         (num_layers, num_experts), group = window.tokens.shape, self.group
         topology, model = group.terms.topology, group.terms.model
@@ -265,7 +267,7 @@ Series = NDArray[np.float64]
 class Account:
     """Imbalance and moves of each judged window."""
 
-    terms: Terms
+    terms: PlanTerms
     serving: Placement  # in the latest judged window; at first, the one at the start
     worst: float = 1.0  # one layer in one window
     rebalances: int = 0

@@ -73,7 +73,7 @@ class RunSystem:
     model: ModelShape
 
 
-class Source(Protocol):
+class WindowSource(Protocol):
     """Where windows come from."""
 
     skips: Skips
@@ -99,7 +99,7 @@ class SourceOptions:
     num_ranks: int | None = None  # files of one dump with a file for each rank
 
 
-def open_source(places: Sequence[str], options: SourceOptions) -> Source:
+def open_source(places: Sequence[str], options: SourceOptions) -> WindowSource:
     """The source of these places: files and folders, or one store.
 
     Raises:

@@ -30,7 +30,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.load import Phase
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError, HistoryError
-from simulations.windows import Windows
+from simulations.windows import WindowSeries
 from simulations.workloads import windows_named
 
 # What a replay runs: the planner, the simulator and the cut at sudden changes of load.
@@ -39,7 +39,7 @@ LIBRARIES = ("numpy", "scipy", "numba", "ortools")  # generators, sums and solve
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweepSettings:
     """What all tasks of a sweep share.
 
     Raises:
@@ -64,10 +64,10 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Task:
+class SweepTask:
     """One configuration."""
 
-    settings: Settings
+    settings: SweepSettings
     ranks: int
     redundant: int  # slots of each rank beyond those that hold all experts once
     interval: int  # windows from one plan to the next
@@ -83,7 +83,7 @@ class Task:
 
 
 def tasks_of(
-    settings: Settings,
+    settings: SweepSettings,
     *,
     ranks: Sequence[int],
     redundant: Sequence[int],
@@ -91,11 +91,11 @@ def tasks_of(
     policies: Sequence[str],
     dispatch: Sequence[DispatchRule],
     seeds: Sequence[int],
-) -> list[Task]:
+) -> list[SweepTask]:
     """Every combination once, in order of the arguments, the last one fastest."""
     rules = [rule.value for rule in dispatch]
     grid = product(ranks, redundant, intervals, policies, rules, seeds)
-    return list(dict.fromkeys(Task(settings, *one) for one in grid))
+    return list(dict.fromkeys(SweepTask(settings, *one) for one in grid))
 
 
 @cache
@@ -133,7 +133,7 @@ class Generated:
         """What decides the windows beside seed and model."""
         return self.text if self.steps is None else f"{self.text} steps={self.steps}"
 
-    def windows(self, seed: int, model: ModelShape | None) -> Windows:
+    def windows(self, seed: int, model: ModelShape | None) -> WindowSeries:
         """The windows of a seed."""
         found = windows_named(self.text, seed, model)
         return found if self.steps is None else replace(found, steps=self.steps)
@@ -149,12 +149,12 @@ class Recorded:
     phase: Phase
     skipped: int
 
-    def windows(self, seed: int, model: ModelShape | None) -> Windows:
+    def windows(self, seed: int, model: ModelShape | None) -> WindowSeries:
         """The windows; neither a seed nor a model changes them."""
         source = self.tokens
         tokens = np.load(source, mmap_mode="r") if isinstance(source, Path) else source
         num_windows, num_layers, num_experts = tokens.shape
-        return Windows(
+        return WindowSeries(
             num_layers,
             num_experts,
             lambda: iter(np.asarray(tokens)),
@@ -185,7 +185,7 @@ class Recorded:
 Load = Generated | Recorded
 
 
-def recorded(windows: Windows) -> Recorded:
+def recorded(windows: WindowSeries) -> Recorded:
     """Read all windows of a source.
 
     Raises:

@@ -17,8 +17,8 @@ from typing import Any
 
 from eplb.errors import ConfigError
 from eplb.packages import needed_for
-from simulations.report import write_whole
-from simulations.sweep.grid import Task
+from simulations.sweep.grid import SweepTask
+from telemetry.formats.bounded import write_atomically
 
 SCHEMA, SCHEMA_KEY = 1, b"eplb.sweep.schema"
 
@@ -100,7 +100,7 @@ class Results:
         except OSError as exc:
             raise ConfigError(f"{folder} cannot be made: {exc.strerror or exc}") from exc
 
-    def finished(self, tasks: Iterable[Task]) -> dict[str, Row]:
+    def finished(self, tasks: Iterable[SweepTask]) -> dict[str, Row]:
         """Rows of the tasks that are finished, by digest.
 
         Raises:
@@ -131,7 +131,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     table = arrow.Table.from_pylist([asdict(row) for row in rows], schema=_schema(arrow))
     content = BytesIO()
     parquet.write_table(table, content)
-    write_whole(path, content.getvalue())
+    write_atomically(path, content.getvalue())
 
 
 def read_rows(path: Path) -> list[Row]:

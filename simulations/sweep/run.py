@@ -35,7 +35,7 @@ from simulations.migration_cost import MigrationCost
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary
-from simulations.sweep.grid import Load, Recorded, Task, software
+from simulations.sweep.grid import Load, Recorded, SweepTask, software
 from simulations.sweep.results import Results, Row, write_rows
 
 TRIES = 2  # of a task whose worker dies
@@ -46,13 +46,13 @@ TASK_S = 3600.0  # a task of 24 h of windows took 2 minutes
 class FailedTask:
     """A task without a row; the next run of the sweep tries it again."""
 
-    task: Task
+    task: SweepTask
     reason: str
 
 
-Work = Callable[[Task], Row]
+Work = Callable[[SweepTask], Row]
 # Runs work on every task, each in a process of its own choice, and gives outcomes as they come.
-Executor = Callable[[Work, Sequence[Task]], Iterator[Row | FailedTask]]
+Executor = Callable[[Work, Sequence[SweepTask]], Iterator[Row | FailedTask]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Sweep:
 
 def sweep(
     load: Load,
-    tasks: Sequence[Task],
+    tasks: Sequence[SweepTask],
     results: Results,
     execute: Executor,
     on_outcome: Callable[[int], None] = lambda finished: None,
@@ -114,7 +114,7 @@ class TaskTimeout(EplbError):
     """A task that did not end in time; it says where it was."""
 
 
-def within(seconds: float, work: Callable[[Task], Row], task: Task) -> Row:
+def within(seconds: float, work: Callable[[SweepTask], Row], task: SweepTask) -> Row:
     """Do the work of a task; call it in a process that may end.
 
     Raises:
@@ -166,7 +166,7 @@ def num_cores() -> int:
 
 
 def run_on_processes(
-    work: Work, tasks: Sequence[Task], num_workers: int
+    work: Work, tasks: Sequence[SweepTask], num_workers: int
 ) -> Iterator[Row | FailedTask]:
     """Run work on every task; outcomes come in the order in which tasks end.
 
@@ -178,7 +178,7 @@ def run_on_processes(
     hold, release = get_context("spawn").Pipe(duplex=False)
     waiting = deque((task, 1) for task in tasks)
     idle = [_worker(hold) for _ in range(min(num_workers, len(tasks)))]
-    running: dict[Future[Row], tuple[ProcessPoolExecutor, Task, int]] = {}
+    running: dict[Future[Row], tuple[ProcessPoolExecutor, SweepTask, int]] = {}
     try:
         while waiting or running:
             while waiting and idle:
@@ -207,7 +207,7 @@ def run_on_processes(
         hold.close()
 
 
-def _outcome(future: Future[Row], task: Task) -> Row | FailedTask | None:
+def _outcome(future: Future[Row], task: SweepTask) -> Row | FailedTask | None:
     """None: the worker died."""
     try:
         return future.result()
@@ -221,7 +221,7 @@ def _worker(hold: Connection) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, get_context("spawn"), _stay_while, (hold,))
 
 
-def _submit(worker: ProcessPoolExecutor, work: Work, task: Task) -> Future[Row]:
+def _submit(worker: ProcessPoolExecutor, work: Work, task: SweepTask) -> Future[Row]:
     """Start the process with one thread for its libraries, if it does not run yet."""
     before = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(dict.fromkeys(THREADS, "1"))
@@ -249,7 +249,7 @@ def _stay_while(hold: Connection) -> None:
     Thread(target=leave, daemon=True).start()
 
 
-def run_on_ray(work: Work, tasks: Sequence[Task]) -> Iterator[Row | FailedTask]:
+def run_on_ray(work: Work, tasks: Sequence[SweepTask]) -> Iterator[Row | FailedTask]:
     """Run work on every task, one core each, on the cluster of RAY_ADDRESS, else on this host.
 
     Outcomes come in the order in which tasks end.
@@ -283,11 +283,11 @@ def run_on_ray(work: Work, tasks: Sequence[Task]) -> Iterator[Row | FailedTask]:
         ray.shutdown()
 
 
-def _apply(work: Work, task: Task) -> Row:
+def _apply(work: Work, task: SweepTask) -> Row:
     return work(task)
 
 
-def run_task(load: Load, task: Task) -> Row:
+def run_task(load: Load, task: SweepTask) -> Row:
     """Replay a configuration.
 
     Raises:
@@ -306,7 +306,7 @@ def run_task(load: Load, task: Task) -> Row:
     return Row(**{column.name: found.get(column.name) for column in fields(Row)})
 
 
-def _scenario(load: Load, task: Task) -> Scenario:
+def _scenario(load: Load, task: SweepTask) -> Scenario:
     settings = task.settings
     if software() != settings.software:
         raise ConfigError(

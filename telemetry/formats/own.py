@@ -35,12 +35,13 @@ from telemetry.formats.bounded import (
     check_regular,
     int_array,
     member,
+    read_arrays,
     read_json,
+    read_npy,
     read_text_bytes,
     to_json,
     whole_number,
 )
-from telemetry.formats.npz import read_arrays, read_npy
 from telemetry.formats.types import (
     Axis,
     Layers,

@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory, as_history
 from eplb.errors import ConfigError, HistoryError
-from telemetry.formats.bounded import read_text_bytes
-from telemetry.formats.npz import read_arrays, read_npy
+from telemetry.formats.bounded import read_arrays, read_npy, read_text_bytes
 from telemetry.formats.types import (
     Layers,
     LoadFile,

@@ -19,12 +19,13 @@ from telemetry.formats import own, routing
 from telemetry.formats.bounded import (
     MAX_TEXT_BYTES,
     check_regular,
+    npy_kind,
+    read_arrays,
     read_json,
     reading,
     write_atomically,
 )
 from telemetry.formats.engines import ascend, sglang, trtllm, vllm
-from telemetry.formats.npz import npy_kind, read_arrays
 from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions
 

@@ -72,7 +72,7 @@ class ReadOptions:
 
     def experts_in(self, num_slots: int, largest: int) -> int:
         """E of a map with so many slots: as stated, else one more than the largest id."""
-        if self.num_redundant is not None:
+        if self.num_experts is None and self.num_redundant is not None:
             return max(num_slots - self.num_redundant, 1)
         return self.num_experts or largest + 1
 
@@ -185,6 +185,16 @@ def model_layers(layers: Layers, why: str) -> Layers:
         f"{why}, and the input does not tell {found}: expected --layer-ids, --first-moe-layer or "
         "--model"
     )
+
+
+def refuse_dense_rows(layers: Layers, what: str) -> None:
+    """Refuse rows that may be dense layers, for a format of MoE layers alone.
+
+    Raises:
+        ConfigError: the input does not tell; the message asks for it.
+    """
+    if layers.axis == "hidden":
+        model_layers(layers, f"{what} are MoE layers alone")
 
 
 def parse_layer_ids(text: str) -> tuple[int, ...]:

@@ -38,7 +38,8 @@ WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
 FAULT = "fault"  # kind: injected for a trial
 RESTART = "restart"  # kind: they cannot, and all ranks start again
-# Stages of that, from the known break to the end of the first pass; their seconds are its detail.
+REGROUPED = "regrouped"  # kind: ranks joined or left as planned
+# Stages of the first and the last, until the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
 OUTAGES = Table("outages", is_ordered=True)  # by their ends
@@ -61,7 +62,8 @@ class Event:
     def is_about(self, rank: int) -> bool:
         """Whether it names a rank, as a fact or in its words."""
         detail = self.detail
-        if rank in (detail.get("rank"), *detail.get("survivors", ()), *detail.get("lost", ())):
+        lists = (detail.get(name, ()) for name in ("survivors", "lost", "ranks"))
+        if rank == detail.get("rank") or any(rank in ranks for ranks in lists):
             return True
         words = " ".join(one for one in detail.values() if isinstance(one, str))
         named = " ".join(RANKS_IN_WORDS.findall(words))

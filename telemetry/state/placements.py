@@ -30,6 +30,7 @@ from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, Outcome, PlanEnd, 
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
+from telemetry.state.membership import MembershipChange, put_change
 from telemetry.state.part import (
     CANDIDATES,
     COMMITTED,
@@ -115,6 +116,7 @@ class PlacementPart(Part):
         membership: int | None = None,
         run: RunInfo | None = None,
         dropped: Callable[[LiveState], Mapping[str, LiveValue | None]] = lambda _: {},
+        next_group: Recovery | None = None,
     ) -> bool:
         """Make ``placement`` the committed one and close the migration ``plan_id``, atomically.
 
@@ -128,6 +130,7 @@ class PlacementPart(Part):
             run: a start of other ranks, which begins in the same change: readers take the ranks of
                 the placement from the latest start.
             dropped: gives new live values, where those of now name ranks that ``run`` has not.
+            next_group: the planned group that serves it, recorded as that of survivors would be.
 
         Raises:
             StaleGeneration: something else is committed, or generations do not grow; or survivors
@@ -142,6 +145,8 @@ class PlacementPart(Part):
             _check_follows(generation, expected, None if serving is None else serving[0])
             _check_membership(generation, membership, _recovery_in(change))
             _put_committed(change, placement, plan_id, reason)
+            if next_group is not None:
+                change.put(HEAD, RECOVERY, encode(next_group))
             open_plan = open_plan_in(change)
             if open_plan is not None:
                 is_this = open_plan[0] == plan_id
@@ -353,6 +358,7 @@ class PlacementPart(Part):
         *,
         last_plan_id: int,
         reason: str,
+        membership: MembershipChange | None = None,
     ) -> bool:
         """Restore the state that a rank knows in a store that lost its contents, atomically.
 
@@ -364,6 +370,7 @@ class PlacementPart(Part):
             placement: what serves; the next commit follows its generation.
             live: the settings as the caller has read them last.
             last_plan_id: the newest that the caller has seen; later ids are well above it.
+            membership: the latest operation on the ranks; without it ranks that left would return.
         """
 
         def decision(change: Change) -> bool:
@@ -375,6 +382,8 @@ class PlacementPart(Part):
             if current is None:
                 add_run(change, run)
             _put_committed(change, placement, 0, reason)
+            if membership is not None:
+                put_change(change, membership)
             # Readers may know revisions past the caller's.
             put_live(change, replace(live, revision=live.revision + PLAN_ID_GAP))
             greatest = max(change.last("plan_id"), last_plan_id + PLAN_ID_GAP)

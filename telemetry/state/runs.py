@@ -12,6 +12,7 @@ from eplb.errors import StoreError
 from eplb.versions import RANKS, Announcement, announcement_from_dict
 from telemetry.state.backend import NEWEST, Change, Table, text_of
 from telemetry.state.codec import as_stored, decode, encode, from_json, from_record, to_json
+from telemetry.state.membership import change_in, note_run
 from telemetry.state.part import Part
 
 Details = Mapping[str, Any]  # JSON-ready values
@@ -21,6 +22,7 @@ WAIT_MS = "wait_ms"  # the same: of that, the host's wait for exchanges with oth
 EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
 BATCH = "batch"  # of a rank's details: which parts act on its batches; missing: none
 BATCH_FAULTS = "batch_faults"  # of a rank's details: what these parts counted, by kind
+GROUP_STAYS = "group_stays"  # of a rank's details: why its group cannot change; "": it can
 CLOCK_OFFSET_S = "clock_offset_s"  # of a rank's details: how far its host's clock is ahead
 REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
@@ -220,7 +222,10 @@ def current_run_in(change: Change) -> str | None:
 
 
 def begin(change: Change, info: RunInfo) -> None:
-    """Record a start with its event."""
+    """Record a start with its event, and what it means for a membership operation."""
+    if change_in(change) is not None and (latest := change.scan(RUNS, NEWEST)):
+        before = _run_of(latest[0][1]).topology["alive"]
+        note_run(change, info.topology["alive"], len(before))
     add_run(change, _stored(info))
     change.append("run", to_json({"run": info.run, "window_steps": info.window_steps}))
 

@@ -10,6 +10,8 @@ A new kind of record is declared in the module of its subject, as a frozen datac
     runs        starts, reports of ranks, versions of processes
     samples     samples and roll-ups
     placements  placements, migrations, recovery
+    membership  planned changes of the ranks that serve
+    groups      the next group of ranks: offers to join, and its proposal
     proposals   plans that wait for an approval
     lease       the one controller, and its fencing token
     tasks       requests to the controller
@@ -26,8 +28,10 @@ from eplb.errors import ConfigError
 from eplb.settings.tree import without_password as without_password
 from telemetry.state.backend import Backend
 from telemetry.state.events import EventPart
+from telemetry.state.groups import GroupPart
 from telemetry.state.lease import LeasePart, LeaseWatch
 from telemetry.state.live import LivePart
+from telemetry.state.membership import MembershipPart
 from telemetry.state.placements import PlacementPart
 from telemetry.state.proposals import ProposalPart
 from telemetry.state.redis_address import SCHEMES
@@ -37,7 +41,16 @@ from telemetry.state.tasks import TaskPart
 
 
 class StateStore(
-    RunsPart, SamplePart, PlacementPart, ProposalPart, LeasePart, TaskPart, LivePart, EventPart
+    RunsPart,
+    SamplePart,
+    PlacementPart,
+    MembershipPart,
+    GroupPart,
+    ProposalPart,
+    LeasePart,
+    TaskPart,
+    LivePart,
+    EventPart,
 ):
     """One deployment's memory. Methods may be called from any thread.
 
@@ -64,8 +77,8 @@ class StateStore(
     def version(self) -> int:
         """Return a number that grows with each change that a reader may wait for.
 
-        That is every event, a claimed task, an announcement, survivor report and candidates; not a
-        sample, a rank's report or a plan id.
+        That is every event, a claimed task, an announcement, survivor report, offer to join and
+        candidates; not a sample, a rank's report or a plan id.
         """
         return self.backend.version()
 

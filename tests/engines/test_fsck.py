@@ -14,10 +14,14 @@ import torch
 
 from rebalance.engines.common.conform import all_faults
 from rebalance.engines.common.fsck import rank_check
-from rebalance.engines.common.fsck.check import agreed, digests_of
-from rebalance.engines.common.fsck.maps import DeviceMaps
+from rebalance.engines.common.fsck.check import (
+    DeviceMaps,
+    EngineView,
+    agreed,
+    digests_of,
+    is_of_router,
+)
 from rebalance.engines.common.fsck.report import Report, report_of
-from rebalance.engines.common.fsck.tensors import EngineView, is_of_router
 from telemetry import open_store
 from tests.support.engines.installed import engine
 from tests.support.engines.ranks import (

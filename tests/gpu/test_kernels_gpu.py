@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
+from runtime.kernels.combine import sum_rows
 from runtime.kernels.digest import digest_records
 from runtime.kernels.gemm import (
     BF16_DECODE,
@@ -342,6 +343,23 @@ def test_rows_are_quantised_to_the_nearest() -> None:
     quantise_rows(rows, into)
 
     check_quantised(into, rows)
+
+
+def test_results_of_bfloat16_are_weighed_and_summed_in_float32() -> None:
+    num_tokens, top_k, columns = 3000, 8, 7168
+    place = torch.arange(num_tokens * top_k).view(num_tokens, top_k).flip(0).contiguous()
+    place[torch.rand(place.shape) < 0.5] = -1
+    results, weights = (
+        torch.randn((num_tokens * top_k, columns), dtype=BF16),
+        torch.rand(place.shape),
+    )
+    out = torch.empty((num_tokens, columns), dtype=BF16)
+
+    sum_rows(results, place, weights, out)
+
+    rows = torch.where((place >= 0)[..., None], results[place.clamp(min=0)].float(), 0.0)
+    wanted = (rows * weights[..., None]).sum(dim=1)
+    torch.testing.assert_close(out.float(), wanted, rtol=2**-8, atol=1e-4)
 
 
 @LAYOUTS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rebalance.weights.link.link_settings import RankLinkSettings
-from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
+from rebalance.weights.rank_link import GroupName, OtherRanks, Served, SlotPart, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema, PlainArena, bank_bytes
 
 SCHEMA = ExpertSchema.swiglu(1024, 768)  # 9.4 MB: several pieces, and several chunks
@@ -42,7 +42,7 @@ def test_record_is_copied_to_another_gpu_while_kernels_run() -> None:
         closing(serve_slots(settings, 1, GROUP, source, lambda: served)),
         closing(OtherRanks(settings, 0, GROUP, SIZE)) as asks,
     ):
-        whole = Part(0, 0, 1, 5, 0, SIZE)
+        whole = SlotPart(0, 0, 1, 5, 0, SIZE)
         landed = []
         for offset in range(0, SIZE, CHUNK):
             busy = busy @ busy  # of the compute stream: the copies neither wait for it nor hold it

@@ -57,7 +57,7 @@ def at(port: int) -> dict[str, str]:
 
 
 def three(**changes: Any) -> list[Attendance]:
-    usual = Attendance(0, 3, HERE, b"key", SUMMARY)
+    usual = Attendance(0, range(3), HERE, b"key", SUMMARY)
     last = {"rank": 2} | changes
     return [usual, replace(usual, rank=1), replace(usual, **last)]
 
@@ -175,7 +175,7 @@ import os, sys
 from rebalance.assembly.meeting import Attendance, meet
 host, rank = sys.argv[1], int(sys.argv[2])
 try:
-    meet(Attendance(rank, 3, host, b"key", {}), os.environ, float(sys.argv[3]), print)
+    meet(Attendance(rank, range(3), host, b"key", {}), os.environ, float(sys.argv[3]), print)
 except Exception as exc:
     print(type(exc).__name__, exc)
 """
@@ -217,9 +217,9 @@ def test_meeting_port_in_use_is_refused_and_nobody_is_waited_for_without_end() -
     with closing(socket.create_server((HERE, 0))) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RankError, match=f"rank 0 cannot listen at {HERE}:{port}"):
-            meet(Attendance(0, 2, HERE, b"", {}), at(port), NEVER_S)
+            meet(Attendance(0, range(2), HERE, b"", {}), at(port), NEVER_S)
     with pytest.raises(RankError, match=f"rank 1: no answer at {HERE}:{port} in time"):
-        meet(Attendance(1, 2, HERE, b"", {}), at(port), 0.3)
+        meet(Attendance(1, range(2), HERE, b"", {}), at(port), 0.3)
 
 
 def test_place_of_a_rank_is_one_process_s_until_it_ends(fork: Fork) -> None:

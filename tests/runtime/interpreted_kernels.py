@@ -25,6 +25,7 @@ from runtime.batch.kernels.split import (
 from runtime.batch.split_rule import SplitRule, SplitSwitch, split_layout
 from runtime.batch.split_rule import split_batch as reference_split
 from runtime.draws import choose_by_draw
+from runtime.kernels.combine import sum_rows
 from runtime.kernels.digest import digest_records
 from runtime.kernels.gemm import (
     BF16_DECODE,
@@ -363,6 +364,23 @@ def test_exchange_that_misses_its_deadline_splits_by_own_counts() -> None:
         assert (placement.slot_to_expert[0][chosen] == experts.numpy()).all()
         assert batch.sent.tolist() == [40, 0]
         assert int(exchange.late) == number
+
+
+def test_results_are_weighed_and_summed_in_the_order_of_the_choices() -> None:
+    num_rows, num_tokens, top_k, columns = 40, 17, 6, 3 * 256
+    results, weights = random(num_rows, columns), random(num_tokens, top_k, seed=1)
+    place = torch.full((num_tokens, top_k), -1)
+    of_pairs = torch.randperm(num_tokens * top_k, generator=torch.Generator().manual_seed(2))
+    place.view(-1)[of_pairs[:num_rows]] = torch.arange(num_rows)
+    place[3] = -1  # a token without a row
+    out = torch.full((num_tokens, columns), POISON)
+
+    sum_rows(results, place, weights, out)
+
+    rows = torch.where((place >= 0)[..., None], results[place.clamp(min=0)].double(), 0.0)
+    wanted = (rows * weights[..., None]).sum(dim=1)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert not out[3].any()
 
 
 def test_arguments_that_a_kernel_would_misread_are_rejected() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Received
-from runtime.dispatch.deepep import DeepEPShape
+from runtime.dispatch.deepep import DeepEPShape, normal_bytes
 from runtime.dispatch.table import Trial, check_dispatcher, choose_dispatcher
 
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
@@ -103,6 +104,50 @@ def test_normal_mode_is_refused_for_more_slots_of_a_rank_than_a_host_serves() ->
     with pytest.raises(ConfigError, match="a rank has 129 slots of a layer, expected at most 128"):
         shape.check_normal(2)
     DeepEPShape(Topology.uniform(1, 2, 128), hidden=128, top_k=2, max_tokens=8).check_normal(2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """deep_ep's sizes of normal mode with 12 channels, as csrc/config.hpp of v1.2.1 has them."""
+
+    nvl_tokens: int
+    rdma_tokens: int
+    row_extra = 8 + 128 * (8 + 4 + 4)  # source, 128 experts with ids and weights, 128 scales
+
+    def get_nvl_buffer_size_hint(self, row_bytes: int, num_ranks: int) -> int:
+        domains, peers = max(num_ranks // 8, 1), min(num_ranks, 8)
+        row = row_bytes + self.row_extra
+        num_bytes = 12 * peers * ((2 * domains + 3) * 4 + self.nvl_tokens * row)
+        return -(-num_bytes // 128) * 128
+
+    def get_rdma_buffer_size_hint(self, row_bytes: int, num_ranks: int) -> int:
+        assert num_ranks > 8, "a build without NVSHMEM aborts here"
+        row = row_bytes + self.row_extra + 16
+        num_bytes = 12 * (num_ranks // 8) * 2 * (18 * 4 + self.rdma_tokens * row)
+        return -(-num_bytes // 128) * 128
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "configs", "expected"),
+    [
+        # As csrc/config.hpp itself gives them, with the settings of get_dispatch_config and
+        # get_combine_config for so many ranks.
+        (8, [Config(256, 132), Config(256, 132)], (402_851_712, 0)),
+        (16, [Config(288, 140), Config(288, 132)], (453_208_704, 110_265_216)),
+        (64, [Config(288, 140), Config(288, 140)], (453_213_312, 441_060_864)),
+        (128, [Config(560, 128), Config(560, 132)], (881_247_360, 831_716_352)),
+        (160, [Config(720, 132), Config(720, 128)], (1_133_031_552, 1_039_645_440)),
+    ],
+)
+def test_normal_mode_has_a_buffer_for_rdma_where_a_group_spans_nvlink_domains(
+    num_ranks: int, configs: list[Config], expected: tuple[int, int]
+) -> None:
+    assert normal_bytes(configs, 2 * 7168, num_ranks) == expected
+
+
+def test_normal_mode_is_refused_where_a_buffer_is_larger_than_deep_ep_addresses() -> None:
+    with pytest.raises(ConfigError, match=r"on 160 ranks needs .* expected at most 2147483647"):
+        normal_bytes([Config(720, 132)], 2 * 16_384, 160)
 
 
 def test_group_of_survivors_exchanges_tokens_by_the_numbers_of_all_ranks(

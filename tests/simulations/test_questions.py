@@ -17,11 +17,11 @@ from eplb import ModelShape, Placement, Topology
 from eplb.core.kernels import kernel_for
 from eplb.errors import ConfigError
 from simulations.failures import failures_of
-from simulations.pages.document import Page, Table
+from simulations.pages.document import ReportPage, TextTable
 from simulations.recommend import MemoryModel, Question, recommend
 from simulations.replay import Scenario
 from simulations.step_time import StepModel, hardware_named
-from simulations.windows import Windows
+from simulations.windows import WindowSeries
 from telemetry.formats.table import read_placement
 from telemetry.formats.types import ReadOptions
 
@@ -34,7 +34,7 @@ ROW = [0, 1, 4, 2, 3, 5, 0, 1, 6, 2, 3, 7]
 HELD = Placement(np.tile(np.array(ROW), (2, 1)), num_experts=8, generation=1)
 ROWS_IN_ORDER = np.tile(np.arange(8), (2, 1))
 WINDOW = np.tile(np.array([20, 20, 20, 20, 10, 30, 10, 10]), (2, 1))
-LOAD = Windows(2, 8, lambda: (WINDOW.copy() for _ in range(4)))
+LOAD = WindowSeries(2, 8, lambda: (WINDOW.copy() for _ in range(4)))
 
 
 def test_loss_of_a_rank_names_the_one_with_most_tokens_of_sole_copies() -> None:
@@ -83,7 +83,7 @@ def question(spare_bytes: float = 4e9, **changes: object) -> Question:
     """Four ranks, the hot expert 9 times as busy, and so much KV cache."""
     window = np.full((2, 8), 1000, dtype=np.int64)
     window[:, 0] *= 9
-    windows = Windows(2, 8, lambda: (window.copy() for _ in range(6)))
+    windows = WindowSeries(2, 8, lambda: (window.copy() for _ in range(6)))
     weights = 2 * MODEL.num_layers * MODEL.expert_bytes
     memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
     asked = Question(
@@ -227,7 +227,9 @@ def test_pictures_are_the_figures_of_the_page(tmp_path: Path) -> None:
 def test_long_table_comes_after_the_figures(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     rows = [(str(number),) for number in range(40)]
-    page = Page("title", [], [Table(["short"], rows[:2]), Table(["long"], rows)], [], {})
+    page = ReportPage(
+        "title", [], [TextTable(["short"], rows[:2]), TextTable(["long"], rows)], [], {}
+    )
 
     page.write(tmp_path / "out.html")
 

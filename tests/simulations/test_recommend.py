@@ -20,7 +20,7 @@ from simulations.inputs import model_named
 from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
 from simulations.report import limit_of
 from simulations.step_time import hardware_named
-from simulations.windows import RecordedDeployment, Windows
+from simulations.windows import RecordedDeployment, WindowSeries
 
 MODEL = ModelShape((0, 1), 16, 4, 7168, 2048)
 CARD = hardware_named("h200")
@@ -31,7 +31,7 @@ def question(hot: int, spare_bytes: float = 1e9, **changes: Any) -> Question:
     """Four ranks of four experts, one expert ``hot`` times as busy, and so much KV cache."""
     window = np.full((2, 16), 1000, dtype=np.int64)
     window[:, 0] *= hot
-    windows = Windows(2, 16, lambda: (window.copy() for _ in range(6)))
+    windows = WindowSeries(2, 16, lambda: (window.copy() for _ in range(6)))
     weights = 4 * MODEL.num_layers * MODEL.expert_bytes
     memory = MemoryModel(CARD, MODEL, 1.0, CARD.memory_bytes - weights - spare_bytes, 1000.0)
     chosen: dict[str, Any] = {
@@ -124,7 +124,7 @@ def test_question_that_cannot_be_asked_is_refused(changes: dict[str, Any], messa
 def test_part_of_a_source_is_its_first_or_its_latest_windows(
     is_latest: bool, kept: list[int]
 ) -> None:
-    source = Windows(1, 1, lambda: (np.full((1, 1), number) for number in range(6)), 6)
+    source = WindowSeries(1, 1, lambda: (np.full((1, 1), number) for number in range(6)), 6)
 
     part = part_of(source, 3, is_latest=is_latest)
 
@@ -132,8 +132,12 @@ def test_part_of_a_source_is_its_first_or_its_latest_windows(
     assert part.num_windows == 3
 
 
-def of_shape(layers: int, experts: int, deployment: RecordedDeployment | None = None) -> Windows:
-    return Windows(layers, experts, lambda: iter(()), deployment=deployment or RecordedDeployment())
+def of_shape(
+    layers: int, experts: int, deployment: RecordedDeployment | None = None
+) -> WindowSeries:
+    return WindowSeries(
+        layers, experts, lambda: iter(()), deployment=deployment or RecordedDeployment()
+    )
 
 
 def test_model_is_the_known_one_of_the_load_s_shape() -> None:

@@ -14,10 +14,10 @@ from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
 from eplb.policies.table import greedy_policy, register_policy
 from simulations.migration_cost import moved_between
-from simulations.oracles import lowest, pieces_at
 from simulations.peers.engines import deepseek_slots
 from simulations.replay import Scenario, noise_floor, replay, replay_all
-from simulations.windows import Tokens, Windows
+from simulations.schemes import lowest, pieces_at
+from simulations.windows import Tokens, WindowSeries
 from simulations.workloads import windows_named
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
@@ -25,8 +25,8 @@ FOUR_RANKS = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
 HOT = np.array([[60, 20, 20, 20, 20, 20, 20, 20]])
 
 
-def repeated(window: Tokens, num_windows: int) -> Windows:
-    return Windows(*window.shape, lambda: (window.copy() for _ in range(num_windows)))
+def repeated(window: Tokens, num_windows: int) -> WindowSeries:
+    return WindowSeries(*window.shape, lambda: (window.copy() for _ in range(num_windows)))
 
 
 def test_windows_are_read_once_for_all_policies() -> None:
@@ -37,7 +37,9 @@ def test_windows_are_read_once_for_all_policies() -> None:
         readings += 1
         yield from (HOT.copy() for _ in range(4))
 
-    found = replay_all(Scenario(FOUR_RANKS, load=Windows(1, 8, read)), ["none", "auto", "deepseek"])
+    found = replay_all(
+        Scenario(FOUR_RANKS, load=WindowSeries(1, 8, read)), ["none", "auto", "deepseek"]
+    )
 
     assert readings == 1
     assert [len(one.imbalance) for one in found] == [3, 3, 3]
@@ -98,14 +100,14 @@ def test_engines_plan_by_their_own_triggers(policy: str, planned_after: list[int
         for number in range(13):
             yield np.roll(HOT, number if policy != "sglang" else 0, axis=1)
 
-    found = replay(Scenario(FOUR_RANKS, load=Windows(1, 8, read), plan_every=4), policy)
+    found = replay(Scenario(FOUR_RANKS, load=WindowSeries(1, 8, read), plan_every=4), policy)
 
     assert [one.window for one in found.rebalances] == planned_after
 
 
 def test_engine_plans_on_all_load_since_its_latest_plan() -> None:
     first, second = np.array([[90, 10, 10, 10]]), np.array([[10, 90, 10, 10]])
-    windows = Windows(1, 4, lambda: iter([first, second, second, first]))
+    windows = WindowSeries(1, 4, lambda: iter([first, second, second, first]))
     topology = Topology.uniform(1, 2, 3)
 
     found = replay(Scenario(topology, load=windows, plan_every=2, keep_placements=True), "deepseek")
@@ -213,11 +215,11 @@ def test_windows_and_policies_that_cannot_be_replayed_are_refused(
     windows: list[Tokens], policy: str, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        replay(Scenario(FOUR_RANKS, load=Windows(1, 8, lambda: iter(windows))), policy)
+        replay(Scenario(FOUR_RANKS, load=WindowSeries(1, 8, lambda: iter(windows))), policy)
 
 
 def test_idle_windows_count_in_no_mean() -> None:
-    windows = Windows(1, 8, lambda: iter([HOT, HOT, 0 * HOT, HOT]))
+    windows = WindowSeries(1, 8, lambda: iter([HOT, HOT, 0 * HOT, HOT]))
 
     ours, engine, forced = replay_all(
         Scenario(TWO_RANKS_OF_FOUR, load=windows), ["none", "deepseek", "oracle:re-plan"]
@@ -300,7 +302,7 @@ def test_pieces_are_of_the_least_size_and_need_a_free_slot_on_a_live_rank() -> N
 
 @pytest.mark.parametrize("window", [np.array([[90, 10, 10, 10]]), np.array([[0, 0, 0, 0]])])
 def test_oracle_serves_every_token(window: Tokens) -> None:
-    windows = Windows(1, 4, lambda: (window.copy() for _ in range(3)))
+    windows = WindowSeries(1, 4, lambda: (window.copy() for _ in range(3)))
 
     (found,) = replay_all(Scenario(RANKS, load=windows), ["oracle:moonep"])
 

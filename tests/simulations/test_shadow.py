@@ -20,15 +20,15 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from simulations.schemes import Course, Terms
+from simulations.schemes import Course, PlanTerms
 from simulations.shadow.comparison import Account, Comparison, Group, received_by_rank
 from simulations.shadow.report import FEWEST, Prices, difference_of, report
 from simulations.shadow.sources import (
     ObservedWindow,
     Skips,
-    Source,
     SourceOptions,
     StoreSource,
+    WindowSource,
     open_source,
 )
 from simulations.workloads import generate
@@ -64,7 +64,7 @@ def test_moves_are_booked_in_the_first_window_that_they_serve() -> None:
     cost = CostModel(seconds_per_rebalance=0.5, seconds_per_expert=2.0)
     model = ModelShape((0,), 4, 1, 0, 0, expert_bytes=100)
     first, second = held([0, 1, 0, 2, 3, 2]), held([3, 1, 0, 2, 3, 2])
-    account = Account(Terms(TWO_RANKS, model, cost=cost), first)
+    account = Account(PlanTerms(TWO_RANKS, model, cost=cost), first)
 
     for placement in (first, second, second):
         account.judge(np.array([[40, 10, 20, 30]]), placement)
@@ -77,7 +77,7 @@ def test_moves_are_booked_in_the_first_window_that_they_serve() -> None:
 
 def test_window_is_judged_under_what_was_planned_before_it() -> None:
     windows = observed(*[[900, 50, 25, 25]] * 3, [25, 25, 50, 900])
-    comparison = Comparison(Group(Terms(TWO_RANKS), 2), Skips())
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS), 2), Skips())
     for window in windows[:-1]:
         comparison.add(window)
     assert comparison.engine is not None
@@ -97,7 +97,7 @@ def test_course_decides_as_the_controller_does() -> None:
     topology = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
     deployment = Deployment(topology, load[0], top_k=2)
     model = ModelShape((0, 1), 8, 2, 2048, 1408)
-    course = Course(Terms(topology, model), "auto", deployment.placement)
+    course = Course(PlanTerms(topology, model), "auto", deployment.placement)
     num_changes = 0
 
     for window, tokens in enumerate(load):
@@ -126,7 +126,7 @@ def test_window_that_does_not_fit_is_skipped_with_its_kind(
 ) -> None:
     (good,) = observed([4, 3, 2, 1], map_=held([0, 1, 2, 3, 0, 1]))
     (bad,) = observed(load, map_=None if row is None else held(row))
-    comparison = Comparison(Group(Terms(TWO_RANKS, dispatch=DispatchRule.ASCEND_MOD)), Skips())
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS, dispatch=DispatchRule.ASCEND_MOD)), Skips())
 
     assert comparison.add(good)
     assert not comparison.add(bad)
@@ -134,7 +134,7 @@ def test_window_that_does_not_fit_is_skipped_with_its_kind(
 
 
 def test_report_names_what_stands_in_for_missing_maps() -> None:
-    comparison = Comparison(Group(Terms(TWO_RANKS), 2), Skips())
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS), 2), Skips())
     for window in observed([4, 3, 2, 1], [4, 3, 2, 1]):
         comparison.add(window)
 
@@ -145,7 +145,7 @@ def test_report_names_what_stands_in_for_missing_maps() -> None:
 
 
 def test_all_idle_windows_give_a_report_without_figures() -> None:
-    comparison = Comparison(Group(Terms(TWO_RANKS), 2), Skips())
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS), 2), Skips())
 
     assert not comparison.add(observed([0, 0, 0, 0])[0])
 
@@ -159,14 +159,14 @@ def test_all_idle_windows_give_a_report_without_figures() -> None:
     [
         ({"num_redundant": 1}, "4 experts and 1 redundant ones on 2 ranks"),
         ({"num_redundant": 4}, "the map has 6 slots, expected 8"),
-        ({"terms": Terms(TWO_RANKS, ModelShape((0,), 5, 1, 0, 0))}, "the model 1 x 5"),
+        ({"terms": PlanTerms(TWO_RANKS, ModelShape((0,), 5, 1, 0, 0))}, "the model 1 x 5"),
     ],
 )
 def test_first_window_that_contradicts_what_was_stated_is_refused(
     changed: dict[str, Any], why: str
 ) -> None:
     (window,) = observed([4, 3, 2, 1], map_=held([0, 1, 0, 2, 3, 2]))
-    group = Group(**{"terms": Terms(TWO_RANKS)} | changed)
+    group = Group(**{"terms": PlanTerms(TWO_RANKS)} | changed)
 
     with pytest.raises(ConfigError, match=why):
         Comparison(group, Skips()).add(window)
@@ -174,7 +174,7 @@ def test_first_window_that_contradicts_what_was_stated_is_refused(
 
 def test_fewer_slots_free_memory_of_a_rank() -> None:
     model = ModelShape((0,), 4, 1, 0, 0, expert_bytes=100)
-    comparison = Comparison(Group(Terms(TWO_RANKS, model), 2, also_redundant=(0,)), Skips())
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS, model), 2, also_redundant=(0,)), Skips())
     for window in observed(*[[4, 3, 2, 1]] * 2):
         comparison.add(window)
 
@@ -240,12 +240,12 @@ def line(step: int, held: list[list[int]] = MAP, load: list[list[int]] = PHYSICA
     return json.dumps(record | {"expert_load": load, "p2l_map": held}) + "\n"
 
 
-def given(source: Source, *, is_last: bool = True) -> list[ObservedWindow]:
+def given(source: WindowSource, *, is_last: bool = True) -> list[ObservedWindow]:
     return list(source.poll(is_last=is_last))
 
 
-def compared(source: Source) -> dict[str, Any]:
-    comparison = Comparison(Group(Terms(TWO_RANKS), 2), source.skips)
+def compared(source: WindowSource) -> dict[str, Any]:
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS), 2), source.skips)
     for window in source.poll(is_last=True):
         comparison.add(window)
     return report(comparison, Prices(60.0, 1000), source.notes)
@@ -365,7 +365,7 @@ def test_watching_a_folder_gives_the_report_of_reading_it(tmp_path: Path) -> Non
     watched = tmp_path / "watched"
     watched.mkdir()
     source = open_source([str(watched)], OPTIONS)
-    comparison = Comparison(Group(Terms(TWO_RANKS), 2), source.skips)
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS), 2), source.skips)
     for name, data in whole.items():
         (watched / name).write_bytes(data)
         for window in (*source.poll(is_last=False), *source.poll(is_last=False)):
@@ -442,7 +442,7 @@ def test_store_without_maps_is_told_and_the_engine_is_replayed(
     source = StoreSource(str(tmp_path / "demo.sqlite"), ReadOptions())
     system = source.system()
     assert system is not None
-    comparison = Comparison(Group(Terms(system.topology, system.model)), source.skips)
+    comparison = Comparison(Group(PlanTerms(system.topology, system.model)), source.skips)
     for window_found in source.poll(is_last=True):
         comparison.add(window_found)
     source.close()

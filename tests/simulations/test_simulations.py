@@ -18,7 +18,7 @@ from simulations import Scenario, generate, load_trace, replay, replay_all
 from simulations.pages.of_commands import comparison_page
 from simulations.report import conclusions, summary, write_json
 from simulations.workloads import windows_named
-from telemetry.formats.npz import read_arrays
+from telemetry.formats.bounded import read_arrays
 from tests.support.repository import ROOT
 
 DATA = Path(os.environ.get("EPLB_DATA", ROOT.parent / "shared" / "data"))

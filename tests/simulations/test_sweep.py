@@ -28,8 +28,8 @@ from simulations.sweep import run as runs
 from simulations.sweep.grid import (
     Generated,
     Recorded,
-    Settings,
-    Task,
+    SweepSettings,
+    SweepTask,
     recorded,
     software,
     tasks_of,
@@ -48,27 +48,27 @@ from simulations.sweep.run import (
     sweep,
     within,
 )
-from simulations.windows import Windows
+from simulations.windows import WindowSeries
 from tests.support.dying_work import HANGING, die_in_seed_0, hang_in_policy
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess
 
 LOAD = Generated("generated:gamma:windows=4,layers=2,experts=16")
 WINDOW = np.arange(32, dtype=np.int64).reshape(2, 16)
-RECORDED = recorded(Windows(2, 16, lambda: iter([WINDOW, WINDOW * 2, WINDOW + 5])))
-SETTINGS = Settings(LOAD.digest, software())
+RECORDED = recorded(WindowSeries(2, 16, lambda: iter([WINDOW, WINDOW * 2, WINDOW + 5])))
+SETTINGS = SweepSettings(LOAD.digest, software())
 HANGS = ("none", HANGING, "auto")
 ONE_WORKER = partial(run_on_processes, num_workers=1)
 
 
 def in_process(
-    work: Work, tasks: Sequence[Task], num_workers: int = 1
+    work: Work, tasks: Sequence[SweepTask], num_workers: int = 1
 ) -> Iterator[Row | FailedTask]:
     """An executor without workers, for what a sweep decides whoever runs its tasks."""
     return (work(task) for task in tasks)
 
 
-def grid(settings: Settings = SETTINGS, seeds: Sequence[int] = (0, 1)) -> list[Task]:
+def grid(settings: SweepSettings = SETTINGS, seeds: Sequence[int] = (0, 1)) -> list[SweepTask]:
     """Two policies on four ranks, for each seed."""
     return tasks_of(
         settings,
@@ -88,7 +88,7 @@ def swept(
     folder: Path,
     *,
     load: Generated | Recorded = LOAD,
-    tasks: Sequence[Task] | None = None,
+    tasks: Sequence[SweepTask] | None = None,
     execute: Executor = in_process,
     on_outcome: Callable[[int], None] = lambda finished: None,
 ) -> Sweep:
@@ -150,7 +150,7 @@ def on_ray(folder: Path, load: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def sweep_until_killed(pipe: Any, folder: Path, tasks: list[Task]) -> None:
+def sweep_until_killed(pipe: Any, folder: Path, tasks: list[SweepTask]) -> None:
     """Name the workers as soon as one task of an earlier run, or of this one, has ended."""
 
     def tell(finished: int) -> None:
@@ -201,7 +201,7 @@ def dying(load: Generated, marks: Path, times: int) -> Executor:
     """Two workers, of which that of seed 0 is killed the first times."""
     marks.mkdir()
 
-    def execute(work: Work, tasks: Sequence[Task]) -> Iterator[Row | FailedTask]:
+    def execute(work: Work, tasks: Sequence[SweepTask]) -> Iterator[Row | FailedTask]:
         return run_on_processes(partial(die_in_seed_0, load, marks, times), tasks, 2)
 
     return execute
@@ -227,7 +227,7 @@ def test_task_past_its_deadline_fails_with_where_it_was_and_its_process_ends(
     """The deadline has passed as soon as the task is in the call that never ends."""
     begun, ends, timers = Event(), Event(), list[tuple[Any, ...]]()
 
-    def never_ends(task: Task) -> Row:
+    def never_ends(task: SweepTask) -> Row:
         begun.set()
         ends.wait()
         raise AssertionError("nobody waits for this any more")
@@ -259,7 +259,7 @@ def test_task_past_its_deadline_fails_with_where_it_was_and_its_process_ends(
 def test_task_in_time_gives_its_row_or_its_error() -> None:
     row = run_task(LOAD, ONE)
 
-    def refuse(task: Task) -> Row:
+    def refuse(task: SweepTask) -> Row:
         raise ConfigError("no such rank")
 
     assert within(NEVER_S, lambda task: row, ONE) is row
@@ -267,12 +267,12 @@ def test_task_in_time_gives_its_row_or_its_error() -> None:
         within(NEVER_S, refuse, ONE)
 
 
-def hanging_grid() -> list[Task]:
+def hanging_grid() -> list[SweepTask]:
     """A policy that hangs, between others."""
     return [replace(grid()[0], policy=name, seed=seed) for seed, name in enumerate(HANGS)]
 
 
-def work_with_a_hang(task: Task) -> Row:
+def work_with_a_hang(task: SweepTask) -> Row:
     """The policy that hangs has a short time, the others all that they need."""
     seconds = 0.5 if task.policy == HANGING else NEVER_S
     return within(seconds, partial(hang_in_policy, LOAD), task)
@@ -360,7 +360,7 @@ def test_damaged_result_is_refused_with_its_path(tmp_path: Path) -> None:
         replace(ONE, settings=replace(SETTINGS, load=Generated(LOAD.text, steps=9).digest)),
     ],
 )
-def test_any_changed_setting_changes_the_digest(other: Task) -> None:
+def test_any_changed_setting_changes_the_digest(other: SweepTask) -> None:
     assert other.digest != ONE.digest
     assert replace(other).digest == other.digest
 
@@ -368,8 +368,8 @@ def test_any_changed_setting_changes_the_digest(other: Task) -> None:
 def test_one_changed_count_changes_the_digest_of_recorded_load() -> None:
     changed = WINDOW + 5
     changed[1, 3] += 1
-    other = recorded(Windows(2, 16, lambda: iter([WINDOW, WINDOW * 2, changed])))
-    same = recorded(Windows(2, 16, lambda: iter([WINDOW, WINDOW * 2, WINDOW + 5])))
+    other = recorded(WindowSeries(2, 16, lambda: iter([WINDOW, WINDOW * 2, changed])))
+    same = recorded(WindowSeries(2, 16, lambda: iter([WINDOW, WINDOW * 2, WINDOW + 5])))
 
     assert same.digest == RECORDED.digest
     assert other.digest != RECORDED.digest

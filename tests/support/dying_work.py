@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 from eplb.policies.table import register_policy
 from simulations.peers import PEERS
-from simulations.sweep.grid import Load, Task
+from simulations.sweep.grid import Load, SweepTask
 from simulations.sweep.results import Row
 from simulations.sweep.run import run_task
 
 
-def die_in_seed_0(load: Load, marks: Path, times: int, task: Task) -> Row:
+def die_in_seed_0(load: Load, marks: Path, times: int, task: SweepTask) -> Row:
     """Run a task; the process of seed 0 is killed the first times, and leaves a mark each time."""
     row = run_task(load, task)
     deaths = len(list(marks.iterdir()))
@@ -34,7 +34,7 @@ def waits_for_ever(*problem: Any, **more: Any) -> NoReturn:
     raise AssertionError("nobody sets the event")
 
 
-def hang_in_policy(load: Load, task: Task) -> Row:
+def hang_in_policy(load: Load, task: SweepTask) -> Row:
     """Run a task in whose process ``HANGING`` hangs."""
     PEERS[HANGING] = waits_for_ever
     register_policy(HANGING, waits_for_ever)

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Condition, Event, Thread
 from types import TracebackType
@@ -54,10 +54,21 @@ def find_redis_server() -> Path:
 
 
 class RedisProcess:
-    """One server on a port of this host. It can be killed and started again on the same files."""
+    """One server on a port of this host. It can be killed and started again on the same files.
 
-    def __init__(self, folder: Path, settings: Settings | None = None) -> None:
-        self.folder, self.port = folder, free_port()
+    Args:
+        folder: of its files.
+        settings: in place of its defaults.
+        on_host: gives the words that run a command on another host.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings | None = None,
+        on_host: Callable[[list[str]], list[str]] = list,
+    ) -> None:
+        self.folder, self.port, self._on_host = folder, free_port(), on_host
         self.settings = {
             "port": str(self.port),
             "bind": "127.0.0.1",
@@ -100,7 +111,7 @@ class RedisProcess:
         words = [word for name, text in self.settings.items() for word in (f"--{name}", text)]
         self._output, self._is_silent = [], False
         self.process = subprocess.Popen(
-            [str(find_redis_server()), *words],
+            self._on_host([str(find_redis_server()), *words]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

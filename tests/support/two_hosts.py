@@ -13,6 +13,33 @@ from types import TracebackType
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 INTERFACES = ("end0", "end1")
 NOWHERE = "02:00:00:00:00:99"  # an address that no network card has
+# How a network is cut, on each host: the words that cut it, and those that mend it. A host that may
+# reach the store alone is the case in which both sides can decide.
+_DROP = ("INPUT", "--source", "{other}")
+_OPENED = (*_DROP, "-p", "tcp", "--syn", "--dport", "{ports}")
+_BUT_STORE = (*_DROP, "-p", "tcp", "-m", "multiport", "!", "--ports", "{ports}")
+CUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "link down": (
+        ("ip", "link", "set", "{interface}", "down"),
+        ("ip", "link", "set", "{interface}", "up"),
+    ),
+    "blackhole": (
+        ("ip", "route", "add", "blackhole", "{other}"),
+        ("ip", "route", "del", "blackhole", "{other}"),
+    ),
+    "drop": (
+        ("iptables", "--append", *_DROP, "-j", "DROP"),
+        ("iptables", "--delete", *_DROP, "-j", "DROP"),
+    ),
+    "drop all but the store": (
+        ("iptables", "--append", *_BUT_STORE, "-j", "DROP"),
+        ("iptables", "--delete", *_BUT_STORE, "-j", "DROP"),
+    ),
+    "drop what opens a connection": (
+        ("iptables", "--append", *_OPENED, "-j", "DROP"),
+        ("iptables", "--delete", *_OPENED, "-j", "DROP"),
+    ),
+}
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 NEEDED = ("unshare", "nsenter", "ip", "bash")
 SCRIPT = """
@@ -80,15 +107,45 @@ class TwoHosts:
         change("replace", "lladdr", NOWHERE, "nud", "permanent")
         return partial(change, "del")
 
+    def cut(self, how: str, ports: object = "") -> Callable[[], None]:
+        """Cut the network between the hosts, as CUTS names it; returns what mends it.
+
+        Args:
+            how: a name of CUTS.
+            ports: that it is about: of the store, or those that a firewall closes (FIRST:LAST).
+        """
+
+        def change(which: int) -> None:
+            for host, interface in enumerate(INTERFACES):
+                names = {"interface": interface, "other": ADDRESSES[1 - host]}
+                words = [w.format(**names, ports=ports) for w in CUTS[how][which]]
+                subprocess.run(self.on(host, words), check=True)
+
+        change(0)
+        return partial(change, 1)
+
     def enter(self, host: int) -> None:
         """Move this thread, and all that it starts from now on, to a host's network; needs root.
 
         Raises:
             OSError: this process may not.
         """
-        with Path(f"/proc/{self._pids[host]}/ns/net").open() as space:
-            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns to the network of a host")
+        enter_network(self.network(host))
+
+    def network(self, host: int) -> str:
+        """Path of a host's network, for ``enter_network`` in another process."""
+        return f"/proc/{self._pids[host]}/ns/net"
+
+
+def enter_network(path: str) -> None:
+    """Move this thread, and all that it starts from now on, to a network; needs root.
+
+    Raises:
+        OSError: this process may not.
+    """
+    with Path(path).open() as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {path}")
 
 
 def folders(root: Path) -> list[Path]:

@@ -17,7 +17,7 @@ import typer
 
 from api.cli.options import AsJson, with_options
 from api.cli.store_place import ApiOptions
-from api.operations.declaration import MAX_ID, Argument, Command, arguments_of, fields_of
+from api.operations.declaration import MAX_ID, AdminCommand, Argument, arguments_of, fields_of
 from api.operations.printing import WHY
 from api.operations.table import COMMANDS, GROUPS
 from eplb.declared import Meaning
@@ -49,7 +49,7 @@ def command_of(words: str) -> Any:
     return _function(next(one for one in COMMANDS if one.words == words))
 
 
-def _function(command: Command) -> Callable[..., None]:
+def _function(command: AdminCommand) -> Callable[..., None]:
     """Make the function of a command, whose parameters are its arguments and options."""
     operation = command.operation
     if command.run is not None:
@@ -82,7 +82,7 @@ def _function(command: Command) -> Callable[..., None]:
 
 
 def _options(
-    command: Command, arguments: Mapping[str, Argument]
+    command: AdminCommand, arguments: Mapping[str, Argument]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Annotation and default of each argument or option, by its name in a request."""
     for name, one in arguments.items():
@@ -143,7 +143,7 @@ def _spellings(spelled: str) -> list[str]:
 
 
 def _run(
-    command: Command,
+    command: AdminCommand,
     given: Mapping[str, Any],
     *,
     json_output: bool,

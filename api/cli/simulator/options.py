@@ -18,7 +18,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape, preset
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
-from simulations.pages.document import Page, write_pictures
+from simulations.pages.document import ReportPage, write_pictures
 from simulations.step_time import HARDWARE
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.table import WriteOptions, write_placement
@@ -94,7 +94,7 @@ class PlotOptions:
         Path | None, typer.Option("--png", help="Write the plots into this folder, one PNG each.")
     ] = None
 
-    def write(self, page: Callable[[], Page]) -> None:
+    def write(self, page: Callable[[], ReportPage]) -> None:
         """Write the page and its pictures, as far as they are asked for.
 
         Raises:

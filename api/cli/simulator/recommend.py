@@ -27,9 +27,9 @@ from eplb.core.model import preset
 from simulations.inputs import kernel_of, model_named, model_of, windows_of
 from simulations.pages.of_commands import recommendation_page
 from simulations.recommend import (
-    Answer,
     MemoryModel,
     Question,
+    Recommendation,
     Speculation,
     part_of,
     recommend,
@@ -217,7 +217,7 @@ def recommend_command(
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _table(answer: Answer) -> Table:
+def _table(answer: Recommendation) -> Table:
     """At most 80 columns wide: the ranks of attention are in the names of groups."""
     batch = answer.question.unit[:3]
     headings = ("slots", "policy", "every", batch, "KV GB", "imbal", "step ms", "links", "moves")
@@ -241,7 +241,7 @@ def _table(answer: Answer) -> Table:
     return figures_table(title, "group", (*headings, "tok/s"), rows)
 
 
-def _batch_table(answer: Answer) -> Table:
+def _batch_table(answer: Recommendation) -> Table:
     """Of the best candidate: ms and tokens/s of a rank, by balance; 80 columns at most."""
     of_what = "TTFT" if answer.question.is_prefill else "TPOT"
     headings = ("tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most")

@@ -32,7 +32,15 @@ from simulations.peers import register_peers
 from simulations.replay import check_names
 from simulations.report import figures_table
 from simulations.step_time import hardware_named
-from simulations.sweep.grid import Generated, Load, Settings, Task, recorded, software, tasks_of
+from simulations.sweep.grid import (
+    Generated,
+    Load,
+    SweepSettings,
+    SweepTask,
+    recorded,
+    software,
+    tasks_of,
+)
 from simulations.sweep.results import Results, Row
 from simulations.sweep.run import (
     TASK_S,
@@ -90,7 +98,7 @@ def sweep_command(
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
     times = (timed.model, timed.hardware, timed.prefill, timed.other_us, timed.overlap)
-    settings = Settings("", software(), *times, past, ranks_per_node, timed.precision)
+    settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision)
     load = _load(trace, steps, timed, deployment)
     register_peers()
     policies = tuple(name.strip() for name in policy.split(","))
@@ -172,7 +180,7 @@ def _with_progress(
         return run(lambda count: progress.update(bar, completed=count))
 
 
-def _words(task: Task) -> str:
+def _words(task: SweepTask) -> str:
     return (
         f"{task.policy} on {task.ranks} ranks, {task.redundant} redundant, every {task.interval}, "
         f"{task.dispatch}, seed {task.seed}"

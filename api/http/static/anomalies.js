@@ -16,7 +16,7 @@ export const ADVICE = {
   "no-tokens": "Do requests arrive? If so, read the events of kind error and the logs of the ranks.",
   "no-progress": "If only the mover hangs, the migration is dropped by itself. If no step completes, restart the rank.",
   "no-leader": "Start eplb serve or eplb controller. Ranks serve meanwhile, and nothing is balanced.",
-  "rank-gone": "The others serve its experts. A start of all ranks brings it back.",
+  "rank-gone": "The others serve its experts. eplb launch starts it again to join them, or retire it: eplb retire.",
   "rank-uncounted": "Switch observe on until its dispatcher counts.",
   "start-waits": "Start what the launcher waits for; then the ranks start by themselves.",
   "process-down": "Read its log. A process beyond its restart budget is started again each minute.",

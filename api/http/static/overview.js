@@ -15,14 +15,16 @@ function showSummary(state) {
   const { leader } = state.controller, none = latest ? "no tokens" : "–", alive = state.ranks.filter((one) => one.is_alive).length;
   const gain = score && Math.round(100 * (1 - score.measured / score.contiguous));
   const stepMs = state.ranks.map((rank) => rank.step_ms).filter((ms) => ms != null).toSorted((a, b) => a - b);
+  const expected = state.ranks.filter((one) => !["retired", "joining"].includes(one.phase)).length;
+  const open = state.membership?.operation?.ended === "" && state.membership;
   figures($("summary"), [
     ["imbalance now", score ? score.measured.toFixed(2) : none, "busiest rank over mean, 1.00 is perfect"],
     ["unbalanced", score ? score.contiguous.toFixed(2) : none,
       score ? `start placement: balancing gains ${String(gain).replace("-", "−")} %` : "start placement, same window"],
     ["doing", ...doing(state)],
     ["last rebalance", ...brought(state)],
-    ["ranks that report", `${alive} of ${state.ranks.length}`,
-      [state.silent_ranks.length && `silent: ${stretches(state.silent_ranks)}`,
+    ["ranks that report", `${alive} of ${expected}`,
+      [open && `operation ${open.operation.id}: ${open.phase}`, state.silent_ranks.length && `silent: ${stretches(state.silent_ranks)}`,
         state.token_age_s === null ? "no token yet" : `token ${ago(state.token_age_s)}`,
         stepMs.length && `step ${stepMs[stepMs.length >> 1].toFixed(1)} ms`].filter(Boolean).join("; ")],
     ["controller", leader ? "leads" : "none", leader],

@@ -3,7 +3,7 @@
 import { order } from "/static/acts.js";
 import { ask } from "/static/app.js";
 import { $, element, keyed, set, text } from "/static/dom.js";
-import { ago, at, count, plural } from "/static/words.js";
+import { ago, at, count, plural, stretches } from "/static/words.js";
 
 const PERIOD_MS = 5000;
 const PARTS = 8;  // of the rows out of sight, of which each turn changes one
@@ -20,7 +20,7 @@ export async function readRanks(state, isForced = false) {
 export function showRanks(state, heat) {
   if (state.run === null || held === null) return;
   const load = loads(state, heat), byState = Object.groupBy(held.ranks, (one) => one.state);
-  text($("rank-note"), [plural(state.ranks.length, "rank"),
+  text($("rank-note"), [plural(state.ranks.length, "rank"), ...membersOf(state),
     state.silent_ranks.length && `${state.silent_ranks.length} silent`,
     ...["cordoned", "draining", "drained"].filter((name) => byState[name]).map((name) => `${byState[name].length} ${name}`),
     held.waits && `draining waits: ${held.waits}`, ...held.unmet,
@@ -38,14 +38,14 @@ export function showRanks(state, heat) {
     node.line = one;
     text(cells[1], one.node);
     set(cells[2].firstChild, { class: name === "open" ? "tag" : `tag ${name === "gone" ? "silent" : name}`, title: rank.frozen });
-    text(cells[2].firstChild, rank.is_alive || one.state === "open" ? name : `silent, ${one.state}`);
+    text(cells[2].firstChild, rank.is_alive || one.state === "open" || ABSENT.includes(name) ? name : `silent, ${one.state}`);
     text(cells[3], rank.age_s === null ? "never" : ago(rank.age_s));
     text(cells[4], load === null ? "–" : load[one.rank].toFixed(2));
     for (const [cell, ms] of [[5, rank.step_ms], [6, rank.wait_ms]]) text(cells[cell], ms === null ? "–" : `${ms.toFixed(1)} ms`);
     text(cells[7], count(one.experts));
     text(cells[8], count(one.sole_experts));
     text(cells[9], rank.generation);
-    keyed(cells[10], ORDERS[one.state], (verb) => verb, (verb) => {
+    keyed(cells[10], state.membership.wanted.includes(one.rank) && rank.phase !== "joining" ? ORDERS[one.state] : [], (verb) => verb, (verb) => {
       const button = element("button", { type: "button", "aria-label": `${verb} rank ${one.rank}` }, verb);
       button.addEventListener("click", async () => {
         await order(button, verb, node.line);
@@ -56,7 +56,17 @@ export function showRanks(state, heat) {
   });
 }
 
-const nameOf = (rank, { state }) => (rank.phase === "gone" ? "gone" : !rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
+const ABSENT = ["gone", "retired", "joining"];
+const nameOf = (rank, { state }) => (ABSENT.includes(rank.phase) ? rank.phase : !rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
+
+// Which ranks serve and should, where these are not all, and the latest operation on them.
+export function membersOf({ ranks, membership }) {
+  const { members, wanted, phase, waits, operation: one, safe_to_delete: free, epoch } = membership;
+  return [members.length < ranks.length && `${members.length} serve (epoch ${epoch})`,
+    phase !== "settled" && `${phase}, ${stretches(wanted)} are wanted: ${waits}`,
+    one && `operation ${one.id} (${one.reason}) ${one.ended ? `is ${one.ended}: ${one.why}` : "is open"}`,
+    free.length && `safe to delete: ${stretches(free)}`].filter(Boolean);
+}
 
 // Whether the row at a place is in sight, all being of one height.
 function seen(body) {

@@ -43,6 +43,7 @@ const SENTENCES = {
     (d.state === "leads" ? "has it" : `lost it${why(d)}`),
   membership: (d) => `Ranks ${stretches(d.survivors)} serve on in membership ${d.membership}, ` +
     `${plural(d.refills, "expert")} loaded${why(d)}`,
+  members: (d) => `Operation ${d.id} for ranks ${stretches(d.wanted ?? [])} is ${d.state}${why(d)}`,
   outage: (d) => `Tokens are served again after ${fixed(d.unserved_s)} s without any${why(d)}`,
   pace: (d) => `The next migration has ${d.part} of the deployment's pace: ${d.reason}`,
   promise: (d) => `Generation ${d.generation} was to lower the imbalance by ${fixed(d.promised)} and did by ${fixed(d.given)}`,

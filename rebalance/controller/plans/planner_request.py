@@ -6,7 +6,7 @@ All are settings of the deployment. What was asked is recorded with each plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Annotated, Any
@@ -156,6 +156,16 @@ def read_cordons(text: str) -> dict[int, Cordon]:
 def written_cordons(cordons: Cordons) -> str:
     """Write cordons as ``read_cordons`` reads them, in one order."""
     return ", ".join(f"{rank}:{cordons[rank]}" for rank in sorted(cordons))
+
+
+def cordons_in_force(text: str, leaving: Iterable[int]) -> dict[int, Cordon]:
+    """Cordons of operators, and drains of the ranks that are to leave.
+
+    Args:
+        text: as ``read_cordons`` takes it.
+        leaving: as ``leavers`` gives them.
+    """
+    return read_cordons(text) | dict.fromkeys(leaving, Cordon.DRAIN)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, int, float]]:

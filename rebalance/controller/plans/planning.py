@@ -6,7 +6,7 @@ Policies do not see spare slots, so placements are compacted before a plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
@@ -32,7 +32,7 @@ from eplb.measure import imbalance
 from eplb.migration.spares import compact
 from eplb.planner import Plan, plan, plan_to
 from eplb.search.legality import violations_of
-from rebalance.controller.load import Group
+from rebalance.controller.load import ServingGroup
 from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, TrackRecord
 from rebalance.controller.settings import ControllerSettings
@@ -82,7 +82,7 @@ class Planning:
         self.how: dict[str, Any] = {}  # how the latest plan was made: its time, its windows
 
     def past(
-        self, group: Group, settings: ControllerSettings, serving: Placement, last: int = 0
+        self, group: ServingGroup, settings: ControllerSettings, serving: Placement, last: int = 0
     ) -> Past | None:
         """The latest complete windows, none from before a sudden change of load; None without any.
 
@@ -126,7 +126,7 @@ class Planning:
 
     def plan(
         self,
-        group: Group,
+        group: ServingGroup,
         settings: ControllerSettings,
         past: LoadHistory,
         current: Placement,
@@ -170,7 +170,7 @@ class Planning:
 
     def rollback(
         self,
-        group: Group,
+        group: ServingGroup,
         settings: ControllerSettings,
         generation: int,
         current: Placement,
@@ -195,7 +195,7 @@ class Planning:
 
     def plan_back(
         self,
-        group: Group,
+        group: ServingGroup,
         settings: ControllerSettings,
         past: LoadHistory,
         current: Placement,
@@ -234,7 +234,7 @@ class Planning:
         return plan_to(problem, earlier, why=why + broken)
 
     def judge(
-        self, group: Group, serving: Placement, settings: ControllerSettings
+        self, group: ServingGroup, serving: Placement, settings: ControllerSettings
     ) -> Judged | None:
         """Hold what serves to what its plan promised; None: there is nothing to judge now."""
         topology = self._cordons(group, serving, settings).topology
@@ -245,7 +245,7 @@ class Planning:
 
         return self._record().judge(group.complete_windows(), serving, problem_of)
 
-    def _cost(self, group: Group, settings: ControllerSettings) -> CostModel:
+    def _cost(self, group: ServingGroup, settings: ControllerSettings) -> CostModel:
         """The cost model, with the curve of the user, of the ranks, or the constant."""
         asked, cost = settings.request, settings.cost
         if asked.curve:
@@ -256,7 +256,7 @@ class Planning:
             self._curve_source = chosen.source
         return replace(cost, curve=chosen.curve)
 
-    def _measured(self, group: Group) -> list[ExpertTimes]:
+    def _measured(self, group: ServingGroup) -> list[ExpertTimes]:
         """What ranks measured; a report that cannot be read is one of a rank without figures."""
         found = []
         for state in self._store.rank_states(group.run.run):
@@ -275,14 +275,34 @@ class Planning:
         """Whether a plan serves that has not had its windows yet."""
         return self._record().is_judging(serving)
 
-    def is_draining(self, group: Group, serving: Placement, settings: ControllerSettings) -> bool:
+    def is_draining(
+        self, group: ServingGroup, serving: Placement, settings: ControllerSettings
+    ) -> bool:
         """Whether a rank that is to hold nothing, and can, holds experts."""
         if not settings.request.cordons:
             return False
         return bool(undrained(serving, self._cordons(group, serving, settings).topology))
 
+    def why_not_drained(
+        self,
+        group: ServingGroup,
+        serving: Placement,
+        settings: ControllerSettings,
+        leaving: Collection[int],
+    ) -> str:
+        """Why a rank that is to leave cannot be drained; "": all can."""
+        topology = settings.request.topology(group.topology)
+        if settings.spare_slots:
+            serving, topology = compact(serving, topology, settings.spare_slots)
+        groups = group.model.num_expert_groups
+        cordons = settings.request.cordoned(serving, topology, groups)
+        stuck = tuple(f"rank {rank} " for rank in leaving if not cordons.topology.drained[rank])
+        return next((one for one in cordons.unmet if stuck and one.startswith(stuck)), "")
+
     @staticmethod
-    def _cordons(group: Group, serving: Placement, settings: ControllerSettings) -> FittingCordons:
+    def _cordons(
+        group: ServingGroup, serving: Placement, settings: ControllerSettings
+    ) -> FittingCordons:
         """Cordons by all slots of ``serving``, spare ones included."""
         topology = settings.request.topology(group.topology)
         groups = group.model.num_expert_groups
@@ -314,7 +334,9 @@ class Past(NamedTuple):
     changed_at: int  # first step after the latest sudden change; -1: there is none
 
 
-def _parts(group: Group, windows: Sequence[Window], decode_weight: float) -> list[list[Window]]:
+def _parts(
+    group: ServingGroup, windows: Sequence[Window], decode_weight: float
+) -> list[list[Window]]:
     """The windows of each phase, where they are weighed apart; none of them is empty."""
     if not decode_weight or group.phase is not None:
         return [list(windows)]
@@ -347,7 +369,7 @@ def _summed(windows: Sequence[Window]) -> LoadHistory:
     return found
 
 
-def _history(group: Group, windows: Sequence[Window], decode_weight: float) -> LoadHistory:
+def _history(group: ServingGroup, windows: Sequence[Window], decode_weight: float) -> LoadHistory:
     """Complete windows as a plan looks at them."""
     parts = None
     if decode_weight and group.phase is None:
@@ -357,7 +379,9 @@ def _history(group: Group, windows: Sequence[Window], decode_weight: float) -> L
     return found
 
 
-def _unseen(group: Group, past: LoadHistory, settings: ControllerSettings, windows: int) -> int:
+def _unseen(
+    group: ServingGroup, past: LoadHistory, settings: ControllerSettings, windows: int
+) -> int:
     """How many of the latest windows of ``past`` are among the latest ``windows`` of the group."""
     complete = group.complete_windows()
     since = complete[-windows].first_step if windows else inf

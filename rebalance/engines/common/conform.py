@@ -6,30 +6,135 @@ Each layer is moved by the engine's own mover, several times in a row: faults of
 show at the second move only. After each step all tensors that the kernels read of a slot are
 compared with those of its expert at the load, and so are the outputs of the slot for fixed tokens.
 
-Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N tokens.
+A CPU has none of the kernels, and a kernel's sums may depend on the other rows of a batch. So the
+outputs are computed here, one slot at a time, with the weights, scales and factors as they stand
+where the kernel reads them: those that a move has left behind change the output.
+
+``eplb conform`` makes an engine's own layers of each quantisation in ranks of this host's CPU,
+which are forked from the process that has imported the engine. A module of each engine,
+``rebalance.engines.ENGINE.bench``, makes the layers: ``CASES`` by their names, ``subjects``, and in
+``NOT_RUN`` what a CPU does not hold.
+
+Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N tokens,
+K hidden size, I intermediate size.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
-from rebalance.engines.common.fsck.check import PlacementCheck, References, agreed, digests_of
+import eplb
+from eplb.errors import ConfigError
+from rebalance.engines.common.fsck.check import (
+    EngineView,
+    PlacementCheck,
+    References,
+    agreed,
+    digests_of,
+)
 from rebalance.engines.common.fsck.report import CONFORMANCE, Fault
-from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.outputs import OUTPUT, Operands, output_of
 from rebalance.engines.common.start import reason_of
 from rebalance.engines.common.tap import IntArray
 
 log = logging.getLogger(__name__)
+
+OUTPUT = "output"  # name among the tensors of a slot
+TOKENS = 4
+NIBBLES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E8M0_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantised matrix of one expert, and what it is multiplied with."""
+
+    weight: torch.Tensor  # [rows, columns], or two numbers of 4 bits in a byte
+    scale: torch.Tensor | None = None  # of a matrix, a row, a block or a group; exponents in uint8
+    factor: torch.Tensor | None = None  # one number
+    bias: torch.Tensor | None = None  # [rows]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the kernel reads of one slot."""
+
+    w13: Matrix  # [2 I, K] gate and up
+    w2: Matrix  # [K, I]
+    inputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # factors of activations
+
+
+def output_of(one: Operands) -> torch.Tensor:
+    """[N, K] what the slot gives for fixed tokens.
+
+    Raises:
+        ConfigError: a layout that is not known here.
+    """
+    w13, w2 = dense(one.w13), dense(one.w2)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(TOKENS, w13.shape[1], generator=generator).to(w13.device)
+    first, second = (1.0 if it is None else it.float().reshape(-1)[:1] for it in one.inputs)
+    gate, up = _with_bias(tokens * first @ w13.T, one.w13).chunk(2, dim=1)
+    return _with_bias(torch.nn.functional.silu(gate) * up * second @ w2.T, one.w2)
+
+
+def _with_bias(sums: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    return sums if matrix.bias is None else sums + matrix.bias.float()
+
+
+def dense(matrix: Matrix) -> torch.Tensor:
+    """[rows, columns] the numbers of a matrix.
+
+    Raises:
+        ConfigError: a layout that is not known here.
+    """
+    weight = matrix.weight
+    if weight.dim() != 2 or weight.dtype in (torch.int32, torch.int64):
+        raise ConfigError(
+            f"a weight is {weight.dtype} of shape {tuple(weight.shape)}, expected [rows, columns]"
+        )
+    if weight.dtype == torch.uint8:
+        pairs = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1)
+        found = NIBBLES.to(weight.device)[pairs.long()]
+    else:
+        found = weight.float()
+    if matrix.scale is not None:
+        found = found * _spread(matrix.scale, found.shape)
+    return found if matrix.factor is None else found * matrix.factor.float().reshape(-1)[0]
+
+
+def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A number for each of a matrix, or one for several, in the shape of the matrix."""
+    if scale.dtype == torch.uint8:
+        scale = torch.exp2(scale.float() - E8M0_BIAS)
+    scale = scale.float()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.numel() == shape[0]:
+        return scale.reshape(-1, 1)
+    is_finer = scale.dim() == 2 and any(map(int.__lt__, shape, scale.shape))
+    if scale.dim() != 2 or is_finer:
+        raise ConfigError(f"scales of shape {tuple(scale.shape)} for {tuple(shape)} numbers")
+    for dim, (size, parts) in enumerate(zip(shape, scale.shape, strict=True)):
+        scale = scale.repeat_interleave(-(-size // parts), dim=dim).narrow(dim, 0, size)
+    return scale
+
 
 MOVES = 3  # in a row
 MOST_FAULTS = 6  # faults of a layer in a report: a factor that is left behind shows in every slot
@@ -52,7 +157,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayerVerdict:
     """What was found about one layer."""
 
     layer: int  # by the engine's numbers
@@ -77,7 +182,7 @@ class Verdict:
         return ": ".join((text, *self.faults[:1], *filter(None, [self.note])))
 
 
-def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[Verdict]:
+def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[LayerVerdict]:
     """Move all layers of the view, and return a verdict for each, alike on all ranks.
 
     The map and the weights are those of the start again, also where a step has failed, unless the
@@ -145,7 +250,7 @@ class _Proof:
         if errors := [one for _, one in found if one]:
             self._errors[name] = errors[0]
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[LayerVerdict]:
         """One for each layer."""
         notes = self._subject.gather([[row, note] for row, note in self._notes.items()])
         note_of = {row: note for listed in notes for row, note in listed}
@@ -154,7 +259,7 @@ class _Proof:
             for row, tensors in zip(self._view.rows, self._tensors, strict=True)
         ]
 
-    def _verdict(self, row: int, tensors: tuple[str, ...], note: str) -> Verdict:
+    def _verdict(self, row: int, tensors: tuple[str, ...], note: str) -> LayerVerdict:
         by_step = {
             step: tuple(str(fault) for fault in faults if fault.row == row)
             for step, faults in self._faults.items()
@@ -168,7 +273,7 @@ class _Proof:
         elif errors:
             step, error = next(iter(errors.items()))
             result, note = "not proved", error
-        return Verdict(
+        return LayerVerdict(
             row,
             self._subject.methods[row],
             result,
@@ -229,7 +334,7 @@ def preflight(
         write: where an event goes beside the log.
         is_sampled: whether two layers of each quantisation stand for the others.
     """
-    chosen, verdicts = sampled(methods) if is_sampled else list(methods), list[Verdict]()
+    chosen, verdicts = sampled(methods) if is_sampled else list(methods), list[LayerVerdict]()
     try:
         for layer in chosen:  # one at a time: a copy of its weights is kept meanwhile
             verdicts += prove(subject_of([layer]))
@@ -247,7 +352,7 @@ def preflight(
     return refused
 
 
-def report(engine: str, verdicts: Sequence[Verdict], not_run: Mapping[str, str]) -> str:
+def report(engine: str, verdicts: Sequence[LayerVerdict], not_run: Mapping[str, str]) -> str:
     """The report for a person; ``not_run``: what this hardware does not hold, and why."""
     width = max([30, *(len(one.method) for one in verdicts)])
     lines = [engine, f"{'layer':>5}  {'quantisation':{width}} {'result':16} tensors"]
@@ -265,14 +370,96 @@ def report(engine: str, verdicts: Sequence[Verdict], not_run: Mapping[str, str])
     return "\n".join(lines)
 
 
-def to_json(verdicts: Sequence[Verdict], **about: Any) -> str:
+def to_json(verdicts: Sequence[LayerVerdict], **about: Any) -> str:
     """The report for a program."""
     return json.dumps(about | {"layers": [asdict(one) for one in verdicts]}, indent=1)
 
 
-def from_json(text: str) -> list[Verdict]:
+def from_json(text: str) -> list[LayerVerdict]:
     """The verdicts of ``to_json``."""
     return [
-        Verdict(**one | {name: tuple(one[name]) for name in ("tensors", "faults")})
+        LayerVerdict(**one | {name: tuple(one[name]) for name in ("tensors", "faults")})
         for one in json.loads(text)["layers"]
     ]
+
+
+RANKS, EACH, EXPERTS, LAYERS = 4, 6, 16, 2  # a case's ranks, slots of a rank, experts and layers
+DEADLINE_S = 600.0  # for a rank to come to a collective of a case
+
+
+def verdicts_of(
+    engine: str, names: Sequence[str] = (), *, num_moves: int, seed: int
+) -> tuple[str, list[LayerVerdict], dict[str, str]]:
+    """The engine and its surroundings in a line, verdicts, and what is not run here, with reasons.
+
+    Args:
+        engine: "vllm" or "sglang".
+        names: of cases; none: all.
+        num_moves: in a row.
+        seed: of maps and weights.
+
+    Raises:
+        ConfigError: the engine is not installed here, or an unknown case.
+    """
+    try:
+        bench = import_module(f"rebalance.engines.{engine}.bench")
+    except ImportError as exc:
+        raise ConfigError(
+            f"{engine} cannot be imported here: {exc}, expected its environment"
+        ) from exc
+    for name in names:
+        if name not in bench.CASES:
+            raise ConfigError(f"no case {name!r}, expected one of: {', '.join(bench.CASES)}")
+    found = [
+        verdict
+        for name in names or bench.CASES
+        for verdict in _of_case(engine, name, num_moves=num_moves, seed=seed)
+    ]
+    about = (
+        f"{engine} {version(engine)}, eplb {eplb.__version__}, torch {torch.__version__} on "
+        f"{RANKS} ranks of a CPU with gloo, {num_moves} moves in a row, seed {seed}"
+    )
+    return about, found, bench.NOT_RUN
+
+
+def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, *salt: object) -> torch.Tensor:
+    """Random numbers of a tensor in a checkpoint; another salt gives others."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((name, salt)).encode()))
+    if dtype == torch.uint8:
+        # Exponents of MXFP4 about 1, and any two numbers of 4 bits.
+        ends = (118, 124) if "scale" in name else (0, 256)
+        return torch.randint(*ends, tuple(shape), generator=generator, dtype=dtype)
+    if "scale" in name:
+        return (0.01 + 0.02 * torch.rand(tuple(shape), generator=generator)).to(dtype)
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, tuple(shape), generator=generator, dtype=dtype)
+    return torch.randn(tuple(shape), generator=generator).to(dtype)
+
+
+def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[LayerVerdict]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "verdicts")
+        try:
+            start_processes(  # type: ignore[no-untyped-call]
+                _rank, (engine, name, num_moves, seed, result), RANKS, start_method="fork"
+            )
+        except ProcessRaisedException as exc:
+            reason = str(exc).strip().splitlines()[-1]
+            return [LayerVerdict(0, name, "not proved", (), note=f"the engine's layer: {reason}")]
+        return from_json(result.read_text(encoding="utf-8"))
+
+
+def _rank(rank: int, engine: str, name: str, num_moves: int, seed: int, result: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{result.with_name('rendezvous')}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )
+    subjects = import_module(f"rebalance.engines.{engine}.bench").subjects(rank, name, seed)
+    verdicts = [one for found in subjects for one in prove(found, num_moves=num_moves, seed=seed)]
+    if rank == 0:
+        result.write_text(to_json(verdicts), encoding="utf-8")
+    dist.barrier()  # a rank that ends while another one still connects would fail it

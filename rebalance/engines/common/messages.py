@@ -19,7 +19,7 @@ from telemetry.state.runs import RunInfo
 
 
 @dataclass(frozen=True)
-class Identity:
+class SampleOrigin:
     """Whose samples these are."""
 
     deployment: str  # of the group: its records have that name in the store
@@ -40,7 +40,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """Why a plan is asked for."""
 
     trigger: str  # interval, or task
@@ -49,10 +49,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MoveOutcome:
     """What came of a question."""
 
-    question: Question
+    question: PlanQuestion
     figures: dict[str, Any] = field(default_factory=dict)  # the plan's figures, for display
     error: str = ""
     kept: str = ""  # why the plan, which would move experts, does not
@@ -67,7 +67,7 @@ class MapChange:
     num_experts: int
     generation: int
     reason: str
-    question: Question | None = None  # whose plan it is; it ends with the map
+    question: PlanQuestion | None = None  # whose plan it is; it ends with the map
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Sample:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class PassWindow:
     """Tokens of all ranks in some passes, for the planner."""
 
     tokens: NDArray[np.int64]  # [L, S] of each slot
@@ -102,10 +102,10 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class PlannerAnswer:
     """What the planner of the process has for a question."""
 
-    question: Question
+    question: PlanQuestion
     record: NDArray[np.uint8]  # the plan, packed, which the ranks begin together; empty: none
 
 
@@ -114,7 +114,7 @@ UNREAD = "the deployment's switches cannot be read, expected a store that answer
 
 
 @dataclass(frozen=True)
-class Report:
+class LinkReport:
     """How the process at the store does; sent at each change."""
 
     is_on: bool  # what was handed over reaches the store
@@ -124,13 +124,13 @@ class Report:
 
 
 # From the rank, and to the rank.
-Told = Sample | MapChange | Noted | Outcome | Window | Question
-Reply = Report | Question | Answer
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Told | Reply), Identity)}
-NESTED: dict[str, Any] = {"info": RunInfo, "question": Question}
+Told = Sample | MapChange | Noted | MoveOutcome | PassWindow | PlanQuestion
+Reply = LinkReport | PlanQuestion | PlannerAnswer
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Told | Reply), SampleOrigin)}
+NESTED: dict[str, Any] = {"info": RunInfo, "question": PlanQuestion}
 
 
-def to_bytes(message: Told | Reply | Identity) -> bytes:
+def to_bytes(message: Told | Reply | SampleOrigin) -> bytes:
     """Pack a message.
 
     Raises:

@@ -34,7 +34,7 @@ from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress, connect
 from rebalance.weights.cache.engine_records import EngineRecordsClient, address_of
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import RecordOrigin
 from runtime.group import first_refusal, gathered
 from runtime.memory import SharedArena, digest, whole_pages
 

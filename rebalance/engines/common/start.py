@@ -91,7 +91,7 @@ def facts_of(engine: str, settings: PluginSettings) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class EngineGroup:
     """An EP group among those of a deployment: a pipeline stage, or a replica of the model."""
 
     name: str = ""  # "": the deployment has no other
@@ -99,7 +99,7 @@ class Group:
     all: tuple[str, ...] = ()  # names of the groups of this engine, this one among them
 
 
-def group_of(environ: Mapping[str, str], **places: tuple[int, int]) -> Group:
+def group_of(environ: Mapping[str, str], **places: tuple[int, int]) -> EngineGroup:
     """The group of a process.
 
     Args:
@@ -119,14 +119,16 @@ def group_of(environ: Mapping[str, str], **places: tuple[int, int]) -> Group:
     ]
     own = [engine] if engine else []
     own += [f"{kind}{number}" for kind, (number, _) in several.items()]
-    return Group("-".join(own), engine, tuple(map("-".join, product(*words))) if words else ())
+    return EngineGroup(
+        "-".join(own), engine, tuple(map("-".join, product(*words))) if words else ()
+    )
 
 
 @dataclass(frozen=True)
 class Joined:
     """What all ranks share from now on."""
 
-    group: Group
+    group: EngineGroup
     run: str
     base_generation: int  # of placements: each start of the engine begins above all earlier ones
 
@@ -138,7 +140,7 @@ def join(
     rank: int,
     size: int,
     *,
-    group: Group,
+    group: EngineGroup,
     facts: str,
     deadline_s: float,
     refusal: str = "",

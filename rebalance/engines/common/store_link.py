@@ -39,17 +39,17 @@ from eplb.settings.loader import GROUP_VARIABLE
 from eplb.versions import CONTROLLER, Announcement
 from rebalance.engines.common.messages import (
     UNREAD,
-    Answer,
-    Identity,
+    LinkReport,
     MapChange,
+    MoveOutcome,
     Noted,
-    Outcome,
-    Question,
+    PassWindow,
+    PlannerAnswer,
+    PlanQuestion,
     Reply,
-    Report,
     Sample,
+    SampleOrigin,
     Told,
-    Window,
     from_bytes,
     to_bytes,
 )
@@ -81,17 +81,17 @@ class StoreLink:
         reply: tells the rank something.
     """
 
-    def __init__(self, identity: Identity, reply: Callable[[Reply], None]) -> None:
+    def __init__(self, identity: SampleOrigin, reply: Callable[[Reply], None]) -> None:
         self._identity, self._reply = identity, reply
         self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
         self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
         self._maps: deque[MapChange] = deque(maxlen=MOST_MAPS)
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[MoveOutcome] = deque()
         self._queues: dict[type, deque[Any]] = {
             Sample: self._samples,
             MapChange: self._maps,
             Noted: self._events,
-            Outcome: self._outcomes,
+            MoveOutcome: self._outcomes,
         }
         self._open_task = 0  # the task that the rank works on; 0: none
         self._store: StateStore | None = None
@@ -101,10 +101,10 @@ class StoreLink:
         self._holder, self._has_run, self._next_look = new_holder(), False, 0.0
         self._next_control = 0.0
         self._num_failures = self._num_errors = 0
-        self._report = Report(False, self._unread, -1)  # as the rank was told it: not yet
+        self._report = LinkReport(False, self._unread, -1)  # as the rank was told it: not yet
         self._telling = Lock()
         self._end = Event()
-        self._planning = Planning(identity, self) if identity.planner else None
+        self._planning = PlannerLink(identity, self) if identity.planner else None
         self._thread = Thread(target=self._run, name="eplb-store-link", daemon=True)
         self._thread.start()
 
@@ -175,7 +175,7 @@ class StoreLink:
                 self._report = report
                 self._reply(report)
 
-    def answered(self, outcome: Outcome, record: bytes = b"") -> None:
+    def answered(self, outcome: MoveOutcome, record: bytes = b"") -> None:
         """Take what came of a question to the planner: a plan for the ranks, or why there is none.
 
         A plan's outcome comes from the ranks, with the map.
@@ -183,7 +183,7 @@ class StoreLink:
         self._tell(plans=not outcome.error)
         if not record:
             self._outcomes.append(outcome)
-        self._reply(Answer(outcome.question, np.frombuffer(record, dtype=np.uint8)))
+        self._reply(PlannerAnswer(outcome.question, np.frombuffer(record, dtype=np.uint8)))
 
     def _turn(self, *, is_last: bool) -> None:
         store = self._opened() if self._store is None else self._store
@@ -276,7 +276,7 @@ class StoreLink:
                     log.warning("the placement that serves cannot be written: %s", exc)
             self._maps.popleft()
             if change.question is not None:
-                self._outcomes.append(Outcome(change.question))
+                self._outcomes.append(MoveOutcome(change.question))
 
     def _control(self, store: StateStore) -> None:
         """Lease, switches and tasks of rank 0."""
@@ -300,7 +300,7 @@ class StoreLink:
             store.finish(task.id, "failed", result, fence=lease.token)
             return
         self._open_task = task.id
-        question = Question("task", task.id, bool(task.request.get("dry_run", True)))
+        question = PlanQuestion("task", task.id, bool(task.request.get("dry_run", True)))
         if self._planning is None or not self._planning.takes(question):
             self._reply(question)
 
@@ -320,32 +320,32 @@ class StoreLink:
             self._outcomes.popleft()
 
 
-class Planning:
+class PlannerLink:
     """Asks the planner, on a thread of its own; one plan at a time is with the ranks.
 
     A planner takes the identity's ``terms``. It has ``add(window)``, and ``plan()``, which returns
     the packed plan, b"" if it moves nothing, and its figures; None without a window.
     """
 
-    def __init__(self, identity: Identity, link: StoreLink) -> None:
+    def __init__(self, identity: SampleOrigin, link: StoreLink) -> None:
         self._identity, self._link = identity, link
-        self._windows: deque[Window] = deque(maxlen=MOST_WINDOWS)
-        self._questions: deque[Question] = deque()
+        self._windows: deque[PassWindow] = deque(maxlen=MOST_WINDOWS)
+        self._questions: deque[PlanQuestion] = deque()
         self._planner: Any = None
-        self._given: Question | None = None  # whose plan the ranks have and do not serve yet
+        self._given: PlanQuestion | None = None  # whose plan the ranks have and do not serve yet
         self._end = Event()
         self._thread = Thread(target=self._run, name="eplb-planning", daemon=True)
         self._thread.start()
 
     def takes(self, told: Told) -> bool:
         """Queue what a planner needs; whether it is for the planner alone."""
-        if isinstance(told, Window):
+        if isinstance(told, PassWindow):
             self._windows.append(told)
-        elif isinstance(told, Question):
+        elif isinstance(told, PlanQuestion):
             if told.task_id or told not in self._questions:  # an interval asks once
                 self._questions.append(told)
         else:
-            if isinstance(told, (MapChange, Outcome)):
+            if isinstance(told, (MapChange, MoveOutcome)):
                 self._given = None
             return False
         return True
@@ -376,7 +376,7 @@ class Planning:
         except Exception as exc:
             log.warning("no plan: %s: %s; the map that serves stays", type(exc).__name__, exc)
             self._questions.popleft()
-            self._link.answered(Outcome(question, error=f"{type(exc).__name__}: {exc}"))
+            self._link.answered(MoveOutcome(question, error=f"{type(exc).__name__}: {exc}"))
             return
         if found is None:
             return
@@ -387,7 +387,7 @@ class Planning:
         if not record or question.is_dry or kept:
             record = b""
         self._given = question if record else None
-        self._link.answered(Outcome(question, figures, kept=kept), record)
+        self._link.answered(MoveOutcome(question, figures, kept=kept), record)
 
 
 def why_kept(store: StateStore) -> str:

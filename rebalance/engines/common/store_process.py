@@ -29,14 +29,14 @@ from rebalance.engines.common.fsck.report import PARTS
 from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
     UNREAD,
-    Answer,
-    Identity,
     MapChange,
     Noted,
-    Question,
+    PassWindow,
+    PlannerAnswer,
+    PlanQuestion,
     Reply,
+    SampleOrigin,
     Told,
-    Window,
     from_bytes,
     to_bytes,
 )
@@ -66,16 +66,16 @@ class StoreProcess:
         identity: of the rank.
     """
 
-    def __init__(self, engine: str, identity: Identity) -> None:
+    def __init__(self, engine: str, identity: SampleOrigin) -> None:
         self._engine, self._identity = engine, identity
         self._waiting: deque[tuple[Any, Make]] = deque()
         self._frame = self._rest = memoryview(b"")  # the message that is written, and what is left
         self._writing = Lock()  # by whoever writes; nobody waits for it
         self._sequence = self.num_dropped = self.num_failures = 0
         self._map: MapChange | None = None  # the latest: a new process is told of it
-        self.questions: deque[Question] = deque()  # questions of the store's tasks
+        self.questions: deque[PlanQuestion] = deque()  # questions of the store's tasks
         self.is_asked = False  # whether the planner of the process has a question of this rank
-        self.ready: Answer | None = None  # a plan of the process; who begins it sets None
+        self.ready: PlannerAnswer | None = None  # a plan of the process; who begins it sets None
         # Why nothing may move now, by the deployment's switches; on rank 0.
         self.why_kept = UNREAD if identity.is_first else ""
         self._socket: socket.socket | None = None
@@ -104,9 +104,9 @@ class StoreProcess:
         held = counted.held
         assert held is not None, "counts are of slots"
         if len(self._waiting) < MOST_WINDOWS:
-            self._offer(lambda: Window(counted.on_host(), held, weights), counted.copied)
+            self._offer(lambda: PassWindow(counted.on_host(), held, weights), counted.copied)
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: PlanQuestion) -> None:
         """Ask the planner of the process; the answer comes as ``ready``, if it moves anything."""
         self.is_asked = True
         self.tell(question)
@@ -252,10 +252,10 @@ class StoreProcess:
             self._state, self._next_state = state, time.monotonic() + STATE_S
 
     def _take(self, reply: Reply) -> None:
-        if isinstance(reply, Question):
+        if isinstance(reply, PlanQuestion):
             self.questions.append(reply)
             return
-        if isinstance(reply, Answer):
+        if isinstance(reply, PlannerAnswer):
             self.is_asked = False
             if reply.record.size:
                 self.ready = reply
@@ -278,7 +278,7 @@ def identity_of(
     model: ModelShape,
     topology: Topology,
     **planning: Any,
-) -> Identity:
+) -> SampleOrigin:
     """Whose samples a rank writes.
 
     Args:
@@ -287,7 +287,7 @@ def identity_of(
         rank: which.
         model: layers and experts of the samples.
         topology: slots of all ranks.
-        planning: further fields of ``Identity``, where the process plans.
+        planning: further fields of ``SampleOrigin``, where the process plans.
     """
     described = model_to_dict(model), topology_to_dict(topology)
     info = RunInfo(joined.run, time.time(), *described, settings.telemetry.window_steps)
@@ -297,10 +297,10 @@ def identity_of(
     if group.name:
         planning |= {"whole": whole, "engine": group.engine}
         planning["groups"] = tuple(group_name(whole, one) for one in group.all)
-    return Identity(group_name(whole, group.name), url, rank, info, spool, **planning)
+    return SampleOrigin(group_name(whole, group.name), url, rank, info, spool, **planning)
 
 
-def framed(told: Told | Identity) -> bytes:
+def framed(told: Told | SampleOrigin) -> bytes:
     """A message as ``Connection.recv_bytes`` reads it."""
     body = to_bytes(told)
     assert len(body) <= LONGEST_FRAME, "a sample has few megabytes"

@@ -26,9 +26,8 @@ from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config, W8A8Int8MoE
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS, drawn
-from rebalance.engines.common.conform import Subject
-from rebalance.engines.common.fsck.tensors import EngineView
+from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, Subject, drawn
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.sglang.conform import subject_of
 
 HIDDEN, INTERMEDIATE, SLOTS = 256, 128, RANKS * EACH

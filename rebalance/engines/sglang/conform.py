@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.common.conform import Subject
-from rebalance.engines.common.fsck.tensors import EngineView
-from rebalance.engines.common.outputs import Matrix, Operands
+from rebalance.engines.common.conform import Matrix, Operands, Subject
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.replica_weights import replica_lists

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError
-from rebalance.engines.common.fsck.tensors import EngineView
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.planning import System
-from rebalance.engines.common.start import Group, group_of
+from rebalance.engines.common.start import EngineGroup, group_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang.planning import RULES, Shape
 
@@ -35,11 +36,8 @@ def refusal() -> str:
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     moe, parallel = get_exec().moe, get_parallel()
-    if moe.elastic_ep_backend is not None:
-        return (
-            f"--elastic-ep-backend {moe.elastic_ep_backend}: the engine plans for changing ranks "
-            "itself, expected none"
-        )
+    if moe.is_ep_joiner:
+        return "this process joins ranks that serve, expected one of their start"
     if moe.ep_dispatch_algorithm not in RULES:
         known = ", ".join(RULES)
         return f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm}, expected one of: {known}"
@@ -66,7 +64,30 @@ def refusal() -> str:
     return ""
 
 
-def group() -> Group:
+def is_elastic() -> bool:
+    """Return whether the engine plans for changing ranks itself, and serves on after a death."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().moe.elastic_ep_backend is not None
+
+
+def has_scaled() -> bool:
+    """Return whether ranks were added since the start."""
+    from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+
+    state = ElasticEPStateManager.instance()
+    return state is not None and bool(state.has_scaled)
+
+
+def rule_of_replicas() -> DispatchRule:
+    """How the engine chooses among replicas without weights of this plug-in."""
+    from sglang.srt.runtime_context import get_exec
+
+    is_static = get_exec().moe.ep_dispatch_algorithm == "static"
+    return DispatchRule.SGLANG_STATIC if is_static else DispatchRule.EVEN
+
+
+def group() -> EngineGroup:
     """The EP group of this process: replicas of the model are groups."""
     from sglang.srt.runtime_context import get_parallel
 

@@ -31,6 +31,10 @@ ASSUMED = Assumptions(
             "self forward_batch"
         ),
         f"{LOCATION}.ExpertLocationMetadata.update": "self other update_layer_ids",
+        f"{EPLB}.eplb_algorithms.elasticity_aware.rebalance_experts": (
+            "weight num_replicas num_groups num_nodes num_gpus enable_hierarchical active_ranks"
+        ),
+        "sglang.srt.elastic_ep.elastic_ep.ElasticEPState.reset": "self",
         f"{EPLB}.eplb_algorithms.rebalance_experts": (
             "tokens_per_expert num_physical_experts num_local_physical_experts num_groups "
             "num_nodes algorithm"

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import Group, facts_of, join, reason_of
+from rebalance.engines.common.start import EngineGroup, facts_of, join, reason_of
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.rounds import Rounds
-from rebalance.engines.sglang.tap import LoadTap
+from rebalance.engines.sglang.rounds import PassTap, Rounds
 
 log = logging.getLogger(__name__)
 
-EPLB = "sglang.srt.eplb"
+EPLB, ELASTIC = "sglang.srt.eplb", "sglang.srt.elastic_ep.elastic_ep"
+MAP_OF_SURVIVORS = "eplb_algorithms.elasticity_aware.rebalance_experts"
 # For the slowest rank to come to a round. A rank that is gone holds the engine's own reductions up
 # for longer; one that is slow must not end the plug-in.
 ROUND_DEADLINE_S = 300.0
@@ -29,9 +29,11 @@ class Hooks:
 
     def __init__(self, settings: PluginSettings) -> None:
         self._settings = settings
-        self._tap = LoadTap()
+        self._tap = PassTap()
         self._targets: tuple[str, ...] = ()
         self._is_on = False  # decided for all ranks, whatever happens to this one
+        # Also for all: elastic ranks get the map after a death, until one of them has returned.
+        self._maps_survivors = False
         self.rounds: Rounds | None = None
 
     def register(self) -> None:
@@ -45,13 +47,15 @@ class Hooks:
             (f"{manager}.on_forward_pass_end", self.pass_ended, HookType.AROUND),
             (f"{recorder}._on_forward_pass_start", self.pass_begins, HookType.AFTER),
             (f"{EPLB}.expert_distribution._StatAccumulator.append", self.counted, HookType.AFTER),
+            (f"{ELASTIC}.ElasticEPState.reset", self.rank_returned, HookType.AFTER),
+            (f"{EPLB}.{MAP_OF_SURVIVORS}", self.map_wanted, HookType.AROUND),
         ):
             HookRegistry.register(target, hook, kind)
             self._targets += (target,)
 
     def manager_made(self, _result: None, manager: Any, *_: Any, **__: Any) -> None:
         """Decide with the other ranks whether the plug-in works in this start."""
-        group = Group()
+        group = EngineGroup()
         try:
             refusal = self._refusal()
             group = engine.group()
@@ -73,6 +77,14 @@ class Hooks:
             set_part("sglang", "plugin", is_on=False)
             log.error("the EPLB plug-in stays off, SGLang's own balancer runs: %s", exc)
             return
+        if engine.is_elastic():
+            self._maps_survivors = True
+            set_part("sglang", "plugin", is_on=False)
+            log.warning(
+                "elastic ranks: SGLang's own balancer runs, and the EPLB plug-in gives it the map "
+                "of the survivors after a death, with --eplb-algorithm elasticity_aware"
+            )
+            return
         self._is_on = True
         try:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ROUND_DEADLINE_S))
@@ -88,6 +100,18 @@ class Hooks:
             self.rounds.pass_ended()
         elif not self._is_on:
             original(manager)
+
+    def map_wanted(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Give the map of the survivors; an error on one rank alone must end it, as a death."""
+        if not self._maps_survivors or engine.has_scaled():
+            return original(*given, **named)
+        from rebalance.engines.sglang.survivors import rebalance_experts  # late: it loads numba
+
+        return rebalance_experts(original, *given, **named)
+
+    def rank_returned(self, *_: Any) -> None:
+        """Leave all further maps to the engine: who returned has no part in what was agreed."""
+        self._maps_survivors = False
 
     def pass_begins(self, _result: None, _recorder: Any, forward_batch: Any) -> None:
         """Note the phase of a pass."""

@@ -26,7 +26,7 @@ from eplb.measure import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan
 from rebalance.engines.common import planning as common
-from rebalance.engines.common.messages import Window
+from rebalance.engines.common.messages import PassWindow
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.replica_weights import shares_of
@@ -133,9 +133,9 @@ class Planner:
         self._shape = Shape(**shape | {"system": System(**shape["system"])})
         self._limits = {name: value for name, value in terms.items() if name != "shape"}
         self._windows: deque[IntArray] = deque(maxlen=PLAN_WINDOWS)
-        self._latest: Window | None = None
+        self._latest: PassWindow | None = None
 
-    def add(self, window: Window) -> None:
+    def add(self, window: PassWindow) -> None:
         """Take the latest window."""
         shape = len(window.held), self._shape.num_experts
         tokens = np.zeros(shape, dtype=np.int64)

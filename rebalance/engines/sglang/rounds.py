@@ -8,14 +8,22 @@ pass as the engine itself would.
 
 A failure of ours stops the plug-in on all ranks, and the map that serves stays. A failure of the
 engine's updater is the engine's: weights are then undefined, and it must not serve on.
+
+Tokens of each slot are counted where the engine's recorder counts. Counting is one addition on the
+device for each pass; the recorder has removed padding (its ids are -1). Sums are int64: the
+recorder's own are int32.
+
+Shapes:  L rows of the engine's map, S slots.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,7 +35,7 @@ from eplb.errors import EplbError
 from rebalance.engines.common.conform import Subject, preflight
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Answer, MapChange, Outcome, Question
+from rebalance.engines.common.messages import MapChange, MoveOutcome, PlannerAnswer, PlanQuestion
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
 from rebalance.engines.common.replica_weights import shares_of
@@ -38,8 +46,54 @@ from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.conform import copied, methods_of, subject_of
 from rebalance.engines.sglang.planning import Planned, Shape, answer_of, check_plan, terms_of
 from rebalance.engines.sglang.replica_weights import replica_lists
-from rebalance.engines.sglang.tap import LoadTap
 from runtime.group import gathered_large
+
+# By name, because the numbers differ between releases of the engine.
+PHASES: dict[str, Phase] = {
+    "EXTEND": "prefill",
+    "SPLIT_PREFILL": "prefill",
+    "PREBUILT": "prefill",
+    "DECODE": "decode",
+    "TARGET_VERIFY": "decode",
+    "MIXED": "mixed",
+}
+
+
+@dataclass
+class PassTap:
+    """Counts of one rank; ``counts`` is made with the first pass, on the engine's device."""
+
+    counts: torch.Tensor | None = None  # [L, S] int64
+    modes: Counter[str] = field(default_factory=Counter)  # forward modes of the passes
+    mode: str = ""  # of the last pass
+
+    def add(self, global_physical_count: torch.Tensor) -> None:
+        """Add the counts [L, S] of one pass."""
+        if self.counts is None:
+            # A tensor made in inference mode could not be reduced outside it.
+            with torch.inference_mode(False):
+                self.counts = torch.zeros_like(global_physical_count, dtype=torch.int64)
+        self.counts += global_physical_count
+
+    def see(self, forward_batch: Any) -> None:
+        """Note the forward mode of the pass that begins."""
+        self.mode = forward_batch.forward_mode.name
+        self.modes[self.mode] += 1
+
+    def take(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """Return the counts and begin anew; zeros before the first pass was recorded."""
+        taken = self.counts
+        self.counts = None
+        if taken is None:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+        return taken
+
+    def phase(self) -> Phase:
+        """Return the phase of the passes since the last call; idle ones have none."""
+        seen = {PHASES.get(mode, "mixed") for mode in self.modes if mode != "IDLE"}
+        self.modes.clear()
+        return seen.pop() if len(seen) == 1 else "mixed"
+
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +116,7 @@ class Rounds:
     def __init__(
         self,
         manager: Any,
-        tap: LoadTap,
+        tap: PassTap,
         group: dist.ProcessGroup,
         joined: Joined,
         settings: PluginSettings,
@@ -74,7 +128,7 @@ class Rounds:
         self._pass = self._window_begin = 0
         self._chunks: list[list[int]] = []  # rows still to be moved
         self._target: Any = None  # the engine's metadata that they are moved to
-        self._planned: tuple[Planned, Question | None] | None = None
+        self._planned: tuple[Planned, PlanQuestion | None] | None = None
         self._shape: Shape | None = None
         self.recorder: StoreProcess | None = None
         # The weights of the map that serves; None before the first plan.
@@ -241,7 +295,7 @@ class Rounds:
             self.checks.after_map()
         self._checked = self.generation
 
-    def _ready(self) -> Answer | None:
+    def _ready(self) -> PlannerAnswer | None:
         is_off = self._manager._rebalance_disabled_reason is not None
         return None if self.recorder is None or self._chunks or is_off else self.recorder.ready
 
@@ -251,7 +305,7 @@ class Rounds:
         if self._rank or self.recorder is None or self._chunks or not is_due:
             return
         if self.recorder.ready is None and not self.recorder.is_asked:
-            self.recorder.ask(Question("interval"))
+            self.recorder.ask(PlanQuestion("interval"))
 
     def _begin_store(self) -> None:
         """Start the process at the store, once the model is known; that of rank 0 plans too."""
@@ -291,7 +345,7 @@ class Rounds:
             if self._rank == 0:
                 self.recorder.add_window(counted, weights)
 
-    def _distributed(self, ready: Answer | None, size: int) -> bytes:
+    def _distributed(self, ready: PlannerAnswer | None, size: int) -> bytes:
         """The bytes of rank 0's plan."""
         if ready is None:
             record = torch.empty(size, dtype=torch.uint8)
@@ -302,7 +356,7 @@ class Rounds:
         dist.broadcast(record, src=0, group=self._group)
         return record.numpy().tobytes()
 
-    def _begin(self, record: bytes, question: Question | None) -> None:
+    def _begin(self, record: bytes, question: PlanQuestion | None) -> None:
         """Begin to move to a plan, if all ranks can."""
         prepared = None
         with self._told():
@@ -316,7 +370,7 @@ class Rounds:
             planned, self._target, self._chunks = prepared
             self._planned = (planned, question)
         elif self.recorder is not None and question is not None:
-            self.recorder.tell(Outcome(question, error="the ranks could not take the plan"))
+            self.recorder.tell(MoveOutcome(question, error="the ranks could not take the plan"))
 
     def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
         """The plan, the engine's metadata for it, and rows to move in each pass."""
@@ -369,7 +423,7 @@ class Rounds:
         self._note_placement(planned.reason, planned.weights, question)
 
     def _note_placement(
-        self, reason: str, weights: IntArray | None, question: Question | None
+        self, reason: str, weights: IntArray | None, question: PlanQuestion | None
     ) -> None:
         if self.recorder is None or self._rank or self._shape is None:
             return

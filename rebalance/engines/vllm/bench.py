@@ -42,8 +42,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from rebalance.engines.common.bench import EACH, EXPERTS, LAYERS, RANKS, drawn
-from rebalance.engines.common.conform import Subject
+from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, Subject, drawn
 from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.conform import subject_of
 
@@ -134,7 +133,7 @@ def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Any, Callable[[], N
     return draft, target, group, reload
 
 
-class Layer(RoutedExperts):  # type: ignore[misc]
+class BalancedLayer(RoutedExperts):  # type: ignore[misc]
     """vLLM's layer with what the balancer asks of a runner."""
 
     def set_eplb_state(self, moe_layer_idx: int, **tensors: Any) -> None:
@@ -143,7 +142,7 @@ class Layer(RoutedExperts):  # type: ignore[misc]
         self.eplb_state.set_layer_state(moe_layer_idx, **tensors)
 
 
-def _layer(number: int, quantisation: Any, back_end: str, rank: int) -> Layer:
+def _layer(number: int, quantisation: Any, back_end: str, rank: int) -> BalancedLayer:
     parallel = FusedMoEParallelConfig(
         tp_size=1, pcp_size=1, dp_size=1, ep_size=RANKS, tp_rank=0, pcp_rank=0, dp_rank=0,
         ep_rank=rank, sp_size=1, use_ep=True, all2all_backend="naive", enable_eplb=True,
@@ -160,10 +159,10 @@ def _layer(number: int, quantisation: Any, back_end: str, rank: int) -> Layer:
         in_dtype=torch.bfloat16, moe_backend=back_end,
     )  # fmt: skip
     name = f"model.layers.{number}.mlp.experts"
-    return Layer(name, torch.bfloat16, config, quantisation, experts)
+    return BalancedLayer(name, torch.bfloat16, config, quantisation, experts)
 
 
-def _checkpoint(layer: Layer, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _checkpoint(layer: BalancedLayer, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of each expert by its name in a checkpoint: another expert has other bytes."""
     number = int(layer.layer_name.split(".")[2])
     for name, shape, dtype in layer.__dict__.setdefault("loaded", _shapes_of(layer)):
@@ -176,7 +175,7 @@ def _checkpoint(layer: Layer, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{expert}.{projection}.{rest}", tensor
 
 
-def _shapes_of(layer: Layer) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def _shapes_of(layer: BalancedLayer) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Names, shapes of a shard and types of what a layer loads, before it is processed."""
     found = []
     for name, parameter in layer.named_parameters():

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from eplb.errors import MigrationError
-from rebalance.engines.common.conform import Subject
-from rebalance.engines.common.fsck.tensors import EngineView, Named, direct
-from rebalance.engines.common.outputs import Matrix, Operands
+from rebalance.engines.common.conform import Matrix, Operands, Subject
+from rebalance.engines.common.fsck.check import EngineView, Named, direct
 from rebalance.engines.common.tap import IntArray
 from runtime.group import gathered_large
 

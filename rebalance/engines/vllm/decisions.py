@@ -102,7 +102,7 @@ def chosen_entries(num_rows: int, num_entries: int) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class MapDecision:
     """A map for all layers, and how often each slot stands in the list of its expert.
 
     The lists are made here, on the policy's thread, and not at a commit between two passes.
@@ -139,20 +139,20 @@ class Decisions:
     """The latest decision for each shape of model; used by the step and the policy's thread."""
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[int, int, int], Decision] = {}
+        self._latest: dict[tuple[int, int, int], MapDecision] = {}
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: MapDecision) -> None:
         """Replace the decision of the models of this shape."""
         self._latest[(*decision.held.shape, decision.num_experts)] = decision
 
-    def of_map(self, held: IntArray, num_experts: int) -> Decision | None:
+    def of_map(self, held: IntArray, num_experts: int) -> MapDecision | None:
         """Return the decision for a whole map [L, S], if it asks for that map."""
         found = self._latest.get((*held.shape, num_experts))
         return found if found is not None and np.array_equal(found.held, held) else None
 
     def of_layer(
         self, row: IntArray, layer: int, num_layers: int, num_experts: int
-    ) -> Decision | None:
+    ) -> MapDecision | None:
         """Return the decision that asks for this row [S] of a layer, if there is one."""
         found = self._latest.get((num_layers, len(row), num_experts))
         return found if found is not None and np.array_equal(found.held[layer], row) else None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 
-class Event:
+class HostEvent:
     """In place of an event of a device."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -33,7 +33,7 @@ class Event:
     def synchronize(self) -> None:
         """Nothing, for the same reason."""
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: HostEvent) -> float:
         """Milliseconds to another event."""
         return (other.at - self.at) * 1e3
 
@@ -76,7 +76,7 @@ def install(group: Any, balancing: Any) -> None:
         rebalance_execute,
     )
 
-    torch.Event = Event  # type: ignore[misc, assignment]
+    torch.Event = HostEvent  # type: ignore[misc, assignment]
     torch.accelerator.current_stream = lambda *device: Stream()  # type: ignore[assignment]
     for module in (async_worker, eplb_communicator, rebalance_execute, eplb_utils):
         module.device_stream = no_stream

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 import eplb
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Outcome
+from rebalance.engines.common.messages import MoveOutcome
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.decisions import Decision, planned, repetitions
+from rebalance.engines.vllm.decisions import MapDecision, planned, repetitions
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
@@ -83,7 +83,7 @@ def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray
     standing = process.decisions.of_map(held, num_experts)
     # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
     is_planned = (standing is not None and standing.is_planned) or not np.array_equal(wanted, held)
-    made = Decision(held, wanted.copy(), repeats.copy(), num_experts, is_planned)
+    made = MapDecision(held, wanted.copy(), repeats.copy(), num_experts, is_planned)
     process.decisions.add(made)
     return np.array(wanted)
 
@@ -95,7 +95,7 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
     question, standing_map = process.asked(held), np.stack([held, kept])
     if why := process.why_kept:
         log.info("decision=KEEP reason=%r", why)
-        process.answered(Outcome(question, kept=why))
+        process.answered(MoveOutcome(question, kept=why))
         return standing_map
     began = time.monotonic()
     try:
@@ -109,7 +109,7 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
         # The engine's pass or its worker would fail with it.
         log.exception("no plan: the map that serves is kept")
         set_part("vllm", "policy", is_on=False)
-        process.answered(Outcome(question, error=f"{type(exc).__name__}: {exc}"))
+        process.answered(MoveOutcome(question, error=f"{type(exc).__name__}: {exc}"))
         return standing_map
     set_part("vllm", "policy", is_on=True)
     is_kept = plan.decision is eplb.Decision.KEEP
@@ -127,5 +127,5 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
         return wanted
     figures = {"moves": moves, "reason": plan.reason}
     figures |= {"before": float(plan.before), "after": float(plan.after)}
-    process.answered(Outcome(question, figures))
+    process.answered(MoveOutcome(question, figures))
     return standing_map

@@ -22,11 +22,10 @@ import eplb
 from eplb.core.load import Phase
 from eplb.errors import MigrationError, RankError
 from rebalance.engines.common.conform import preflight
-from rebalance.engines.common.fsck.maps import DeviceMaps
+from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
 from rebalance.engines.common.fsck.rank_check import RankCheck
-from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import MapChange, Outcome, Question
+from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuestion
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import (
@@ -37,11 +36,11 @@ from rebalance.engines.common.records import (
     rows_of,
     together,
 )
-from rebalance.engines.common.start import Group, Joined, facts_of, group_of, join
+from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.conform import experts_of, method_of, read_of, subject_of
-from rebalance.engines.vllm.decisions import ENTRIES, Decision, Decisions, planned
+from rebalance.engines.vllm.decisions import ENTRIES, Decisions, MapDecision, planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from runtime.group import gathered_large
 
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Served:
+class ServedMap:
     """The map of one model, as the last commits left it."""
 
     model_state: Any
@@ -89,10 +88,12 @@ class PluginProcess:
         self.refused = ""  # why the plug-in stays off in this process
         self._joined: Joined | None = None
         self._tap: LoadTap | None = None
-        self._served: list[Served] = []
-        self._target: Served | None = None  # among them: not the draft model
+        self._served: list[ServedMap] = []
+        self._target: ServedMap | None = None  # among them: not the draft model
         self._has_changed = False
-        self._moving: Question | None = None  # it asked for the plan whose map does not serve yet
+        self._moving: PlanQuestion | None = (
+            None  # it asked for the plan whose map does not serve yet
+        )
         self._on = dict.fromkeys(PARTS, False)
         for part in (*PARTS, "placement", "records"):
             set_part("vllm", part, is_on=False)
@@ -199,7 +200,7 @@ class PluginProcess:
     def _take_over(self, state: Any, num_nodes: int, *, is_draft: bool) -> None:
         model_state = list(state.model_states.values())[-1]
         held = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
-        served = Served(model_state, held.copy(), np.zeros_like(held))
+        served = ServedMap(model_state, held.copy(), np.zeros_like(held))
         self._served.append(served)
         if model_state.logical_to_physical_map.shape[-1] < ENTRIES:
             self._switch("shares", is_on=False)  # alike on all ranks: the model is
@@ -217,7 +218,7 @@ class PluginProcess:
         if self.is_on("tap"):
             self._start_tap(served)
 
-    def _start_tap(self, served: Served) -> None:
+    def _start_tap(self, served: ServedMap) -> None:
         assert self._joined is not None, "the ranks have joined"
         layers, (num_layers, num_slots) = served.model.moe_layers, served.held.shape
         top_k = int(getattr(layers[0], "top_k", 1) or 1) if layers else 1
@@ -239,7 +240,7 @@ class PluginProcess:
     def _note_phase(self, phase: Phase) -> None:
         self.phase = phase
 
-    def _taken_over(self) -> Served:
+    def _taken_over(self) -> ServedMap:
         if self._target is None:
             raise RankError("the model was not taken over")
         return self._target
@@ -377,7 +378,7 @@ class PluginProcess:
         model_state.logical_replica_count[layer].index_fill_(0, experts, width)
         served.repeats[layer] = decision.repeats[layer]
 
-    def _decision(self, served: Served, row: IntArray, layer: int) -> Decision | None:
+    def _decision(self, served: ServedMap, row: IntArray, layer: int) -> MapDecision | None:
         """The decision with the shares of a row; None: they are even."""
         if not self.is_on("shares"):
             return None
@@ -394,7 +395,7 @@ class PluginProcess:
             self._has_changed = False
             self._offer_map()
 
-    def _of(self, model_state: Any) -> Served | None:
+    def _of(self, model_state: Any) -> ServedMap | None:
         return next((one for one in self._served if one.model_state is model_state), None)
 
     def _is_target(self, model_state: Any) -> bool:
@@ -414,27 +415,27 @@ class PluginProcess:
         reason = "vLLM committed this map"
         self.recorder.tell(MapChange(held, share, num_experts, self.generation, reason, question))
 
-    def asked(self, held: IntArray) -> Question:
+    def asked(self, held: IntArray) -> PlanQuestion:
         """Why rank 0 plans for a map [L, P] now: a task that waits, or vLLM's interval."""
         recorder, target = self.recorder, self._target
         if recorder is None or target is None or not np.array_equal(held, target.held):
-            return Question("interval")  # a draft model's plans answer no task
+            return PlanQuestion("interval")  # a draft model's plans answer no task
         if self._moving is not None:  # its map was replaced before it served on all layers
-            self.answered(Outcome(self._moving))
+            self.answered(MoveOutcome(self._moving))
             self._moving = None
-        return recorder.questions.popleft() if recorder.questions else Question("interval")
+        return recorder.questions.popleft() if recorder.questions else PlanQuestion("interval")
 
-    def answered(self, outcome: Outcome) -> None:
+    def answered(self, outcome: MoveOutcome) -> None:
         """Report what came of a question on rank 0."""
         if self.recorder is not None and (outcome.question.task_id or outcome.error):
             self.recorder.tell(outcome)
 
-    def will_move(self, question: Question) -> None:
+    def will_move(self, question: PlanQuestion) -> None:
         """Note a plan of rank 0 that moves experts: its task ends once the map serves."""
         self._moving = question if question.task_id else None
 
 
-def group_among(parallel: Any, first: int, size: int) -> Group:
+def group_among(parallel: Any, first: int, size: int) -> EngineGroup:
     """The EP group among those of vLLM, whose ranks are ExternalDP x DP x PP x PCP x TP.
 
     Args:

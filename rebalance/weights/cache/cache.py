@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from rebalance.types import Digest, Record
-from rebalance.weights.cache.entries import Entry, EntryTable, State
+from rebalance.weights.cache.entries import CacheEntry, EntryTable, RecordState
 from rebalance.weights.disk.record_loader import LoadedFrom
 
 WAIT_S = 1.0  # a lost wake-up costs this long, not for ever
@@ -39,7 +39,7 @@ class Request:
     num_from_disk: int = 0
     num_from_hosts: int = 0
     fetched: set[Record] = field(default_factory=set)  # read for this request, not for an earlier
-    added: list[Entry] = field(default_factory=list)  # leases that this request added
+    added: list[CacheEntry] = field(default_factory=list)  # leases that this request added
     missing: set[Record] = field(default_factory=set)
     found: dict[Record, tuple[Digest, int]] = field(default_factory=dict)  # digest and place
     error: str | None = None
@@ -93,9 +93,9 @@ class HostCache:
         self.table = EntryTable(num_entries)
         self._waiting: list[Request] = []  # for room, in order of arrival
         self._loading: dict[
-            Entry, list[Request]
+            CacheEntry, list[Request]
         ] = {}  # requests that wait for an entry to be READY
-        self._queued: OrderedDict[Entry, None] = OrderedDict()
+        self._queued: OrderedDict[CacheEntry, None] = OrderedDict()
         self._hinted: OrderedDict[Record, int] = OrderedDict()  # number of the hint
         self._num_hints = 0
         self._is_closed = False
@@ -125,7 +125,7 @@ class HostCache:
             (record,) = request.records
             entry = self.table.entries.get(record)
             refusal = refusal_of(request, self.table, self.weights_version)
-            if refusal is None and (entry is None or entry.state is not State.READY):
+            if refusal is None and (entry is None or entry.state is not RecordState.READY):
                 refusal = f"layer {record[0]} expert {record[1]} is not in memory"
             if entry is not None and refusal is None:
                 self._lease(request, entry)
@@ -135,7 +135,7 @@ class HostCache:
         """Name the records that are in memory."""
         with self._changed:
             entries = self.table.entries.items()
-            return [record for record, entry in entries if entry.state is State.READY]
+            return [record for record, entry in entries if entry.state is RecordState.READY]
 
     def release(self, holder: int, records: Collection[Record]) -> None:
         """End a rank's leases on records; those that it does not hold are no harm."""
@@ -191,8 +191,8 @@ class HostCache:
             if not held or held[0].is_void:
                 self._end(request, f"layer {record[0]} expert {record[1]} is not leased")
                 return
-            if held[0].state is State.READY:
-                held[0].state, self._queued[held[0]] = State.QUEUED, None
+            if held[0].state is RecordState.READY:
+                held[0].state, self._queued[held[0]] = RecordState.QUEUED, None
             request.num_from_disk, request.fetched = 1, {record}
             self._await(request, held[0])
             self._changed.notify_all()
@@ -201,7 +201,11 @@ class HostCache:
         """Return digest and place of a record that a rank holds and that is READY."""
         with self._changed:
             for entry in self.table.held_by(holder, frozenset([record])):
-                if entry.state is State.READY and not entry.is_void and entry.digest is not None:
+                if (
+                    entry.state is RecordState.READY
+                    and not entry.is_void
+                    and entry.digest is not None
+                ):
                     return entry.digest, entry.index
             return None
 
@@ -219,7 +223,7 @@ class HostCache:
 
     # -- offers
 
-    def begin_offer(self, record: Record) -> Entry | None:
+    def begin_offer(self, record: Record) -> CacheEntry | None:
         """Return an entry to copy an offered record into; ``loaded`` or ``failed`` must follow.
 
         None where the record is here or on its way, or where there is no free entry: an offer
@@ -229,12 +233,12 @@ class HostCache:
             if record in self.table.entries or not self.table.free_indices:
                 return None
             entry = self.table.assign(record)
-            entry.state = State.LOADING
+            entry.state = RecordState.LOADING
             return entry
 
     # -- readers of the disk
 
-    def take(self) -> Entry | None:
+    def take(self) -> CacheEntry | None:
         """Wait for an entry to load and return it; None once the host cache is closed."""
         with self._changed:
             while not self._is_closed:
@@ -244,15 +248,15 @@ class HostCache:
                 self._changed.wait(WAIT_S)
             return None
 
-    def try_take(self) -> Entry | None:
+    def try_take(self) -> CacheEntry | None:
         """Return an entry to load, requested ones before hinted ones; None if there is none now."""
         with self._changed:
             entry = self._next()
             if entry is not None:
-                entry.state = State.LOADING
+                entry.state = RecordState.LOADING
             return entry
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> CacheEntry | None:
         if self._queued:
             return self._queued.popitem(last=False)[0]
         while self._hinted:
@@ -266,13 +270,13 @@ class HostCache:
         return None
 
     def loaded(
-        self, entry: Entry, digest: Digest, source: LoadedFrom, *, for_writer: bool = False
+        self, entry: CacheEntry, digest: Digest, source: LoadedFrom, *, for_writer: bool = False
     ) -> None:
         """Mark an entry as loaded and answer its requests; the writer may lease it."""
         with self._changed:
             self.counts[source] += 1
             self.table.allocated.add(entry.index)
-            entry.state, entry.digest = State.READY, digest
+            entry.state, entry.digest = RecordState.READY, digest
             if for_writer:
                 self.table.lease(entry, WRITER)
             for request in self._loading.pop(entry, []):
@@ -286,17 +290,17 @@ class HostCache:
             self.table.make_evictable(entry)
             self._admit()
 
-    def failed(self, entry: Entry, error: str) -> None:
+    def failed(self, entry: CacheEntry, error: str) -> None:
         """Fail the requests that wait for an entry's record; a later request tries again."""
         with self._changed:
-            entry.state = State.READY
+            entry.state = RecordState.READY
             if entry.is_void:
                 self.table.make_evictable(entry)
             else:
                 self._void(entry, error)
             self._admit()
 
-    def out_of_memory(self, entry: Entry, error: str) -> None:
+    def out_of_memory(self, entry: CacheEntry, error: str) -> None:
         """Continue with the entries whose memory was allocated so far."""
         with self._changed:
             self.table.shrink(entry)
@@ -316,7 +320,7 @@ class HostCache:
     def figures(self) -> dict[str, int]:
         """Count what was done so far, and what is held now."""
         with self._changed:
-            ready = sum(e.state is State.READY for e in self.table.entries.values())
+            ready = sum(e.state is RecordState.READY for e in self.table.entries.values())
             held = sum(bool(e.holders) for e in self.table.entries.values())
             return self.counts | {
                 "evictions": self.table.num_evicted,
@@ -369,18 +373,18 @@ class HostCache:
         if not request.missing:
             self._end(request, None)
 
-    def _lease(self, request: Request, entry: Entry) -> None:
+    def _lease(self, request: Request, entry: CacheEntry) -> None:
         entry.hint = 0
         entry.is_for_host &= request.is_for_host
         if self.table.lease(entry, request.holder):
             request.added.append(entry)
-        if entry.state is State.READY:
+        if entry.state is RecordState.READY:
             assert entry.digest is not None, "what is ready was digested"
             request.found[entry.record] = entry.digest, entry.index
         else:
             self._await(request, entry)
 
-    def _await(self, request: Request, entry: Entry) -> None:
+    def _await(self, request: Request, entry: CacheEntry) -> None:
         request.missing.add(entry.record)
         self._loading.setdefault(entry, []).append(request)
 
@@ -398,15 +402,15 @@ class HostCache:
         for entry in added:
             self._release(entry, request.holder)
 
-    def _release(self, entry: Entry, holder: int) -> None:
+    def _release(self, entry: CacheEntry, holder: int) -> None:
         self.table.release(entry, holder)
-        if entry.state is State.QUEUED and not entry.holders and entry in self._queued:
+        if entry.state is RecordState.QUEUED and not entry.holders and entry in self._queued:
             self._void(entry, "released by its rank before it was loaded")
 
-    def _void(self, entry: Entry, error: str) -> None:
+    def _void(self, entry: CacheEntry, error: str) -> None:
         if entry in self._queued:
             del self._queued[entry]
-            entry.state = State.READY
+            entry.state = RecordState.READY
         self.table.void(entry)
         for request in self._loading.pop(entry, []):
             if not request.is_ended:

@@ -32,7 +32,7 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.offered_records import short_name
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.link.listener import ConnectionListener
 from rebalance.weights.link.local import listen_under
 from rebalance.weights.link.wire import Wire

@@ -23,10 +23,10 @@ from rebalance.types import Digest, Record
 from rebalance.weights.cache.cache import HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.disk.offered_records import OfferedRecords
+from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.disk.record_loader import Loaded, RecordLoader
-from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.client import LinkClient, StoppedError
-from rebalance.weights.link.limits import CHUNK_BYTES, Budget
+from rebalance.weights.link.limits import CHUNK_BYTES, ByteBudget
 from rebalance.weights.link.link_settings import HostAddress, HostLinkSettings
 from rebalance.weights.link.server import Lent
 from rebalance.weights.link.wire import Message, RefusedError, Wire, field
@@ -89,7 +89,7 @@ class OtherHosts:
 
         self._hosts = [_OtherHost(link(address)) for address in settings.others]
         self._is_closing, self._lock = threading.Event(), threading.Lock()
-        self._inward = Budget(settings.bytes_per_second, self._is_closing)
+        self._inward = ByteBudget(settings.bytes_per_second, self._is_closing)
         self.num_failures = 0  # hosts that were late, dead or wrong
         self.num_wrong = 0  # failures by wrong bytes
 

@@ -40,12 +40,12 @@ from rebalance.weights.cache.address import (
 from rebalance.weights.cache.cache import WRITER, HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheStats
-from rebalance.weights.cache.entries import Entry
+from rebalance.weights.cache.entries import CacheEntry
 from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
 from rebalance.weights.cache.other_hosts import CacheSources, RecordsForHosts
 from rebalance.weights.disk.offered_records import OfferedRecords
+from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.disk.record_loader import RecordLoader, WriteBehind
-from rebalance.weights.disk.record_origin import RecordOrigin
 from rebalance.weights.link.listener import ConnectionListener
 from rebalance.weights.link.server import LinkServer
 from rebalance.weights.link.wire import DisconnectedError, Message, Wire
@@ -215,7 +215,7 @@ class HostCacheServer:
                 log.exception("loading a record failed")
                 self.cache.failed(entry, f"{type(exc).__name__}: {exc}")
 
-    def _is_allocated(self, entry: Entry) -> bool:
+    def _is_allocated(self, entry: CacheEntry) -> bool:
         """Allocate the memory of an entry; False where there is none, which ends its requests."""
         size = self.origin.record_bytes
         if entry.index not in self.cache.table.allocated:  # an entry has one thread that fills it
@@ -227,7 +227,7 @@ class HostCacheServer:
                 return False
         return True
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: CacheEntry) -> None:
         if not self._is_allocated(entry):
             return
         target, writer = self.record_at(entry.index), self.writer

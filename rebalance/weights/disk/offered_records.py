@@ -16,9 +16,8 @@ import torch
 
 from eplb.errors import CheckpointError
 from rebalance.types import Digest, Record
-from rebalance.weights.disk.record_file import RecordFile
+from rebalance.weights.disk.record_file import RecordFile, RecordOrigin
 from rebalance.weights.disk.record_loader import Loaded
-from rebalance.weights.disk.record_origin import RecordOrigin
 
 MAX_FILES = 256  # as many as a deployment may have hosts
 

@@ -20,8 +20,7 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
 from rebalance.types import Digest, Record
-from rebalance.weights.disk.record_file import RecordFile
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import RecordFile, RecordOrigin
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import digest

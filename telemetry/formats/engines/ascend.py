@@ -19,11 +19,18 @@ from numpy.typing import NDArray
 
 from eplb.core.load import as_history
 from eplb.core.placement import Placement
-from eplb.errors import ConfigError, HistoryError
+from eplb.errors import HistoryError
 from telemetry.formats.bounded import int_array, member, read_json, whole_number
 from telemetry.formats.repairs import filled, kept_in_place, ranks_of, without_duplicates
 from telemetry.formats.torch_file import load_torch
-from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, resolve, rows_in_order
+from telemetry.formats.types import (
+    LoadFile,
+    PlacementFile,
+    ReadOptions,
+    refuse_dense_rows,
+    resolve,
+    rows_in_order,
+)
 
 MAX_LAYERS = 4096
 
@@ -90,11 +97,7 @@ def write_map(
         current: the map that serves; experts that stay on a device keep their slots.
     """
     devices = ranks_of(file, num_ranks, "the map lists devices")
-    if file.layers.axis == "hidden":
-        raise ConfigError(
-            "entries of vllm-ascend are MoE layers alone, and the input does not tell whether a "
-            "row is a dense layer: expected --layer-ids, --first-moe-layer or --model"
-        )
+    refuse_dense_rows(file.layers, "entries of vllm-ascend")
     file, notes = filled(file, devices)
     file, said = without_duplicates(file, devices)
     notes = (*notes, *said)

@@ -147,7 +147,8 @@ def read_rank_files(
     seen: dict[int, int] = {}
     for rank, path in enumerate(paths):
         record = loaded[path] if loaded else load_torch(path)
-        table = _map_of(record, path.name)
+        last = member(record, f"last_{MAP}", np.ndarray, path.name)
+        table = _checked_map(last, f"{path.name}: the map")
         if held is not None and not np.array_equal(held, table):
             raise HistoryError(f"{path.name} has another map than rank 0, expected one dump")
         held = table
@@ -163,7 +164,7 @@ def read_rank_files(
         raise HistoryError(
             f"pass {min(short)} is in {seen[min(short)]} of {len(paths)} files, expected all, once"
         )
-    num_experts = _num_experts(held, options)
+    num_experts = options.experts_in(held.shape[1], int(held.max()))
     folded = StepSums(options.max_windows)
     for number in sorted(sums):
         folded.add(number, to_logical(sums[number], held, num_experts, f"pass {number}"))
@@ -178,20 +179,14 @@ def read_rank_files(
     return replace(found, num_ranks=num_ranks)
 
 
-def _num_experts(held: NDArray[np.int64], options: ReadOptions) -> int:
-    if options.num_experts is not None:
-        return options.num_experts
-    if options.num_redundant is not None:
-        return max(int(held.shape[1]) - options.num_redundant, 1)
-    return int(held.max()) + 1
-
-
-def _map_of(record: Any, where: str) -> NDArray[np.int64]:
-    table = member(record, f"last_{MAP}", np.ndarray, where)
+def _checked_map(table: NDArray[Any], where: str) -> NDArray[np.int64]:
+    """[L, P] experts of slots; every slot holds one."""
     if table.ndim != 2 or table.dtype.kind != "i" or not table.size:
-        raise HistoryError(f"{where}: the map has shape {table.shape}, expected [layers, slots]")
+        raise HistoryError(f"{where} has shape {table.shape}, expected [layers, slots]")
     if table.min() < 0 or table.max() >= table.shape[1]:
-        raise HistoryError(f"{where}: the map names expert {table.max()} in {table.shape[1]} slots")
+        raise HistoryError(
+            f"{where} names experts {table.min()}..{table.max()}, expected 0..{table.shape[1] - 1}"
+        )
     found: NDArray[np.int64] = table.astype(np.int64)
     return found
 
@@ -243,14 +238,9 @@ def read_location(path: Path, options: ReadOptions) -> PlacementFile:
 def of_location(record: Any, options: ReadOptions) -> PlacementFile:
     """The placement of a map that was read already."""
     table = member(record, MAP, (list, np.ndarray), "the file")
-    held = table if isinstance(table, np.ndarray) else int_array(table, 2, MAP)
-    if held.ndim != 2 or held.dtype.kind != "i" or not held.size:
-        raise HistoryError(f"{MAP} has shape {held.shape}, expected [layers, slots]")
-    if held.min() < 0 or held.max() >= held.shape[1]:
-        raise HistoryError(
-            f"{MAP} names experts {held.min()}..{held.max()}, expected 0..{held.shape[1] - 1}"
-        )
-    num_experts = _num_experts(held.astype(np.int64), options)
+    given = table if isinstance(table, np.ndarray) else int_array(table, 2, MAP)
+    held = _checked_map(given, MAP)
+    num_experts = options.experts_in(held.shape[1], int(held.max()))
     rows, layers, notes = resolve(rows_as_hidden(len(held)), options)
     placement = Placement(held[rows].astype(np.int32), num_experts)
     return PlacementFile(placement, layers, notes=notes)

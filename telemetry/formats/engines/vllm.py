@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from telemetry.formats.types import (
     PlacementFile,
     ReadOptions,
     StepSums,
+    refuse_dense_rows,
     resolve,
     rows_in_order,
     to_logical,
@@ -123,7 +124,8 @@ def read_load(path: Path, options: ReadOptions) -> LoadFile:
     meta = lines.meta
     if held is None or lines.num_experts is None:
         raise HistoryError(f"no line {STATS}, expected load")
-    _check_count(meta.num_ranks, "num_ranks")
+    if meta.num_ranks is not None:
+        whole_number(meta.num_ranks, "num_ranks", 1, 65_536)
     rows, layers, notes = resolve(rows_in_order(len(held)), options)
     if lines.num_markers:
         notes = (*notes, f"{lines.num_markers} lines of a benchmark's markers are ignored")
@@ -165,11 +167,6 @@ def _take_meta(meta: _Meta, record: dict[str, Any], where: str) -> None:
         meta.num_redundant = found if meta.num_redundant is None else meta.num_redundant
     model = record.get("model", "")
     meta.model = model[:200] if isinstance(model, str) else ""
-
-
-def _check_count(value: Any, where: str) -> None:
-    if value is not None:
-        whole_number(value, where, 1, 65_536)
 
 
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
@@ -232,11 +229,7 @@ def write_mapping(file: PlacementFile, num_ranks: int | None) -> tuple[bytes, tu
     """Write the line of an initial mapping."""
     ranks_of(file, num_ranks, "vLLM has as many slots on each rank")
     file, notes = filled(file, num_ranks)
-    if file.layers.axis == "hidden":
-        raise ConfigError(
-            "rows of vLLM are MoE layers alone, and the input does not tell whether a row is a "
-            "dense layer: expected --layer-ids, --first-moe-layer or --model"
-        )
+    refuse_dense_rows(file.layers, "rows of vLLM")
     if file.layers.axis == "model":
         notes = (*notes, f"rows are MoE layers in order: row 0 is layer {file.layers.ids[0]}")
     placement = file.placement
@@ -258,7 +251,7 @@ def write_mapping(file: PlacementFile, num_ranks: int | None) -> tuple[bytes, tu
 
 def write_load(file: LoadFile) -> tuple[bytes, tuple[str, ...]]:
     """Write load lines under the identity map: every expert in its own slot."""
-    history = replace(file).history
+    history = file.history
     identity = [list(range(history.num_experts))] * history.num_layers
     num_ranks = file.num_ranks or 1
     lines: list[dict[str, Any]] = [

@@ -13,8 +13,7 @@ from api.cli.main import app
 from benchmarks.attack.traces import hostile_traces, write_hostile_files
 from eplb.errors import CheckpointError
 from rebalance.protocol.journal import read_journals
-from rebalance.weights.disk.record_file import MAGIC, RecordFileLayout
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import MAGIC, RecordFileLayout, RecordOrigin
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.memory import PAGE_BYTES
 from simulations import load_trace

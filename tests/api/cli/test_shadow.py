@@ -16,8 +16,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.shadow.loop import Watch, run
-from api.shadow.recorder import EngineRecorder
+from api.shadow.command import EngineRecorder, Watch, run
 from benchmarks.engine_files.seeds import torch_file
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
@@ -25,7 +24,7 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from simulations.schemes import Terms
+from simulations.schemes import PlanTerms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices
 from simulations.shadow.sources import SourceOptions, open_source
@@ -242,7 +241,7 @@ def test_watching_asks_for_dumps_and_reads_the_last_one(
 ) -> None:
     url, _, asked = engine
     source = open_source([str(tmp_path)], SourceOptions(ReadOptions()))
-    group = Group(Terms(TWO_RANKS), 2, engine_plans="none")
+    group = Group(PlanTerms(TWO_RANKS), 2, engine_plans="none")
     stops = iter([False, True, True, True, True])
     watch = Watch(0.0, None, EngineRecorder(url), 0.0, lambda: next(stops))
 

@@ -364,7 +364,9 @@ def serves_on(membership: int) -> Callable[[StateStore], Any]:
 def test_survivors_of_two_deaths_serve_on_without_another_start(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
-    demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, slots_per_rank=5)
+    # Dead ranks are started again to join the others only in a minute.
+    given = {"slots_per_rank": 5, "restart_after_death": 0}
+    demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, **given)
     demo.sees("serving", serves_in_start(1))
     pids = {title: pid for pid, title in demo.processes().items()}
 

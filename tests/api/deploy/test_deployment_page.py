@@ -77,7 +77,7 @@ class Hosts:
         self._stack, self.folders, self.ran = stack, folders(root), set[str]()
         self._config, self._has_names = config, False
         try:
-            self._spaces = stack.enter_context(TwoHosts())
+            self.spaces = stack.enter_context(TwoHosts())
         except OSError as exc:
             pytest.skip(str(exc))
         self._environ = clean_environ(PYTHONPATH=str(ROOT))
@@ -106,7 +106,7 @@ class Hosts:
         if self._has_names:
             shell[-1] = f"mount --bind names /etc/hosts\n{script}"
             shell = ["unshare", "--mount", *shell]
-        entered = self._spaces.on(host, shell)
+        entered = self.spaces.on(host, shell)
         process = CommandProcess(entered, self.folders[host], self._environ)
         self._stack.callback(process.kill)
         return process
@@ -283,6 +283,28 @@ def test_hosts_that_the_configuration_names_serve_and_move(hosts: Hosts) -> None
     assert wrong_of(launches, 4) <= 1, launches[0].lines
     for process in (serve, *caches):
         assert process.ends(signal.SIGTERM) == 0, process.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ports", "line", "expected"),
+    [
+        ("6379", "eplb check", "refused  store: "),
+        ("29400", "eplb launch -- python engine.py", "waits for rank 0, at 10.0.0.1:29400"),
+    ],
+)
+def test_port_that_a_firewall_closes_is_named(
+    hosts: Hosts, ports: str, line: str, expected: str
+) -> None:
+    is_launch = "launch" in line
+    if is_launch:
+        for host in range(2):
+            hosts.start(host, "eplb host-cache").wait_for("ready: 32 records")
+    hosts.spaces.cut("drop what opens a connection", ports)
+    if is_launch:
+        hosts.start(0, line)
+
+    hosts.start(1, line).wait_for(expected)
 
 
 def assert_no_secret_is_shown(hosts: Hosts, processes: list[CommandProcess]) -> None:

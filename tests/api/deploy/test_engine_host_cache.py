@@ -10,7 +10,7 @@ import pytest
 
 from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.weights.cache.engine_records import EngineRecordsClient
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import RecordOrigin
 from runtime.memory import PAGE_BYTES, SharedArena, digest
 from tests.support.deployments import CommandProcess, clean_environ
 from tests.support.limits import NEVER_S

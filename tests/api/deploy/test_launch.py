@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from api.deploy.launch import Launch, check_start, excluded_ranks, run_ranks
+from api.deploy.launch import ExcludedRanks, Launch, check_start, run_ranks
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
 from api.processes.supervision import SupervisionSettings
@@ -221,8 +221,9 @@ def test_store_names_the_ranks_of_this_host_that_a_run_excluded(tmp_path: Path) 
     with closing(launch.deployment.opened_store()) as store:
         store.recover(record, expected_membership=0)
 
-    assert excluded_ranks(launch, "r1") == {2}
-    assert excluded_ranks(launch, "r2") is None
+    with closing(ExcludedRanks(launch)) as excluded:
+        assert excluded.look("r1") == {2}
+        assert excluded.look("r2") is None
 
 
 def test_store_that_is_absent_at_the_start_is_waited_for(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from api.metrics.definitions import metrics_of
 from api.monitor.monitor import Monitor
 from api.monitor.scores import contiguous_load, heat_of
-from api.monitor.state import Finding, Grade, Reading, WindowScore
+from api.monitor.state import Grade, Reading, Symptom, WindowScore
 from api.monitor.verdict import unready
 from api.terminal.live import LiveView, PlainLines, look_at, window_line
 from api.terminal.picture import Look, in_time, in_units, render
@@ -316,7 +316,7 @@ def test_process_without_a_heartbeat_degrades_the_deployment_that_serves_on(
     for one in (mine, Announcement(HOST_CACHE, "7", every_s=HEARTBEAT_S)):
         store.announce(one)  # the topology of the run has one host
 
-    def down(now: float) -> list[Finding]:
+    def down(now: float) -> list[Symptom]:
         return [one for one in seen_by(store, now).findings if one.kind == "process-down"]
 
     assert down(NOW + silent_after_s) == []
@@ -398,6 +398,33 @@ def test_rank_that_the_others_serve_on_without_is_gone_and_not_silent() -> None:
     assert (gone.kind, gone.ranks, gone.is_ready) == ("rank-gone", (1,), True)
     assert gone.text.startswith("1 of 2 ranks serve on, without 1")
     assert (seen.state.silent_ranks, seen.state.ranks[1].phase) == ((), "gone")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "members", "phase"),
+    [((0,), (0,), "retired"), ((0, 1), (0,), "joining"), ((0,), (0, 1), "silent")],
+)
+def test_rank_that_does_not_serve_by_order_is_not_called_silent_or_gone(
+    wanted: tuple[int, ...], members: tuple[int, ...], phase: str
+) -> None:
+    store = MemoryStore("d", clock=lambda: NOW)
+    alive = replace(TOPOLOGY, alive=np.isin([0, 1], members))
+    begin_run(store, "a", NOW, topology=alive, window_steps=2)
+    store.report(state(0))
+    asked: dict[str, Any] = {"asked": {}, "reason": "night", "by": "alice"}
+    if phase == "joining":
+        store.change_membership("op-0", [0], members=[0], **asked)
+    store.change_membership("op-1", wanted, members=members, **asked)
+
+    seen = seen_by(store)
+
+    found = [one.kind for one in seen.findings if "rank" in one.kind]
+    assert found == (["rank-silent"] if phase == "silent" else [])  # it has not left yet
+    assert seen.state.ranks[1].phase == phase
+    assert seen.state.membership is not None
+    assert (seen.state.membership.members, seen.state.membership.wanted) == (members, wanted)
+    is_open = "operation op-1 on the ranks" in seen.state.reason
+    assert is_open == (wanted != members)
 
 
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rebalance.engines.common.bench import verdicts_of
-from rebalance.engines.common.conform import Verdict, report
+from rebalance.engines.common.conform import LayerVerdict, report, verdicts_of
 from rebalance.engines.common.gauge import value_of
 from tests.support.engines.ranks import INTERVAL, NUM_RANKS, config_in, on_ranks
 from tests.support.engines.sglang_ranks import MOE, make_rank
@@ -16,7 +15,7 @@ from tests.support.engines.sglang_ranks import MOE, make_rank
 pytestmark = pytest.mark.slow
 
 
-def verdicts(case: str) -> list[Verdict]:
+def verdicts(case: str) -> list[LayerVerdict]:
     _, found, _ = verdicts_of("sglang", [case], num_moves=2, seed=1)
     return found
 

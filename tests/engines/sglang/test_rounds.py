@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rebalance.engines.common.gauge import value_of
-from rebalance.engines.common.messages import Question
+from rebalance.engines.common.messages import PlanQuestion
 from rebalance.engines.sglang import engine
 from tests.support.engines.ranks import (
     INTERVAL,
@@ -89,7 +89,7 @@ def paused(rank: int, config: Path) -> list[int]:
     made.manager.disable_rebalance("scaling")
     before = made.generation
     if rank == 0:
-        made.recorder.ask(Question("interval"))
+        made.recorder.ask(PlanQuestion("interval"))
     made.until(lambda: made.recorder.ready is not None)
     made.steps(2 * WINDOW)
     waiting = made.generation

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eplb import DispatchRule, Placement, Topology, effective_shares
-from rebalance.engines.common.start import Group
+from rebalance.engines.common.start import EngineGroup
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.entry import register
 from rebalance.engines.sglang.replica_weights import (
@@ -170,7 +170,7 @@ def test_replica_of_the_model_is_a_group_by_the_engines_number() -> None:
         with get_parallel().override(dp_size=2, dp_rank=1):
             return [alone, engine.group()]
 
-    assert on_ranks(work)[0] == [Group(), Group("dp1", "", ("dp0", "dp1"))]
+    assert on_ranks(work)[0] == [EngineGroup(), EngineGroup("dp1", "", ("dp0", "dp1"))]
 
 
 def test_without_a_deployment_the_plugin_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:

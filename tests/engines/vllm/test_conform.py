@@ -6,13 +6,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from rebalance.engines.common.bench import verdicts_of
-from rebalance.engines.common.conform import Verdict
+from rebalance.engines.common.conform import LayerVerdict, verdicts_of
 
 pytestmark = pytest.mark.slow
 
 
-def verdicts(case: str) -> list[Verdict]:
+def verdicts(case: str) -> list[LayerVerdict]:
     _, found, _ = verdicts_of("vllm", [case], num_moves=2, seed=1)
     return found
 

@@ -19,7 +19,7 @@ from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 from eplb.core.model import ModelShape
 from eplb.migration.serialisation import model_to_dict
-from rebalance.engines.common.messages import Identity
+from rebalance.engines.common.messages import SampleOrigin
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.store_process import StoreProcess
@@ -82,7 +82,7 @@ def test_first_plan_moves_any_number_also_after_the_switches_kept_the_map(policy
     process = made_process()
     described = model_to_dict(ModelShape(tuple(range(LAYERS)), EXPERTS, 1, 1, 1)), {}
     no_store = f"redis://127.0.0.1:{free_port()}"
-    identity = Identity("d", no_store, 0, RunInfo("run", 0.0, *described, 64))
+    identity = SampleOrigin("d", no_store, 0, RunInfo("run", 0.0, *described, 64))
     process.recorder = StoreProcess("vllm", identity)
 
     kept = policy_of(process).rebalance_experts(load, SLOTS, 1, 1, RANKS, first)

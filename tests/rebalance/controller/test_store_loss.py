@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -184,6 +185,85 @@ def test_store_lost_during_a_migration_is_restored_without_a_freeze(losing: Losi
         group.step_until(group.is_settled)
 
         group.move(TARGETS[2])
+        assert group.frozen() == ""
+
+
+class ForgetfulStore(QuickStore):
+    """A store that can go back to what it remembered, and gives no id out again."""
+
+    def remember(self) -> None:
+        self._kept = copy.deepcopy((self.backend._tables, self.backend._orders))
+
+    def go_back(self) -> None:
+        with self.backend._changed:
+            self.backend._tables, self.backend._orders = self._kept
+        self.backend.decide("ids", lambda c: c.give_out("plan_id", c.last("plan_id") + 1000))
+
+
+GoingBack = tuple[Any, Callable[[], object], Callable[[], object]]  # a store; remember; go back
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.system)])
+def going_back(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GoingBack]:
+    if request.param == "memory":
+        store = ForgetfulStore("test")
+        yield store, store.remember, store.go_back
+        return
+    with (
+        RedisProcess(tmp_path) as server,
+        closing(redis_store(f"{server.url}?{FAR_OFF}", "test")) as on_server,
+    ):
+
+        def restart() -> None:
+            server.kill()
+            server.start()  # it reads what it saved
+
+        yield on_server, (lambda: server.ask("SAVE")), restart
+
+
+def is_back(group: Group) -> bool:
+    """Whether the store names what serves, whatever it forgot."""
+    try:
+        return group.is_settled()
+    except StoreError:  # as in Group.is_restored
+        return False
+
+
+def test_store_that_went_back_has_what_serves_again_and_balancing_continues(
+    going_back: GoingBack,
+) -> None:
+    store, remember, go_back = going_back
+    with closing(Group(store)) as group:
+        group.begin()
+        group.move(TARGETS[0])
+        remember()
+        group.move(TARGETS[1])
+        group.move(TARGETS[2])
+
+        go_back()
+        group.step_until(lambda: is_back(group))
+
+        assert group.placement.hash == TARGETS[2].hash
+        group.move(TARGETS[0])
+        assert group.frozen() == ""
+        (told,) = (e for e in store.events() if "went back" in str(e.detail.get("reason")))
+        assert told.detail["generation"] == 3
+
+
+def test_store_that_went_back_during_a_migration_has_its_end(going_back: GoingBack) -> None:
+    store, remember, go_back = going_back
+    with closing(Group(store)) as group:
+        group.begin()
+        group.move(TARGETS[0])
+        remember()
+        group.move(TARGETS[1])
+        group.publish(TARGETS[2])
+        group.step_until(lambda: any(agent.phase != "idle" for agent in group.agents))
+
+        go_back()
+        group.step_until(lambda: is_back(group))
+
+        group.move(TARGETS[0])
         assert group.frozen() == ""
 
 

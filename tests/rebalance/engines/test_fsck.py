@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rebalance.engines.common.fsck.check import PART, PlacementCheck, agreed, digests_of
+from rebalance.engines.common.fsck.check import PART, EngineView, PlacementCheck, agreed, digests_of
 from rebalance.engines.common.fsck.rank_check import RankCheck, check_choices
 from rebalance.engines.common.fsck.report import BEGUN, Fault
-from rebalance.engines.common.fsck.tensors import EngineView
 
 ROWS, RANKS, EACH, EXPERTS = 6, 2, 9, 12
 SLOTS = RANKS * EACH

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from eplb.errors import MigrationError
 from rebalance.engines.common.fsck import check
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.report import FAULT, REPAIRED
-from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, capture
 from tests.support.limits import NEVER_S

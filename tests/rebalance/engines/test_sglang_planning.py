@@ -11,7 +11,7 @@ import pytest
 from eplb import DispatchRule
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, StoreError
-from rebalance.engines.common.messages import Window
+from rebalance.engines.common.messages import PassWindow
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.replica_weights import shares_of
 from rebalance.engines.sglang.planning import (
@@ -66,7 +66,7 @@ def load_of_slots(held: np.ndarray) -> np.ndarray:
 def planner_of(algorithm: str, max_moved: float = 1.0) -> Planner:
     """With a window under a map that no plan has made."""
     made = Planner({"shape": asdict(shape(algorithm)), **limits(max_moved)})
-    made.add(Window(load_of_slots(TRIVIAL), TRIVIAL, np.zeros_like(TRIVIAL)))
+    made.add(PassWindow(load_of_slots(TRIVIAL), TRIVIAL, np.zeros_like(TRIVIAL)))
     return made
 
 
@@ -229,7 +229,9 @@ def test_planner_moves_few_experts_once_a_plan_has_made_the_map() -> None:
     found = planner.plan()
     assert found is not None
     first = answer_of(found[0])
-    planner.add(Window(load_of_slots(first.slot_to_expert), first.slot_to_expert, first.weights))
+    planner.add(
+        PassWindow(load_of_slots(first.slot_to_expert), first.slot_to_expert, first.weights)
+    )
 
     again = planner.plan()
 

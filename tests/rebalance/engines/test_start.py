@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from eplb.errors import ConfigError, RankError
-from rebalance.engines.common.start import PREFIX, Group, Joined, group_of, join
+from rebalance.engines.common.start import PREFIX, EngineGroup, Joined, group_of, join
 from tests.support.limits import NEVER_S
 
 
@@ -26,7 +26,7 @@ def joined(facts: list[str], refusals: dict[int, str] | None = None) -> list[obj
                 "ep",
                 rank,
                 len(facts),
-                group=Group("pp1"),
+                group=EngineGroup("pp1"),
                 facts=facts[rank],
                 deadline_s=NEVER_S,
                 refusal=(refusals or {}).get(rank, ""),
@@ -52,7 +52,7 @@ def test_missing_rank_is_named_on_all_others() -> None:
 
     for rank in (0, 2):
         with pytest.raises(RankError, match=rf"^rank {rank}: ranks \[1\] of 3"):
-            join("vllm", store, "ep", rank, 3, group=Group(), facts="v1", deadline_s=0.001)
+            join("vllm", store, "ep", rank, 3, group=EngineGroup(), facts="v1", deadline_s=0.001)
 
 
 def test_rank_with_other_facts_is_named_on_all() -> None:
@@ -70,15 +70,17 @@ def test_rank_that_refuses_is_named_on_all() -> None:
 
 
 def test_only_group_of_an_engine_has_no_name() -> None:
-    assert group_of({}, dp=(0, 1), pp=(0, 1)) == Group()
+    assert group_of({}, dp=(0, 1), pp=(0, 1)) == EngineGroup()
 
 
 def test_group_is_named_by_engine_replica_and_stage() -> None:
     found = group_of({"EPLB_GROUP": "a"}, dp=(1, 2), pp=(0, 2))
 
-    assert found == Group("a-dp1-pp0", "a", ("a-dp0-pp0", "a-dp0-pp1", "a-dp1-pp0", "a-dp1-pp1"))
-    assert group_of({}, pp=(1, 2)) == Group("pp1", "", ("pp0", "pp1"))
-    assert group_of({"EPLB_GROUP": "a"}) == Group("a", "a", ("a",))
+    assert found == EngineGroup(
+        "a-dp1-pp0", "a", ("a-dp0-pp0", "a-dp0-pp1", "a-dp1-pp0", "a-dp1-pp1")
+    )
+    assert group_of({}, pp=(1, 2)) == EngineGroup("pp1", "", ("pp0", "pp1"))
+    assert group_of({"EPLB_GROUP": "a"}) == EngineGroup("a", "a", ("a",))
 
 
 def test_group_that_is_no_name_is_refused() -> None:

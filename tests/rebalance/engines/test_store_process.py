@@ -24,12 +24,12 @@ from rebalance.engines.common.fsck.report import PARTS, report_of
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import (
     UNREAD,
-    Identity,
     MapChange,
+    MoveOutcome,
     Noted,
-    Outcome,
-    Question,
-    Window,
+    PassWindow,
+    PlanQuestion,
+    SampleOrigin,
 )
 from rebalance.engines.common.store_link import StoreLink
 from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
@@ -59,7 +59,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def process(url: str) -> Iterator[StoreProcess]:
-    made = StoreProcess("vllm", Identity(DEPLOYMENT, url, 0, INFO))
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, 0, INFO))
     yield made
     made.close(NEVER_S)
 
@@ -190,7 +190,9 @@ def test_second_engine_with_one_file_leaves_the_run_until_the_first_ends(
     second = replace(INFO, run="vllm-2")
     with closing(open_store(url, DEPLOYMENT)) as store:
         until(store.current_run)
-        others = [StoreProcess("vllm", Identity(DEPLOYMENT, url, rank, second)) for rank in (0, 1)]
+        others = [
+            StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, rank, second)) for rank in (0, 1)
+        ]
         others[1].add(counted(3))
         until(lambda: others[0].num_failures)
         while_it_runs = store.current_run(), list(store.samples(second.run))
@@ -205,7 +207,7 @@ def test_second_engine_with_one_file_leaves_the_run_until_the_first_ends(
 
 
 def test_engine_that_shares_a_name_is_refused_with_the_way_out(url: str) -> None:
-    identity = Identity(DEPLOYMENT, url, 0, replace(INFO, run="vllm-2"))
+    identity = SampleOrigin(DEPLOYMENT, url, 0, replace(INFO, run="vllm-2"))
     link = StoreLink(identity, lambda reply: None)
     with closing(open_store(url, DEPLOYMENT)) as store:
         until(store.current_run)
@@ -223,7 +225,7 @@ def stages(url: str) -> Iterator[list[StoreProcess]]:
     made = [
         StoreProcess(
             "vllm",
-            Identity(
+            SampleOrigin(
                 name, url, 0, replace(INFO, run=f"vllm-{name}"), whole=DEPLOYMENT, groups=names
             ),
         )
@@ -265,9 +267,9 @@ import os, signal, sys, time
 from tests.rebalance.engines.test_store_process import DEPLOYMENT, INFO, counted
 from rebalance.engines.common.fsck.report import PARTS
 from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.messages import Identity
+from rebalance.engines.common.messages import SampleOrigin
 from rebalance.engines.common.store_process import StoreProcess
-process = StoreProcess("vllm", Identity(DEPLOYMENT, sys.argv[1], 1, INFO))
+process = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, sys.argv[1], 1, INFO))
 process.add(counted(3))
 while process._waiting or process._rest:
     time.sleep(0.01)
@@ -279,9 +281,9 @@ def test_what_was_handed_over_survives_the_death_of_the_rank(url: str) -> None:
     with closing(open_store(url, DEPLOYMENT)) as store:
         store.begin_run(INFO)
         ended = subprocess.run([sys.executable, "-c", DIES, url], cwd=ROOT)
-        until(lambda: steps_of(store))
 
-    assert ended.returncode == -signal.SIGKILL
+        assert ended.returncode == -signal.SIGKILL
+        until(lambda: steps_of(store))
 
 
 def test_samples_beyond_the_limit_are_dropped_and_counted(process: StoreProcess) -> None:
@@ -300,7 +302,7 @@ def test_nothing_may_move_while_the_switches_cannot_be_read(tmp_path: Path) -> N
     port = free_port()
     server = RedisProcess(tmp_path / "redis", {"port": str(port)})
     server.kill()
-    made = StoreProcess("vllm", Identity(DEPLOYMENT, f"redis://127.0.0.1:{port}", 0, INFO))
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, f"redis://127.0.0.1:{port}", 0, INFO))
     at_the_start = made.why_kept
     until(lambda: made.num_failures)  # the process has tried, and has said so
     without_a_store = made.why_kept
@@ -326,7 +328,7 @@ def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: St
         task = store.submit("rebalance", {"dry_run": True})
         until(lambda: process.questions)
         question = process.questions.popleft()
-        process.tell(Outcome(question, {"moves": True}))
+        process.tell(MoveOutcome(question, {"moves": True}))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         done = store.task(task.id)
@@ -355,7 +357,7 @@ class Planner:
     def __init__(self, terms: dict[str, Any]) -> None:
         self._shift, self._held = terms["shift"], HELD[:0]
 
-    def add(self, window: Window) -> None:
+    def add(self, window: PassWindow) -> None:
         self._held = window.held
 
     def plan(self) -> tuple[bytes, dict[str, Any]] | None:
@@ -374,7 +376,7 @@ def planning(url: str) -> Iterator[Callable[[int], StoreProcess]]:
 
     def start(shift: int) -> StoreProcess:
         planner = f"{Planner.__module__}:{Planner.__name__}"
-        identity = Identity(DEPLOYMENT, url, 0, INFO, planner=planner, terms={"shift": shift})
+        identity = SampleOrigin(DEPLOYMENT, url, 0, INFO, planner=planner, terms={"shift": shift})
         made.append(StoreProcess("sglang", identity))
         return made[-1]
 
@@ -387,7 +389,7 @@ def test_planner_answers_a_question_once_it_has_a_window(
     planning: Callable[[int], StoreProcess],
 ) -> None:
     process = planning(1)
-    process.ask(Question("interval"))
+    process.ask(PlanQuestion("interval"))
     process.add_window(counted(0), np.zeros_like(HELD))
     until(lambda: process.ready)
 
@@ -433,9 +435,9 @@ def test_task_without_a_plan_ends_with_the_reason(
 
 
 def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
-    identity = Identity(DEPLOYMENT, url, 0, INFO, planner="rebalance.engines:Nothing")
+    identity = SampleOrigin(DEPLOYMENT, url, 0, INFO, planner="rebalance.engines:Nothing")
     process = StoreProcess("sglang", identity)
-    process.ask(Question("interval"))
+    process.ask(PlanQuestion("interval"))
     with closing(open_store(url, DEPLOYMENT)) as store:
         until(lambda: list(store.events_backwards(("engine_plan_failed",))))
         (event,) = store.events_backwards(("engine_plan_failed",))
@@ -447,13 +449,13 @@ def test_killed_planner_is_asked_again_with_the_next_window(
     planning: Callable[[int], StoreProcess],
 ) -> None:
     process = planning(1)
-    process.ask(Question("interval"))
+    process.ask(PlanQuestion("interval"))
     until(lambda: process.pid)
     before = process.pid
     assert before is not None
     os.kill(before, signal.SIGKILL)
     until(lambda: process.pid != before and not process.is_asked)
     process.add_window(counted(0), np.zeros_like(HELD))
-    process.ask(Question("interval"))
+    process.ask(PlanQuestion("interval"))
 
     until(lambda: process.ready)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from rebalance.engines.vllm.decisions import (
     ENTRIES,
-    Decision,
     Decisions,
+    MapDecision,
     chosen_entries,
     repetitions,
 )
@@ -43,9 +43,9 @@ def list_of(slots: list[int], times: list[int]) -> list[int]:
     return entries
 
 
-def decided(held: NDArray[np.int64], repeats: NDArray[np.int64]) -> Decision:
+def decided(held: NDArray[np.int64], repeats: NDArray[np.int64]) -> MapDecision:
     """A decision that changes nothing but the lists."""
-    return Decision(held, held, repeats, int(held.max()) + 1)
+    return MapDecision(held, held, repeats, int(held.max()) + 1)
 
 
 def drawn_layers(seed: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -132,7 +132,7 @@ def test_consecutive_rows_visit_every_entry_of_a_list_once() -> None:
 def test_decision_is_found_by_the_row_that_it_asked_for_alone() -> None:
     held = np.stack([HELD, HELD[::-1]])
     share = np.array([[0.4, 0.6, 0.3, 0.5, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.5, 0.3, 0.6, 0.4]])
-    decision = Decision(held[::-1].copy(), held, repetitions(held, share, 64), 3)
+    decision = MapDecision(held[::-1].copy(), held, repetitions(held, share, 64), 3)
     decisions = Decisions()
     decisions.add(decision)
 

@@ -24,11 +24,11 @@ from rebalance.stage.ring import StagingRing
 from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.stage_settings import (
     SERVING_BYTES_PER_SECOND,
-    LinkSettings,
+    LinkBudget,
     StageSettings,
 )
 from rebalance.threads.waiting import SharedPhase, Wait, drive
-from rebalance.threads.watchdog import Heartbeat
+from rebalance.threads.watchdog import ThreadActivity
 from rebalance.types import CalledOff, IsWanted, Record, always
 from rebalance.weights.sources import HOST, Place, WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
@@ -45,7 +45,7 @@ TOPOLOGY = Topology(np.array([0, 0, 1]), np.array([3, 1, 1]))
 BASE = Placement(np.array([[0, EMPTY, EMPTY, 1, 2]] * 2), num_experts=3)
 TARGET = Placement(np.array([[0, 1, 2, 1, 2]] * 2), num_experts=3)
 SETTINGS = StageSettings(
-    peer=LinkSettings(SIZE // 4), host=LinkSettings(SIZE // 2), in_flight=2, preload_records=1
+    peer=LinkBudget(SIZE // 4), host=LinkBudget(SIZE // 2), in_flight=2, preload_records=1
 )
 
 
@@ -165,7 +165,7 @@ class Bench:
 def bench(
     latency_s: float = 1.0,
     staging: int = 4,
-    beat: Heartbeat | None = None,
+    beat: ThreadActivity | None = None,
     settings: StageSettings = SETTINGS,
 ) -> Bench:
     clock = Clock()
@@ -230,7 +230,7 @@ def seconds_to_stage(settings: StageSettings, **pace: float) -> float:
 
 def test_migration_stages_at_its_part_of_the_budget_of_each_link() -> None:
     # Two records of SIZE from either link; two chunks of each go at once.
-    peer, host = LinkSettings(SIZE // 4, SIZE / 8), LinkSettings(SIZE // 4, SIZE / 4)
+    peer, host = LinkBudget(SIZE // 4, SIZE / 8), LinkBudget(SIZE // 4, SIZE / 4)
     settings = replace(SETTINGS, peer=peer, host=host)
 
     whole, quarter = (seconds_to_stage(settings, link_part=part) for part in (1.0, 0.25))
@@ -240,7 +240,7 @@ def test_migration_stages_at_its_part_of_the_budget_of_each_link() -> None:
 
 
 def test_part_of_a_link_without_a_budget_is_one_of_the_default() -> None:
-    free = replace(SETTINGS, peer=LinkSettings(SIZE // 4), host=LinkSettings(SIZE // 4))
+    free = replace(SETTINGS, peer=LinkBudget(SIZE // 4), host=LinkBudget(SIZE // 4))
 
     assert seconds_to_stage(free) == 0.0
     assert seconds_to_stage(free, link_part=0.5) == pytest.approx(
@@ -423,7 +423,7 @@ def test_cancelled_preload_adds_no_abort_reason() -> None:
 def test_mover_heartbeat_names_its_work_and_idles_between_votes() -> None:
     said: list[tuple[str, bool]] = []
 
-    class Listening(Heartbeat):
+    class Listening(ThreadActivity):
         def busy(self, doing: str) -> None:
             said.append((doing, True))
 

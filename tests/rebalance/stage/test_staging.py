@@ -19,7 +19,7 @@ from eplb.errors import MigrationError
 from eplb.migration.build import Move, Source
 from rebalance.stage.lanes import Pull
 from rebalance.stage.source_choice import HOST_RETRY_S, SourceChoice
-from rebalance.stage.stage_settings import LinkSettings, StageSettings
+from rebalance.stage.stage_settings import LinkBudget, StageSettings
 from rebalance.stage.stager import StageFigures, Stager
 from rebalance.threads.waiting import Wait
 from rebalance.types import CalledOff, IsWanted, Record, always
@@ -34,9 +34,9 @@ TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=2)
 PLACEMENT = Placement(np.array([[0, 2, 0, 3, 2, 0, 1, 3]]), num_experts=4)
 ON_1, ON_2, ON_3 = Place(Source.PEER, 1, 0), Place(Source.PEER, 2, 1), Place(Source.PEER, 3, 0)
 CHUNKED = StageSettings(
-    peer=LinkSettings(CHUNK),
-    host=LinkSettings(CHUNK),
-    network=LinkSettings(CHUNK),
+    peer=LinkBudget(CHUNK),
+    host=LinkBudget(CHUNK),
+    network=LinkBudget(CHUNK),
     in_flight=2,
     pull_deadline_s=5.0,
 )
@@ -207,7 +207,7 @@ def test_chunks_are_ordered_ahead_but_not_without_end() -> None:
 
 
 def test_budget_delays_a_record_and_not_the_other_link() -> None:
-    slow_peers = StageSettings(peer=LinkSettings(CHUNK, 10.0), host=LinkSettings(CHUNK))
+    slow_peers = StageSettings(peer=LinkBudget(CHUNK, 10.0), host=LinkBudget(CHUNK))
     made = bench(0, slow_peers)
     from_host = Move(0, 3, 1, Source.HOST)
     seen = {}

@@ -11,8 +11,8 @@ import pytest
 
 from eplb.errors import ConfigError, MigrationError
 from rebalance.stage.lanes import Hold
-from rebalance.stage.stage_settings import LinkSettings, StageSettings
-from rebalance.weights.link.limits import CHUNK_BYTES, Budget, TokenBucket
+from rebalance.stage.stage_settings import LinkBudget, StageSettings
+from rebalance.weights.link.limits import CHUNK_BYTES, ByteBudget, TokenBucket
 from tests.support.limits import NEVER_S
 from tests.support.simulated_time import Clock
 
@@ -59,7 +59,7 @@ def test_bucket_without_a_rate_never_holds_back() -> None:
 
 
 def test_budget_waits_for_its_turn_and_refuses_what_comes_too_late() -> None:
-    quick, slow = (Budget(rate, threading.Event()) for rate in (1e8, 1.0))
+    quick, slow = (ByteBudget(rate, threading.Event()) for rate in (1e8, 1.0))
     for budget in (quick, slow):
         budget.spend(CHUNK_BYTES, time.monotonic())  # what a time of silence has saved up
 
@@ -124,7 +124,7 @@ def test_expired_hold_ends_and_is_logged_once(
 @pytest.mark.parametrize(("chunk_bytes", "rate"), [(0, 1.0), (1, 0.0), (1, math.nan)])
 def test_link_that_carries_nothing_is_refused(chunk_bytes: int, rate: float) -> None:
     with pytest.raises(ConfigError, match="expected more than 0 of both"):
-        LinkSettings(chunk_bytes, rate)
+        LinkBudget(chunk_bytes, rate)
 
 
 def test_settings_that_never_end_are_refused() -> None:

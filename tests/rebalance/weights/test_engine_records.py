@@ -22,7 +22,7 @@ from rebalance.weights.cache.engine_records import (
     address_of,
 )
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.link.secret import Secret
 from runtime.memory import PAGE_BYTES, SharedArena, digest

@@ -8,7 +8,7 @@ import pytest
 
 from rebalance.types import Record
 from rebalance.weights.cache.cache import WRITER, HostCache, Request
-from rebalance.weights.cache.entries import Entry
+from rebalance.weights.cache.entries import CacheEntry
 
 RECORDS = [(0, expert) for expert in range(8)]
 
@@ -19,7 +19,7 @@ def ask(cache: HostCache, holder: int, *records: Record, version: int = 0) -> Re
     return request
 
 
-def load_one(cache: HostCache, record: Record) -> Entry:
+def load_one(cache: HostCache, record: Record) -> CacheEntry:
     """As a reader of the disk would; the digest names the record."""
     entry = cache.take()
     assert entry is not None
@@ -284,7 +284,7 @@ def test_random_ranks_and_disks_never_share_a_place_and_never_hang(seed: int) ->
     rng = random.Random(seed)
     cache = HostCache(rng.randint(1, 6))
     live: dict[int, Request] = {}
-    loading: list[Entry] = []
+    loading: list[CacheEntry] = []
     pinned: list[Record] = []
     for _ in range(400):
         holder = rng.randint(1, 3)
@@ -319,7 +319,7 @@ def test_random_ranks_and_disks_never_share_a_place_and_never_hang(seed: int) ->
     assert all(request.is_ended for request in live.values())
 
 
-def take_one(cache: HostCache, loading: list[Entry]) -> None:
+def take_one(cache: HostCache, loading: list[CacheEntry]) -> None:
     entry = cache.try_take()
     if entry is not None:
         loading.append(entry)
@@ -327,7 +327,7 @@ def take_one(cache: HostCache, loading: list[Entry]) -> None:
 
 def finish_one(
     cache: HostCache,
-    loading: list[Entry],
+    loading: list[CacheEntry],
     pinned: list[Record],
     rng: random.Random,
     *,
@@ -343,7 +343,7 @@ def finish_one(
         pinned.append(entry.record)
 
 
-def check(cache: HostCache, loading: list[Entry]) -> None:
+def check(cache: HostCache, loading: list[CacheEntry]) -> None:
     table = cache.table
     known = [*table.entries.values(), *table.voided]
     used = [entry.index for entry in known]

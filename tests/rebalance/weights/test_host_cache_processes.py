@@ -27,8 +27,7 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.disk.record_file import RecordFile
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import RecordFile, RecordOrigin
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import SharedArena, digest

@@ -33,7 +33,7 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.other_hosts import CacheSources
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.disk.record_origin import RecordOrigin
+from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.link.limits import CHUNK_BYTES, BackOff
 from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.sources import MappedSlots, WeightSources

@@ -36,7 +36,7 @@ from rebalance.stage.digest_table import agree_on_digests
 from rebalance.stage.lanes import Pull
 from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.source_choice import SourceChoice
-from rebalance.stage.stage_settings import LinkSettings, StageSettings
+from rebalance.stage.stage_settings import LinkBudget, StageSettings
 from rebalance.stage.stager import StageFigures, Stager
 from rebalance.threads.waiting import SharedPhase, drive
 from rebalance.weights.cache.address import HostCacheAddress
@@ -49,8 +49,8 @@ from rebalance.weights.rank_link import (
     PROTOCOL,
     GroupName,
     OtherRanks,
-    Part,
     Served,
+    SlotPart,
     serve_slots,
 )
 from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources
@@ -118,7 +118,7 @@ class Rank:
         return now
 
 
-PART = Part(0, 0, 2, 5, 0, SIZE)
+PART = SlotPart(0, 0, 2, 5, 0, SIZE)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def start() -> Iterator[Callable[..., tuple[Rank, OtherRanks]]]:
 Start = Callable[..., tuple[Rank, OtherRanks]]
 
 
-def taken(asks: OtherRanks, part: Part = PART) -> torch.Tensor:
+def taken(asks: OtherRanks, part: SlotPart = PART) -> torch.Tensor:
     into = torch.zeros(part.num_bytes, dtype=torch.uint8)
     assert asks.fetch(1, part, into).is_complete()
     return into
@@ -267,7 +267,7 @@ def greeted(rank: Rank) -> Iterator[Wire]:
         yield wire
 
 
-def request(part: Part, answer_s: float) -> Message:
+def request(part: SlotPart, answer_s: float) -> Message:
     """What a client sends for a part."""
     return asdict(GROUP) | asdict(part) | {"answer_s": answer_s, "deadline_s": NEVER_S}
 
@@ -434,7 +434,7 @@ def receiver(fork: Callable[..., Any]) -> Iterator[Callable[..., Receiver]]:
                 0, topology, sources.readable, frozenset, reachable=sources.reachable
             )
             digests = torch.tensor([[digest(record_of(0))]])
-            chunked = StageSettings(network=LinkSettings(SIZE // 4))
+            chunked = StageSettings(network=LinkBudget(SIZE // 4))
             stager = Stager(sources, choice, digests, chunked, time.monotonic)
             return Receiver(stager, choice, HELD if topology is UNMAPPED else HELD_BY_FIVE)
 

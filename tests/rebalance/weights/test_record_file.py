@@ -21,9 +21,8 @@ import torch
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError
 from rebalance.weights.disk.direct_io import DirectFile
-from rebalance.weights.disk.record_file import RecordFile, record_file_beside
+from rebalance.weights.disk.record_file import RecordFile, RecordOrigin, record_file_beside
 from rebalance.weights.disk.record_loader import RecordLoader
-from rebalance.weights.disk.record_origin import RecordOrigin
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.experts import ExpertSchema
 from runtime.memory import PAGE_BYTES, SharedArena, digest

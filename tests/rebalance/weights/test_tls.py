@@ -21,7 +21,7 @@ from rebalance.weights.link.link_settings import RankLinkSettings
 from rebalance.weights.link.listener import ConnectionListener, listen
 from rebalance.weights.link.tls import Certificate, TlsFiles
 from rebalance.weights.link.wire import Wire, client_handshake, connect
-from rebalance.weights.rank_link import GroupName, OtherRanks, Part, Served, serve_slots
+from rebalance.weights.rank_link import GroupName, OtherRanks, Served, SlotPart, serve_slots
 from runtime.experts import ExpertBank, ExpertSchema
 from tests.support.certificates import Authority
 from tests.support.limits import NEVER_S
@@ -265,7 +265,7 @@ def test_live_slot_is_read_over_tls_and_is_not_in_clear_on_the_network(ours: Aut
 
         for _ in range(2):  # the second time over the connection that was kept
             into.zero_()
-            assert asks.fetch(1, Part(0, 0, 0, 5, 0, SCHEMA.record_bytes), into).is_complete()
+            assert asks.fetch(1, SlotPart(0, 0, 0, 5, 0, SCHEMA.record_bytes), into).is_complete()
             assert torch.equal(into, record)
 
     assert len(seen) > 2 * SCHEMA.record_bytes

@@ -35,7 +35,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, HistoryError, PlacementError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import RunInfo, open_store
-from telemetry.formats.checks import Deployment, findings
+from telemetry.formats.checks import TargetDeployment, findings
 from telemetry.formats.engines.ascend import read_map
 from telemetry.formats.table import (
     WriteOptions,
@@ -391,7 +391,7 @@ def test_rows_that_may_be_dense_are_not_written_as_moe_layers(tmp_path: Path) ->
     for target in ("vllm", "ascend"):
         with pytest.raises(ConfigError, match="dense layer"):
             write_placement(file, target, tmp_path / "o.json", WriteOptions(3))
-    assert [one.code for one in findings(file, "vllm", Deployment(3)) if one.is_error] == [
+    assert [one.code for one in findings(file, "vllm", TargetDeployment(3)) if one.is_error] == [
         "dense-rows"
     ]
 
@@ -432,14 +432,14 @@ def test_empty_slots_are_filled_and_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "deployment", "code"),
     [
-        ("sglang", Deployment(num_redundant=3), "redundancy"),
-        ("sglang", Deployment(num_ranks=4), "divides"),
-        ("ascend", Deployment(num_ranks=1), "duplicate"),
-        ("trtllm", Deployment(), "layers"),
+        ("sglang", TargetDeployment(num_redundant=3), "redundancy"),
+        ("sglang", TargetDeployment(num_ranks=4), "divides"),
+        ("ascend", TargetDeployment(num_ranks=1), "duplicate"),
+        ("trtllm", TargetDeployment(), "layers"),
     ],
 )
 def test_validation_finds_what_the_engine_would_refuse(
-    target: str, deployment: Deployment, code: str
+    target: str, deployment: TargetDeployment, code: str
 ) -> None:
     file = PlacementFile(Placement(np.array([[0, 1, 2, 3, 0, 1]]), 4), rows_in_order(1))
 

@@ -23,6 +23,7 @@ from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.load.rollup import HOUR, MINUTE, Rollup
 from telemetry.state.events import RESTART
 from telemetry.state.live import Control, LiveChange, LiveState
+from telemetry.state.membership import MembershipRefused
 from telemetry.state.proposals import KEPT_PROPOSALS, Approval, Content, Proposal
 from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
@@ -88,12 +89,19 @@ def publish(store: StateStore, n: int) -> bool:
     return True
 
 
+def ask(store: StateStore, n: int) -> bool:
+    return store.change_membership(
+        str(n), {0}, asked={"to": 1}, members={0, 1}, reason="race", by=""
+    ).id == str(n)
+
+
 RACES: dict[str, Race] = {
     "commit": lambda store, n: store.commit(make_placement(2), expected=1, reason=str(n)),
     "publish": publish,
     "lease": lambda store, n: store.acquire_lease(str(n), 30.0),
     "live": lambda store, n: store.change_live({"max_moves": n}, expected=0, reason="race"),
     "claim": lambda store, n: store.claim(),
+    "membership": ask,
     "restore": lambda store, n: store.restore(
         RUN, FIRST, LiveState(), last_plan_id=n, reason="lost"
     ),
@@ -109,7 +117,7 @@ def test_of_many_that_write_at_once_the_first_wins(open_stores: OpenStore, race:
     def attempt(n: int) -> bool:
         try:
             return bool(RACES[race](stores[n % 4], n))
-        except (StaleGeneration, StaleRevision):
+        except (StaleGeneration, StaleRevision, MembershipRefused):
             return False
 
     with ThreadPoolExecutor(8) as pool:
@@ -364,6 +372,30 @@ def test_reason_of_a_restart_is_one_event_of_each_run(open_stores: OpenStore) ->
         {"run": "run-2", "lost": [2], "reason": "batch.split is on"},
         {"run": "run-1", "lost": [1], "reason": "too few slots"},
     ]
+
+
+def test_membership_operation_ends_with_the_run_of_its_ranks(open_stores: OpenStore) -> None:
+    store, other = open_stores("demo"), open_stores("demo")
+    assert (store.membership_change(), store.wanted_ranks(), store.epoch()) == (None, None, 0)
+    store.begin_run(replace(RUN, topology={"alive": [True, True]}))
+    asked = store.change_membership(
+        "op-1", [0], asked={"to": 1}, members=[1, 0], reason="save", by="alice"
+    )
+    assert other.membership_change() == other.change_of_id("op-1") == asked
+    assert (asked.ended, store.wanted_ranks(), asked.before, asked.time) == (
+        "",
+        (0,),
+        (0, 1),
+        1000.0,
+    )
+
+    other.begin_run(replace(RUN, run="run-1-member1", topology={"alive": [True, False]}))
+
+    ended = store.membership_change()
+    assert ended == replace(asked, ended="done", why="the wanted ranks serve", ended_at=1000.0)
+    assert store.change_of_id("op-1") == ended
+    assert not store.end_membership_change("op-1", "cancelled", why="late")
+    assert kinds(other) == ["run", "members", "members", "run"]
 
 
 def test_store_that_lost_its_contents_is_restored_with_all_that_is_needed(

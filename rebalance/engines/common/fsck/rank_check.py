@@ -20,8 +20,8 @@ import torch
 
 from eplb.errors import MigrationError
 from rebalance.engines.common.fsck import check
+from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.fsck.report import BEGUN, FAULT, REPAIRED, ROUND, Fault
-from rebalance.engines.common.fsck.tensors import EngineView
 from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.records import Kept, rows_of, write
 from rebalance.engines.common.tap import IntArray

@@ -62,7 +62,7 @@ class Remark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """What of a command line matters here."""
 
     model: str
@@ -87,7 +87,7 @@ class Options:
         return int(value)
 
 
-def options_of(command: str) -> Options:
+def options_of(command: str) -> ServeOptions:
     """Read ``vllm serve MODEL ...``; variables of the environment may stand before it.
 
     Raises:
@@ -116,7 +116,7 @@ def options_of(command: str) -> Options:
         elif not has_value and waiting and not waiting[0].startswith("-"):
             value = waiting.pop(0)
         values[name] = value
-    return Options(model or values.get("model", ""), values, _balancer(values))
+    return ServeOptions(model or values.get("model", ""), values, _balancer(values))
 
 
 def _balancer(values: Mapping[str, str]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _balancer(values: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def remarks(options: Options, model: Mapping[str, Any] | None) -> Iterator[Remark]:
+def remarks(options: ServeOptions, model: Mapping[str, Any] | None) -> Iterator[Remark]:
     """Yield what every check found.
 
     Args:
@@ -158,7 +158,7 @@ def remarks(options: Options, model: Mapping[str, Any] | None) -> Iterator[Remar
 INTERVALS = ("window_size", "step_interval", "log_balancedness_interval")
 
 
-def _of_balancer(options: Options) -> Iterator[Remark]:
+def _of_balancer(options: ServeOptions) -> Iterator[Remark]:
     for name, value in options.balancer.items():
         subject, kind = f"eplb-config.{name}", BALANCER.get(name)
         fits = type(value) is kind or (name == "communicator" and value is None)
@@ -180,7 +180,7 @@ def _of_balancer(options: Options) -> Iterator[Remark]:
             yield Remark(subject, found, "torch_gloo or nixl, or use_async false")
 
 
-def _of_deployment(options: Options, ranks: int) -> Iterator[Remark]:
+def _of_deployment(options: ServeOptions, ranks: int) -> Iterator[Remark]:
     """What of the command but ``--eplb-config`` keeps vLLM, or the plug-in, from balancing."""
     is_on, refused = options.has("enable-eplb"), "with which vLLM refuses EPLB"
     if not is_on:
@@ -206,7 +206,9 @@ def _of_deployment(options: Options, ranks: int) -> Iterator[Remark]:
         yield Remark("enable-elastic-ep", found, "a fixed number of ranks")
 
 
-def _of_model(options: Options, ranks: int, model: Mapping[str, Any] | None) -> Iterator[Remark]:
+def _of_model(
+    options: ServeOptions, ranks: int, model: Mapping[str, Any] | None
+) -> Iterator[Remark]:
     if model is None:
         yield Remark("model", f"{options.model or 'none'}: no config.json at hand, not checked")
         return
@@ -230,7 +232,7 @@ def _of_model(options: Options, ranks: int, model: Mapping[str, Any] | None) -> 
     yield from _of_quantisation(options, text)
 
 
-def _of_quantisation(options: Options, text: Mapping[str, Any]) -> Iterator[Remark]:
+def _of_quantisation(options: ServeOptions, text: Mapping[str, Any]) -> Iterator[Remark]:
     given = text.get("quantization_config") or {}
     name = str(options.values.get("quantization") or given.get("quant_method") or "")
     is_gpt_oss = GPT_OSS in text.get("architectures", ()) and name == "mxfp4"
@@ -242,7 +244,7 @@ def _of_quantisation(options: Options, text: Mapping[str, Any]) -> Iterator[Rema
         yield Remark("quantisation", name or "none")
 
 
-def _of_plugin(options: Options) -> Iterator[Remark]:
+def _of_plugin(options: ServeOptions) -> Iterator[Remark]:
     communicator = options.balancer.get("communicator")
     if communicator == "torch_gloo":
         yield Remark("mover", "experts are checked on their way")
@@ -253,7 +255,7 @@ def _of_plugin(options: Options) -> Iterator[Remark]:
     yield Remark("plans", f"every {interval} passes, on the load of the last {window}")
 
 
-def model_config_of(options: Options, path: Path | None) -> Mapping[str, Any] | None:
+def model_config_of(options: ServeOptions, path: Path | None) -> Mapping[str, Any] | None:
     """The ``config.json`` of a path, else of the model's folder; None where there is none.
 
     Raises:

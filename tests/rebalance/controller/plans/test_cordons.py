@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -70,6 +74,63 @@ def test_drained_rank_is_emptied_whatever_the_triggers_and_stays_empty(
     published = deployment.store.published()
     assert published is None or held(published.target, 2) == [EMPTY] * 3
     assert events(deployment.store, "error") == []
+
+
+def wants(deployment: Deployment, *ranks: int) -> str:
+    """Ask for an operation after which just these ranks serve."""
+    asked: dict[str, Any] = {"asked": list(ranks), "members": range(3), "reason": "4711", "by": ""}
+    return deployment.store.change_membership(f"op-{len(ranks)}", ranks, **asked).id
+
+
+def test_rank_that_should_not_serve_any_more_is_drained_until_the_operation_is_cancelled(
+    deployment: Deployment,
+) -> None:
+    controller = deployment.controller(triggers=TriggerRules(interval_s=3600.0))
+    operation = wants(deployment, 0, 1)
+    deployment.serve(EVEN)
+    controller.turn()
+
+    assert held(deployment.swap().target, 2) == [EMPTY] * 3
+    assert deployment.last_plan()["trigger"] == "drain"
+    assert deployment.last_plan()["asked"]["cordons"] == "2:drain"
+    assert deployment.store.live().text("cordons") == ""  # an operator's own stay apart
+    deployment.store.end_membership_change(operation, "cancelled", why="not now")
+    deployment.serve(SKEWED, windows=4)
+    controller.turn()
+    assert deployment.last_plan()["asked"]["cordons"] == ""
+
+
+def test_operation_whose_ranks_cannot_be_drained_fails_with_the_reason(
+    deployment: Deployment,
+) -> None:
+    operation = wants(deployment, 0, 1)
+    deployment.store.change_live({"cordons": "1:cordon"}, reason="its GPU throttles")
+    deployment.serve(EVEN)
+
+    deployment.controller(pace=Pace(staging_experts=0, mode="flip", spare_slots=1)).turn()
+
+    ended = deployment.store.membership_change()
+    assert ended is not None
+    assert (ended.id, ended.ended) == (operation, "failed")
+    assert re.match(r"rank 2 \(drain\): the 1 ranks .* have 2 slots .* 3 experts", ended.why)
+
+
+def test_operation_that_waits_for_a_rank_does_not_fail_before_it_serves(
+    deployment: Deployment,
+) -> None:
+    survived = Placement([[0, 1, 2, EMPTY, EMPTY, EMPTY, 3, 0, EMPTY]], 4, generation=1)
+    deployment.store.commit(survived, expected=0, reason="rank 1 died")
+    left = replace(TOPOLOGY, alive=np.array([True, False, True]))
+    died = Deployment(deployment.store, run="run-2", topology=left, model=MODEL)
+    wants(died, 0, 1)
+    died.serve(EVEN)
+
+    died.controller().turn()
+
+    waiting = died.store.membership_change()
+    assert waiting is not None
+    assert waiting.ended == ""
+    assert "3 slots in a layer for the 4 experts" in died.last_plan()["asked"]["unmet_cordons"][0]
 
 
 def test_approval_of_a_drain_needs_no_word_on_what_it_costs(deployment: Deployment) -> None:

@@ -1,0 +1,458 @@
+"""Operations on which ranks serve: retire, scale up and down, and what the loss of ranks leaves.
+
+A change is asked for once, with an id. The controller drains ranks that leave, `eplb launch` starts
+ranks that are wanted, and the ranks change their group between two steps. An orchestrator polls
+``GET`` until the operation has ended, and deletes ranks that are listed as safe to delete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from api.http.problems import ProblemType, Refused
+from api.operations.declaration import (
+    MAX_ID,
+    NOT_GIVEN,
+    V1,
+    Answer,
+    Ask,
+    Call,
+    Reason,
+    ReasonRequest,
+    command,
+    operation,
+)
+from api.operations.placements import shape_of_run
+from api.operations.printing import WHY, at, line
+from eplb.declared import Meaning
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from api.monitor.membership import LossAnswer, Membership, MembershipPlan
+    from eplb.core.model import ModelShape
+    from eplb.core.topology import Topology
+    from telemetry.state.membership import MembershipChange
+    from telemetry.state.placements import CommittedPlacement
+    from telemetry.state.store import StateStore
+
+MOST_RANK, MOST_RANKS = 999_999, 4096
+MOST_LOST = 4096  # characters
+NUMBERS = r"^\d{1,6}(,\d{1,6})*$"
+ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$"
+MEMBERSHIP = "api.monitor.membership:Membership"
+Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_RANK)]
+ChangeId = Annotated[str, Meaning("its id", pattern=ID, example="scale-down-7")]
+
+
+# -- what the loss of ranks would leave
+
+
+@operation(
+    f"GET {V1}/membership/feasibility",
+    answer="api.monitor.membership:LossAnswer",
+    problems=(ProblemType.NO_RUN, ProblemType.NO_SUCH_RANK),
+)
+def feasibility(
+    call: Call,
+    lose: Annotated[
+        str, Meaning("numbers of ranks", pattern=NUMBERS, max_length=MOST_LOST, example="3,5")
+    ],
+) -> LossAnswer:
+    """What the loss of ranks would leave. Whether the ranks that are left could hold every expert,
+    which have no other replica, and what it takes to serve on.
+    """
+    model, topology = shape_of_run(call.store)
+    lost = sorted({int(rank) for rank in lose.split(",")})
+    check_rank(lost[-1], topology)
+    return _loss(call, model, topology, committed_of(call.store), lost)
+
+
+def _loss(
+    call: Call,
+    model: ModelShape,
+    topology: Topology,
+    committed: CommittedPlacement,
+    lost: list[int],
+    joining: Collection[int] = (),
+) -> LossAnswer:
+    """What the loss of ranks leaves, beside ranks that join without experts."""
+    from api.monitor.membership import MOST_UNCOVERED, LossAnswer, UncoveredExpert
+    from eplb.core.cost import CostModel
+    from eplb.core.placement import uncovered_experts
+    from eplb.errors import PlacementError
+    from eplb.measure import imbalance
+    from eplb.migration.survivors import survive
+
+    is_left = topology.serving.copy()
+    is_left[lost] = False
+    has_room = is_left.copy()
+    has_room[list(joining)] = True
+    spare = int(topology.slots_of_rank[has_room].sum()) - model.num_experts
+    uncovered = uncovered_experts(committed.placement, topology, is_left)
+    shown = [
+        UncoveredExpert(model.layer_ids[layer], expert)
+        for layer, expert in uncovered[:MOST_UNCOVERED]
+    ]
+    refills, refill_s, balance = 0, 0.0, None
+    try:
+        found = survive(committed.placement, topology, lost)
+    except PlacementError:
+        assert spare < 0 or joining or not is_left.any(), "ranks with enough slots serve on"
+    else:
+        refills = len(found.refills)
+        most = max(len(found.refills_of(rank)) for rank in range(topology.num_ranks))
+        rate = float(call.store.live().text("bytes_per_s") or CostModel.bytes_per_s)
+        refill_s = round(most * model.expert_bytes / rate, 4)
+        call.service.reader.reading()
+        if windows := call.service.monitor.windows(1):
+            per_layer = imbalance(windows[-1].tokens, found.target, found.topology)
+            balance = round(float(per_layer.mean()), 4)
+    size = refills * model.expert_bytes
+    return LossAnswer(
+        lost, spare >= 0, spare, len(uncovered), shown, refills, size, refill_s, balance
+    )
+
+
+def check_rank(rank: int, topology: Topology) -> None:
+    """Refuse the number of a rank that the run has not."""
+    if rank >= topology.num_ranks:
+        why = f"there is no rank {rank}, expected 0..{topology.num_ranks - 1}"
+        raise Refused(ProblemType.NO_SUCH_RANK, why)
+
+
+def committed_of(store: StateStore) -> CommittedPlacement:
+    """Give the placement that serves; refuse where there is none."""
+    found = store.committed()
+    if found is None:
+        raise Refused(ProblemType.NO_RUN, "no placement was committed yet, expected one")
+    return found
+
+
+# -- which ranks serve
+
+
+@dataclass(frozen=True)
+class MembershipRequest(ReasonRequest):
+    """Which ranks should serve: one of ``to``, ``retire`` and ``ranks``."""
+
+    shown: ClassVar[dict[str, Any]] = {
+        "oneOf": [{"required": ["to"]}, {"required": ["retire"]}, {"required": ["ranks"]}],
+        "examples": [
+            {"id": "scale-down-7", "to": 6, "reason": "night", "dry_run": False},
+            {"retire": [3], "reason": "its GPU throttles"},
+        ],
+    }
+
+    id: Annotated[
+        str | None,
+        Meaning(
+            "name of the operation: the same again gives the first answer; null: one is made",
+            pattern=ID,
+            max_length=64,
+        ),
+    ] = None
+    to: Annotated[
+        int, Meaning("so many ranks, which are chosen", at_least=1, at_most=MOST_RANK)
+    ] = NOT_GIVEN
+    retire: Annotated[
+        list[Rank],
+        Meaning("the wanted ranks but for these", min_length=1, max_length=MOST_RANKS),
+    ] = NOT_GIVEN
+    ranks: Annotated[
+        list[Rank], Meaning("just these ranks", min_length=1, max_length=MOST_RANKS)
+    ] = NOT_GIVEN
+    dry_run: Annotated[bool, Meaning("only say what it would do")] = True
+
+
+@operation(f"GET {V1}/membership", answer=MEMBERSHIP, problems=(ProblemType.NO_RUN,))
+def membership(call: Call) -> Membership:
+    """Which ranks serve. Members, wanted ranks, the latest operation and its phase, and ranks that
+    are safe to delete; the `ETag` is the epoch.
+    """
+    _, topology = shape_of_run(call.store)
+    return _membership(call, topology)
+
+
+def _membership(call: Call, topology: Topology) -> Membership:
+    from api.monitor.membership import membership_of
+
+    store = call.store
+    committed, epoch = store.committed(), store.epoch()
+    call.tag(epoch)
+    placement = None if committed is None else committed.placement
+    return membership_of(topology, placement, store.membership_change(), epoch, store.live())
+
+
+@operation(
+    f"POST {V1}/membership",
+    answer="api.monitor.membership:MembershipPlan",
+    problems=(
+        ProblemType.NO_RUN,
+        ProblemType.NO_SUCH_RANK,
+        ProblemType.IMPOSSIBLE_MEMBERSHIP,
+        ProblemType.OTHER_OPERATION,
+    ),
+    if_match="epoch",
+)
+def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
+    """Retire ranks, scale up or down. A dry run unless told otherwise: whether it can be done, what
+    has to move, and the balance afterwards. Repeated with its `id` it is done once.
+    """
+    from api.monitor.membership import MembershipPlan
+
+    store, named = call.store, {"to": body.to, "retire": body.retire, "ranks": body.ranks}
+    asked = {name: value for name, value in named.items() if value is not NOT_GIVEN}
+    if len(asked) != 1:
+        why = f"the body names {', '.join(asked) or 'none'} of to, retire and ranks, expected one"
+        raise Refused(ProblemType.INVALID_REQUEST, why)
+    model, topology = shape_of_run(store)
+    serving = committed_of(store)
+    known = store.change_of_id(body.id) if body.id else None
+    # What is repeated was looked at the first time: the ranks may be others now.
+    wanted = _wanted(store, body, model, topology, serving) if known is None else known.wanted
+    refusal = _refusal(store, model, topology, serving, wanted) if known is None else ""
+    members = set(topology.alive.nonzero()[0].tolist())
+    operation = None
+    if not body.dry_run:
+        if refusal:
+            raise Refused(ProblemType.IMPOSSIBLE_MEMBERSHIP, refusal)
+        operation = _asked_for(call, body, asked, wanted, members)
+    retires, joins = sorted(members - set(wanted)), sorted(set(wanted) - members)
+    loss = _loss(call, model, topology, serving, retires, joins)
+    call.tag(store.epoch())
+    return MembershipPlan(body.dry_run, refusal, wanted, joins, retires, loss, operation)
+
+
+def _asked_for(
+    call: Call,
+    body: MembershipRequest,
+    asked: dict[str, Any],
+    wanted: tuple[int, ...],
+    members: Collection[int],
+) -> MembershipChange:
+    """Store the operation, or give the one with its id."""
+    import secrets
+
+    from eplb.errors import StaleRevision
+    from telemetry.state.membership import MembershipRefused
+
+    try:
+        return call.store.change_membership(
+            body.id or secrets.token_hex(4),
+            wanted,
+            asked=asked,
+            members=members,
+            reason=body.reason,
+            by=call.actor.name,
+            expected=call.expected_revision(),
+        )
+    except MembershipRefused as exc:
+        raise Refused(ProblemType.OTHER_OPERATION, str(exc)) from exc
+    except StaleRevision as exc:
+        raise Refused(ProblemType.MEMBERSHIP_CHANGED, str(exc)) from exc
+
+
+def _wanted(
+    store: StateStore,
+    body: MembershipRequest,
+    model: ModelShape,
+    topology: Topology,
+    serving: CommittedPlacement,
+) -> tuple[int, ...]:
+    """Give the ranks that a request asks for.
+
+    Raises:
+        Refused: it names a rank that there is not, or no such number of ranks can serve.
+    """
+    from eplb.errors import PlacementError, TopologyError
+    from eplb.migration.membership import wanted_for
+
+    until_now = store.wanted_ranks()
+    before = set(range(topology.num_ranks) if until_now is None else until_now)
+    if body.to is NOT_GIVEN:
+        for rank in body.ranks or body.retire or ():
+            check_rank(rank, topology)
+        return tuple(sorted(set(body.ranks or before - set(body.retire or ()))))
+    groups = model.num_expert_groups
+    try:
+        return wanted_for(body.to, before, serving.placement, topology, groups)
+    except TopologyError as exc:
+        raise Refused(ProblemType.NO_SUCH_RANK, str(exc)) from exc
+    except PlacementError as exc:
+        raise Refused(ProblemType.IMPOSSIBLE_MEMBERSHIP, str(exc)) from exc
+
+
+def _refusal(
+    store: StateStore,
+    model: ModelShape,
+    topology: Topology,
+    serving: CommittedPlacement,
+    wanted: tuple[int, ...],
+) -> str:
+    """Why these ranks cannot become those that serve; "": they can."""
+    import numpy as np
+
+    from eplb.fitting import fitting_cordons
+    from eplb.migration.membership import leavers, shortage
+    from rebalance.controller.plans.planner_request import cordons_in_force
+    from telemetry.state.runs import GROUP_STAYS
+
+    placement, leaving = serving.placement, leavers(wanted, topology)
+    if why := shortage(wanted, placement, topology):
+        return why
+    # Ranks that join take experts before the others leave.
+    alive = topology.alive | np.isin(np.arange(topology.num_ranks), wanted)
+    cordons = cordons_in_force(store.live().text("cordons"), leaving)
+    found = fitting_cordons(
+        cordons, placement, replace(topology, alive=alive), model.num_expert_groups
+    )
+    stuck = tuple(f"rank {rank} " for rank in leaving)
+    if unmet := [one for one in found.unmet if stuck and one.startswith(stuck)]:
+        return unmet[0]
+    info = store.current_run()
+    notes = {one.rank: one.detail for one in store.rank_states(info.run)} if info else {}
+    for rank in topology.alive.nonzero()[0].tolist():
+        why = notes.get(rank, {}).get(GROUP_STAYS, "it does not tell that its group can change")
+        if why:
+            return (
+                f"rank {rank} cannot change its group while it serves: {why}; start all ranks "
+                "again with other [topology] settings instead"
+            )
+    return ""
+
+
+@operation(
+    f"POST {V1}/membership/{{change_id}}/cancel",
+    answer=MEMBERSHIP,
+    problems=(ProblemType.NO_RUN, ProblemType.OTHER_OPERATION),
+)
+def cancel_membership(call: Call, change_id: ChangeId, body: ReasonRequest) -> Membership:
+    """Cancel an open operation on the ranks. The ranks that were wanted before it are wanted again;
+    those that have left by then come back.
+    """
+    why = f"cancelled by {call.actor.name}: {body.reason}"
+    if not call.store.end_membership_change(change_id, "cancelled", why=why):
+        known = call.store.change_of_id(change_id)
+        found = "there is no such operation" if known is None else f"it is {known.ended}"
+        why = f"operation {change_id!r} cannot be cancelled: {found}, expected an open one"
+        raise Refused(ProblemType.OTHER_OPERATION, why)
+    _, topology = shape_of_run(call.store)
+    return _membership(call, topology)
+
+
+# -- commands
+
+Yes = Annotated[bool, Meaning("carry it out; without it, only say what it would do")]
+Epoch = Annotated[
+    int | None, Meaning("only at this epoch of the ranks; null: at any", at_least=0, at_most=MAX_ID)
+]
+Named = Annotated[
+    str | None,
+    Meaning("name of the operation, done once however often it is repeated; null: one is made"),
+]
+
+
+def _numbers(ranks: list[int]) -> str:
+    from eplb.core.model import spans
+
+    return spans(ranks) or "none"
+
+
+def show_plan(found: dict[str, Any]) -> int:
+    """Print what a change of the ranks does; 1: it cannot be done."""
+    loss = found["loss"]
+    line(
+        f"ranks that serve afterwards: {_numbers(found['wanted'])}",
+        f"join: {_numbers(found['joins'])}; retire: {_numbers(found['retires'])}",
+        f"experts that have to move: {loss['uncovered']}, {loss['refill_bytes'] / 1e6:.1f} MB, "
+        f"{loss['refill_s']:.3g} s on the rank with most; spare slots in a layer: "
+        f"{loss['spare_slots']}",
+    )
+    if loss["imbalance"] is not None:
+        line(f"imbalance without them, before the next plan: {loss['imbalance']:.3f}")
+    if found["refusal"]:
+        line(f"it cannot be done: {found['refusal']}")
+        return 1
+    if found["is_dry_run"]:
+        line("nothing was changed; --yes carries it out")
+    else:
+        one = found["operation"]
+        line(f"operation {one['id']} is {one['ended'] or 'open'}; eplb membership follows it")
+    return 0
+
+
+@command("scale", "eplb scale --to 6; eplb scale --to 6 --yes", change_membership, show=show_plan)
+def ask_to_scale(
+    ask: Ask,
+    to: Annotated[int, Meaning("so many ranks serve", at_least=1, at_most=MOST_RANK)],
+    yes: Yes = False,
+    id: Named = None,
+    epoch: Epoch = None,
+    reason: Reason = WHY,
+) -> Answer:
+    """Have another number of ranks serve; which of them join or leave is chosen for few moves.
+    Exit status 1: it cannot be done.
+    """
+    return ask(change_membership, to=to, id=id, reason=reason, dry_run=not yes, if_match=epoch)
+
+
+@command(
+    "retire",
+    "eplb retire 3; eplb retire 3,5 --yes --reason 'change 4711'",
+    change_membership,
+    show=show_plan,
+    positional=("ranks",),
+)
+def ask_to_retire(
+    ask: Ask,
+    ranks: Annotated[str, Meaning("numbers of ranks, with commas")],
+    yes: Yes = False,
+    id: Named = None,
+    epoch: Epoch = None,
+    reason: Reason = WHY,
+) -> Answer:
+    """Move every expert off ranks, and have them leave for good. Exit status 1: it cannot be
+    done.
+    """
+    import re
+
+    from eplb.errors import ConfigError
+
+    if not re.fullmatch(NUMBERS, ranks):
+        raise ConfigError(f"found {ranks!r}, expected numbers of ranks with commas, such as 3,5")
+    numbers = [int(rank) for rank in ranks.split(",")]
+    return ask(
+        change_membership, retire=numbers, id=id, reason=reason, dry_run=not yes, if_match=epoch
+    )
+
+
+def show_membership(found: dict[str, Any]) -> None:
+    """Print which ranks serve and should."""
+    line(
+        f"epoch {found['epoch']}: ranks {_numbers(found['members'])} serve, "
+        f"{_numbers(found['wanted'])} are wanted",
+        found["phase"] + (f": {found['waits']}" if found["waits"] else ""),
+        f"safe to delete: {_numbers(found['safe_to_delete'])}",
+    )
+    if (one := found["operation"]) is not None:
+        end = f"{one['ended']} at {at(one['ended_at'])}: {one['why']}" if one["ended"] else "open"
+        line(
+            f"operation {one['id']} since {at(one['time'])} by {one['by'] or 'the program'} for "
+            f"ranks {_numbers(one['wanted'])} ({one['reason']}): {end}"
+        )
+
+
+@command("membership", "eplb membership; eplb membership --json", membership)
+def show_members(found: dict[str, Any]) -> None:
+    """Show which ranks serve, the open operation and its phase, and ranks that are safe to
+    delete.
+    """
+    show_membership(found)
+
+
+@command("cancel-membership", "eplb cancel-membership scale-down-7", cancel_membership)
+def show_cancelled(found: dict[str, Any]) -> None:
+    """Cancel an open operation on the ranks. Exit status 1: it is not open."""
+    show_membership(found)

@@ -1,0 +1,204 @@
+"""Planned changes of the ranks that serve.
+
+    asked ---> open ---> done        the run that began has the wanted ranks, and no others
+                   +---> failed      it cannot end so any more; the record says why
+                   +---> cancelled
+
+One operation is open at a time, and a second one is refused. It does not replace the first: two
+orchestrators that disagree would replace each other's operation without end. An operation that
+failed or was cancelled leaves the ranks wanted that were wanted before it, and ranks that have
+left by then come back.
+
+The epoch is the number of the latest recorded group (``Recovery.membership``), 0 before the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from eplb.errors import EplbError, StaleRevision
+from eplb.migration.recovery import Recovery
+from telemetry.state.backend import HEAD, Change, Reader, Table
+from telemetry.state.codec import as_stored, decode, encode, to_json
+from telemetry.state.part import RECOVERY, Part, head
+
+Ended = Literal["", "done", "failed", "cancelled"]
+
+MEMBERS = "members"  # kind of event: which ranks should serve, and how that operation ended
+CHANGE = "membership_change"  # the latest, in HEAD
+CHANGES = Table("membership_changes", is_ordered=True)  # by id, in the order of their times
+KEPT_CHANGES_S = 30 * 86_400.0  # for which a repeated id is known
+
+
+class MembershipRefused(EplbError):
+    """Another operation is open, or one with this id asked for something else."""
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """An operation on the ranks that serve."""
+
+    id: str
+    asked: Any  # JSON-ready: what the same id may ask for again
+    wanted: tuple[int, ...]  # ranks that serve once it is done
+    before: tuple[int, ...]  # ranks that were wanted until then
+    reason: str
+    by: str
+    time: float  # seconds since the epoch
+    membership: int  # epoch when it was asked for
+    ended: Ended = ""
+    why: str = ""  # it ended so
+    ended_at: float = 0.0
+
+    @property
+    def should_serve(self) -> tuple[int, ...]:
+        """Ranks that should serve, by number."""
+        return self.wanted if self.ended in ("", "done") else self.before
+
+
+class MembershipPart(Part):
+    """Which ranks should serve."""
+
+    def membership_change(self) -> MembershipChange | None:
+        """Return the latest operation; None: all ranks of the topology should serve."""
+        return change_in(self.backend)
+
+    def wanted_ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks that should serve; None: all ranks of the topology."""
+        latest = self.membership_change()
+        return None if latest is None else latest.should_serve
+
+    def change_of_id(self, change_id: str) -> MembershipChange | None:
+        """Return an operation of the last 30 days, or None."""
+        text = self.backend.get(CHANGES, change_id)
+        return None if text is None else _change_of(text)
+
+    def epoch(self) -> int:
+        """Return the number of the latest recorded group; 0 before the first."""
+        return _epoch_in(self.backend)
+
+    def change_membership(
+        self,
+        change_id: str,
+        wanted: Collection[int],
+        *,
+        asked: Any,
+        members: Collection[int],
+        reason: str,
+        by: str,
+        expected: int | None = None,
+    ) -> MembershipChange:
+        """Ask for other ranks; the same id with the same request gives the same operation.
+
+        Args:
+            change_id: made by who asks.
+            wanted: ranks that should serve.
+            asked: JSON-ready: what was asked for, which a repetition has to equal.
+            members: ranks that serve now; where these are wanted, the operation is done at once.
+            reason: stored with it.
+            by: who asks.
+            expected: the epoch that the caller has read; None: whatever it is.
+
+        Raises:
+            MembershipRefused: another operation is open, or the id asked for something else.
+            StaleRevision: the ranks have changed since ``expected``.
+        """
+        wanted, now = tuple(sorted(set(wanted))), tuple(sorted(members))
+        asked = as_stored({"asked": asked})["asked"]
+
+        def decision(change: Change) -> MembershipChange:
+            if (text := change.get(CHANGES, change_id)) is not None:
+                known = _change_of(text)
+                if known.asked != asked:
+                    raise MembershipRefused(
+                        f"operation {change_id!r} asked for {to_json(known.asked)}, found "
+                        f"{to_json(asked)}, expected the same again or another id"
+                    )
+                return known
+            epoch, latest = _epoch_in(change), change_in(change)
+            if expected is not None and expected != epoch:
+                raise StaleRevision(
+                    f"membership is to be changed at epoch {expected}, found epoch {epoch}: read "
+                    "it again"
+                )
+            if latest is not None and not latest.ended:
+                raise MembershipRefused(
+                    f"operation {latest.id!r} is open, which wants ranks {list(latest.wanted)}, "
+                    "expected none: wait for its end, or cancel it"
+                )
+            before = now if latest is None else latest.should_serve
+            made = MembershipChange(
+                change_id, asked, wanted, before, reason, by, change.time, epoch
+            )
+            if wanted == now:
+                made = replace(made, ended="done", why="these ranks serve", ended_at=change.time)
+            put_change(change, made)
+            return made
+
+        made = self.backend.decide(f"membership operation {change_id!r}", decision)
+        self.backend.prune(CHANGES, self.backend.now() - KEPT_CHANGES_S)
+        return made
+
+    def end_membership_change(self, change_id: str, ended: Ended, *, why: str) -> bool:
+        """End the open operation; False where it has ended already, or another is the latest."""
+        assert ended, "an end is named"
+
+        def decision(change: Change) -> bool:
+            latest = change_in(change)
+            if latest is None or latest.id != change_id or latest.ended:
+                return False
+            _end(change, latest, ended, why)
+            return True
+
+        return self.backend.decide(f"end of membership operation {change_id!r}", decision)
+
+
+def change_in(reader: Reader) -> MembershipChange | None:
+    """Return the latest operation, also in the middle of a change."""
+    return head(reader, MembershipChange, CHANGE, "the record of a membership operation")
+
+
+def note_run(change: Change, alive: Sequence[bool], before: int) -> None:
+    """Take account of a run that begins, in the same change.
+
+    It ends the open operation that wanted just its ranks. A run over another number of ranks was
+    stated by a start, and leaves no older wish.
+
+    Args:
+        change: the change in which it begins.
+        alive: [R] which ranks serve in it.
+        before: ranks of the topology of the run before.
+    """
+    latest = change_in(change)
+    if latest is None:
+        return
+    if before != len(alive):
+        if not latest.ended:
+            _end(change, latest, "cancelled", f"{len(alive)} ranks start in place of {before}")
+        change.delete(HEAD, CHANGE)
+    elif not latest.ended and latest.wanted == tuple(r for r, is_in in enumerate(alive) if is_in):
+        _end(change, latest, "done", "the wanted ranks serve")
+
+
+def _end(change: Change, latest: MembershipChange, ended: Ended, why: str) -> None:
+    put_change(change, replace(latest, ended=ended, why=why, ended_at=change.time))
+
+
+def put_change(change: Change, made: MembershipChange) -> None:
+    """Write an operation with its event, which is about the ranks that join or leave."""
+    change.put(CHANGES, made.id, encode(made), order=made.time)
+    change.put(HEAD, CHANGE, encode(made))
+    ranks = sorted({*made.wanted} ^ {*made.before})
+    told = {"id": made.id, "state": made.ended or "open", "wanted": made.wanted, "ranks": ranks}
+    change.append(MEMBERS, to_json(told | {"reason": made.why or made.reason, "actor": made.by}))
+
+
+def _epoch_in(reader: Reader) -> int:
+    latest = head(reader, Recovery, RECOVERY, "the record of a recovery")
+    return 0 if latest is None else latest.membership
+
+
+def _change_of(text: str | bytes) -> MembershipChange:
+    return decode(MembershipChange, text, "the record of a membership operation")

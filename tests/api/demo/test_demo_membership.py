@@ -1,0 +1,142 @@
+"""Ranks join and leave a demo that serves: real processes, every checked answer right."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eplb.migration.serialisation import topology_from_dict
+from telemetry import open_store
+from telemetry.state.store import StateStore
+from tests.support.demo import StartDemo, events_of
+from tests.support.repository import ROOT
+from tests.support.sessions import pids_of
+
+TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
+ALL = [0, 1, 2, 3]
+
+
+def regrouped(membership: int) -> Callable[[StateStore], Any]:
+    def found(store: StateStore) -> Any:
+        events = [one.detail for one in events_of(store, "regrouped")]
+        return next((one for one in events if one["membership"] == membership), None)
+
+    return found
+
+
+def serve(ranks: Sequence[int]) -> Callable[[StateStore], bool]:
+    """All of these ranks, and no others, have begun steps of the current run."""
+
+    def found(store: StateStore) -> bool:
+        run = store.current_run()
+        if run is None:
+            return False
+        alive = topology_from_dict(dict(run.topology)).alive.nonzero()[0].tolist()
+        reports = {one.rank for one in store.rank_states(run.run) if one.step > 0}
+        return alive == list(ranks) and reports == set(ranks)
+
+    return found
+
+
+def start_serving(folder: Path, start_demo: StartDemo, **settings: Any) -> Any:
+    demo = start_demo(folder, "--serve", *TEXT, serve_on=True, slots_per_rank=5, **settings)
+    demo.sees("serving", serve(ALL))
+    return demo
+
+
+def want(demo: Any, name: str, ranks: Sequence[int], now: Sequence[int]) -> None:
+    with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
+        store.change_membership(name, ranks, asked=name, members=now, reason=name, by="test")
+
+
+def rank_pids(demo: Any) -> dict[str, int]:
+    titles = {title: pid for pid, title in demo.processes().items()}
+    return {title: pid for title, pid in titles.items() if title.startswith("rank ")}
+
+
+@pytest.mark.slow
+def test_killed_rank_is_started_again_and_joins_those_that_serve(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_serving(tmp_path, start_demo)
+    before = rank_pids(demo)
+
+    demo.kill("rank 0")  # where all ranks met
+    found = demo.sees("four ranks", regrouped(2))
+    demo.sees("its steps", serve(ALL))
+
+    assert (found["survivors"], found["joined"], found["left"]) == (ALL, [0], [])
+    after = rank_pids(demo)
+    assert after.keys() == before.keys()
+    assert {title for title in after if after[title] != before[title]} == {"rank 0"}
+    assert demo.halts_right()["deaths"] == 1
+
+
+@pytest.mark.slow
+def test_retired_rank_exits_and_comes_back_once_it_is_wanted(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_serving(tmp_path, start_demo)
+    before = rank_pids(demo)
+
+    want(demo, "retire", [0, 1, 3], ALL)
+    retired = demo.sees("three ranks", regrouped(1))
+    demo.sees("their steps", serve([0, 1, 3]))
+    demo.sees("its end", lambda _: "rank 2" not in rank_pids(demo))
+    want(demo, "grow", ALL, [0, 1, 3])
+    grown = demo.sees("four ranks", regrouped(2))
+    demo.sees("its steps", serve(ALL))
+
+    assert (retired["survivors"], retired["joined"], retired["left"]) == ([0, 1, 3], [], [2])
+    assert (grown["survivors"], grown["joined"], grown["left"]) == (ALL, [2], [])
+    after = rank_pids(demo)
+    assert {title for title in before if after[title] != before[title]} == {"rank 2"}
+    assert demo.halts_right()["deaths"] == 0
+
+
+@pytest.mark.slow
+def test_rank_that_dies_while_it_joins_is_started_again_and_the_others_serve_on(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_serving(tmp_path, start_demo)
+    before = rank_pids(demo)
+
+    demo.kill("rank 3")
+    demo.sees("its next process", lambda _: rank_pids(demo).get("rank 3", 0) != before["rank 3"])
+    demo.sees("its offer", lambda store: store.joiners())
+    (joiner,) = pids_of(demo.process.pid, "rank 3")
+    os.kill(joiner, signal.SIGKILL)
+    demo.sees("four ranks", serve(ALL))
+
+    after = rank_pids(demo)
+    assert {title for title in before if after[title] != before[title]} == {"rank 3"}
+    demo.halts_right()
+
+
+@pytest.mark.slow
+def test_start_of_all_ranks_takes_those_that_should_serve_alone(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_serving(tmp_path, start_demo)
+    want(demo, "retire", [1, 2, 3], ALL)
+    demo.sees("three ranks", serve([1, 2, 3]))
+
+    for pid in rank_pids(demo).values():
+        os.kill(pid, signal.SIGSTOP)
+    for pid in rank_pids(demo).values():
+        os.kill(pid, signal.SIGKILL)
+
+    def started(store: StateStore) -> bool:
+        run = store.current_run()
+        return run is not None and "-member" not in run.run and serve([1, 2, 3])(store)
+
+    demo.sees("a start of three ranks", started)
+
+    assert rank_pids(demo).keys() == {"rank 1", "rank 2", "rank 3"}
+    demo.halts_right()
