@@ -83,13 +83,17 @@ def wait_until(is_over: Callable[[], bool]) -> None:
 
 
 class WaitingStore(Store):
-    """A store whose waits give way."""
+    """A store whose waits give way: to a change, to time, and to news of a death."""
+
+    num_learned = 0
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Return the version, of now or after others have got on."""
         if timeout_s > 0 and greenlet.getcurrent().parent:
-            now = self.backend.now()
-            wait_until(lambda: self.peek(self.version) != version or self.backend.now() != now)
+            seen = version, self.backend.now(), self.num_learned
+            wait_until(
+                lambda: (self.peek(self.version), self.backend.now(), self.num_learned) != seen
+            )
         return self.version()
 
 
@@ -353,6 +357,7 @@ class MembershipSchedule(Schedule):
     num_ranks, lags = NUM_RANKS, (0,)
     make_store, make_member, make_transport = WaitingStore, Voting, Sources
     control: MembershipControl
+    store: WaitingStore
     groups: list[Group]  # each membership's, the latest last
 
     def __init__(self, seed: int) -> None:
@@ -448,7 +453,7 @@ class MembershipSchedule(Schedule):
             return is_serving() and rank.member.votes.is_broken
 
         return [
-            (0.3, "detect death", can_learn, lambda: rank.member.learn()),
+            (0.3, "detect death", can_learn, lambda: self._learn(rank)),
             (0.1, "lose a token", may_break, lambda: rank.breaks("no token")),
             (1.0, "serve on", lambda: self._may_survive(rank), lambda: self._survive_on(rank)),
         ]
@@ -499,6 +504,10 @@ class MembershipSchedule(Schedule):
                 raise Violation(f"layer {layer} lacks an expert in {when}: {row.tolist()}")
 
     # -- a survivor
+
+    def _learn(self, rank: Rank) -> None:
+        rank.member.learn()
+        self.store.num_learned += 1
 
     def _may_survive(self, rank: Rank) -> bool:
         if rank.life is not Life.RECOVERING:
