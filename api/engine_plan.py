@@ -20,7 +20,7 @@ from eplb.core.topology import Topology
 from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, HistoryError
 from eplb.measure import imbalance
 from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
@@ -42,6 +42,17 @@ RULES = {
     "ascend": DispatchRule.ASCEND_MOD,
     "eplb": DispatchRule.WEIGHTED,
 }
+
+
+FITTED = (
+    "imbalance is that of the windows that the plan was made for; eplb recommend and simulate "
+    "judge on windows that follow"
+)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the singular or plural."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True)
@@ -109,8 +120,11 @@ def plan_for_engine(
 
     Raises:
         ConfigError: ranks, nodes, slots and model that do not fit the load.
+        HistoryError: the load has no tokens.
     """
     history, notes = load.history, list(load.notes)
+    if not history.tokens.any():
+        raise HistoryError(f"{source}: no layer has tokens, expected load")
     topology, dispatch = group.topology(history.num_experts), rule or RULES[target]
     current, said = _serving(serving, load, topology)
     made = plan(
@@ -168,10 +182,10 @@ def plan_for_engine(
         for row, one in found.items()
     ]
     lines = [
-        f"load: {history.num_windows} windows, {history.num_layers} layers "
+        f"load: {counted(history.num_windows, 'window')}, {counted(history.num_layers, 'layer')} "
         f"({layers.ids[0]}..{layers.ids[-1]}, {layers.axis}) x {history.num_experts} experts",
-        f"group: {group.ranks} ranks on {group.nodes} nodes, {group.redundant} redundant experts, "
-        f"{topology.num_slots} slots a layer",
+        f"group: {counted(group.ranks, 'rank')} on {counted(group.nodes, 'node')}, "
+        f"{counted(group.redundant, 'redundant expert')} and {topology.num_slots} slots a layer",
         "imbalance       " + "".join(f"{name:>{max(len(name), 9) + 3}}" for name in names),
         *rows,
         f"  lower bound     {float(made.lower_bound.mean()):10.4f}",
@@ -180,6 +194,7 @@ def plan_for_engine(
             made, written, "the serving placement" if serving is not None else "experts in order"
         ),
     ]
+    notes.append(FITTED)
     lines += [f"note: {note}" for note in dict.fromkeys(notes)]
     lines.append(f"written: {output}{file_digest(output)}")
     return "\n".join(lines)

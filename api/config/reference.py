@@ -16,18 +16,13 @@ INTRODUCTION = """\
 
 <!-- Written by `eplb config --reference`; a test compares this page with the code. -->
 
-`eplb demo` and the commands of a deployment ([deployment.md](deployment.md)) read one tree of
-settings; `eplb config` prints the effective ones with the place that each value came from. A later
-place wins over an earlier one:
+The commands of a deployment ([deployment.md](deployment.md)) and `eplb demo` read one tree of
+settings. `eplb config` prints the effective ones with the place that each value came from. A later
+place wins: the defaults below; a TOML file (`--config FILE`, or `EPLB_CONFIG`); the environment
+(`EPLB_` and the name in capitals, two underscores for the point); flags; `--setting NAME=VALUE`.
 
-1. the defaults below,
-2. a TOML file (`--config FILE`, or the one that `EPLB_CONFIG` names),
-3. environment variables: `EPLB_` and the name in capitals, with two underscores for the point,
-4. flags (`--layers 4`),
-5. `--setting NAME=VALUE`.
-
-A setting is named `section.name`; the name alone will do where only one section has it, and for the
-short names in brackets below:
+A setting is named `section.name`. The name alone will do where only one section has it, and so do
+the short names in brackets:
 
 ```toml
 layers = 4              # model.layers, EPLB_LAYERS
@@ -38,24 +33,18 @@ silence_s = 5.0         # EPLB_HOST_LINK__SILENCE_S: transport.silence_s exists 
 ```
 
 Addresses in `EPLB_TOPOLOGY__HOSTS` are separated by commas. The secret of a deployment is no
-setting: `EPLB_SECRET` holds it, or the file that `network.secret_file` names. A file may describe
-several deployments of one model as profiles, of which `--profile` or `EPLB_PROFILE` chooses one
-([deployment-profiles.md](deployment-profiles.md)).
+setting: `EPLB_SECRET` has it, or the file that `network.secret_file` names. Numbers are 0 or more
+where no range is given. An unknown name, a wrong type or a value out of range is refused before any
+process starts.
 
-Settings marked *live* can be changed in the load store while the deployment runs: the switches take
-effect at once, the others with the next turn of the controller. A live value wins over that of the
-start and outlasts restarts; only a switch that lets weights move ends with the next start.
-`PATCH /api/v1/settings`, `eplb pause` and `eplb resume` change them too.
+Settings marked *live* can be changed in the store while the deployment runs: switches take effect
+at once, others with the next turn of the controller. A live value wins over that of the start and
+outlasts restarts; only a switch that lets weights move ends with the next start.
 
 ```sh
-eplb config --live
 eplb config --live --set plan_windows=8 --reason "the load drifts fast"
 eplb config --live --unset plan_windows
 ```
-
-Numbers are 0 or more where no range is given. An unknown name and a value of the wrong type or
-range end the command before any process starts, with one line that names the setting, the value,
-the place and what was expected.
 """
 
 
@@ -65,8 +54,7 @@ def reference_page() -> str:
 
 
 def _section(section: str) -> str:
-    rows = ["| setting | default | meaning |", "|---|---|---|"]
-    rows += [_row(one) for one in Settings.known.values() if one.section == section]
+    rows = [_row(one) for one in Settings.known.values() if one.section == section]
     text = textwrap.fill(Settings.sections[section].text, 100, break_long_words=False)
     return f"\n## {section}\n\n{text}\n\n" + "\n".join(rows) + "\n"
 
@@ -80,7 +68,7 @@ def _row(known: Known) -> str:
         values = f"{_range(about)} {about.unit_of(known.name)}".strip()
     after = f" ({values})" if values else ""
     default = toml_value(known.default)
-    return f"| `{known.name}`{short} | `{default}` | {live}{about.text}{after} |"
+    return f"- `{known.name}`{short} = `{default}`: {live}{about.text}{after}"
 
 
 def _range(about: Setting) -> str:
@@ -88,7 +76,7 @@ def _range(about: Setting) -> str:
     least = f"above {about.above}" if about.at_least is None else str(about.at_least)
     if about.at_most is None or about.at_most >= MOST:
         return "" if least == "0" else f"{least} or more" if least[0] != "a" else least
-    return f"{least} to {about.at_most}"
+    return f"{least}..{about.at_most}"
 
 
 def toml_value(value: Any) -> str:

@@ -157,7 +157,7 @@ def _serve(
             checker.offer(here, step, phase, token_ids, answer, is_forced=forced is not None)
         figures.stepped(time.perf_counter() - started)
         reported = rank.built.reporter.stats()
-        agent.notes = {
+        agent.notes |= {
             "samples_lost": reported.dropped,
             "store_errors": reported.errors,
             "first_token": figures.first_token or 0.0,

@@ -21,7 +21,7 @@ from eplb.migration.build import Pace
 from eplb.settings.deployment import is_loopback
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
-from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.cache.address import HostCacheAddress, place_of_records
 from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from rebalance.weights.link.secret import Secret, SecretSettings, deployment_secret
 from telemetry import file_of, open_store
@@ -84,8 +84,8 @@ class Deployment:
 
     @property
     def static(self) -> Mapping[str, Value]:
-        """Live settings as its configuration has them."""
-        return static_layer(self.settings)
+        """Live settings as its configuration has them, and the spare slots, which stay."""
+        return {**static_layer(self.settings), "spare_slots": self.spare_slots}
 
     @property
     def pace(self) -> Pace:
@@ -182,6 +182,7 @@ class Deployment:
             window_steps=given.telemetry.window_steps,
             window_seconds=given.telemetry.window_seconds,
             checkpoint=given.model.checkpoint and given.model.checkpoint.resolve(),
+            records=place_of_records(self.name, self.secret),
         )
 
     def _rank_config(self) -> RankConfig:

@@ -60,6 +60,7 @@ from eplb.decision.pace import PaceChange, pace_now
 from eplb.errors import HistoryError
 from eplb.migration.build import Migration
 from eplb.migration.membership import leavers
+from eplb.migration.recovery import start_of
 from eplb.versions import CONTROLLER, HOST_CACHE, NAMES, SERVICE, Announcement
 from rebalance.controller.plans.planner_request import cordons_in_force, curve_of
 from telemetry.load.drift import Drift
@@ -138,7 +139,7 @@ class Monitor:
         self._beats: list[Announcement] = []
         self._live, self._groups = LiveState(), tuple[str, ...]()
         self._change: MembershipChange | None = None  # the latest operation on the ranks
-        self._epoch = 0
+        self._epoch, self._ready = 0, list[int]()
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "")
@@ -166,7 +167,7 @@ class Monitor:
         self._num_pruned: int | None = None  # stored samples of the run that are never read
         if info is None:
             return
-        self._outages.begin_run()
+        self._outages.begin_run(is_start=info.run == start_of(info.run))
         self._model, self._topology = self._reader.model, self._reader.topology
         self._holders = Holders(self.store, self._topology)
         self._scale = self._topology  # ranks of the latest window
@@ -209,6 +210,7 @@ class Monitor:
         now = self.clock()
         self._live = self.store.live()
         self._change, self._epoch = self.store.membership_change(), self.store.epoch()
+        self._ready = [one.rank for one in self.store.joiners()]
         self._committed = self.store.committed()
         self._published = self.store.published()
         self._controller = leadership(self.store, now)
@@ -451,7 +453,9 @@ class Monitor:
             node_of_rank=tuple(topology.node_of_rank.tolist()) if topology else (),
             membership=None
             if topology is None
-            else membership_of(topology, placement, self._change, self._epoch, self._live),
+            else membership_of(
+                topology, placement, self._change, self._epoch, self._live, self._ready
+            ),
             silent_ranks=tuple(
                 view.rank for view in ranks if not view.is_alive and view.phase not in ABSENT
             ),

@@ -36,14 +36,16 @@ class OutageLog:
         self._deaths: deque[Death] = deque(maxlen=KEPT_DEATHS)
         self._begun = 0.0  # the latest run
         self._is_explained = False  # its death, by its survivors
-        self._is_restart = False  # ranks were started since the last token
+        self._is_restart = False  # another run began since the last token
+        self._is_start = True  # with a start of all ranks
         self._newest: dict[int, LoadSample] = {}  # newest sample of each rank of this run
         self._step_s = 0.0  # duration of a step by the latest samples that tell it; 0: unknown
 
-    def begin_run(self) -> None:
-        """Note that the ranks were started again."""
+    def begin_run(self, *, is_start: bool = True) -> None:
+        """Note that the ranks were started again; else they go on as another group."""
         self._newest.clear()
         self._is_restart = self.token_time is not None
+        self._is_start = is_start
 
     def note_event(self, event: Event) -> None:
         """Note a death, or an outage that some service has recorded."""
@@ -78,7 +80,10 @@ class OutageLog:
         num_steps = sample.last_step - sample.first_step + 1
         first_token = sample.time - (num_steps - 1) * self._step_s
         if self._is_restart and self.token_time is not None:
-            self._note(self.token_time, first_token, RESTARTED)
+            # A planned change of the ranks is one step longer than others.
+            has_died = self.death is not None and self.death.time >= self.token_time
+            if self._is_start or has_died or first_token - self.token_time > limit_s:
+                self._note(self.token_time, first_token, RESTARTED)
         # Samples that were lost leave a gap in the sequences, and prove nothing.
         elif before is not None and sample.sequence == before.sequence + 1:
             if sample.time - before.time > limit_s:

@@ -21,6 +21,7 @@ from math import inf
 from api.monitor.state import GONE, Grade, Leadership, RankView, Reading, State, Symptom
 from api.processes.supervision import ProcessState
 from eplb.fitting import Cordon
+from eplb.migration.recovery import start_of
 from rebalance.controller.open_migration import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
@@ -264,7 +265,9 @@ def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
     # Steps just after the last token are those that its sample did not count yet.
     step_age_s = inf if state.step_age_s is None else state.step_age_s
     has_steps = step_age_s <= min(stalled_after_s, state.time - last - INTERVALS * every_s)
-    if death is not None or (is_new and last):
+    # Ranks that join or leave as planned begin a run of their own, and serve on.
+    is_start = state.run is not None and state.run == start_of(state.run)
+    if death is not None or (is_new and last and is_start):
         why = death.text if death else f"the ranks were started {state.time - begun:.0f} s ago"
         since = last or (death.time if death else begun)
         is_idle = is_new and has_steps and state.time - begun > limit_s

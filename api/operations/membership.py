@@ -182,7 +182,8 @@ def _membership(call: Call, topology: Topology) -> Membership:
     committed, epoch = store.committed(), store.epoch()
     call.tag(epoch)
     placement = None if committed is None else committed.placement
-    return membership_of(topology, placement, store.membership_change(), epoch, store.live())
+    change, ready = store.membership_change(), [one.rank for one in store.joiners()]
+    return membership_of(topology, placement, change, epoch, store.live(), ready)
 
 
 @operation(
@@ -210,6 +211,10 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     model, topology = shape_of_run(store)
     serving = committed_of(store)
     known = store.change_of_id(body.id) if body.id else None
+    expected, epoch = call.expected_revision(), store.epoch()
+    if known is None and expected not in (None, epoch):
+        why = f"the epoch is {epoch}, expected {expected} as in If-Match: read the membership again"
+        raise Refused(ProblemType.MEMBERSHIP_CHANGED, why)
     # What is repeated was looked at the first time: the ranks may be others now.
     wanted = _wanted(store, body, model, topology, serving) if known is None else known.wanted
     refusal = _refusal(store, model, topology, serving, wanted) if known is None else ""
@@ -275,13 +280,17 @@ def _wanted(
         for rank in body.ranks or body.retire or ():
             check_rank(rank, topology)
         return tuple(sorted(set(body.ranks or before - set(body.retire or ()))))
-    groups = model.num_expert_groups
+    limits = model.num_expert_groups, _spare_slots(store)
     try:
-        return wanted_for(body.to, before, serving.placement, topology, groups)
+        return wanted_for(body.to, before, serving.placement, topology, *limits)
     except TopologyError as exc:
         raise Refused(ProblemType.NO_SUCH_RANK, str(exc)) from exc
     except PlacementError as exc:
         raise Refused(ProblemType.IMPOSSIBLE_MEMBERSHIP, str(exc)) from exc
+
+
+def _spare_slots(store: StateStore) -> int:
+    return int(store.live().text("spare_slots") or 0)
 
 
 def _refusal(
@@ -300,7 +309,7 @@ def _refusal(
     from telemetry.state.runs import GROUP_STAYS
 
     placement, leaving = serving.placement, leavers(wanted, topology)
-    if why := shortage(wanted, placement, topology):
+    if why := shortage(wanted, model.num_experts, topology, _spare_slots(store)):
         return why
     # Ranks that join take experts before the others leave.
     alive = topology.alive | np.isin(np.arange(topology.num_ranks), wanted)

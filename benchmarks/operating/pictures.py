@@ -32,22 +32,7 @@ READY = {
 }
 
 
-DOCUMENTED = {
-    "8-overview-1280",
-    "8-load-1280",
-    "32-overview-1280",
-    "32-overview-390-dark-first",
-    "32-overview-2560",
-    "32-ranks-1280",
-    "32-ranks-390-dark",
-    "320-overview-1280",
-    "320-load-1280",
-    "320-load-2560",
-    "320-load-390-dark",
-    "320-ranks-1280",
-    "320-history-1280",
-    "320-history-390-dark",
-}
+DOCUMENTED = {"32-overview-1280", "32-ranks-1280", "320-load-1280"}
 
 
 class Shot(NamedTuple):
@@ -81,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--ranks", type=int, nargs="*", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--all", action="store_true", help="not only those of docs/page.md")
+    parser.add_argument("--all", action="store_true", help="not only those of docs/operations.md")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     for ranks in asked.ranks:

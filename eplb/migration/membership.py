@@ -35,6 +35,7 @@ def wanted_for(
     placement: Placement,
     topology: Topology,
     num_groups: int = 1,
+    spare_slots: int = 0,
 ) -> tuple[int, ...]:
     """Choose the ranks that should serve, so many.
 
@@ -50,6 +51,7 @@ def wanted_for(
         placement: serves, in the slots of ``topology``.
         topology: all ranks; the live ones are members.
         num_groups: the model's expert groups.
+        spare_slots: slots of each rank and layer that stay EMPTY.
 
     Raises:
         TopologyError: there are not so many ranks.
@@ -64,15 +66,14 @@ def wanted_for(
     while len(chosen) < count:
         others = [rank for rank in able if rank not in chosen]
         chosen.add(min(others, key=lambda rank: (*_crowd(rank, chosen, topology), rank)))
-    spare = spare_slots(placement, topology)
-    room = np.maximum(topology.slots_of_rank.astype(np.int64) - spare, 0)
+    room = np.maximum(topology.slots_of_rank.astype(np.int64) - spare_slots, 0)
     holds = _holds(placement, topology)
     while len(chosen) > count:
         fit = _dispensable(chosen, len(chosen) - count, room, placement.num_experts)
         if not fit:
             raise PlacementError(
                 f"no {count} of the ranks {spans(sorted(chosen))} have a slot for each of "
-                f"{placement.num_experts} experts, with {spare} spare slots on each"
+                f"{placement.num_experts} experts, with {spare_slots} spare slots on each"
             )
         costs = _costs_of_retiring(fit, chosen, holds, topology, num_groups)
         chosen.remove(min(costs, key=costs.__getitem__))
@@ -134,23 +135,16 @@ def _holds(placement: Placement, topology: Topology) -> NDArray[np.bool_]:
     return holds
 
 
-def spare_slots(placement: Placement, topology: Topology) -> int:
-    """Slots that each member keeps EMPTY in every layer, as far as the placement shows it."""
-    used = slots_in_use(placement, topology)  # [L, R]
-    serves = topology.alive & used.any(axis=0)
-    free = topology.slots_of_rank[serves] - used[:, serves]
-    return int(free.min()) if free.size else 0
-
-
-def shortage(wanted: Collection[int], placement: Placement, topology: Topology) -> str:
+def shortage(
+    wanted: Collection[int], num_experts: int, topology: Topology, spare_slots: int = 0
+) -> str:
     """Why so few ranks cannot hold every expert; "": they can."""
-    spare = spare_slots(placement, topology)
-    room = np.maximum(topology.slots_of_rank[sorted(wanted)] - spare, 0)
-    if int(room.sum()) >= placement.num_experts:
+    room = int(np.maximum(topology.slots_of_rank[sorted(wanted)] - spare_slots, 0).sum())
+    if room >= num_experts:
         return ""
     return (
-        f"{len(wanted)} ranks have {room.sum()} slots in a layer, without {spare} spares on each, "
-        f"for {placement.num_experts} experts, expected at least one for each"
+        f"{len(wanted)} ranks have {room} slots in a layer, without {spare_slots} spares on each, "
+        f"for {num_experts} experts, expected at least one for each"
     )
 
 

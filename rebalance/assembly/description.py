@@ -51,6 +51,9 @@ class DeploymentDescription:
     window_steps: int
     window_seconds: float = 0.0  # 0: windows are of steps
     checkpoint: Path | None = None  # folder of the weights; None: the engine has them
+    records: HostCacheAddress | None = (
+        None  # where an engine without a checkpoint offers its experts
+    )
     version: int = VERSION
 
     def __post_init__(self) -> None:

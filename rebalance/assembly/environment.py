@@ -66,6 +66,7 @@ from runtime.group import end_exchanges, gathered, gloo_listeners_closed, set_de
 from runtime.routing import RoutingTable
 from runtime.streams import Completion
 from telemetry.state.joining import ANNOUNCED_WITHIN_S, check_versions
+from telemetry.state.runs import GROUP_STAYS
 from telemetry.state.store import StateStore
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class EmbeddedRank:
 
     def __post_init__(self) -> None:
         refusal = self._refusal()
+        self.agent.notes[GROUP_STAYS] = refusal
         if self.place.joins:
             if refusal:
                 raise ConfigError(f"rank {self.place.rank} cannot join the others: {refusal}")
@@ -265,8 +267,8 @@ def build_rank_from_env(
 
     Args:
         own_experts: for an engine that loads its own weights: gives the filled memory for the
-            experts that the placement has on this rank. None: memory is reserved here, and filled
-            from the cache of the rank's host.
+            experts that the placement has on this rank. Without a checkpoint each is offered to the
+            cache of the host. None: memory is reserved here, and filled from that cache.
         environ: the process environment.
         passes: counts the forward passes of this process; see ``build_rank``.
 
@@ -295,6 +297,8 @@ def build_rank_from_env(
         if not joins:
             report_run(rank, run, environ)
         cache = deployment.host_caches[host]
+        if own_experts is not None and deployment.checkpoint is None:
+            cache = deployment.records or cache
         report_wait(rank, f"the cache of host {host}, and the first experts", environ)
         place = RankPlace(rank, run, topology, groups, device, cache, joins)
         experts = own_experts or deployment.schema

@@ -22,13 +22,15 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError, RankError
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.group import RankGroups
+from rebalance.engines.common.records import Tensors, offer, origin_of, together
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.engine_records import EngineRecordsClient
 from rebalance.weights.rank_link import GroupName, OtherRanks
-from rebalance.weights.sources import WeightSources, map_peers
+from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
 from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
 from runtime.group import gathered
@@ -80,15 +82,22 @@ def take_experts(
         bank, unmapped = _memory(config, place, model, experts)
     size, is_filled = bank.schema.record_bytes, isinstance(experts, ExpertBank)
     hosts = place.topology.host_of_rank
-    cache = HostCacheClient(
-        place.host_cache,
-        model.num_experts,
-        size,
-        deadline_s=network.join_deadline_s,
-        start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
-        device=place.device,
-        ranks_on_host=int((hosts == hosts[rank]).sum()),
-    )
+    if place.host_cache.takes_offers and (place.joins or not is_filled):
+        raise ConfigError(
+            f"rank {rank}: the host cache keeps what ranks offer when all start, expected "
+            "a rank with own experts at such a start, or a checkpoint (model.checkpoint)"
+        )
+    cache = None
+    if not place.host_cache.takes_offers:
+        cache = HostCacheClient(
+            place.host_cache,
+            model.num_experts,
+            size,
+            deadline_s=network.join_deadline_s,
+            start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
+            device=place.device,
+            ranks_on_host=int((hosts == hosts[rank]).sum()),
+        )
     members = np.flatnonzero(place.topology.alive).tolist()
     held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
     votes = GlooVotes(
@@ -102,12 +111,15 @@ def take_experts(
         if is_filled:
             found = _digests_of(bank, held)
         else:
+            assert cache is not None, "a rank without own experts was refused above"
             found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
         shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
         if place.joins:
             digests = torch.zeros(*shape, 2, dtype=torch.int64)
         else:
             digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
+        if cache is None:
+            cache = _offered(place, bank, placement, digests, network.join_deadline_s)
         told = gathered(bank.handle, place.groups.votes)
         handles = dict(zip(members, map(str, told), strict=True))
         others = None
@@ -124,6 +136,49 @@ def take_experts(
         )
     log.info("rank %d: sources: %s", rank, why)
     return bank, digests, votes, sources
+
+
+def _offered(
+    place: RankPlace,
+    bank: ExpertBank,
+    placement: Placement,
+    digests: torch.Tensor,
+    deadline_s: float,
+) -> HostCacheClient:
+    """Offer the experts that this rank is the first of its host to hold; collective.
+
+    Raises:
+        MigrationError: a rank could not offer its own, for example without a host cache.
+    """
+    rank, topology, size = place.rank, place.topology, bank.schema.record_bytes
+    beside = {rank, *ranks_beside(rank, topology)}
+    own, first = dict[Record, int](), topology.slots_on(rank).start
+    by_slot = torch.zeros((bank.num_layers, bank.num_slots, 2), dtype=torch.int64)
+    for layer, row in enumerate(placement.slot_to_expert.tolist()):
+        seen = {EMPTY}
+        for slot, expert in enumerate(row):
+            holder = int(topology.rank_of_slot[slot])
+            if holder in beside and expert not in seen:
+                seen.add(expert)
+                if holder == rank:
+                    own[layer, expert] = slot - first
+                    by_slot[layer, slot - first] = digests[layer, expert]
+
+    weights: list[Tensors] = [[bank.records(layer)] for layer in range(bank.num_layers)]
+
+    def offer_own() -> HostCacheClient:
+        client = EngineRecordsClient(
+            place.host_cache,
+            origin_of(weights, digests, "an engine's own experts"),
+            deadline_s=deadline_s,
+            start_deadline_s=deadline_s,
+            device=place.device,
+            ranks_on_host=len(beside),
+        )
+        offer(client, weights, by_slot, own, size)
+        return client
+
+    return together(offer_own, place.groups.votes)
 
 
 def fill_bank(

@@ -187,7 +187,7 @@ def test_page_of_a_recommendation_begins_with_it_and_has_its_batches(tmp_path: P
         "recommend",
         GENERATED,
         *MODEL_OPTIONS,
-        "--redundant",
+        "--redundant-per-rank",
         "0",
         "--every",
         "2",
@@ -242,7 +242,7 @@ def test_long_table_comes_after_the_figures(tmp_path: Path) -> None:
     ("command_name", "options"),
     [
         ("simulate", ("--policy", "none,auto,oracle:re-plan", "--slots", "72")),
-        ("recommend", ("--redundant", "1", "--every", "2")),
+        ("recommend", ("--redundant-per-rank", "1", "--every", "2")),
     ],
 )
 def test_chosen_placement_is_a_file_that_the_engine_reads(

@@ -212,7 +212,7 @@ def test_commands_answer_with_times_and_reasons(tmp_path: Path) -> None:
         *common,
         "--ranks",
         "8",
-        "--redundant",
+        "--redundant-per-rank",
         "0,1",
         "--every",
         "2",

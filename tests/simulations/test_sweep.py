@@ -397,7 +397,16 @@ def test_command_prints_the_best_rows_first_and_times(
     load, page = "generated:v2-lite:windows=3,tokens=20000", tmp_path / "out.html"
     ran = command(
         *(load, "--model", "deepseek-v2-lite", "--hardware", "h100", "--out", str(tmp_path)),
-        *("--redundant", "0,1", "--every", "1", "--policy", "none,auto", "--html", str(page)),
+        *(
+            "--redundant-per-rank",
+            "0,1",
+            "--every",
+            "1",
+            "--policy",
+            "none,auto",
+            "--html",
+            str(page),
+        ),
     )
     rows = read_rows(tmp_path / "results.parquet")
 

@@ -7,19 +7,21 @@ A generated section lies between ``<!-- generated: NAME -->`` and ``<!-- end -->
 
 from __future__ import annotations
 
-import ast
+import inspect
 import re
 import runpy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
-from api.cli.main import app
+from api.cli.main import COMMANDS, app
 from api.http.app import create_app
 from api.http.problems import ProblemType
 from api.operations.declaration import OF_ALL, OF_CHANGES, OF_KEYS, OF_STORE, V1
@@ -33,6 +35,39 @@ TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+) -->")
 FILE = re.compile(r"# (\S+\.\w+)\n")
 SHARED_BY = 4  # commands, of an option that their reference shows once
+# The API reference: builders beside what the packages export, and the methods that users call.
+BUILDERS: Mapping[str, tuple[str, ...]] = {
+    "eplb": (),
+    "runtime": (),
+    "rebalance": (),
+    "rebalance.assembly.environment": ("build_rank_from_env", "EmbeddedRank"),
+    "rebalance.assembly.rank": ("build_rank", "BuiltRank"),
+    "runtime.counters": ("PassCounter",),
+    "runtime.model.compute": ("Experts",),
+    "telemetry": ("open_store",),
+}
+METHODS = {
+    "BuiltRank": "measure_experts batch_split close",
+    "Checkpoint": "model_shape schema part router repack check identity",
+    "Controller": "run close",
+    "CostModel": "with_kernel",
+    "Dispatcher": "dispatch combine",
+    "EmbeddedRank": "agent bank table counter all_to_all survive close",
+    "ExpertBank": "live weights",
+    "ExpertSchema": "swiglu swiglu_fp8 spans views",
+    "Experts": "run",
+    "MoELayer": "forward",
+    "PassCounter": "begin watch",
+    "Plan": "explain to_dict",
+    "RankAgent": "start step wait wait_for_exchange held begin_update end_update placement phase "
+    "request_halt pause_staging resume_staging close",
+    "RoutingTable": "choose draw",
+    "SlotCounter": "add row drain",
+    "StageSettings": "while_serving",
+    "Topology": "uniform slots_on",
+}
+GIVEN = "Explanation LayerExplanation Links Migration Move Promise RedundancyLevel Transaction"
+MOST_SHOWN = 6  # arguments; help() has those of longer lists
 SECTION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -41,6 +76,7 @@ class Block:
     """A fenced block of a page."""
 
     page: str  # below the repository
+    section: str  # heading of level two above it
     line: int  # of its first line of code, from 1
     language: str  # "" without one
     code: str
@@ -65,11 +101,11 @@ def text_of(page: str) -> str:
 
 def blocks(page: str) -> Iterator[Block]:
     """Give the fenced blocks of a page in order."""
-    reason, start, language, code = None, 0, "", list[str]()
+    reason, start, language, code, section = None, 0, "", list[str](), ""
     for number, line in enumerate(text_of(page).splitlines(), start=1):
         if start:
             if line.startswith("```"):
-                yield Block(page, start, language, "\n".join(code) + "\n", reason)
+                yield Block(page, section, start, language, "\n".join(code) + "\n", reason)
                 start, reason = 0, None
             else:
                 code.append(line)
@@ -79,6 +115,7 @@ def blocks(page: str) -> Iterator[Block]:
             reason = marked["reason"]
         elif line.strip():
             reason = None
+            section = line.removeprefix("## ") if line.startswith("## ") else section
     assert not start, f"{page}:{start}: a block has no end"
 
 
@@ -115,102 +152,106 @@ def commands() -> Mapping[str, Any]:
 
 
 def cli_section() -> str:
-    """Every command with its arguments and options; those of several commands stand once."""
-    rows_of = {
-        words: [
-            f"| `{_spelling(param)}` | {_default(param)} | {_cell(param.help or '')} |"
-            for param in command.params
-            if param.name != "help"
+    """Every command with its arguments, the options of its own, and what it does."""
+    times = Counter(
+        _option(param) for command in commands().values() for param in _options(command)
+    )
+    shared = {option for option, number in times.items() if number >= SHARED_BY}
+    # A group of which one command asks and another acts is in two panels: the help shows the last.
+    panel_of = {name: title for title, panel in COMMANDS.items() for name in panel}
+    parts = []
+    for title in COMMANDS:
+        rows = [
+            f"| {_usage(words, command)} | {_own_options(command, shared)} "
+            f"| {_cell(_first_sentence(command.help or ''))} |"
+            for words, command in commands().items()
+            if panel_of[words.split()[1]] == title
         ]
-        for words, command in commands().items()
-    }
-    times = Counter(row for rows in rows_of.values() for row in rows)
-    common: dict[str, str] = {}  # one meaning for each spelling, the most frequent
-    for row, number in times.most_common():
-        if number >= SHARED_BY:
-            common.setdefault(row.split(" | ")[0], row)
-    shared = sorted(common.values())
-    head = ["| argument or option | default | meaning |", "|---|---|---|"]
-    parts = ["\n".join(["### Options of several commands", "", *head, *shared])]
-    for words, rows in rows_of.items():
-        about = " ".join((commands()[words].help or "").split())
-        also = ", ".join(row.split(" | ")[0].removeprefix("| ") for row in rows if row in shared)
-        own = [row for row in rows if row not in shared]
-        lines = [f"### `{words}`", about, *([f"Also {also}."] if also else [])]
-        parts.append("\n".join([*lines, *(["", *head, *own] if own else [])]))
-    return "\n\n".join(parts) + "\n"
+        head = [f"## {title}", "", "| command | options of its own | what it does |"]
+        parts.append("\n".join([*head, "|---|---|---|", *rows]))
+    head = ["## Options of several commands", "", "| option | default | meaning |", "|---|---|---|"]
+    rows = [f"| `{name}` | {default} | {text} |" for name, default, text in sorted(shared)]
+    return "\n\n".join([*parts, "\n".join([*head, *rows])]) + "\n"
 
 
-def _options(params: Iterable[Any]) -> str:
-    rows = [
-        f"| `{_spelling(param)}` | {_default(param)} | {_cell(param.help or '')} |"
-        for param in params
-        if param.name != "help"
+def _options(command: Any) -> Iterator[Any]:
+    for param in command.params:
+        if param.param_type_name != "argument" and param.name != "help":
+            yield param
+
+
+def _option(param: Any) -> tuple[str, str, str]:
+    return _spelling(param), _default(param), _cell(param.help or "")
+
+
+def _usage(words: str, command: Any) -> str:
+    given = [str(one.name).upper() for one in command.params if one.param_type_name == "argument"]
+    return f"`{' '.join([words, *given])}`"
+
+
+def _own_options(command: Any, shared: set[tuple[str, str, str]]) -> str:
+    names = [
+        f"**`{_spelling(param)}`**" if param.required else f"`{_spelling(param)}`"
+        for param in _options(command)
+        if _option(param) not in shared
     ]
-    head = ["", "| argument or option | default | meaning |", "|---|---|---|"]
-    return "\n".join([*head, *rows]) if rows else ""
+    return " ".join(names) or "-"
+
+
+def _first_sentence(text: str) -> str:
+    first = " ".join(text.partition("\n\n")[0].split())
+    return f"{first.partition('. ')[0].rstrip('.')}."
 
 
 def _spelling(param: Any) -> str:
-    if param.param_type_name == "argument":
-        return str(param.name).upper()
-    return " / ".join([*param.opts, *param.secondary_opts])
+    return "/".join([*param.opts, *param.secondary_opts])
 
 
 def _default(param: Any) -> str:
     if param.default is None:
-        return "required" if param.required else "-"
+        return "-"
     default = getattr(param.default, "value", param.default)
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
 def rest_section() -> str:
-    """Every operation: route, arguments, least role, refusals, meaning; and every body."""
+    """Every route with its arguments and least role; every key of a body once."""
     document = create_app(open_store("memory:", "documents")).openapi()
-    rows, bodies = [], dict[str, None]()
+    schemas = document["components"]["schemas"]
+    rows, keys = [], dict[tuple[str, str, str], None]()
     for one in OPERATIONS:
         route = document["paths"][one.path][one.method.lower()]
-        given = [f"`{known['name']}`" for known in route.get("parameters", [])]
+        named = (known["name"] for known in route.get("parameters", []))
+        given = [f"`{name}`" for name in named if f"{{{name}}}" not in one.path]
         if body := route.get("requestBody"):
-            bodies[name := _schema_name(body)] = None
-            given.append(f"body [{name}](#{name.lower()})")
-        refusals = ", ".join(f"`{kind.label}`" for kind in one.own_problems) or "-"
+            name, words = _body(body, schemas, keys)
+            given.append("any live setting" if name == "SettingsRequest" else words)
         role = one.least_role.label if one.path.startswith(V1) else "-"
         summary = one.summary if one.summary.endswith("?") else f"{one.summary}."
-        about = _cell(f"{summary} {one.description}")
-        rows.append(
-            f"| `{one.route}` | {', '.join(given) or '-'} | {role} | {refusals} | {about} |"
-        )
-    head = ["| route | arguments | role | refusals | meaning |", "|---|---|---|---|---|"]
-    kinds = {
-        "Every route": OF_ALL,
-        "Every route below `/api/v1`": (*OF_KEYS, *OF_STORE),
-        "Every change": OF_CHANGES,
-    }
-    common = [
-        f"{which} may be refused with {', '.join(f'`{kind.label}`' for kind in of_all)}."
-        for which, of_all in kinds.items()
-    ]
-    schemas = document["components"]["schemas"]
-    tables = [_body(name, schemas[name]) for name in bodies]
-    return "\n".join([*common, "", *head, *rows, "", *tables])
+        is_change = one.method != "GET"  # the OpenAPI document describes the others too
+        meaning = _cell(f"{summary} {one.description if is_change else ''}")
+        rows.append(f"| `{one.route}` | {', '.join(given) or '-'} | {role} | {meaning} |")
+    head = ["| route | arguments | role | meaning |", "|---|---|---|---|"]
+    key_head = ["| key of a body | values | meaning |", "|---|---|---|"]
+    key_rows = [f"| `{key}` | {values} | {text} |" for key, values, text in sorted(keys)]
+    return "\n".join([*head, *rows, "", *key_head, *key_rows, ""])
 
 
-def _schema_name(body: Mapping[str, Any]) -> str:
+def _body(
+    body: Mapping[str, Any],
+    schemas: Mapping[str, Any],
+    keys: dict[tuple[str, str, str], None],
+) -> tuple[str, str]:
+    """Name of a body, and its keys, those that are required in bold; note what each means."""
     reference: str = body["content"]["application/json"]["schema"]["$ref"]
-    return reference.rpartition("/")[2]
-
-
-def _body(name: str, schema: Mapping[str, Any]) -> str:
+    schema = schemas[name := reference.rpartition("/")[2]]
     required = schema.get("required", [])
-    rows = [
-        f"| `{key}` | {'yes' if key in required else 'no'} | {_values(value)} "
-        f"| {_cell(value.get('description', '-'))} |"
-        for key, value in schema["properties"].items()
-    ]
-    head = ["| key | required | values | meaning |", "|---|---|---|---|"]
-    about = _cell(schema["description"])
-    return "\n".join([f"### {name}", about, "", *head, *rows, ""])
+    properties = schema["properties"]
+    if name != "SettingsRequest":
+        for key, value in properties.items():
+            keys[key, _values(value), _cell(value.get("description", "-"))] = None
+    words = [f"**`{key}`**" if key in required else f"`{key}`" for key in properties]
+    return name, f"body: {' '.join(words)}"
 
 
 def _values(value: Mapping[str, Any]) -> str:
@@ -218,10 +259,10 @@ def _values(value: Mapping[str, Any]) -> str:
         return ", ".join(f"`{one}`" if one is not None else "null" for one in value["enum"])
     if "anyOf" in value:
         return " or ".join(_values(one) for one in value["anyOf"])
-    found = value.get("type", "value")
+    found = value.get("type", "object")
     if "maxLength" in value:
-        found += f", {value.get('minLength', 0)} to {value['maxLength']} characters"
-    if "maximum" in value:
+        found += f", at most {value['maxLength']} characters"
+    if "maximum" in value and value["maximum"] < 2**31 - 1:
         found += f", {_least(value)} to {value['maximum']:.0f}"
     return found + (f", default {str(value['default']).lower()}" if "default" in value else "")
 
@@ -234,17 +275,6 @@ def _least(value: Mapping[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("``", "`")
-
-
-def folders_section() -> str:
-    """Every sub-package and what its docstring states."""
-    rows = []
-    for package in PACKAGES:
-        for init in sorted((ROOT / package).glob("*/**/__init__.py")):
-            about = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "-"
-            first = about.partition("\n\n")[0]
-            rows.append(f"| `{init.parent.relative_to(ROOT).as_posix()}` | {_cell(first)} |")
-    return "\n".join(["| folder | holds |", "|---|---|", *rows, ""])
 
 
 def imports_section() -> str:
@@ -268,16 +298,15 @@ def _names(names: frozenset[str]) -> str:
 
 
 def families_section() -> str:
-    """Every model family that checkpoints are read of."""
-    rows = [
-        f"| {family.name} | {_names(frozenset(family.model_types))} | "
-        f"{'; '.join(_layout(layout) for layout in family.layouts)} | "
-        f"{', '.join(f'`{prefix}`' for prefix in family.mtp_layers) or '-'} | "
-        f"{f'no: {family.unproven}' if family.unproven else 'yes'} |"
-        for family in FAMILIES
-    ]
-    head = "| family | `model_type` | experts below a layer | MTP experts | proved |"
-    return "\n".join([head, "|---|---|---|---|---|", *rows, ""])
+    """Every layout of experts below a layer once, with the model families that have it."""
+    families_of = dict[str, list[str]]()
+    for family in FAMILIES:
+        types = ", ".join(f"`{name}`" for name in sorted(family.model_types))
+        unproved = f"; not proved: {family.unproven}" if family.unproven else ""
+        for layout in family.layouts:
+            families_of.setdefault(_layout(layout), []).append(f"{family.name} ({types}{unproved})")
+    rows = [f"- {layout}: {'; '.join(found)}" for layout, found in families_of.items()]
+    return "\n".join([*rows, ""])
 
 
 def _layout(layout: ExpertLayout) -> str:
@@ -289,18 +318,71 @@ def _layout(layout: ExpertLayout) -> str:
 
 def problems_section() -> str:
     """Every type of problem."""
-    rows = [
-        f"| {kind.status} | `{kind.label}` | {kind.title} | {_cell(kind.meaning)} |"
-        for kind in ProblemType
+    kinds = {
+        "Every route": OF_ALL,
+        "Every route below `/api/v1`": (*OF_KEYS, *OF_STORE),
+        "Every change": OF_CHANGES,
+    }
+    common = [
+        f"{which} may be refused with {', '.join(f'`{kind.label}`' for kind in of_all)}."
+        for which, of_all in kinds.items()
     ]
-    head = ["| status | type | title | meaning |", "|---|---|---|---|"]
-    return "\n".join([*head, *rows, ""])
+    by_status = dict[int, list[str]]()
+    for kind in ProblemType:
+        by_status.setdefault(kind.status, []).append(f"`{kind.label}`")
+    rows = [f"- {status}: {', '.join(labels)}" for status, labels in by_status.items()]
+    return "\n".join([*common, "", *rows, ""])
+
+
+def api_section() -> str:
+    """What users import: exports of three packages, and the builders of a rank."""
+    parts = []
+    for module, names in BUILDERS.items():
+        found = import_module(module)
+        exported = names or found.__all__
+        shown = [name for name in exported if name not in GIVEN.split()]
+        rows = [row for name in shown for row in _rows_of(getattr(found, name), name)]
+        given = [f"`{name}`" for name in exported if name in GIVEN.split()]
+        rows += [f"- given, and not made by users: {', '.join(given)}"] if given else []
+        parts.append("\n".join([f"### `{module}`", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows_of(found: Any, name: str) -> Iterator[str]:
+    """A line for what is exported, and one for each method that users call."""
+    if not callable(found) or (isinstance(found, type) and issubclass(found, Exception)):
+        return  # constants; and errors, whose tree is drawn in eplb/errors.py
+    yield f"- `{name}{_arguments(found)}`: {_about(found)}"
+    for method in METHODS.get(name, "").split():
+        one = inspect.getattr_static(found, method)
+        raw = getattr(one, "__func__", one)  # of a static method
+        given = "" if isinstance(one, property) else _arguments(raw)
+        yield f"- `{name}.{method}{given}`: {_about(raw)}"
+
+
+def _about(found: Any) -> str:
+    return " ".join(_first_sentence(inspect.getdoc(found) or "").split()).replace("``", "`")
+
+
+def _arguments(found: Any) -> str:
+    """Names of the arguments, with ``=`` after those that have a default."""
+    if isinstance(found, type) and (issubclass(found, Enum) or vars(found).get("_is_protocol")):
+        return ""
+    names, is_named = [], False
+    for one in inspect.signature(found).parameters.values():
+        if one.name in ("self", "cls") or one.name.startswith("_"):
+            continue
+        if one.kind is one.KEYWORD_ONLY and not is_named:
+            names.append("*")
+            is_named = True
+        names.append(one.name if one.default is one.empty else f"{one.name}=")
+    return f"({', '.join(names) if len(names) <= MOST_SHOWN else '...'})"
 
 
 GENERATED: Mapping[str, Callable[[], str]] = {
+    "api": api_section,
     "cli": cli_section,
     "families": families_section,
-    "folders": folders_section,
     "imports": imports_section,
     "problems": problems_section,
     "rest": rest_section,

@@ -70,7 +70,8 @@ def recommend_command(
         ),
     ] = None,
     redundant: Annotated[
-        str, typer.Option(help="Redundant slots of each rank to compare.")
+        str,
+        typer.Option("--redundant-per-rank", help="Redundant slots of each rank to compare."),
     ] = "0,1,2,4",
     every: Annotated[str, typer.Option(help="Windows between plans to compare.")] = "1,4,16",
     policy: Annotated[
@@ -164,7 +165,7 @@ def recommend_command(
         kernel,
         groups,
         ranks_per_node,
-        numbers("--redundant", redundant, least=0),
+        numbers("--redundant-per-rank", redundant, least=0),
         numbers("--every", every),
         tuple(name.strip() for name in policy.split(",")),
         context=context,

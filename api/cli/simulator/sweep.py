@@ -75,7 +75,9 @@ def sweep_command(
     out: Annotated[Path, typer.Option(help="Folder of the results; run again to go on.")],
     ranks: Annotated[str, typer.Option(help="Ranks of groups, as 16,32.")] = "8",
     ranks_per_node: Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")] = 8,
-    redundant: Annotated[str, typer.Option(help="Redundant slots of each rank.")] = "0,1,2",
+    redundant: Annotated[
+        str, typer.Option("--redundant-per-rank", help="Redundant slots of each rank.")
+    ] = "0,1,2",
     every: Annotated[str, typer.Option(help="Windows from one plan to the next.")] = "1,4,16",
     policy: Annotated[str, typer.Option(help="Policies, as eplb simulate has them.")] = "none,auto",
     dispatch: Annotated[
@@ -106,7 +108,7 @@ def sweep_command(
     tasks = tasks_of(
         replace(settings, load=load.digest),
         ranks=numbers("--ranks", ranks),
-        redundant=numbers("--redundant", redundant, least=0),
+        redundant=numbers("--redundant-per-rank", redundant, least=0),
         intervals=numbers("--every", every, most=1_000_000),
         policies=policies,
         dispatch=[_rule(name.strip()) for name in dispatch.split(",")],

@@ -218,10 +218,10 @@ def capture(
             weights, held = together(find, group)
             own = together(lambda: torch.stack([*map(slot_digests, weights)]), group)
             digests = _digests_of_experts(held, of_all_ranks(own, group))
-            origin = together(lambda: _origin_of(weights, digests, model), group)
+            origin = together(lambda: origin_of(weights, digests, model), group)
             client, server = _attached(place, settings, origin, group, undo)
             first = _first_held(held, dist.get_rank(group), own.shape[1])
-            together(lambda: _offer(client, weights, own, first, origin.record_bytes), group)
+            together(lambda: offer(client, weights, own, first, origin.record_bytes), group)
         except MigrationError as exc:
             level = logging.ERROR if embeds else logging.INFO
             log.log(level, "no records of experts are kept: %s", exc)
@@ -274,7 +274,7 @@ def _first_held(held: NDArray[np.int64], rank: int, num_own: int) -> dict[Record
     return found
 
 
-def _origin_of(weights: list[Tensors], digests: torch.Tensor, model: str) -> RecordOrigin:
+def origin_of(weights: list[Tensors], digests: torch.Tensor, model: str) -> RecordOrigin:
     """Name the records by their bytes: what is kept of other weights is never taken for these."""
     sizes = {num_bytes_of(rows_of(layer, 0)) for layer in weights}
     if len(sizes) != 1:
@@ -333,7 +333,7 @@ def _attached(
     return together(attach, group), server
 
 
-def _offer(
+def offer(
     client: EngineRecordsClient,
     weights: list[Tensors],
     digests: torch.Tensor,

@@ -27,6 +27,7 @@ class HostCacheAddress:
 
     name: str
     key: bytes = field(repr=False)  # keeps other users of the machine out
+    takes_offers: bool = False  # its records are those that ranks offer, not a checkpoint's
 
     @property
     def socket(self) -> str:
@@ -36,7 +37,8 @@ class HostCacheAddress:
 
 def place_of_records(deployment: str, secret: Secret) -> HostCacheAddress:
     """Where ranks of an engine find the ``eplb host-cache`` of their host."""
-    return HostCacheAddress(f"{deployment}-engine", secret.derived("records of an engine", 16))
+    key = secret.derived("records of an engine", 16)
+    return HostCacheAddress(f"{deployment}-engine", key, takes_offers=True)
 
 
 def listen(address: HostCacheAddress) -> socket.socket:

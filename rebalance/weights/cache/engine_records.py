@@ -29,7 +29,7 @@ from rebalance.weights.cache.address import (
     listen,
 )
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.client import CPU, HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.offered_records import short_name
 from rebalance.weights.disk.record_file import RecordOrigin
@@ -140,6 +140,9 @@ class EngineRecordsClient(HostCacheClient):
         place: ``place_of_records``, or the place of the host cache of another rank.
         origin: of the records.
         deadline_s: to connect.
+        start_deadline_s: for a host cache that does not listen yet.
+        device: that records are read into.
+        ranks_on_host: that share the host cache.
         is_embedded: whether the host cache is in another rank, which has opened it.
 
     Raises:
@@ -152,6 +155,9 @@ class EngineRecordsClient(HostCacheClient):
         origin: RecordOrigin,
         *,
         deadline_s: float,
+        start_deadline_s: float = 0.0,
+        device: torch.device = CPU,
+        ranks_on_host: int = 1,
         is_embedded: bool = False,
     ) -> None:
         self._place, self._origin, self._is_embedded = place, origin, is_embedded
@@ -160,12 +166,14 @@ class EngineRecordsClient(HostCacheClient):
             origin.num_experts,
             origin.record_bytes,
             deadline_s=deadline_s,
-            device=torch.device("cpu"),
+            start_deadline_s=start_deadline_s,
+            device=device,
+            ranks_on_host=ranks_on_host,
         )
 
     def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:
         if not self._is_embedded:  # a restarted process does not know the origin
-            wire, _ = connect(self._place, deadline_s)
+            wire, _ = connect(self._place, deadline_s, start_deadline_s=start_deadline_s)
             with closing(wire):
                 wire.send({"open": asdict(self._origin)})
                 if not wire.is_readable(deadline_s):

@@ -168,6 +168,7 @@ def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
             ("plan", "DUMP", *GROUP, "--target", "vllm", "--policy", "x", "-o", "o"),
             "unknown policy",
         ),
+        (("plan", "none.csv", *GROUP, "--target", "vllm", "-o", "o"), "no layer has tokens"),
         (("convert", "DUMP", "--to", "vllm", "-o", "o"), "use eplb plan"),
         (("convert", "DUMP", "--to", "x", "-o", "o"), "load is not written as 'x'"),
         (("validate", "DUMP", "--target", "vllm"), "holds load without a map"),
@@ -181,6 +182,7 @@ def test_bad_input_is_one_sentence_and_status_2(
     why: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("none.csv").write_text(f"layer,{','.join(map(str, range(8)))}\n3{',0' * 8}\n")
 
     done = eplb(*(dump if one == "DUMP" else one for one in arguments))
 

@@ -26,6 +26,7 @@ from tests.support.repository import ROOT
 from tests.support.two_hosts import ADDRESSES, TwoHosts, folders
 
 PAGE, HOSTS_PAGE = "docs/deployment.md", "docs/deployment-hosts.md"
+ELSEWHERE_TRIED = "Prefill and decode"  # section, by test_profiles.py
 MOST_ENGINE_LINES = 70
 ACTIVATE = next(block.code for block in blocks(PAGE) if block.code.startswith(". venv"))
 # The second begins every command here; test_deploy_files.py has the others.
@@ -37,7 +38,7 @@ def commands_of(page: str) -> list[str]:
     return [
         line
         for block in blocks(page)
-        if block.language == "sh"
+        if block.language == "sh" and block.section != ELSEWHERE_TRIED
         if not any(words in block.code for words in ELSEWHERE)
         for line in block.code.splitlines()
     ]
@@ -47,7 +48,7 @@ def outputs_of(page: str) -> dict[str, list[str]]:
     """The lines that a page prints after a command, by the last line of its block."""
     found = {}
     for before, after in itertools.pairwise(blocks(page)):
-        if after.language == "output":
+        if after.language == "output" and after.section != ELSEWHERE_TRIED:
             found[before.code.splitlines()[-1]] = after.code.splitlines()
     return found
 
@@ -175,7 +176,9 @@ def test_page_of_one_host_runs_as_printed(one_host: Hosts) -> None:
     launch = one_host.start(0, launch_line)
     wait_for_printed(launch, outputs[launch_line])
 
-    assert_as_printed(one_host.succeed(0, "eplb status"), outputs["eplb status"])
+    assert_as_printed(
+        one_host.succeed(0, "eplb status --verbose"), outputs["eplb status --verbose"]
+    )
     curl = next(line for line in commands_of(PAGE) if line.startswith("curl"))
     assert '"decision"' in one_host.succeed(0, curl)[0]
     shown = "curl -s http://127.0.0.1:8765/api/v1/imbalance"  # what the page draws
@@ -205,7 +208,7 @@ def test_page_of_several_hosts_runs_as_printed_on_two_hosts(hosts: Hosts) -> Non
     launches = [hosts.start(host, launch_line) for host in range(2)]
     launches[0].wait_for("engine: generation 1 serves")
 
-    lines = hosts.succeed(1, "eplb status", is_of_page=False)
+    lines = hosts.succeed(1, "eplb status --verbose", is_of_page=False)
     header = next(number for number, line in enumerate(lines) if line.startswith("rank  host"))
     assert [line.split()[:2] for line in lines[header + 1 : header + 5]] == [
         ["0", "0"],

@@ -192,22 +192,52 @@ def test_engine_that_formed_its_group_itself_keeps_it(
     assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2
 
 
+def with_own_weights(host: OneHost, weights: Path) -> None:
+    """Have the engine fill its slots as the page shows."""
+    (host.folder / "weights").symlink_to(weights)  # as the page names it
+    for name, code in files_of("docs/embedding.md").items():
+        (host.folder / name).write_text(code)
+    engine = (host.folder / "engine.py").read_text()
+    given = engine.replace("build_rank_from_env()", "build_rank_from_env(own_experts)")
+    given = given.replace("Checkpoint(rank.deployment.checkpoint)", 'Checkpoint(Path("weights"))')
+    imported = "import torch\n\nfrom pathlib import Path\n\nfrom own_experts import own_experts\n"
+    (host.folder / "engine.py").write_text(given.replace("import torch\n", imported, 1))
+
+
 @pytest.mark.slow
 def test_engine_that_loads_its_own_weights_fills_the_slots(
     stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
 ) -> None:
     host = OneHost(stack, tmp_path, small_checkpoint.path)
     host.start_cache()
-    (tmp_path / "weights").symlink_to(small_checkpoint.path)  # as the page names it
-    for name, code in files_of("docs/embedding.md").items():
-        (tmp_path / name).write_text(code)
-    engine = (tmp_path / "engine.py").read_text()
-    given = engine.replace("build_rank_from_env()", "build_rank_from_env(own_experts)")
-    imported = "import torch\n\nfrom own_experts import own_experts\n"
-    (tmp_path / "engine.py").write_text(given.replace("import torch\n", imported, 1))
+    with_own_weights(host, small_checkpoint.path)
 
     launch = host.start("eplb", "launch", *ENGINE)
     launch.wait_for("engine: generation 0 serves")
+
+    assert launch.ends(signal.SIGTERM) == 0, launch.lines
+    assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2
+
+
+@pytest.mark.slow
+def test_engine_without_a_checkpoint_is_rebalanced_from_what_it_offered(
+    stack: ExitStack, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    host = OneHost(stack, tmp_path, small_checkpoint.path)
+    settings = (tmp_path / "eplb.toml").read_text()
+    (tmp_path / "eplb.toml").write_text(re.sub(r"checkpoint = .*\n", "", settings))
+    with_own_weights(host, small_checkpoint.path)
+    launch = host.start("eplb", "launch", *ENGINE)
+    launch.wait_for("does not listen yet: waiting")
+    host.start("eplb", "host-cache").wait_for("ready: records that an engine offers")
+    host.start("eplb", "serve")
+    launch.wait_for("engine: generation 1 serves, 0 of ")
+
+    killed = holder_of(host.name, 1)
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    launch.wait_for("rank 1 was killed by SIGKILL; starting the ranks of this host again")
+    launch.wait_for("engine: generation", times=3)
 
     assert launch.ends(signal.SIGTERM) == 0, launch.lines
     assert len(re.findall(r"ended, 0 of \d+ wrong", "".join(launch.lines))) == 2

@@ -26,9 +26,9 @@ from tests.support.deployments import EPLB, TOY_MODEL, CommandProcess, clean_env
 from tests.support.documents import blocks
 from tests.support.redis_servers import RedisProcess
 
-PAGE = "docs/deployment-profiles.md"
-BLOCKS = list(blocks(PAGE))
-PRINTED_FILE = next(block.code for block in BLOCKS if block.code.startswith("# eplb.toml"))
+PAGE, SECTION = "docs/deployment.md", "Prefill and decode"
+BLOCKS = [block for block in blocks(PAGE) if block.section == SECTION]
+PRINTED_FILE = next(block.code for block in BLOCKS if block.code.startswith("# profiles.toml"))
 PRINTED = next(block.code.splitlines() for block in BLOCKS if block.language == "output")
 COMMANDS = [
     shlex.split(line, comments=True)

@@ -136,7 +136,7 @@ def figures_in(text: str) -> Figures:
 
 def documented_kinds() -> dict[str, set[str]]:
     """Kinds in the row of each metric, as the page of the metrics has them."""
-    rows = re.findall(r"^\| (`eplb_[^|]*)\|([^|]*)", (ROOT / "docs/metrics.md").read_text(), re.M)
+    rows = re.findall(r"^\| (`eplb_[^|]*)\|([^|]*)", (ROOT / "docs/rest.md").read_text(), re.M)
     kinds = {"gauge", "counter", "histogram"}
     return {
         name: kinds & set(re.findall(r"\w+", text))

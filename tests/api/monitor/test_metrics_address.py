@@ -118,7 +118,7 @@ def test_configuration_of_the_page_is_one_of_prometheus(tmp_path: Path) -> None:
     if promtool is None:
         pytest.skip("promtool is not installed: the configuration of the page is not checked")
     (tmp_path / "token").write_text(SCRAPE)
-    text = files_of("docs/metrics.md")["prometheus.yml"]
+    text = files_of("docs/rest.md")["prometheus.yml"]
     named = text.replace("/etc/prometheus/eplb-metrics-token", str(tmp_path / "token"))
     (tmp_path / "prometheus.yml").write_text(named)
 

@@ -118,6 +118,30 @@ def test_restart_of_all_ranks_is_told_with_the_reason_why_survivors_do_not_serve
     assert looked(monitor).state.reason == f"no token for 2 s: {KILLED}"
 
 
+def test_planned_change_of_the_ranks_is_no_outage_and_no_stop_unless_it_is_long(
+    store: StateStore, clock: StoreClock
+) -> None:
+    monitor = monitor_of(store, clock)
+    serve(store, "a", range(10), START)  # the last token at +9
+    looked(monitor)
+    begin_run(store, "a-member1", START + 10)
+    store.report(rank_report("a-member1", 0, time=START + 10))
+    store.report(rank_report("a-member1", 1, time=START + 10))
+    clock.now = START + 11
+    assert "no-tokens" not in {one.kind for one in looked(monitor).findings}
+
+    serve(store, "a-member1", range(10), START + 11)
+    clock.now = START + 20
+    looked(monitor)
+    assert outages(store) == []
+
+    begin_run(store, "a-member2", START + 21)
+    serve(store, "a-member2", range(3), START + 80)
+    clock.now = START + 83
+    looked(monitor)
+    assert outages(store) == [(20, 80, 60.0, "the ranks were started again")]
+
+
 def test_outages_are_on_record_once_for_all_services_and_after_restarts(
     store: StateStore, clock: StoreClock
 ) -> None:

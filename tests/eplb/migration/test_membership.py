@@ -12,7 +12,7 @@ from eplb.core.placement import EMPTY, Placement, uncovered_experts
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups
 from eplb.errors import PlacementError, TopologyError
-from eplb.migration.membership import phase_of, shortage, spare_slots, wanted_for
+from eplb.migration.membership import phase_of, shortage, wanted_for
 
 SEEDS = range(60)
 
@@ -49,7 +49,7 @@ def test_ranks_are_retired_wherever_any_choice_has_the_slots(seed: int) -> None:
     everyone = range(topology.num_ranks)
     count = int(rng.integers(1, topology.num_ranks))
     choices = list(combinations(everyone, count))
-    possible = [one for one in choices if not shortage(one, placement, topology)]
+    possible = [one for one in choices if not shortage(one, placement.num_experts, topology)]
 
     if not possible:
         with pytest.raises(PlacementError, match=f"no {count} of the ranks"):
@@ -64,7 +64,9 @@ def test_one_rank_is_retired_evenly_and_then_with_the_fewest_moves(seed: int) ->
     count = topology.num_ranks - 1
     everyone = range(topology.num_ranks)
     possible = [
-        one for one in combinations(everyone, count) if not shortage(one, placement, topology)
+        one
+        for one in combinations(everyone, count)
+        if not shortage(one, placement.num_experts, topology)
     ]
     if not possible:
         with pytest.raises(PlacementError):
@@ -138,21 +140,18 @@ def test_spare_slots_of_every_rank_are_not_counted_as_room() -> None:
     topology = Topology.uniform(1, 3, 3)
     placement = Placement([[0, 1, EMPTY, 2, 3, EMPTY, 4, 0, EMPTY]], 5)
 
-    assert spare_slots(placement, topology) == 1
-    assert shortage((0, 1, 2), placement, topology) == ""
-    assert shortage((0, 1), placement, topology).startswith("2 ranks have 4 slots in a layer")
+    assert shortage((0, 1, 2), 5, topology, spare_slots=1) == ""
+    assert shortage((0, 1), 5, topology, spare_slots=1).startswith("2 ranks have 4 slots in a")
     with pytest.raises(
         PlacementError, match=r"no 2 of the ranks 0\.\.2 .* 5 experts, with 1 spare"
     ):
-        wanted_for(2, range(3), placement, topology)
+        wanted_for(2, range(3), placement, topology, spare_slots=1)
 
 
-def test_rank_that_joined_without_experts_shows_no_spare_slots() -> None:
-    topology = Topology.uniform(1, 3, 2)
+def test_rank_that_joined_without_experts_is_retired_first() -> None:
     placement = Placement([[0, 1, 2, 3, EMPTY, EMPTY]], 4)
 
-    assert spare_slots(placement, topology) == 0
-    assert wanted_for(2, range(3), placement, topology) == (0, 1)  # nothing has to move
+    assert wanted_for(2, range(3), placement, Topology.uniform(1, 3, 2)) == (0, 1)
 
 
 @pytest.mark.parametrize("count", [0, 4])

@@ -131,7 +131,7 @@ def test_file_that_is_missing_leaves_the_engine_alone(
 
 
 def test_file_on_the_page_is_one_that_the_plugin_reads(tmp_path: Path) -> None:
-    found = settings_of(named(files_of("docs/engines-vllm.md")["eplb.toml"], tmp_path))
+    found = settings_of(named(files_of("docs/engines.md")["eplb.toml"], tmp_path))
 
     assert found is not None
     assert (found.deployment.name, found.engine.phase) == ("deepseek-decode", "auto")

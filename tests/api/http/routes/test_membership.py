@@ -23,6 +23,7 @@ from eplb.core.topology import Topology
 from eplb.migration.recovery import Recovery
 from eplb.migration.serialisation import topology_to_dict
 from telemetry import open_store
+from telemetry.state.groups import Joiner
 from telemetry.state.runs import GROUP_STAYS
 from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import Deployment
@@ -167,6 +168,8 @@ def test_scaled_down_deployment_keeps_its_hosts_even_and_grows_again(
     assert (grown["joins"], grown["retires"], grown["loss"]["uncovered"]) == ([1], [], 0)
     found = client.get(PATH).json()
     assert (found["phase"], found["waits"]) == ("waiting", "not ready to be admitted: ranks 1")
+    deployment.store.offer_to_join(Joiner(1, "10.0.0.1", "a7"))
+    assert client.get(PATH).json()["phase"] == "joining"
     members_become(deployment, 0, 1, 3)
     assert client.get(PATH).json()["operation"]["ended"] == "done"
 
@@ -194,7 +197,7 @@ def test_second_operation_another_body_and_a_stale_epoch_are_refused(
 
     second = ask(client, id="op-8", to=2, dry_run=False)
     other = ask(client, id="op-7", to=2, dry_run=False)
-    stale = ask(client, epoch=5, id="op-9", to=2, dry_run=False)
+    stale = ask(client, epoch=5, id="op-9", to=2)
 
     assert problem_of(second)[0] is ProblemType.OTHER_OPERATION
     assert "'op-7' is open" in problem_of(second)[1]
@@ -228,6 +231,17 @@ def test_impossible_request_is_refused_and_changes_nothing(
     assert problem_of(refused)[0] is kind
     assert detail in problem_of(refused)[1]
     assert deployment.store.membership_change() is None
+
+
+def test_spare_slots_of_the_configuration_are_no_room_for_experts(
+    deployment: Deployment, client: httpx.Client
+) -> None:
+    assert ask(client, to=2).json()["refusal"] == ""
+    deployment.store.set_static({"spare_slots": 2}, reason="start")
+
+    assert problem_of(ask(client, to=2))[0] is ProblemType.IMPOSSIBLE_MEMBERSHIP
+    named = ask(client, retire=[0, 1]).json()
+    assert named["refusal"].startswith("2 ranks have 2 slots in a layer, without 2 spares on each")
 
 
 def test_drain_that_cordons_do_not_allow_is_refused_with_the_slots(
