@@ -510,13 +510,17 @@ class RankAgent:
                 )
             elif not self._is_open(state.plan.plan_id, published):
                 self.shared.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
-        elif self.voting.next_group:
-            return False  # no plan is adopted before the next group serves, which is soon
+        elif self.voting.next_group and self._is_new(published):
+            return False  # the next group serves soon
         elif published is not None and control.movement:
             return self.swapper.adopt(published)
         elif control.movement:
             self._read_ahead.look()
         return True
+
+    def _is_new(self, published: Migration | None) -> bool:
+        """Return whether no rank was known to work on a plan when the ranks voted last."""
+        return published is None or published.plan_id != self.voting.newest_plan_id
 
     def _is_open(self, plan_id: int, published: Migration | None) -> bool:
         """Return whether a plan is published, or was already committed by faster ranks.

@@ -15,7 +15,14 @@ from api.cli.config import named_settings
 from api.cli.late import BAD_INPUT
 from api.cli.options import with_options
 from api.config.tree import Settings, load
-from api.demo.options import CUDA_DEFAULTS, DEFAULTS, TOKENS_PER_RANK, Options, SettingFlags
+from api.demo.options import (
+    CHAOS_DEFAULTS,
+    CUDA_DEFAULTS,
+    DEFAULTS,
+    TOKENS_PER_RANK,
+    Options,
+    SettingFlags,
+)
 from api.interrupts import interrupt_on_signals, leave, leave_on_signals
 from api.terminal.logs import log_settings, set_up_logging
 from api.terminal.printable import print_error, unbreakable_console
@@ -47,7 +54,8 @@ def demo(
     leave_on_signals(signal.SIGTERM, signal.SIGHUP)
     try:
         check_packages()
-        settings = _settings(dict(vars(flags)), config, setting, ranks, slots)
+        defaults = DEFAULTS | (CHAOS_DEFAULTS if options.chaos else {})
+        settings = _settings(dict(vars(flags)), config, setting, ranks, slots, defaults)
         set_up_logging(replace(settings.log, deployment=settings.deployment.name), process="demo")
         # Only now: torch takes seconds, and wrong settings need none of it.
         from api.demo.run import run_demo
@@ -65,7 +73,8 @@ def demo(
         else:
             print_error(exc)
         raise typer.Exit(BAD_INPUT) from exc
-    if summary["reference_failures"] or summary["samples_lost"] or summary["missing"]:
+    has_failed = summary["reference_failures"] or summary["samples_lost"] or summary["missing"]
+    if has_failed or summary["faults_survived"] < len(summary["faults"]):
         raise typer.Exit(WRONG_RESULT)
 
 
@@ -75,6 +84,7 @@ def _settings(
     setting: list[str] | None,
     ranks: int | None,
     slots: int | None,
+    defaults: dict[str, Any],
 ) -> Settings:
     """Load the settings: with the defaults of the chosen device, ranks and slots for each rank.
 
@@ -86,10 +96,9 @@ def _settings(
         named = named_settings(setting or [])
         return load(flags, config=config, environ=os.environ, named=named, defaults=defaults)
 
-    defaults = DEFAULTS
     topology = with_defaults(defaults).topology
     if topology.device == "cuda":
-        defaults = DEFAULTS | CUDA_DEFAULTS
+        defaults = defaults | CUDA_DEFAULTS
         topology = with_defaults(defaults).topology
     if ranks is not None:
         if ranks % topology.nodes:

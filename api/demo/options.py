@@ -31,6 +31,8 @@ CUDA_DEFAULTS: dict[str, Any] = {
     "model.intermediate": 1408,
     "model.precision": "bfloat16",
 }
+# Two ranks are lost, and the others have a slot for every expert with some to spare.
+CHAOS_DEFAULTS: dict[str, Any] = {"agent.serve_on": True, "topology.slots_per_rank": 12}
 TOKENS_PER_RANK = {"cpu": 256, "cuda": 128}
 
 
@@ -52,6 +54,9 @@ class Options:
         int, typer.Option(min=1, max=10**9, help="Steps between two reference checks.")
     ] = 8
     dispatcher: Annotated[str, typer.Option(help="cuda: auto, or a name.")] = "auto"
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="Kill ranks and processes, cut links, serve on.")
+    ] = False
     serve: Annotated[bool, typer.Option("--serve", help="Serve until interrupted.")] = False
     resume: Annotated[bool, typer.Option("--resume", help="Start from the last placement.")] = False
     json: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None

@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from api.config.tree import Settings
+from api.demo.chaos import Chaos, summary_of
 from api.demo.checking import CheckedStep, checks_in
 from api.demo.options import Options
 from api.demo.setup import Prepared, begin, check_settings, prepare
@@ -46,6 +47,7 @@ from api.processes.commands import (
 from api.processes.deployment_lease import DeploymentLease
 from api.processes.supervision import Supervisor, note_in
 from api.terminal.live import LiveView, look_at
+from api.terminal.picture import Look
 from eplb.errors import RankError, StoreError
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.state.events import OUTAGE, REGROUPED, outage_of
@@ -110,6 +112,7 @@ class Demo:
         self._runs: list[str] = []  # starts of the ranks that have served
         self._num_ranks = 0  # that serve in the latest
         self._launchers: list[Command] = []
+        self._chaos: Chaos | None = None
 
     def start(self) -> None:
         """Start every command, and wait until all ranks serve.
@@ -135,7 +138,8 @@ class Demo:
         self._look_until(
             lambda: all(cache.supervised.was_ready for cache in caches), "the host caches"
         )
-        ranks = ("--module", "api.demo.engine", "--", engine)
+        module = "api.demo.chaos" if self._options.chaos else "api.demo.engine"
+        ranks = ("--module", module, "--", engine)
         self._launchers = [
             add(
                 f"the launcher of host {host}",
@@ -152,6 +156,16 @@ class Demo:
         address = f"[{http.host}]" if ":" in http.host else http.host
         self._console.print(f"eplb demo: {scheme}://{address}:{http.port}", highlight=False)
         self._look_until(lambda: bool(self._runs), "the ranks")
+        if self._options.chaos:
+            self._chaos = Chaos(
+                self._store,
+                self._launchers,
+                caches,
+                serve,
+                self._options.seconds / 6,
+                self._options.seed,
+                lambda: len(self._runs),
+            )
 
     def end(self) -> None:
         """End every process that still runs."""
@@ -167,11 +181,12 @@ class Demo:
         failure: BaseException | None = None
         reports: list[RankReport] = []
         try:
-            look = partial(look_at, self._monitor)
-            with LiveView(look, view=self._options.view, console=self._console):
+            with LiveView(self._shown, view=self._options.view, console=self._console):
                 try:
-                    while self._options.serve or time.monotonic() < until:
+                    while self._options.serve or time.monotonic() < until or self._is_in_chaos:
                         self._look()
+                        if self._chaos is not None:
+                            self._chaos.look()
                 except KeyboardInterrupt:
                     self._console.print("interrupted: halting the ranks", highlight=False)
                 self._halt()
@@ -185,6 +200,16 @@ class Demo:
             raise failure
         self._console.print(render_summary(summary))
         return summary
+
+    def _shown(self) -> Look:
+        seen, chaos = look_at(self._monitor), self._chaos
+        if chaos is None:
+            return seen
+        return replace(seen, anomalies=[*chaos.latest(), *seen.anomalies])
+
+    @property
+    def _is_in_chaos(self) -> bool:
+        return self._chaos is not None and not self._chaos.is_over
 
     def _look_until(self, is_reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_DEADLINE_S
@@ -292,6 +317,7 @@ class Demo:
             "deaths": deaths,
             "unserved_s": round(unserved_s, 2),
             "missing": missing,
+            **summary_of(self._chaos.faults if self._chaos is not None else ()),
         }
 
     def _restarts(self) -> dict[str, int]:

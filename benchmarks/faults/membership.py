@@ -31,7 +31,8 @@ from typing import Any
 from benchmarks.faults.serve_on import DEADLINE_S, POLL_S, OneHost, percentile
 from telemetry.state.events import REGROUPED
 
-AFTER_S = 2.0  # of the steps after a change that are looked at
+BEFORE_S, AFTER_S = 1.0, 2.0  # of the steps around a change that are looked at
+SETTLED_S = 0.5  # after a death: its pause is not that of the join
 
 
 def regrouped(host: OneHost, since: float) -> dict[str, Any]:
@@ -47,31 +48,44 @@ def regrouped(host: OneHost, since: float) -> dict[str, Any]:
     raise TimeoutError(f"the group did not change: {words}")
 
 
-def intervals(host: OneHost, ranks: set[int], since: float) -> list[float]:
+def intervals(host: OneHost, ranks: set[int], since: float, until: float) -> list[float]:
     """Seconds between two steps of a rank, of those that served before."""
     found = []
     for rank in ranks:
-        times = [at for at in host.times(rank) if at >= since]
+        times = [at for at in host.times(rank) if since <= at < until]
         found += [after - before for before, after in pairwise(times)]
     return found
 
 
-def change(host: OneHost, before: set[int], since: float, wall: float) -> dict[str, float]:
-    """Follow one change of the group; its figures."""
+def change(
+    host: OneHost, before: set[int], wall: float, began: float, since: float
+) -> dict[str, float]:
+    """Follow one change of the group; its figures.
+
+    Args:
+        host: the deployment.
+        before: ranks that serve.
+        wall: seconds since the epoch, before the change.
+        began: monotonic time of what leads to it.
+        since: monotonic time from which on steps are looked at.
+    """
     event = regrouped(host, wall)
     host.ranks = set(event["survivors"])
     Event().wait(AFTER_S)
     host.until_steady()
-    found = intervals(host, before & host.ranks, since)
+    stayed = before & host.ranks
+    found = intervals(host, stayed, since, time.monotonic())
+    usual = intervals(host, stayed, began - BEFORE_S, began)
     joined = event["joined"]
     firsts = [min(at for at in host.times(rank) if at > since) for rank in joined]
     return {
         "ranks": len(host.ranks),
         "load": os.getloadavg()[0],
-        "median step": median(found),
+        "median step": median(usual),
+        "longest before": max(usual),
         "longest step": max(found),
         **event["seconds"],
-        "first token": max(firsts) - since if joined else 0.0,
+        "first token": max(firsts) - began if joined else 0.0,
     }
 
 
@@ -86,11 +100,9 @@ def joins(folder: Path, given: Any, rng: random.Random) -> tuple[list[dict[str, 
             wall, at = time.time(), time.monotonic()
             os.kill(host.pid(rank), signal.SIGKILL)
             host.ranks.discard(rank)
-            # The pause of the death itself is not that of the join.
-            while not all(host.times(r)[-1] > at + 0.5 for r in host.ranks):
+            while not all(host.times(r)[-1] > at + SETTLED_S for r in host.ranks):
                 Event().wait(POLL_S)
-            served = time.monotonic()
-            rows.append(change(host, set(host.ranks), served, wall))
+            rows.append(change(host, set(host.ranks), wall, at, at + SETTLED_S))
             show(rows[-1], len(rows) == 1)
         return rows, host.num_wrong()
 
@@ -104,7 +116,7 @@ def scale(folder: Path, given: Any) -> tuple[list[dict[str, float]], Any]:
             host.until_steady()
             wall, at, before = time.time(), time.monotonic(), set(host.ranks)
             host.want(range(count), f"change {number}")
-            rows.append(change(host, before, at, wall))
+            rows.append(change(host, before, wall, at, at))
             show(rows[-1], number == 0)
             if host.ranks != set(range(count)):
                 raise RuntimeError(f"ranks {host.ranks} serve, expected {count}")
@@ -129,7 +141,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--silence", type=float, default=0.0, help="agent.silence_s")
     given = parser.parse_args()
-    given.restarts = given.joins
+    given.restarts, given.device = given.joins, "cpu"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["EPLB_SECRET"] = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as name:

@@ -90,7 +90,7 @@ class Case:
         is_right = wait_until(self.is_steady)
         ended, now = time.monotonic(), self.host.living()
         kinds = self.events(wall)
-        served_on = is_right and all(self.before.get(rank) == pid for rank, pid in now.items())
+        served_on = is_right and any(self.before.get(rank) == pid for rank, pid in now.items())
         found = gaps(tokens_of(self.host.tokens), begun, ended, 0.0)
         self.host.ranks = set(now)
         return {
@@ -162,7 +162,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=6)
     parser.add_argument("--slots", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--silence", type=float, default=0.0)
+    parser.add_argument(
+        "--restarts", type=int, default=1_000_000, help="deaths of ranks that join again"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case later")
     given = parser.parse_args()

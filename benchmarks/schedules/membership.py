@@ -19,7 +19,7 @@ every expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,8 +62,7 @@ from rebalance.agent import RankAgent
 from rebalance.assembly import survivors
 from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.rank import BuiltRank, record_start
-from rebalance.rank.parts import AgentSettings
-from rebalance.recovery import Deadlines, StoreRendezvous, SurvivorGroups, recover
+from rebalance.recovery import Deadlines, NewGroups, StoreRendezvous, recover
 from rebalance.types import Record
 from rebalance.weights.sources import Place
 from runtime.streams import Completion
@@ -84,13 +83,17 @@ def wait_until(is_over: Callable[[], bool]) -> None:
 
 
 class WaitingStore(Store):
-    """A store whose waits give way."""
+    """A store whose waits give way: to a change, to time, and to news of a death."""
+
+    num_learned = 0
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Return the version, of now or after others have got on."""
         if timeout_s > 0 and greenlet.getcurrent().parent:
-            now = self.backend.now()
-            wait_until(lambda: self.peek(self.version) != version or self.backend.now() != now)
+            seen = version, self.backend.now(), self.num_learned
+            wait_until(
+                lambda: (self.peek(self.version), self.backend.now(), self.num_learned) != seen
+            )
         return self.version()
 
 
@@ -197,7 +200,7 @@ class Sources(Transport):
         self, rank: int, topology: Topology, banks: list[Bank], faults: Faults, rng: Random
     ) -> None:
         super().__init__(rank, topology, banks, faults, rng)
-        self.given = banks, faults, rng
+        self.given, self.slots = (banks, faults, rng), self  # type: ignore[assignment]
         host = RefillingHost(faults, rng)
         host.bank, host.faults, host.rng = banks[rank], faults, rng
         self.host = self._host = host  # type: ignore[assignment]
@@ -354,14 +357,16 @@ class MembershipSchedule(Schedule):
     num_ranks, lags = NUM_RANKS, (0,)
     make_store, make_member, make_transport = WaitingStore, Voting, Sources
     control: MembershipControl
+    store: WaitingStore
     groups: list[Group]  # each membership's, the latest last
 
     def __init__(self, seed: int) -> None:
         self._fibers: dict[int, greenlet] = {}
         self._waits: dict[int, Callable[[], bool]] = {}  # of those: what each waits for
         self._left: dict[bytes, Deployment] = {}
-        self._formed: dict[int, Group] = {}  # by membership
-        self._left_groups: set[tuple[int, int]] = set()  # (rank, membership) before it was formed
+        self._formed: dict[str, Group] = {}  # by the name of the membership
+        self._group_of: dict[int, Group] = {}  # by rank: the latest
+        self._left_groups: set[tuple[int, str]] = set()  # (rank, name) before it was formed
         super().__init__(seed)
         topology, start = self.deployment.topology, self.deployment.start
         layers = tuple(range(start.num_layers))
@@ -386,7 +391,7 @@ class MembershipSchedule(Schedule):
                 (survivors, "rejoin", self._rejoin),
                 (survivors, "gathered", self._gathered),
                 (survivors, "set_deadline", lambda group, deadline_s: None),
-                (survivors, "_sources", self._sources),
+                (survivors, "WeightSources", self._sources),
                 (survivors, "recover", self._recover),
                 (recovery, "time", SimulatedTime),
             ):
@@ -448,7 +453,7 @@ class MembershipSchedule(Schedule):
             return is_serving() and rank.member.votes.is_broken
 
         return [
-            (0.3, "detect death", can_learn, lambda: rank.member.learn()),
+            (0.3, "detect death", can_learn, lambda: self._learn(rank)),
             (0.1, "lose a token", may_break, lambda: rank.breaks("no token")),
             (1.0, "serve on", lambda: self._may_survive(rank), lambda: self._survive_on(rank)),
         ]
@@ -499,6 +504,10 @@ class MembershipSchedule(Schedule):
                 raise Violation(f"layer {layer} lacks an expert in {when}: {row.tolist()}")
 
     # -- a survivor
+
+    def _learn(self, rank: Rank) -> None:
+        rank.member.learn()
+        self.store.num_learned += 1
 
     def _may_survive(self, rank: Rank) -> bool:
         if rank.life is not Life.RECOVERING:
@@ -559,17 +568,29 @@ class MembershipSchedule(Schedule):
         return recover(agent, store, deadlines=patient, clock=lambda: self.now)
 
     def _rejoin(
-        self, record: Recovery, rendezvous: StoreRendezvous, rank: int, **given: Any
-    ) -> SurvivorGroups:
+        self,
+        name: str,
+        members: Sequence[int],
+        rendezvous: StoreRendezvous,
+        rank: int,
+        **given: Any,
+    ) -> NewGroups:
         """Exchange addresses through the store, then form the group of this membership."""
         rendezvous.set(f"address of {rank}", b"")
-        addresses = [f"address of {other}" for other in record.survivors]
+        addresses = [f"address of {other}" for other in members]
+
+        def have_left() -> bool:
+            """Whether a survivor gave the group up; the others notice it after a time."""
+            return self.rng.random() < 0.1 and any(
+                self.ranks[one].life is Life.REFUSED or (one, name) in self._left_groups
+                for one in members
+            )
 
         def have_met() -> bool:
             if self.store.peek(lambda: rendezvous.check(addresses)):
                 return True
             rendezvous._check()
-            if self._have_left(record):
+            if have_left():
                 raise RankError(f"rank {rank}: the survivors did not meet in time")
             return False
 
@@ -577,17 +598,17 @@ class MembershipSchedule(Schedule):
             wait_until(have_met)
         except RankError:
             self.ranks[rank].member.learn()
-            self._left_groups.add((rank, record.membership))
+            self._left_groups.add((rank, name))
             raise
-        if record.membership not in self._formed:
+        if name not in self._formed:
             gone = {one.number for one in self.ranks if one not in self.remaining()}
-            group = Group(record.survivors, self.rng, gone)
-            group.has_lost_patience = partial(self._have_left, record)
-            self._formed[record.membership] = group
+            group = Group(tuple(members), self.rng, gone)
+            group.has_lost_patience = have_left
+            self._formed[name] = group
             self.groups.append(group)
-        group = self._formed[record.membership]
+        self._group_of[rank] = group = self._formed[name]
         of_rank = GroupOf(group, rank)
-        return SurvivorGroups(of_rank, of_rank, Voting(group, rank))  # type: ignore[arg-type]
+        return NewGroups(of_rank, of_rank, Voting(group, rank), members)  # type: ignore[arg-type]
 
     def _gathered(self, mine: Any, of: GroupOf, check: Callable[[], None]) -> list[Any]:
         try:
@@ -596,15 +617,10 @@ class MembershipSchedule(Schedule):
             self.ranks[of.rank].member.learn()  # its other connections broke with that one
             raise
 
-    def _have_left(self, record: Recovery) -> bool:
-        """Whether a survivor gave up a group that is formed; the others notice it after a time."""
-        return self.rng.random() < 0.1 and any(
-            self.ranks[one].life is Life.REFUSED or (one, record.membership) in self._left_groups
-            for one in record.survivors
-        )
-
-    def _sources(self, before: Sources, settings: AgentSettings, *_: Any) -> Sources:
-        return before.of_group(settings.topology)
+    def _sources(self, before: Sources, *_: Any) -> Sources:
+        members = list(self._group_of[before.rank].members)
+        alive = np.isin(np.arange(NUM_RANKS), members)
+        return before.of_group(replace(self.deployment.topology, alive=alive))
 
     def check_promise(self) -> None:
         """One loss that nothing else disturbs leaves all others serving."""

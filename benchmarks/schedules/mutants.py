@@ -124,7 +124,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 
 # -- of survivors that serve on
 
-survive, agreed = survivors.survive, survivors._agreed
+survive, agreed = survivors.survive, survivors.agreed
 
 
 def keeps_dead_slots(placement: Any, topology: Any, dead: Any) -> Survival:
@@ -133,9 +133,9 @@ def keeps_dead_slots(placement: Any, topology: Any, dead: Any) -> Survival:
     return replace(found, target=placement.with_generation(found.target.generation))
 
 
-def counts_its_own_steps(rank: int, groups: Any, survival: Any, refusal: str, steps: int) -> int:
+def counts_its_own_steps(rank: int, groups: Any, target: str, refusal: str, steps: int) -> int:
     """Numbers its next pass without the others."""
-    agreed(rank, groups, survival, refusal, steps)
+    agreed(rank, groups, target, refusal, steps)
     return steps
 
 
@@ -146,7 +146,7 @@ def serves_unnamed(*given: Any) -> None:
 MUTANTS_OF_SURVIVORS: dict[str, Callable[[], Any]] = {
     "not refilled": lambda: replaced(survivors, "refill", lambda *given: None),
     "dead slots kept": lambda: replaced(survivors, "survive", keeps_dead_slots),
-    "steps not agreed": lambda: replaced(survivors, "_agreed", counts_its_own_steps),
-    "not committed": lambda: replaced(survivors, "_commit", serves_unnamed),
+    "steps not agreed": lambda: replaced(survivors, "agreed", counts_its_own_steps),
+    "not committed": lambda: replaced(survivors, "commit_group", serves_unnamed),
     "a minority decides": lambda: replaced(recovery, "is_minority", lambda members, lost: False),
 }

@@ -97,6 +97,8 @@ class EmbeddedRank:
         refusal = self._refusal()
         self.agent.notes[GROUP_STAYS] = refusal
         if self.place.joins:
+            if self.place.device.type != "cpu":
+                refusal = "its group is of NCCL, expected ranks on CPUs, whose groups are of gloo"
             if refusal:
                 raise ConfigError(f"rank {self.place.rank} cannot join the others: {refusal}")
             # Its first step ends at once, and ``survive`` waits for the others to admit it.

@@ -48,7 +48,7 @@ from rebalance.assembly.survivors import (
 )
 from rebalance.recovery import RETRY_S, NewGroups, StoreRendezvous, rejoin
 from rebalance.types import Record
-from rebalance.weights.sources import HOST, HostMemory, MappedSlots, map_peers
+from rebalance.weights.sources import HOST, HostMemory, MappedSlots, WeightSources, map_peers
 from runtime.group import gathered
 from runtime.memory import digest
 from telemetry.state.events import REGROUPED
@@ -78,8 +78,8 @@ class Formed:
     mapped: MappedSlots
 
     def close(self) -> None:
-        """Leave them."""
-        self.groups.votes.close()
+        """Give them up; their other ranks take this one for dead in them, and do so too."""
+        self.groups.votes.close(is_failure=True)
 
 
 class NotChanged(RankError):
@@ -394,7 +394,7 @@ def change_group(
         groups,
         survival.target,
         slots,
-        formed.mapped,
+        WeightSources(formed.mapped, old.parts.links.sources.host),
         step,
         stages,
         event=(REGROUPED, detail) if is_first else None,

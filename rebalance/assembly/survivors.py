@@ -41,7 +41,7 @@ from rebalance.rank.watcher import StoreLoss
 from rebalance.recovery import NewGroups, StoreRendezvous, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
-from rebalance.weights.sources import HOST, HostMemory, WeightSource, WeightSources
+from rebalance.weights.sources import HOST, HostMemory, WeightSources
 from runtime.dispatch.all_to_all import first_sentence
 from runtime.group import CPU, gathered, set_deadline
 from telemetry.state.events import MEMBERSHIP
@@ -224,7 +224,7 @@ def _in_group(
         groups,
         survival.target,
         replace(slots, topology=survival.topology),
-        links.sources.slots,
+        links.sources,
         step,
         stages,
         event=(MEMBERSHIP, detail) if is_first else None,
@@ -246,7 +246,7 @@ def serve_in(
     groups: NewGroups,
     target: Placement,
     slots: RankSlots,
-    mapped: WeightSource | None,
+    sources: WeightSources,
     step: int,
     stages: Stages,
     *,
@@ -261,7 +261,7 @@ def serve_in(
         groups: the same.
         target: the placement that it serves, which the store has.
         slots: this rank's, with the topology of the new group.
-        mapped: slots that this rank reads without the help of their ranks.
+        sources: where experts come from, but for other ranks that are asked.
         step: number of the next forward pass.
         stages: gets the seconds.
         event: kind and further facts of the event that this rank writes; None: another one does.
@@ -271,14 +271,10 @@ def serve_in(
     built.counter.drain()  # of passes that were broken off
     settings = AgentSettings(built.config, run, slots.topology, record.membership)
     links = old.parts.links
-    others, addresses = None, built.config.rank_links
-    if addresses is not None:  # connections to other ranks are of a group
-        group = GroupName(run, record.membership)
-        others = OtherRanks(addresses, place.rank, group, slots.bank.schema.record_bytes)
     links = replace(
         links,
         votes=groups.votes,
-        sources=WeightSources(mapped, links.sources.host, others),
+        sources=_sources(sources, settings, place.rank, slots.bank.schema.record_bytes),
         loss=StoreLoss(built.store, run),
         serves=groups.votes.begin_beats,
     )
@@ -331,6 +327,17 @@ def refill(
                     f"{one.expert}"
                 )
         host.release(records)
+
+
+def _sources(
+    before: WeightSources, settings: AgentSettings, rank: int, record_bytes: int
+) -> WeightSources:
+    """The same sources; connections to other ranks are of a group, so made anew."""
+    others, addresses = None, settings.config.rank_links
+    if addresses is not None:
+        group = GroupName(settings.run, settings.membership)
+        others = OtherRanks(addresses, rank, group, record_bytes)
+    return WeightSources(before.slots, before.host, others)
 
 
 def agreed(rank: int, groups: NewGroups, target: str, refusal: str, steps: int) -> int:

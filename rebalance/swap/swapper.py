@@ -199,6 +199,7 @@ class Voting:
         self._shared, self._recorder, self._settings = parts.shared, parts.recorder, parts.settings
         self.wants_halt = False
         self.halt_at: int | None = None  # the step before which all ranks stop
+        self.newest_plan_id = NO_PLAN  # that a rank worked on at the latest verdict
         self.next_group = 0  # proposal of a next group that this rank is ready for; 0: none
         self.switch_at: int | None = None  # the step before which all ranks leave their group
 
@@ -236,13 +237,14 @@ class Voting:
     def apply_verdict(self, cast: Ballot, verdict: Verdict, step: int) -> None:
         """Apply a verdict on this rank's ballot, before ``step``."""
         self._recorder.note_verdict(cast, verdict)
+        self.newest_plan_id = verdict.newest_plan_id
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
             self.halt_at = cast.step + self._settings.config.vote_every
         with self._shared.changed:
             before = self._shared.state
-            # While no plan is worked on, and none is adopted by a rank that is ready: the ranks
-            # then leave the group with one placement.
+            # While no plan is worked on, as no rank that is ready begins one: all leave the group
+            # with one placement.
             is_idle = verdict.newest_plan_id == NO_PLAN and before.next_weights is None
             if verdict.next_group and is_idle and self.switch_at is None:
                 self.switch_at = cast.step + self._settings.config.vote_every

@@ -36,6 +36,7 @@ OUTAGE = "outage"  # kind: tokens came again after a time without any
 COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
 WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
+FAULT = "fault"  # kind: injected for a trial
 RESTART = "restart"  # kind: they cannot, and all ranks start again
 REGROUPED = "regrouped"  # kind: ranks joined or left as planned
 # Stages of the first and the last, until the end of the first pass; their seconds are its detail.

@@ -38,6 +38,7 @@ const SENTENCES = {
   control: (d) => `Movement is ${d.movement ? "on" : "off"}, observe is ${d.observe ? "on" : "off"}${why(d)}`,
   deployment: (d) => `${d.by} started`,
   error: (d) => `${d.where}: ${d.message}`,
+  fault: (d) => `A fault for trial: ${d.message}`,
   lease: (d) => `The lease of the ${d.of}: ${process(d.holder)} ` +
     (d.state === "leads" ? "has it" : `lost it${why(d)}`),
   membership: (d) => `Ranks ${stretches(d.survivors)} serve on in membership ${d.membership}, ` +

@@ -16,7 +16,7 @@ import torch
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from eplb.errors import BrokenGroup, ConfigError, EplbError, RankError
+from eplb.errors import BrokenGroup, ConfigError, EplbError, GroupChanges, RankError
 from eplb.migration.build import Pace, build_migration
 from rebalance.agent import RankAgent
 from rebalance.swap.swapper import StepFigures
@@ -250,6 +250,75 @@ def test_rank_that_reads_the_halt_late_halts_at_the_step_of_the_others() -> None
     steps = [sum(answer[rank] for answer in answers) for rank in range(4)]
     assert ahead == [[True]] * 2
     assert [2 + steps[0], *steps[1:]] == [4] * 4, "the vote of step 0, and one interval"
+
+
+def leave(group: Group, ranks: range) -> list[int | None]:
+    """Step until a rank leaves the group, or for 20 steps; each rank's step at its leave."""
+    left: list[int | None] = [None] * 4
+    for _ in range(20):
+        for rank in ranks:
+            try:
+                group.step([rank])
+            except GroupChanges:
+                left[rank] = group.clocks[rank].steps
+        if any(left):
+            break
+    return left
+
+
+def test_ranks_leave_their_group_at_one_step_once_all_are_ready_for_the_next(group: Group) -> None:
+    for agent in group.agents[:3]:
+        agent.voting.next_group = 7
+    for _ in range(8):
+        assert group.step() == [True] * 4, "one rank is not ready"
+    group.agents[3].voting.next_group = 7
+
+    left = leave(group, range(4))
+
+    assert len(set(left)) == 1
+    assert left[0] is not None
+    assert all(agent.changes_group for agent in group.agents)
+
+
+def test_ranks_that_are_ready_for_different_groups_stay(group: Group) -> None:
+    for rank, agent in enumerate(group.agents):
+        agent.voting.next_group = 7 + rank // 2
+
+    assert leave(group, range(4)) == [None] * 4
+
+
+def test_open_migration_is_finished_before_the_ranks_leave_their_group(group: Group) -> None:
+    group.publish(FULL)
+    group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
+    for agent in group.agents:
+        agent.voting.next_group = 7
+
+    with pytest.raises(GroupChanges):
+        group.step_until(lambda: False)
+
+    assert [agent.placement.generation for agent in group.agents] == [1] * 4
+    assert group.serving() == FULL.slot_to_expert.tolist()
+
+
+def test_ranks_that_are_ready_for_the_next_group_begin_no_plan(group: Group) -> None:
+    for rank, agent in enumerate(group.agents):
+        agent.voting.next_group = 7 + rank // 2
+    group.publish(FULL)
+    for _ in range(8):
+        group.step()
+
+    assert [agent.phase for agent in group.agents] == ["idle"] * 4
+
+
+def test_rank_that_is_ready_for_the_next_group_finishes_the_plan_of_the_others(
+    group: Group,
+) -> None:
+    group.agents[0].voting.next_group = 7
+    group.publish(FULL)
+
+    group.step_until(lambda: group.generation() == 1)
+
+    assert [agent.placement.generation for agent in group.agents] == [1] * 4
 
 
 def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) -> None:

@@ -22,6 +22,7 @@ from eplb.migration.recovery import Recovery, SurvivorReport
 from eplb.versions import CONTROLLER, PROTOCOL, Announcement
 from telemetry.load.rollup import HOUR, MINUTE, Rollup
 from telemetry.state.events import RESTART
+from telemetry.state.groups import GroupProposal, Joiner
 from telemetry.state.live import Control, LiveChange, LiveState
 from telemetry.state.membership import MembershipRefused
 from telemetry.state.proposals import KEPT_PROPOSALS, Approval, Content, Proposal
@@ -516,6 +517,53 @@ def test_roll_ups_are_kept_once_each_read_in_pages_and_pruned(open_stores: OpenS
     assert (starts(after=0.0, limit=2), starts(after=120.0)) == ([60.0, 120.0], [180.0] * 2)
     assert [store.prune_rollups(MINUTE, time) for time in (119.0, 120.0, 120.0)] == [1, 1, 0]
     assert (starts(), starts(HOUR)) == ([120.0, 180.0, 180.0], [180.0])
+
+
+def test_offers_to_join_stand_for_a_while_and_end_with_their_process(
+    open_stores: OpenStore,
+) -> None:
+    store, other = open_stores("demo"), open_stores("demo")
+    first, second = Joiner(2, "host", "a"), Joiner(2, "host", "b")
+
+    store.offer_to_join(first)
+    store.offer_to_join(second)
+    store.withdraw_offer(first)
+    assert [(one.rank, one.process) for one in other.joiners()] == [(2, "b")]
+
+    store.withdraw_offer(second)
+    assert other.joiners() == []
+
+
+def test_proposals_of_a_group_are_numbered_and_void_once_another_group_serves(
+    open_stores: OpenStore,
+) -> None:
+    store, other = committed_first(open_stores("demo")), open_stores("demo")
+    proposal = GroupProposal(0, "run-1", (0, 1, 2), {"2": "a"}, "rank 2 joins")
+    assert other.proposed_group() is None
+
+    first, second = store.propose_group(proposal), other.propose_group(proposal)
+    assert first is not None
+    assert second is not None
+    assert second.id > first.id
+    assert store.proposed_group() == second
+
+    planned = replace(RECORD, generation=1, plan_id=0, applied=0)
+    run = replace(RUN, run="run-1-member1")
+    store.commit(
+        FIRST.with_generation(2),
+        expected=1,
+        membership=0,
+        reason="joined",
+        run=run,
+        next_group=planned,
+    )
+
+    assert other.recovery() == planned
+    assert (now := other.current_run()) is not None
+    assert now.run == run.run
+    assert store.propose_group(proposal) is None
+    with pytest.raises(StaleGeneration, match="membership 0 cannot be committed"):
+        other.commit(FIRST.with_generation(3), expected=2, membership=0, reason="late")
 
 
 # -- events and tasks
