@@ -228,8 +228,7 @@ def rest_section() -> str:
             given.append("any live setting" if name == "SettingsRequest" else words)
         role = one.least_role.label if one.path.startswith(V1) else "-"
         summary = one.summary if one.summary.endswith("?") else f"{one.summary}."
-        is_change = one.method != "GET"  # the OpenAPI document describes the others too
-        meaning = _cell(f"{summary} {one.description if is_change else ''}")
+        meaning = _cell(summary)  # the OpenAPI document has the descriptions
         rows.append(f"| `{one.route}` | {', '.join(given) or '-'} | {role} | {meaning} |")
     head = ["| route | arguments | role | meaning |", "|---|---|---|---|"]
     key_head = ["| key of a body | values | meaning |", "|---|---|---|"]
