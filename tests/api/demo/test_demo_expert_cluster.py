@@ -63,6 +63,7 @@ def test_expert_cluster_serves_on_after_a_death_on_either_side(
     tmp_path: Path, start_demo: Any
 ) -> None:
     shape = {"nodes": 2, "ranks_per_node": 2, "token_nodes": 1, "slots_per_rank": 8}
+    shape["restart_after_death"] = 0
     demo = start_demo(tmp_path, "--serve", *TEXT, serve_on=True, **shape)
     demo.sees("serving", serves_in_start(1))
 
