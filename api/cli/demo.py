@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from dataclasses import replace
@@ -17,6 +18,7 @@ from api.cli.options import with_options
 from api.config.tree import Settings, load
 from api.demo.options import (
     CHAOS_DEFAULTS,
+    CHAOS_LOST,
     CUDA_DEFAULTS,
     DEFAULTS,
     TOKENS_PER_RANK,
@@ -55,7 +57,8 @@ def demo(
     try:
         check_packages()
         defaults = DEFAULTS | (CHAOS_DEFAULTS if options.chaos else {})
-        settings = _settings(dict(vars(flags)), config, setting, ranks, slots, defaults)
+        given = dict(vars(flags))
+        settings = _settings(given, config, setting, ranks, slots, defaults, chaos=options.chaos)
         set_up_logging(replace(settings.log, deployment=settings.deployment.name), process="demo")
         # Only now: torch takes seconds, and wrong settings need none of it.
         from api.demo.run import run_demo
@@ -85,6 +88,8 @@ def _settings(
     ranks: int | None,
     slots: int | None,
     defaults: dict[str, Any],
+    *,
+    chaos: bool,
 ) -> Settings:
     """Load the settings: with the defaults of the chosen device, ranks and slots for each rank.
 
@@ -115,4 +120,9 @@ def _settings(
                 "of ranks"
             )
         flags["topology.slots_per_rank"] = slots // number
+    if chaos:
+        found = with_defaults(defaults)
+        left = max(1, found.topology.nodes * found.topology.ranks_per_node - CHAOS_LOST)
+        room = min(found.model.experts, math.ceil(found.model.experts / left) + 1)
+        defaults = defaults | {"topology.slots_per_rank": room}
     return with_defaults(defaults)

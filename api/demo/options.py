@@ -31,8 +31,8 @@ CUDA_DEFAULTS: dict[str, Any] = {
     "model.intermediate": 1408,
     "model.precision": "bfloat16",
 }
-# Two ranks are lost, and the others have a slot for every expert with some to spare.
-CHAOS_DEFAULTS: dict[str, Any] = {"agent.serve_on": True, "topology.slots_per_rank": 12}
+CHAOS_DEFAULTS: dict[str, Any] = {"agent.serve_on": True}
+CHAOS_LOST = 2  # ranks; the others have a slot for every expert, and one to spare
 TOKENS_PER_RANK = {"cpu": 256, "cuda": 128}
 
 
