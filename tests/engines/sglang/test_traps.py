@@ -136,7 +136,7 @@ def test_without_all_to_all_all_ranks_choose_the_same_replica() -> None:
     [
         ({"moe_a2a_backend": "none"}, "without an all-to-all back end"),
         ({"expert_distribution_recorder_mode": "per_pass"}, "recorder-mode per_pass"),
-        ({"elastic_ep_backend": "mooncake"}, "elastic-ep-backend mooncake"),
+        ({"is_ep_joiner": True}, "this process joins ranks that serve"),
     ],
 )
 def test_start_that_the_plugin_cannot_serve_is_refused(flags: dict[str, Any], reason: str) -> None:
