@@ -135,7 +135,7 @@ class LocalRanks:
         self._late: set[int] = set()  # of these, ranks that were killed because they did not exit
         # Ranks without which the others serve on: dead, excluded, retired, or not admitted yet.
         self._lost: set[int] = set(environs) if joins else set()
-        self._excluded: set[int] = set()  # of these, ranks that the latest record excludes
+        self._excluded: set[int] = set()  # lost ranks that the latest recovery record excludes
         self._starting = set(environs)  # ranks that have not served yet
         self._run = ""  # that they begin, or serve in
         self._serves_on = joins  # in a run that is not that of their start

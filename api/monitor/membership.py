@@ -143,7 +143,7 @@ def membership_of(
         ready: ranks that have proved themselves and wait to be admitted.
     """
     if placement is not None and placement.num_slots != topology.num_slots:
-        placement = None  # of the ranks of another start
+        placement = None  # the placement found was of another start's ranks
     everyone = range(topology.num_ranks)
     members = tuple(np.flatnonzero(topology.alive).tolist())
     wanted = tuple(everyone) if change is None else change.should_serve

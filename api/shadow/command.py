@@ -176,7 +176,7 @@ def run(
     Args:
         watch: None: read what there is, once.
         json_file: written after each poll with new windows, and at the end.
-        said: gets a line after each poll with new windows, while watching.
+        said: prints a line after each poll with new windows, while the command watches.
     """
 
     def taken(*, is_last: bool) -> dict[str, Any] | None:

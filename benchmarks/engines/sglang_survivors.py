@@ -27,7 +27,8 @@ from eplb.measure import imbalance
 from rebalance.engines.sglang.survivors import survivors_map
 
 LAYERS, EXPERTS, SHAPE, SEED = 58, 256, 1.5, 0
-SLOTS = {8: 40, 32: 9, 64: 5}  # of a rank: the others have room for every expert
+# Slots of a rank, by the number of ranks: all ranks but one have room for every expert.
+SLOTS = {8: 40, 32: 9, 64: 5}
 
 
 def of_engine(load: torch.Tensor, num_ranks: int, active: torch.Tensor) -> np.ndarray:

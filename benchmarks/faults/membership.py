@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.faults.serve_on import DEADLINE_S, POLL_S, OneHost, percentile
 from telemetry.state.events import REGROUPED
 
-BEFORE_S, AFTER_S = 1.0, 2.0  # of the steps around a change that are looked at
+BEFORE_S, AFTER_S = 1.0, 2.0  # seconds of steps before and after a change that are compared
 SETTLED_S = 0.5  # after a death: its pause is not that of the join
 
 

@@ -31,7 +31,7 @@ KEPT_STEPS = 256  # times of steps that a rank keeps: its memory is to be flat
 class PacedFigures(engine.Figures):
     """Writes down each step, and waits until the next request is due."""
 
-    serving = ""  # what serves in the step that is under way
+    serving = ""  # run, membership, step, generation and hash of the map of the current step
 
     def stepped(self, took_s: float) -> None:
         """Record the end of a step."""
