@@ -9,7 +9,10 @@ With two-batch overlap a layer takes the longer of communication and computation
 
 Tokens start evenly on all live ranks, or on attention ranks of other nodes. In decode (DeepEP's
 low-latency mode) each copy of a token crosses its links alone. In prefill (normal mode) a token
-crosses the network once for each node that it goes to, and reaches a rank once.
+crosses the network once for each node that it goes to, and reaches a rank once. Its rows are made
+from it there, and their results summed: passes over memory that count beside the experts
+(``StepModel.around_experts``). Sorting rows by slot, and the host's launches and its wait for the
+counts, are not modelled: prefill of few tokens takes longer than is predicted.
 
 The time of a rank's experts is that of the kernel that an engine uses, by the constants of
 ``eplb.core.kernels``, or by constants that are fitted here to the even rows of a measured file,
@@ -264,14 +267,37 @@ class StepModel:
         if not (self.model.hidden and self.model.intermediate):
             raise ConfigError("the model has no sizes of experts, expected hidden and intermediate")
 
+    @property
+    def around_experts(self) -> Kernel:
+        """The kernel, and what else passes over a row's columns in prefill over normal mode.
+
+        Tokens are quantised before they travel; their rows are gathered by slot, and read again to
+        be summed into one row of each token. These bytes take their time at the rate at which the
+        kernel reads weights: what it reaches of the memory's. Tables of engines are of the whole
+        operation and have it already; a measured file has rows as a dispatcher gives them.
+        """
+        if self.kernel.engine or not self.is_prefill:
+            return self.kernel
+        by, ranks, top_k = self._transport, int(self.topology.serving.sum()), self.model.top_k
+        tokens_of_row = ranks / top_k * (1 - (1 - 1 / ranks) ** top_k)  # that reach a rank, even
+        quantised = (by.combine_bytes + by.dispatch_bytes) / top_k
+        gathered, summed = 2 * by.dispatch_bytes, by.combine_bytes * (1 + tokens_of_row)
+        column_ps = (quantised + gathered + summed) / self.kernel.reads * 1e12
+        return replace(self.kernel, column_ps=self.kernel.column_ps + column_ps)
+
+    @property
+    def _transport(self) -> Transport:
+        return self.transport or deepep(self.topology.num_nodes, is_prefill=self.is_prefill)
+
     def of(self, rows: NDArray[np.float64]) -> StepTime:
         """Times of one step with rows [L, S] in its slots."""
         topology, serving = self.topology, self.topology.serving
         members = np.eye(topology.num_ranks)[topology.rank_of_slot]
-        slots_us = self.kernel.mean_slot_us(rows, self.model)
+        kernel = self.around_experts
+        slots_us = kernel.mean_slot_us(rows, self.model)
         by_rank = rows @ members
         # A rank without rows launches nothing.
-        of_ranks = (self.kernel.rank_us(slots_us @ members) * (by_rank > 0))[:, serving]
+        of_ranks = (kernel.rank_us(slots_us @ members) * (by_rank > 0))[:, serving]
         return self._step(by_rank, (of_ranks / topology.rank_speed[serving]).max(axis=1))
 
     def bound(self, rows: NDArray[np.float64]) -> StepTime:
@@ -281,15 +307,16 @@ class StepModel:
         """
         serving = self.topology.serving
         by_rank = rows.sum(axis=1, keepdims=True) * (serving / serving.sum())
-        slots_us = self.kernel.mean_slot_us(rows, self.model).sum(axis=1)
+        kernel = self.around_experts
+        slots_us = kernel.mean_slot_us(rows, self.model).sum(axis=1)
         speed = float(self.topology.rank_speed[serving].sum())
-        return self._step(by_rank, self.kernel.rank_us(slots_us / speed) * (slots_us > 0))
+        return self._step(by_rank, kernel.rank_us(slots_us / speed) * (slots_us > 0))
 
     def in_prices(self, cost: CostModel) -> CostModel:
         """A planner's prices with these times, where it has none."""
         if cost.curve:
             return cost
-        return replace(cost, row_us=self._row_us()).with_kernel(self.kernel, self.model)
+        return replace(cost, row_us=self._row_us()).with_kernel(self.around_experts, self.model)
 
     def _row_us(self) -> float:
         """What one more row of a rank adds to dispatch and combine, beside even load."""
@@ -306,7 +333,7 @@ class StepModel:
         near, far = self._copies(by_rank)
         busy = by_rank.sum(axis=1) > 0
         far = by_port(far, topology, self.hardware.port_ranks)
-        by = self.transport or deepep(topology.num_nodes, is_prefill=self.is_prefill)
+        by = self._transport
         dispatch = self._link_us(near, far, by.dispatch_bytes) / by.dispatch_rate
         combine = self._link_us(near, far, by.combine_bytes) / by.combine_rate
         dispatch, combine = dispatch + by.dispatch_us * busy, combine + by.combine_us * busy
