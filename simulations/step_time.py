@@ -43,7 +43,7 @@ from telemetry.formats.bounded import read_json, reading
 
 Rows = NDArray[np.float64]
 LINKS = 0.6  # part of the data sheet that is reached
-MANY_ROWS = 10_000.0  # of a rank: links take longer than their least time
+MANY_ROWS = 10_000.0  # rows of a rank for which links take longer than their least time
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Hardware:
 
     name: str
     memory_bytes: float
-    node_bytes_s: float  # to another rank of the node
-    network_bytes_s: float  # of one port, to ranks of other nodes
+    node_bytes_s: float  # rate to another rank of the node
+    network_bytes_s: float  # rate of one port, to ranks of other nodes
     port_ranks: int = 1  # neighbours of a node that share a port
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ def hardware_named(name: str) -> Hardware:
 
 FORMAT, VERSION = "eplb-expert-time", 1
 FEWEST_ROWS = 4  # numbers of even rows, for as many constants
-REACH = 1e3  # of a fit: constants within a thousandth and a thousand times their start
+REACH = 1e3  # a fit finds constants within a thousandth and a thousand times their start
 
 
 def fitted(
@@ -212,13 +212,13 @@ def predicted_us(kernel: Kernel, counts: Sequence[int], model: ModelShape) -> fl
 
 @dataclass(frozen=True)
 class Transport:
-    """What dispatch and combine take beside the rates of links: FP8 with scales, and BF16 back."""
+    """Times of dispatch and combine beside the rates of links: FP8 with scales, BF16 back."""
 
-    dispatch_us: float = 0.0  # of few tokens
+    dispatch_us: float = 0.0  # time of few tokens
     combine_us: float = 0.0
     dispatch_rate: float = 1.0  # part of the rate of the link that takes longer
     combine_rate: float = 1.0
-    dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
+    dispatch_bytes: float = 1 + 4 / 128  # bytes of each of a row's columns
     combine_bytes: float = 2.0
 
 
@@ -245,7 +245,7 @@ def deepep(nodes: int, *, is_prefill: bool) -> Transport:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What decides the time of a step beside its tokens.
+    """Everything that decides the time of a step beside its tokens.
 
     Raises:
         ConfigError: times below 0.
@@ -256,7 +256,7 @@ class StepModel:
     hardware: Hardware
     kernel: Kernel
     is_prefill: bool = False
-    other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
+    other_us: float = 0.0  # time of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
     is_separate: bool = False  # tokens start on attention ranks, and all cross the network
     transport: Transport | None = None  # None: DeepEP, by mode and nodes
@@ -319,7 +319,7 @@ class StepModel:
         return replace(cost, row_us=self._row_us()).with_kernel(self.around_experts, self.model)
 
     def _row_us(self) -> float:
-        """What one more row of a rank adds to dispatch and combine, beside even load."""
+        """Time that one more row of a rank adds to dispatch and combine, beside even load."""
         serving = self.topology.serving.astype(np.float64)
         even, more = serving * MANY_ROWS, np.diag(serving)[self.topology.serving]
         step = self._step(np.vstack([even, even + more]), np.zeros(1 + len(more)))
@@ -351,7 +351,7 @@ class StepModel:
         """[L, R] rows that reach each rank from its node, and from others."""
         topology, num_nodes = self.topology, self.topology.num_nodes
         ranks_of_node = np.bincount(topology.node_of_rank[topology.serving], minlength=num_nodes)
-        here = (ranks_of_node / ranks_of_node.sum())[topology.node_of_rank]  # of the tokens
+        here = (ranks_of_node / ranks_of_node.sum())[topology.node_of_rank]  # part of the tokens
         here = np.zeros_like(here) if self.is_separate else here
         if not self.is_prefill:
             return by_rank * here, by_rank * (1 - here)
@@ -394,23 +394,23 @@ class StepTime:
     shared: NDArray[np.float64]  # [L]
     other_us: float
     is_overlapped: bool
-    network: NDArray[np.float64]  # [L] of dispatch and combine, in which network ports are busy
+    network: NDArray[np.float64]  # [L] time of dispatch and combine in which ports are busy
 
     @property
     def parts_us(self) -> tuple[float, float, float, float]:
-        """Of the step: dispatch, experts, combine, and the rest."""
+        """Microseconds of the step: dispatch, experts, combine, and the rest."""
         rest = float(self.shared.sum()) + self.other_us * len(self.experts)
         links = float(self.dispatch.sum()), float(self.combine.sum())
         return links[0], float(self.experts.sum()), links[1], rest
 
     @property
     def network_part(self) -> float:
-        """Of the step, in which its rows pass through the busiest network port."""
+        """Part of the step in which its rows pass through the busiest network port."""
         return min(1.0, float(self.network.sum()) / self.us) if self.us else 0.0
 
     @property
     def layers_us(self) -> NDArray[np.float64]:
-        """[L] of each layer."""
+        """[L] microseconds of each layer."""
         links, products = self.dispatch + self.combine, self.experts + self.shared + self.other_us
         if self.is_overlapped:
             overlapped: NDArray[np.float64] = np.maximum(links, products)
@@ -420,5 +420,5 @@ class StepTime:
 
     @property
     def us(self) -> float:
-        """Of the step."""
+        """Microseconds of the step."""
         return float(self.layers_us.sum())
