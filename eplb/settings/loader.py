@@ -59,7 +59,7 @@ _REMOVED = {
     "samples have one version": "telemetry.sample_version",
     "plans use the load that was measured": "planner.forecast_weight",
     "shares are those of the plan; a split of each batch lost on two GPUs": (
-        "batch.split batch.exchange"
+        "batch batch.split batch.exchange"
     ),
     "it is a constant; a change of the store wakes the controller earlier": "controller.poll_s",
     "it is a constant; every eighth KEEP of a reason is an event": "controller.keep_every_windows",
