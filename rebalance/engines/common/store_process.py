@@ -26,7 +26,6 @@ from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.assembly.config import ReportingConfig
 from rebalance.engines.common.fsck.report import PARTS
-from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
     UNREAD,
     MapChange,
@@ -41,7 +40,7 @@ from rebalance.engines.common.messages import (
     to_bytes,
 )
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import Joined
+from rebalance.engines.common.start import Joined, parts_off, set_part
 from rebalance.engines.common.tap import Counted, IntArray
 from telemetry.state.runs import RunInfo, group_name
 

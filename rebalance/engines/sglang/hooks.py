@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rebalance.engines.common.gauge import set_part
+from eplb.errors import reason_of
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import EngineGroup, facts_of, join, reason_of
+from rebalance.engines.common.start import EngineGroup, facts_of, join, set_part
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.rounds import PassTap, Rounds
 

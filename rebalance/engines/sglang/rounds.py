@@ -31,21 +31,21 @@ import torch
 import torch.distributed as dist
 
 from eplb.core.load import Phase
-from eplb.errors import EplbError
+from eplb.errors import EplbError, reason_of
 from rebalance.engines.common.conform import Subject, preflight
 from rebalance.engines.common.fsck.rank_check import RankCheck
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlannerAnswer, PlanQuestion
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
+from rebalance.engines.common.records import Kept, capture
 from rebalance.engines.common.replica_weights import shares_of
-from rebalance.engines.common.start import Joined, reason_of
+from rebalance.engines.common.start import Joined, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.conform import copied, methods_of, subject_of
 from rebalance.engines.sglang.planning import Planned, Shape, answer_of, check_plan, terms_of
 from rebalance.engines.sglang.replica_weights import replica_lists
+from rebalance.weights.expert_records import Tensors, rows_of
 from runtime.group import gathered_large
 
 # By name, because the numbers differ between releases of the engine.

@@ -24,24 +24,17 @@ from eplb.errors import MigrationError, RankError
 from rebalance.engines.common.conform import preflight
 from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
 from rebalance.engines.common.fsck.rank_check import RankCheck
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuestion
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.records import (
-    Kept,
-    Tensors,
-    capture,
-    num_bytes_of,
-    rows_of,
-    together,
-)
-from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join
+from rebalance.engines.common.records import Kept, capture
+from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.conform import experts_of, method_of, read_of, subject_of
 from rebalance.engines.vllm.decisions import ENTRIES, Decisions, MapDecision, planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
+from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
 from runtime.group import gathered_large
 
 PARTS = ("policy", "shares", "mover", "tap")

@@ -28,7 +28,7 @@ import torch
 
 from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.core.model import ModelShape
-from eplb.errors import CheckpointError, EplbError, MigrationError
+from eplb.errors import CheckpointError, EplbError, MigrationError, reason_of
 from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import (
@@ -208,12 +208,11 @@ class HostCacheServer:
         while (entry := self.cache.take()) is not None:
             try:
                 self._load(entry)
-            except (EplbError, OSError) as exc:
-                self.cache.failed(entry, str(exc))
             except Exception as exc:
                 # A bug here must reach the rank that waits, and not only this process's log.
-                log.exception("loading a record failed")
-                self.cache.failed(entry, f"{type(exc).__name__}: {exc}")
+                if not isinstance(exc, EplbError | OSError):
+                    log.exception("loading a record failed")
+                self.cache.failed(entry, reason_of(exc))
 
     def _is_allocated(self, entry: CacheEntry) -> bool:
         """Allocate the memory of an entry; False where there is none, which ends its requests."""

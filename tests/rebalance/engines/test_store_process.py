@@ -21,7 +21,6 @@ from eplb import ModelShape, Topology
 from eplb.errors import PlacementError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.report import PARTS, report_of
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import (
     UNREAD,
     MapChange,
@@ -31,6 +30,7 @@ from rebalance.engines.common.messages import (
     PlanQuestion,
     SampleOrigin,
 )
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.store_link import StoreLink
 from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
 from rebalance.engines.common.tap import Counted
@@ -266,7 +266,7 @@ DIES = """
 import os, signal, sys, time
 from tests.rebalance.engines.test_store_process import DEPLOYMENT, INFO, counted
 from rebalance.engines.common.fsck.report import PARTS
-from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.messages import SampleOrigin
 from rebalance.engines.common.store_process import StoreProcess
 process = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, sys.argv[1], 1, INFO))
