@@ -114,7 +114,7 @@ def read_requests(
     return ids, lengths.astype(np.int64).ravel()
 
 
-def read_expert_ids(path: Path, *, layout: Layout | None = None) -> NDArray[Any]:
+def read_expert_ids(path: Path) -> NDArray[Any]:
     """[L, tokens, K] which experts each token of a trace went to, -1 for padding.
 
     Raises:
@@ -123,7 +123,7 @@ def read_expert_ids(path: Path, *, layout: Layout | None = None) -> NDArray[Any]
     arrays, names = read_arrays(path, MEMBERS)
     if "expert_ids" not in arrays:
         raise HistoryError(f"trace {path} holds {names}, expected expert_ids")
-    return _layers_first(path, arrays, layout)
+    return _layers_first(path, arrays, None)
 
 
 def _layers_first(

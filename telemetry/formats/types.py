@@ -331,9 +331,9 @@ def _shown(ids: Iterable[int]) -> str:
     return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "none"
 
 
-def as_layers(ids: Sequence[int], num_hidden: int | None = None) -> Layers:
+def as_layers(ids: Sequence[int]) -> Layers:
     """Layers that a file numbers itself."""
-    return Layers(tuple(ids), "model", num_hidden)
+    return Layers(tuple(ids), "model")
 
 
 def rows_in_order(num_rows: int) -> Layers:

@@ -184,7 +184,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             self._known.clear()  # taken again before the next move of each layer
             if self.kept is not None:
                 self.kept = None
-                process.records_ended("the weights were replaced since the load")
+                process.records_ended()
 
         def _keep_map(self, wrong: list[int]) -> None:
             """Have the layer serve as before; the placement check names the tensors."""

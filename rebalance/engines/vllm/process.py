@@ -283,9 +283,9 @@ class PluginProcess:
             for place in wrong:
                 self.checks.look_first(layer, place)
 
-    def records_ended(self, why: str) -> None:
+    def records_ended(self) -> None:
         """Note that the kept records are not used any more."""
-        log.warning("kept records of experts are not used any more: %s", why)
+        log.warning("kept records are not used any more: the weights were replaced")
         set_part("vllm", "records", is_on=False)
 
     def _begin_check(self) -> None:
