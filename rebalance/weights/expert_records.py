@@ -78,7 +78,7 @@ def together(act: Callable[[], T], group: dist.ProcessGroup) -> T:
     refusal = ""
     try:
         done = act()
-    except Exception as exc:  # told to the other ranks, which wait in the next collective
+    except Exception as exc:  # reported to the other ranks, which wait in the next collective
         log.debug("records", exc_info=True)
         refusal = reason_of(exc)
     if why_not := first_refusal(refusal, group):

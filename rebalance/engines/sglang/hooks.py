@@ -130,7 +130,7 @@ class Hooks:
         self._count(lambda: self._tap.add(single_pass_data["global_physical_count"]))
 
     def _count(self, act: Callable[[], None]) -> None:
-        """Act while the plug-in works; the other ranks are told of a failure in the next round."""
+        """Act while the plug-in works; the next round reports a failure to the other ranks."""
         rounds = self.rounds
         if rounds is None or rounds.stopped:
             return

@@ -406,7 +406,7 @@ class PluginProcess:
             share = np.array(eplb.Placement(held, num_experts).slot_share)
         question, self._moving = self._moving, None
         reason = "vLLM committed this map"
-        self.recorder.tell(MapChange(held, share, num_experts, self.generation, reason, question))
+        self.recorder.send(MapChange(held, share, num_experts, self.generation, reason, question))
 
     def asked(self, held: IntArray) -> PlanQuestion:
         """Why rank 0 plans for a map [L, P] now: a task that waits, or vLLM's interval."""
@@ -421,7 +421,7 @@ class PluginProcess:
     def answered(self, outcome: MoveOutcome) -> None:
         """Report what came of a question on rank 0."""
         if self.recorder is not None and (outcome.question.task_id or outcome.error):
-            self.recorder.tell(outcome)
+            self.recorder.send(outcome)
 
     def will_move(self, question: PlanQuestion) -> None:
         """Note a plan of rank 0 that moves experts: its task ends once the map serves."""

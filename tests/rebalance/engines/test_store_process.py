@@ -87,8 +87,8 @@ def test_what_a_rank_hands_over_is_stored_when_its_process_ends(
 ) -> None:
     process.add(counted(0), np.array([False, True]), slice(2, 4))
     process.add(Counted(torch.ones(2, 3, dtype=torch.int64), None, None, 1, 1, "mixed", 7, 1.0))
-    process.tell(change(7))
-    process.tell(Noted("placement_fault", {"rank": 0}))
+    process.send(change(7))
+    process.send(Noted("placement_fault", {"rank": 0}))
 
     assert process.close(NEVER_S)
     with closing(open_store(url, DEPLOYMENT)) as store:
@@ -167,12 +167,12 @@ def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
     url: str, process: StoreProcess
 ) -> None:
     with closing(open_store(url, DEPLOYMENT)) as store:
-        process.tell(change(7))
+        process.send(change(7))
         until(lambda: store.committed() is not None)
         before = process.pid
         assert before is not None
         os.kill(before, signal.SIGSTOP)  # it reads nothing more
-        process.tell(change(8))
+        process.send(change(8))
         os.kill(before, signal.SIGKILL)
         until(lambda: process.pid != before)
         process.add(counted(5))
@@ -328,7 +328,7 @@ def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: St
         task = store.submit("rebalance", {"dry_run": True})
         until(lambda: process.questions)
         question = process.questions.popleft()
-        process.tell(MoveOutcome(question, {"moves": True}))
+        process.send(MoveOutcome(question, {"moves": True}))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         done = store.task(task.id)
@@ -408,7 +408,7 @@ def test_task_is_planned_for_and_ends_with_the_map_of_its_plan(
         task = store.submit("rebalance", {"dry_run": False})
         until(lambda: process.ready)
         assert process.ready is not None
-        process.tell(replace(change(7), question=process.ready.question))
+        process.send(replace(change(7), question=process.ready.question))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         committed = store.committed()

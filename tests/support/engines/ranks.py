@@ -235,8 +235,8 @@ class EngineRank:
             "faults": [] if checks is None else list(checks.faults),
             "looked": 0 if checks is None else checks.num_checked,
             "from host": 0 if kept is None else kept.figures.bytes_by_source.get("host", 0),
-            "from disk": 0 if server is None else server.bytes_from_record_file,
-            "offered": 0 if server is None else server.bytes_offered,
+            "from disk": 0 if server is None else server["record_file"],
+            "offered": 0 if server is None else server["offered"],
         } | {part: value_of(self.engine, part) for part in PARTS}
         self.close()
         return found
