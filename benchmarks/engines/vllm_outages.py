@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from rebalance.engines.common.gauge import value_of
+from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import NUM_RANKS, config_in, on_ranks, popularity_of
 from tests.support.engines.vllm_ranks import Rank, make_rank
 from tests.support.redis_servers import RedisProcess, free_port
