@@ -13,20 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.errors import counted
 from simulations.pages.document import (
     Figure,
     ReportPage,
     TextTable,
     colour_of,
-    counted,
     framed,
     graph_objects,
     line_of,
     marker_of,
+    whole_numbers,
 )
 from simulations.recommend import Recommendation
 from simulations.replay import Replay, Scenario
-from simulations.report import best_policy
+from simulations.report import best_policy, text_of
 from simulations.sweep.results import Row
 
 
@@ -116,8 +117,8 @@ def _comparison_table(judged: dict[str, dict[str, Any]]) -> TextTable:
         (
             policy,
             f"{one['imbalance_mean']:.3f}",
-            f"{one['imbalance_p95']:.3f}",
-            f"{one['imbalance_p99']:.3f}",
+            text_of(one["imbalance_p95"]),
+            text_of(one["imbalance_p99"]),
             f"{one['imbalance_max_layer']:.2f}",
             str(one["rebalances"]),
             f"{one['experts_moved']:,}",
@@ -149,7 +150,7 @@ def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
         )
     figure.add_hline(y=floor, line={"dash": "dot", "color": "#888"})
     longest = max((len(replay.per_window) for replay in replays), default=0)
-    return counted(framed(figure, "window", "imbalance"), x=longest)
+    return whole_numbers(framed(figure, "window", "imbalance"), x=longest)
 
 
 def _scatter(
@@ -161,8 +162,8 @@ def _scatter(
 ) -> Any:
     """Points (group, x, y, text), each group in a colour of its own."""
     of_group: dict[str, list[tuple[float | None, float | None, str]]] = {}
-    for group, x_of, y_of, text_of in points:
-        of_group.setdefault(group, []).append((x_of, y_of, text_of))
+    for group, x_of, y_of, name in points:
+        of_group.setdefault(group, []).append((x_of, y_of, name))
     figure = go.Figure()
     for number, (group, found) in enumerate(of_group.items()):
         x, y, text = zip(*found, strict=True)
@@ -223,7 +224,7 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
         figure = go.Figure()
         figure.add_heatmap(z=ratio, colorscale="RdBu_r", zmin=1.0 - reach, zmax=1.0 + reach)
         layers, ranks = ratio.shape
-        counted(framed(figure, "rank", "layer"), x=ranks, y=layers)
+        whole_numbers(framed(figure, "rank", "layer"), x=ranks, y=layers)
         figure.update_yaxes(autorange="reversed")
         worst = float(ratio.max(axis=1).mean())
         text = f"Load of each rank over the layer's mean in the last window; imbalance {worst:.3f}."
@@ -387,7 +388,9 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
     best = _best_of(judged, lambda row: row.ranks)
     found = [f"best of EP{row.ranks}: {words(row)}: {_gives(row)}" for row in best]
     failed = sum(bool(row.failed) for row in rows)
-    return [*found, f"{failed} of {len(rows)} configurations ended early"] if failed else found
+    if failed:
+        found.append(f"{failed} of {counted(len(rows), 'configuration')} ended early")
+    return found
 
 
 def _best_of(rows: Sequence[Row], key: Callable[[Row], object]) -> list[Row]:
@@ -423,13 +426,14 @@ def _by(go: Any, rows: Sequence[Row], name: str, x_title: str, y_title: str) -> 
 def words(row: Row) -> str:
     """A configuration, as sentences have it."""
     return (
-        f"{row.policy} on {row.ranks} ranks, {row.slots} slots, "
-        f"a plan every {row.interval} windows, {row.dispatch}, seed {row.seed}"
+        f"{row.policy} on {counted(row.ranks, 'rank')}, {row.slots} slots, "
+        f"a plan every {'window' if row.interval == 1 else f'{row.interval} windows'}, "
+        f"{row.dispatch}, seed {row.seed}"
     )
 
 
 def _gives(row: Row) -> str:
-    text = f"imbalance {row.imbalance_mean:.3f}, {row.experts_moved:,} experts moved"
+    text = f"imbalance {row.imbalance_mean:.3f}, {counted(row.experts_moved, 'expert')} moved"
     if row.tokens_per_s_per_rank is None:
         return text
     return f"{text}, {row.tokens_per_s_per_rank:.0f} tokens/s a rank"
