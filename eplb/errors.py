@@ -26,6 +26,11 @@ def shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the singular or plural."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 class EplbError(Exception):
     """Root of the tree: catch this to catch every error that this project raises on purpose."""
 

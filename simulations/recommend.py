@@ -188,6 +188,13 @@ class Question:
         """What a batch is counted in."""
         return "tokens" if self.is_prefill else "sequences"
 
+    @property
+    def most_replays(self) -> int:
+        """Replays of the windows, if every candidate fits."""
+        groups = len(self.ranks) * len(self.attention_ranks)
+        # Nothing is planned in a replay of its own; then come the best one's intervals and batches.
+        return groups * (len(self.redundant) + (0 in self.redundant)) + len(self.intervals)
+
     def latency(self, step_us: float, batch: int) -> float:
         """Milliseconds of a token of a sequence; in prefill, until a prompt has its first one."""
         steps = ceil(self.context / batch) if self.is_prefill else 1 / self.speculation.given
